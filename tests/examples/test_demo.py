@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
 DEMO = Path(__file__).parent.parent.parent / "examples" / "demo.py"
 
 

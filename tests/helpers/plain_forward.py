@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from corelm import Backend
+from corelm.spec import GenerateResult, ScoreResult
 from helpers import oracle
 from helpers.tiny_models import random_rows
-from transformers_backend.decoding import Decoder
 
 Open = Callable[..., Backend]
+Rows = Sequence[Sequence[int]]
 ROWS = random_rows(30, 7, 19, 2, 30)
 PROMPTS = random_rows(20, 3, 9, 20)
 SIZES: dict[str, Any] = {
@@ -38,20 +39,69 @@ def wide(model: PreTrainedModel) -> Any:
     return model.eval()
 
 
+def assert_scores(
+    backend: Backend, model: nn.Module, rows: Rows = ROWS, *, atol: float = 1e-5, **options: Any
+) -> ScoreResult:
+    """Score these rows, compare every log-prob that was asked for with the oracle, and return the result."""
+    out = backend.score_logprobs(rows, **options)
+    parts = zip(rows, out.logprobs.split(), out.scored.split(), strict=True)
+    for number, (row, found, scored) in enumerate(parts):
+        expected = oracle.logprobs(model, row, options.get("temperature", 1.0)) * scored
+        # Float32 has steps of 8e-6 where a log-prob is below -64.
+        torch.testing.assert_close(
+            found.detach(), expected, rtol=1e-7, atol=atol, msg=lambda m, n=number: f"row {n}: {m}"
+        )
+    return out
+
+
+def assert_answers(made: GenerateResult, model: nn.Module, prompts: Rows, *, atol: float = 1e-5) -> None:
+    """Compare the raw log-probs of answers with the oracle."""
+    assert made.logprobs is not None
+    parts = zip(prompts, made.ids.tolist(), made.logprobs.split(), strict=True)
+    for number, (prompt, answer, found) in enumerate(parts):
+        expected = oracle.answer_logprobs(model, prompt, answer)
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=atol, msg=lambda m, n=number: f"row {n}: {m}")
+
+
 def check(backend: Backend, model: nn.Module) -> None:
     """Compare scores and generated log-probs with the oracle."""
-    for row, found in zip(ROWS, backend.score_logprobs(ROWS).logprobs.split(), strict=True):
-        torch.testing.assert_close(found, oracle.logprobs(model, row), rtol=0, atol=2e-5)
+    assert_scores(backend, model, atol=2e-5)
     made = backend.generate(PROMPTS, {"max_new_tokens": 12}, seeds=list(range(len(PROMPTS))))
-    assert made.logprobs is not None
-    for prompt, answer, found in zip(PROMPTS, made.ids.tolist(), made.logprobs.split(), strict=True):
-        expected = oracle.logprobs(model, [*prompt, *answer])[len(prompt) :]
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert_answers(made, model, PROMPTS, atol=2e-5)
 
 
-def decoder(backend: Backend) -> Decoder:
-    found: Decoder = backend.engine.plugin.decoder
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of `loss` by the names of the model's parameters, and remove them from the model."""
+    model.zero_grad()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
     return found
+
+
+def own_loss(model: nn.Module, rows: Rows, temperature: float = 1.0) -> Tensor:
+    """Return the sum of the log-probs of all tokens but the first of each row, from the model's own logits."""
+    loss = torch.zeros(())
+    for row in rows:
+        if len(row) > 1:
+            table = (oracle.own_logits(model, row)[:-1].float() / temperature).log_softmax(-1)
+            loss = loss + table.gather(-1, torch.tensor(row[1:])[:, None]).sum()
+    return loss
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        atol = 1e-4 * float(gradient.abs().max() + 1)
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class ForwardPasses(list[tuple[int, int]]):
+    """The rows and columns of each forward pass of a model's body from now on."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        model.get_input_embeddings().register_forward_hook(lambda _, args, out: self.append(tuple(args[0].shape)))
 
 
 def spoil_cache_after(model: Any, length: int) -> None:

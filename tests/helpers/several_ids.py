@@ -13,21 +13,8 @@ from corelm.spec import ScoreResult
 
 def over_set(logits: Tensor, token: int, ids: Sequence[int], temperature: float = 1.0) -> float:
     """Return the log-prob of `token` among `ids`, all of them if there are none, from logits ``[V]``."""
-    scores = (logits.double() / temperature).tolist()
-    chosen = list(ids) or range(len(scores))
-    largest = max(scores[each] for each in chosen)
-    return scores[token] - largest - math.log(math.fsum(math.exp(scores[each] - largest) for each in chosen))
-
-
-def tail(logits: Tensor, ids: Sequence[int], temperature: float = 1.0) -> float:
-    """Return the log of the probability of all ids but these."""
-    scores = (logits.double() / temperature).tolist()
-    others = [score for token, score in enumerate(scores) if token not in set(ids)]
-    if not others:
-        return -math.inf
-    largest, top = max(others), max(scores)
-    mass, total = (math.fsum(math.exp(x - most) for x in some) for some, most in ((others, largest), (scores, top)))
-    return largest + math.log(mass) - top - math.log(total)
+    scores = logits.double() / temperature
+    return float(scores[token] - (scores[list(ids)] if ids else scores).logsumexp(0))
 
 
 def check_top(
@@ -35,13 +22,14 @@ def check_top(
 ) -> None:
     """Compare the log-probs of a row's ids, and the tails, with logits ``[positions, V]`` that predict its tokens."""
     assert out.top_ids is not None and out.top_logprobs is not None and out.tail_log_mass is not None
-    ids, log_probs, tails = (each.split()[row] for each in (out.top_ids, out.top_logprobs, out.tail_log_mass))
+    ids, log_probs, tails = (each.split()[row].detach() for each in (out.top_ids, out.top_logprobs, out.tail_log_mass))
     assert (ids[:first] == -1).all() and not log_probs[:first].any() and not tails[:first].any()
-    for place in range(first, len(ids)):
-        given = [token for token in ids[place].tolist() if token >= 0]
-        wanted = [over_set(logits[place - 1], token, (), temperature) for token in given]
-        found = log_probs[place].detach()[ids[place] >= 0]
-        torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-7, atol=atol)
-        assert (log_probs[place][ids[place] < 0] == -math.inf).all()
-        expected = tail(logits[place - 1], given, temperature)
-        assert math.isclose(float(tails[place]), expected, rel_tol=1e-7, abs_tol=atol) or expected == tails[place]
+    ids, log_probs, tails = ids[first:], log_probs[first:], tails[first:]
+    every = (logits[first - 1 : first - 1 + len(ids)].double() / temperature).log_softmax(-1)
+    wanted = every.gather(1, ids.clamp_min(0)).masked_fill(ids < 0, -math.inf)
+    torch.testing.assert_close(log_probs.double(), wanted, rtol=1e-7, atol=atol)
+    # One column more takes the ids that are missing.
+    others = torch.ones(len(ids), every.shape[1] + 1, dtype=torch.bool)
+    others = others.scatter_(1, torch.where(ids < 0, every.shape[1], ids), False)[:, :-1]
+    rest = every.masked_fill(~others, -math.inf).logsumexp(-1)
+    torch.testing.assert_close(tails.double(), rest, rtol=1e-7, atol=atol)

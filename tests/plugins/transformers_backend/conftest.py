@@ -42,3 +42,15 @@ def open_model(fast: bool) -> Iterator[Open]:
             return stack.enter_context(Backend.from_plugin(engine, "transformers"))
 
         yield make
+
+
+@pytest.fixture
+def narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make tiles 1,024 entries wide for a single token already, so that a small test has several of them."""
+    monkeypatch.setattr("transformers_backend.fast.logit_tiles._CPU_TILE", (1, 1024))
+
+
+@pytest.fixture
+def short_answers_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make few rows too wide for a batch already: an answer without a limit counts four tokens when it begins."""
+    monkeypatch.setattr("transformers_backend.decoding.EXPECTED_TOKENS", 4)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,18 @@ from torch import Tensor
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from helpers import oracle
+from helpers.peft_models import lora_config, with_lora
+from helpers.plain_forward import (
+    Open,
+    assert_answers,
+    assert_same_gradients,
+    assert_scores,
+    gradients,
+    own_loss,
+)
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 from transformers_backend import TransformersBackend
 
-Open = Callable[..., Backend]
 ROWS = random_rows(1, 40, 9)
 TARGETS = {
     "attention": ["q_proj", "v_proj"],
@@ -28,20 +37,13 @@ TARGETS = {
 }
 
 
-@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.nightly)], ids=["fast", "plain"])
 def fast(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def config(targets: Sequence[str] = ("q_proj", "v_proj"), rank: int = 4, **more: Any) -> peft.LoraConfig:
-    return peft.LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=list(targets), init_lora_weights=False, **more)
-
-
-def wrapped(name: str = "default", seed: int = 0, **options: Any) -> peft.PeftModel:
-    """The tiny model with an adapter that changes it much."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return peft.get_peft_model(tiny_model(), config(**options), adapter_name=name).eval()
+def wrapped(name: str = "default", seed: int = 0, targets: Sequence[str] = (), **options: Any) -> peft.PeftModel:
+    return with_lora(tiny_model(), *targets, name=name, seed=seed, **options)
 
 
 @pytest.fixture
@@ -56,14 +58,14 @@ def owned(tmp_path: Path, fast: bool) -> Any:
 
 def assert_is(backend: Backend, adapter: Any, model: Any) -> None:
     """Assert that scores and answers are those of a plain forward of this model, one row at a time."""
-    for ids, found in zip(ROWS, backend.score_logprobs(ROWS, adapter=adapter).logprobs.split(), strict=True):
-        oracle.close(found, oracle.logprobs(model, ids))
+    assert_scores(backend, model, ROWS, adapter=adapter)
     out = backend.generate(ROWS, {"max_new_tokens": 8, "seed": 0, "ignore_eos": True}, adapter=adapter)
-    for prompt, answer, found in zip(ROWS, out.ids.tolist(), out.logprobs.split(), strict=True):
-        oracle.close(found, oracle.answer_logprobs(model, prompt, answer))
+    assert_answers(out, model, ROWS)
 
 
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    "targets", ["head", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("attention", "embeddings"))]
+)
 def test_a_model_that_was_loaded_here_takes_adapters(owned: Backend, targets: str, tmp_path: Path) -> None:
     one, two = wrapped(targets=TARGETS[targets]), wrapped(seed=1, targets=["k_proj"], rank=8)
     two.save_pretrained(tmp_path / "two")
@@ -107,10 +109,10 @@ def test_new_base_weights_leave_the_adapters(owned: Backend) -> None:
     assert_is(owned, "one", one)
 
 
-@pytest.mark.parametrize("active", ["default", "second"])
+@pytest.mark.parametrize("active", ["second", pytest.param("default", marks=pytest.mark.nightly)])
 def test_a_peft_model_of_the_caller_is_what_it_was(open_model: Open, active: str) -> None:
     model, one, two, third = wrapped(), wrapped(), wrapped("second", seed=1), wrapped(seed=2, targets=["down_proj"])
-    model.add_adapter("second", config())
+    model.add_adapter("second", lora_config())
     peft.set_peft_model_state_dict(model, peft.get_peft_model_state_dict(two, adapter_name="second"), "second")
     model.set_adapter(active)
     model.train()
@@ -157,20 +159,14 @@ def _switches(model: Any) -> dict[str, Any]:
 
 def test_gradients_are_those_of_the_adapter(open_model: Open) -> None:
     model, two = wrapped(targets=["q_proj", "lm_head"]), wrapped("second", seed=1)
-    model.add_adapter("second", config())
+    model.add_adapter("second", lora_config())
     peft.set_peft_model_state_dict(model, peft.get_peft_model_state_dict(two, adapter_name="second"), "second")
     model.set_requires_grad("second")
-    open_model(model).score_logprobs(ROWS, grad=True, adapter="second").logprobs.values.sum().backward()
-    for ids in ROWS[1:]:
-        logits = oracle.own_logits(two, ids)[:-1].float()
-        logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None]).sum().backward()
-    wanted = {name: each.grad for name, each in two.named_parameters() if each.requires_grad}
-    found = {name: each.grad for name, each in model.named_parameters() if ".second." in name}
-    assert wanted.keys() == found.keys()
-    for name, gradient in wanted.items():
-        assert isinstance(gradient, Tensor)
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-3)
-    assert all(each.grad is None for name, each in model.named_parameters() if ".default." in name)
+    out = open_model(model).score_logprobs(ROWS, grad=True, adapter="second")
+    found = gradients(model, out.logprobs.values.sum())
+    wanted = gradients(two, own_loss(two, ROWS))
+    assert_same_gradients({name: each for name, each in found.items() if ".second." in name}, wanted)
+    assert not any(".default." in name for name in found)
 
 
 def test_gradient_checkpointing_runs_layers_when_the_adapter_is_switched_back(open_model: Open) -> None:
@@ -203,8 +199,8 @@ def test_a_plain_model_of_the_caller_takes_no_adapters(open_model: Open) -> None
 def bad_adapters(folder: Path) -> dict[str, tuple[Any, Any, str]]:
     """What cannot be loaded: the weights, their configuration, and what the error says."""
     state = peft.get_peft_model_state_dict(wrapped())
-    larger = peft.get_peft_model(tiny_model(hidden_size=32, num_attention_heads=2), config())
-    deeper = peft.get_peft_model(tiny_model(num_hidden_layers=3), config())
+    larger = peft.get_peft_model(tiny_model(hidden_size=32, num_attention_heads=2), lora_config())
+    deeper = peft.get_peft_model(tiny_model(num_hidden_layers=3), lora_config())
     empty = folder / "empty"
     empty.mkdir()
     broken = folder / "broken"
@@ -216,9 +212,9 @@ def bad_adapters(folder: Path) -> dict[str, tuple[Any, Any, str]]:
     return {
         "another width": (larger, None, "size mismatch"),
         "more layers": (deeper, None, "unexpected 'base_model.model.model.layers.2"),
-        "no tensors": ({}, config(), "missing 'base_model.model.model.layers.0"),
-        "another rank": (state, config(rank=2), "size mismatch"),
-        "other modules": (state, config(targets=["no_such_module"]), "no_such_module"),
+        "no tensors": ({}, lora_config(), "missing 'base_model.model.model.layers.0"),
+        "another rank": (state, lora_config(rank=2), "size mismatch"),
+        "other modules": (state, lora_config("no_such_module"), "no_such_module"),
         "no folder": (folder / "nothing", None, "no readable adapter"),
         "an empty folder": (empty, None, "no readable adapter"),
         "a broken file": (broken, None, "no readable adapter"),
@@ -228,12 +224,12 @@ def bad_adapters(folder: Path) -> dict[str, tuple[Any, Any, str]]:
             peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
             "virtual tokens",
         ),
-        "pissa": (state, {**config().to_dict(), "init_lora_weights": "pissa"}, "changes the base weights"),
+        "pissa": (state, {**lora_config().to_dict(), "init_lora_weights": "pissa"}, "changes the base weights"),
         "no type": (state, {"r": 4}, "does not fit"),
     }
 
 
-@pytest.mark.parametrize("loaded", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize("loaded", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["first", "again"])
 def test_what_does_not_fit_changes_nothing(owned: Backend, tmp_path: Path, loaded: bool) -> None:
     one = wrapped()
     if loaded:
@@ -258,7 +254,7 @@ class OnAFullDevice(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize("loaded", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize("loaded", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["first", "again"])
 def test_a_load_that_failed_half_way_leaves_the_label_of_the_base_weights(owned: Backend, loaded: bool) -> None:
     one = wrapped()
     if loaded:
@@ -300,3 +296,32 @@ def test_beams_and_streams_use_the_adapter(owned: Backend) -> None:
         found = [value for chunk in stream for value in chunk.logprobs]
     ids = stream.result.ids.tolist()[0]
     oracle.close(torch.tensor(found), oracle.answer_logprobs(one, ROWS[2], ids))
+
+
+def test_the_adapters_of_a_peft_model_take_effect_and_only_they_are_trained(open_model: Open) -> None:
+    model = with_lora(tiny_model(), "q_proj", "v_proj", "lm_head").train()
+    backend = open_model(model)
+    assert_is(backend, None, model)
+    with model.disable_adapter():
+        assert_scores(backend, model, ROWS)
+    assert model.training
+    backend.score_logprobs(ROWS, grad=True).logprobs.values.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad == ("lora_" in name), name
+
+
+def test_beams_use_the_adapters_and_ignore_generation_configs(open_model: Open) -> None:
+    model = with_lora(tiny_model(), "q_proj", "v_proj", "lm_head")
+    sampling = {"num_beams": 4, "max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
+    ids = torch.tensor([ROWS[2]])
+    wanted = model.generate(input_ids=ids, num_beams=4, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    model.generation_config = copy.deepcopy(model.generation_config)
+    model.generation_config.repetition_penalty = 9.0
+    (answer,) = open_model(model).generate(ids, sampling, logprobs="none").ids.tolist()
+    assert answer == wanted[0, ids.shape[1] :].tolist()
+
+
+def test_virtual_tokens_are_refused(open_model: Open) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(CapabilityError, match="LoRA"):
+        open_model(peft.get_peft_model(tiny_model(), config))

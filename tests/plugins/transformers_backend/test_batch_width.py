@@ -9,20 +9,16 @@ from typing import Any
 import pytest
 
 from corelm import Backend
-from helpers import oracle
 from helpers.oracle import close
+from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import VOCAB, random_rows, tiny_model, tiny_tokenizer
-
-Open = Callable[..., Backend]
 
 #: The limit of every forward pass in most tests here, and prompts that fill it when they have grown a little.
 TOKENS, PROMPTS = 120, random_rows(5, 9, 5, 12, 3, 7)
 FILLING = {"max_new_tokens": None, "ignore_eos": True, "seed": 3}
 
 
-@pytest.fixture(params=[True, False], ids=["fast", "plain"])
-def fast(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+Narrow = Callable[[Any], Backend]
 
 
 class Passes(list[tuple[int, int]]):
@@ -55,10 +51,10 @@ def widths(seen: Passes) -> Iterator[int]:
         yield rows * columns
 
 
-def narrow(open_model: Open, model: Any) -> Backend:
-    backend = open_model(model, max_batch_tokens=TOKENS)
-    backend.engine.plugin.decoder.expected_tokens = 4
-    return backend
+@pytest.fixture
+def narrow(open_model: Open, short_answers_expected: None) -> Narrow:
+    """Return how to open a model whose batches grow too wide."""
+    return lambda model: open_model(model, max_batch_tokens=TOKENS)
 
 
 def test_rows_without_a_limit_share_a_batch_in_a_long_context(open_model: Open) -> None:
@@ -73,13 +69,12 @@ def test_rows_without_a_limit_share_a_batch_in_a_long_context(open_model: Open) 
     # One prefill of all rows; then one column at a time.
     assert seen[0] == (16, 20) and all(new == 1 for _, new in seen[1:])
     assert set(out.finish_reasons) == {"stop"}
-    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
-        close(found, oracle.answer_logprobs(model, prompt, answer))
+    assert_answers(out, model, prompts)
 
 
-def test_a_batch_that_grows_too_wide_lets_rows_wait(open_model: Open) -> None:
+def test_a_batch_that_grows_too_wide_lets_rows_wait(narrow: Narrow) -> None:
     model = tiny_model(max_position_embeddings=60)
-    backend = narrow(open_model, model)
+    backend = narrow(model)
     backend.generate(PROMPTS, FILLING)
     with passes(model) as seen:
         backend.generate(PROMPTS, FILLING)
@@ -89,23 +84,20 @@ def test_a_batch_that_grows_too_wide_lets_rows_wait(open_model: Open) -> None:
     # More than one row stays until two fill the limit, and no pass is wider than it.
     assert max(widths(seen)) <= TOKENS and sum(new > 1 for _, new in seen) < 6
     assert out.ids.lengths.tolist() == [60 - len(prompt) for prompt in PROMPTS]
-    for prompt, answer, found in zip(PROMPTS, out.ids.tolist(), out.logprobs.split(), strict=True):
-        close(found, oracle.answer_logprobs(model, prompt, answer))
+    assert_answers(out, model, PROMPTS)
 
 
-@pytest.mark.parametrize(
-    "extra", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.3}, {"temperature": 0.0}, {"top_p": 0.8}]
-)
-def test_an_answer_that_waited_is_the_one_it_would_have_been(open_model: Open, extra: dict[str, float]) -> None:
+def test_an_answer_that_waited_is_the_one_it_would_have_been(open_model: Open, narrow: Narrow) -> None:
     model = tiny_model(max_position_embeddings=60)
-    expected = open_model(model).generate(PROMPTS, FILLING | extra, logprobs="processed")
-    found = narrow(open_model, model).generate(PROMPTS, FILLING | extra, logprobs="processed")
-    assert found.ids.tolist() == expected.ids.tolist() and found.finish_reasons == expected.finish_reasons
-    for one, other in zip(found.logprobs.split(), expected.logprobs.split(), strict=True):
-        close(one, other)
+    wide, small = open_model(model), narrow(model)
+    for extra in ({"repetition_penalty": 1.3, "frequency_penalty": 0.3}, {"temperature": 0.0}, {"top_p": 0.8}):
+        expected = wide.generate(PROMPTS, FILLING | extra, logprobs="processed")
+        found = small.generate(PROMPTS, FILLING | extra, logprobs="processed")
+        assert found.ids.tolist() == expected.ids.tolist() and found.finish_reasons == expected.finish_reasons, extra
+        close(found.logprobs.values, expected.logprobs.values)
 
 
-def test_a_stop_string_may_begin_before_the_row_waits(open_model: Open) -> None:
+def test_a_stop_string_may_begin_before_the_row_waits(open_model: Open, narrow: Narrow) -> None:
     model = tiny_model(max_position_embeddings=60)
     wide = open_model(model)
     text = [tiny_tokenizer().decode(ids) for ids in wide.generate(PROMPTS, FILLING).ids.tolist()]
@@ -113,12 +105,12 @@ def test_a_stop_string_may_begin_before_the_row_waits(open_model: Open) -> None:
     stop = tuple({answer[at : at + 2] for answer in text for at in range(12, 40, 9)} - {""})[:6]
     expected = wide.generate(PROMPTS, FILLING | {"stop": stop})
     assert "stop" in expected.finish_reasons
-    found = narrow(open_model, model).generate(PROMPTS, FILLING | {"stop": stop})
+    found = narrow(model).generate(PROMPTS, FILLING | {"stop": stop})
     assert found.ids.tolist() == expected.ids.tolist() and found.finish_reasons == expected.finish_reasons
 
 
-def test_rows_that_wait_are_streamed_without_gaps(open_model: Open) -> None:
-    backend = narrow(open_model, tiny_model(max_position_embeddings=60))
+def test_rows_that_wait_are_streamed_without_gaps(narrow: Narrow) -> None:
+    backend = narrow(tiny_model(max_position_embeddings=60))
     expected = backend.generate(PROMPTS, FILLING).ids.tolist()
     chunks = list(backend.stream(PROMPTS, FILLING))
     for row, ids in enumerate(expected):
@@ -127,9 +119,9 @@ def test_rows_that_wait_are_streamed_without_gaps(open_model: Open) -> None:
         assert [chunk.finish_reason for chunk in own] == [None] * (len(ids) - 1) + ["length"]
 
 
-def test_rows_that_are_aborted_while_they_wait_keep_their_tokens(open_model: Open) -> None:
+def test_rows_that_are_aborted_while_they_wait_keep_their_tokens(narrow: Narrow) -> None:
     model = tiny_model(max_position_embeddings=60)
-    backend, names = narrow(open_model, model), tuple("abcdef")
+    backend, names = narrow(model), tuple("abcdef")
     expected = backend.generate(PROMPTS, FILLING).ids.tolist()
     with passes(model) as seen:
         backend.generate(PROMPTS, FILLING)

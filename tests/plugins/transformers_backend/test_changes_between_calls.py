@@ -2,76 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, Phi3Config, Qwen2ForCausalLM
 
-from corelm import Backend
 from corelm.errors import InvalidRequestError
-from helpers import oracle
+from helpers.plain_forward import Open, assert_answers, assert_same_gradients, assert_scores, gradients, own_loss
 from helpers.scoring_path import scoring_path
 from helpers.tiny_models import random_rows, tiny_model
 
-Open = Callable[..., Backend]
 ROWS = random_rows(20, 7, 20)
-
-
-def check(backend: Backend, model: nn.Module, rows: list[list[int]] = ROWS) -> None:
-    for row, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
-        torch.testing.assert_close(found, oracle.logprobs(model, row), rtol=1e-7, atol=1e-5)
-
-
-def scaled(module: nn.Module, inputs: Any, output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output * 1.1
-    output.last_hidden_state = output.last_hidden_state * 1.1
-    return output
-
-
-@pytest.mark.parametrize("part", ["model", "lm_head", "model.norm"])
-def test_a_hook_is_called_until_it_is_removed(open_model: Open, part: str) -> None:
-    model = tiny_model("qwen2")
-    backend = open_model(model)
-    check(backend, model)
-    hook = model.get_submodule(part).register_forward_hook(scaled)
-    check(backend, model)
-    hook.remove()
-    check(backend, model)
-    assert scoring_path(backend).head == "tiled"
-
-
-def test_a_global_hook_is_called_until_it_is_removed(open_model: Open) -> None:
-    model = tiny_model("qwen2")
-    backend = open_model(model)
-    check(backend, model)
-    hook = nn.modules.module.register_module_forward_hook(
-        lambda module, inputs, output: output * 1.1 if module is model.lm_head else None
-    )
-    try:
-        check(backend, model)
-    finally:
-        hook.remove()
-    check(backend, model)
-
-
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        ("cohere", lambda model: setattr(model, "logit_scale", 3.0)),
-        ("granite", lambda model: setattr(model.config, "logits_scaling", 1.0)),
-        ("gemma2", lambda model: setattr(model.config, "final_logit_softcapping", 3.0)),
-    ],
-)
-def test_a_new_scale_or_cap_takes_effect(open_model: Open, family: str, change: Callable[[nn.Module], None]) -> None:
-    model = tiny_model(family)
-    backend = open_model(model)
-    check(backend, model)
-    change(model)
-    check(backend, model)
 
 
 class Scaled(Qwen2ForCausalLM):
@@ -90,17 +33,12 @@ class Scaled(Qwen2ForCausalLM):
 def test_a_learned_scale_gets_gradients_and_takes_effect(open_model: Open) -> None:
     model = Scaled(tiny_model("qwen2").config).eval()
     backend = open_model(model)
-    check(backend, model)
-    backend.score_logprobs(ROWS, grad=True).logprobs.values.sum().backward()
-    found = model.scale.grad
-    assert scoring_path(backend).head == "sliced" and found is not None
-    model.zero_grad()
-    for row in ROWS:
-        logprobs = oracle.own_logits(model, row)[:-1].log_softmax(-1)
-        logprobs.gather(-1, torch.tensor(row[1:])[:, None]).sum().backward()
-    torch.testing.assert_close(found, model.scale.grad, rtol=1e-4, atol=1e-4)
+    assert_scores(backend, model, ROWS)
+    found = gradients(model, backend.score_logprobs(ROWS, grad=True).logprobs.values.sum())
+    assert scoring_path(backend).head == "sliced" and "scale" in found
+    assert_same_gradients(found, gradients(model, own_loss(model, ROWS)))
     model.scale.data.fill_(1.0)
-    check(backend, model)
+    assert_scores(backend, model, ROWS)
     assert scoring_path(backend).head == "tiled"
 
 
@@ -146,14 +84,13 @@ def longrope() -> nn.Module:
 
 
 def test_scores_of_long_and_short_rows_do_not_mix(open_model: Open, longrope: nn.Module) -> None:
-    check(open_model(longrope), longrope, random_rows(20, 60, 32, 33, 31, 34, seed=1))
+    assert_scores(open_model(longrope), longrope, random_rows(20, 60, 32, 33, 31, 34, seed=1))
 
 
 def test_answers_of_long_and_short_prompts_do_not_mix(open_model: Open, longrope: nn.Module) -> None:
     prompts, backend = random_rows(5, 60, 25, 33, seed=1), open_model(longrope)
     out = backend.generate(prompts, {"max_new_tokens": 8, "seed": 3})
-    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
-        torch.testing.assert_close(found, oracle.answer_logprobs(longrope, prompt, answer), rtol=1e-7, atol=1e-5)
+    assert_answers(out, longrope, prompts)
 
 
 def test_an_answer_that_could_cross_the_switch_is_refused(open_model: Open, longrope: nn.Module) -> None:

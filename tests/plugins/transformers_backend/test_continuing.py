@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +9,13 @@ import pytest
 import torch
 
 from corelm import Backend, DynamicBatcher, Ragged
-from corelm.backend.prepared_call import prepare_generation
 from corelm.errors import InvalidRequestError, ProvenanceMismatchError
-from corelm.spec import GenerateResult, TokenChunk
+from corelm.spec import GenerateResult
 from helpers import oracle
+from helpers.mid_answer import MidAnswer
+from helpers.plain_forward import Open
 from helpers.tiny_models import random_rows, tiny_model
 
-Open = Callable[..., Backend]
 PROMPTS = random_rows(7, 12, 7)
 GREEDY = {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True}
 SAMPLED = {"max_new_tokens": 16, "ignore_eos": True, "seed": 3}
@@ -35,11 +32,15 @@ def cut(whole: GenerateResult, lengths: list[int]) -> GenerateResult:
     return replace(whole, **cuts, finish_reasons=("abort",) * len(lengths))
 
 
-@pytest.mark.parametrize("lengths", [[5, 5, 5], [0, 9, 16], [1, 2, 3]])
-def test_a_greedy_answer_in_two_calls_is_that_of_one(open_model: Open, lengths: list[int]) -> None:
+def test_a_greedy_answer_in_two_calls_is_that_of_one(open_model: Open) -> None:
     backend = open_model(tiny_model())
     options: dict[str, Any] = {"top_logprobs": 4, "return_support": True}
     whole = backend.generate(PROMPTS, GREEDY, **options)
+    for lengths in ([5, 5, 5], [0, 9, 16], [1, 2, 3]):
+        _check_continued(backend, whole, lengths, options)
+
+
+def _check_continued(backend: Backend, whole: GenerateResult, lengths: list[int], options: dict[str, Any]) -> None:
     made = backend.generate(PROMPTS, GREEDY, continue_from=cut(whole, lengths), **options)
     assert made.ids.tolist() == whole.ids.tolist() and made.finish_reasons == whole.finish_reasons
     for name in ("logprobs", "top_logprobs", "tail_log_mass", "kept_log_mass"):
@@ -70,28 +71,20 @@ def test_samples_and_sets_of_ids_go_on(open_model: Open) -> None:
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_what_an_update_has_aborted_goes_on_with_the_new_weights(open_model: Open, batched: bool) -> None:
-    old, new = tiny_model(), tiny_model(seed=1)
-    backend = open_model(copy.deepcopy(old))
+    old, new, own = tiny_model(), tiny_model(seed=1), tiny_model()
+    middle, sampling = MidAnswer(own), SAMPLED | {"max_new_tokens": 60}
+    backend = open_model(own)
     backend = DynamicBatcher(backend) if batched else backend
-    update = threading.Thread(target=backend.update_weights, args=(new.state_dict(), "new"), kwargs={"when": "abort"})
-    aborted = threading.Event()
-    engine = backend.engine.plugin
-    seen = 0
-
-    def listen(chunk: TokenChunk) -> None:
-        nonlocal seen
-        seen += chunk.row == 0
-        if chunk.row == 0 and seen == 5:
-            update.start()
-            while not all(call.aborted for call in engine.calls._under_way):
-                assert not aborted.wait(0.001)
-
-    part = backend.run(prepare_generation(backend.engine, PROMPTS, SAMPLED, on_tokens=listen))
-    update.join(60)
+    # The model is tried before its first answer.
+    backend.generate(PROMPTS, {"max_new_tokens": 2})
+    part = middle.run(
+        lambda: backend.update_weights(new.state_dict(), "new", when="abort"),
+        lambda: backend.generate(PROMPTS, sampling),
+    )
     assert part.finish_reasons == ("abort",) * 3 and part.weight_versions == ("0",) * 3
     lengths = part.ids.lengths.tolist()
-    assert all(0 < length < 16 for length in lengths)
-    made = backend.generate(PROMPTS, SAMPLED, continue_from=part)
+    assert all(0 < length < 60 for length in lengths)
+    made = backend.generate(PROMPTS, sampling, continue_from=part)
     assert made.finish_reasons == ("length",) * 3
     assert made.version_runs == tuple((("0", 0), ("new", length)) for length in lengths)
     rows = zip(PROMPTS, made.ids.tolist(), made.logprobs.split(), lengths, strict=True)  # type: ignore[union-attr]
@@ -99,7 +92,7 @@ def test_what_an_update_has_aborted_goes_on_with_the_new_weights(open_model: Ope
         by_old, by_new = (oracle.answer_logprobs(model, prompt, answer) for model in (old, new))
         expected = torch.cat([by_old[:length], by_new[length:]])
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    whole = backend.generate(PROMPTS, SAMPLED, continue_from=made)
+    whole = backend.generate(PROMPTS, sampling, continue_from=made)
     assert whole.ids.tolist() == made.ids.tolist() and whole.version_runs == made.version_runs
 
 
@@ -130,9 +123,10 @@ def test_other_distributions_do_not_join(open_model: Open) -> None:
         backend.generate(PROMPTS, SAMPLED, continue_from=part)
 
 
-@pytest.mark.parametrize(
-    ("change", "sampling", "told"),
-    [
+def test_what_cannot_go_on_is_refused(open_model: Open) -> None:
+    backend = open_model(tiny_model())
+    part = backend.generate(PROMPTS, SAMPLED | {"max_new_tokens": 4})
+    cases: list[tuple[Any, Any, str]] = [
         ({}, {"presence_penalty": 0.5}, "counts the tokens of an answer"),
         ({}, {"min_new_tokens": 6}, "row 0: has fewer than min_new_tokens=6 tokens.* sample this row"),
         ({}, {"max_new_tokens": 3}, "row 0: has 4 tokens, but max_new_tokens is 3"),
@@ -141,27 +135,20 @@ def test_other_distributions_do_not_join(open_model: Open) -> None:
         ({"ids": Ragged.from_list([[5]])}, {}, "has 1 answers, but the call is for 3"),
         ({"adapter": "one"}, {}, "adapter='one'"),
         ({"logprobs": None}, {}, "has no log-probs"),
-    ],
-)  # fmt: skip
-def test_what_cannot_go_on_is_refused(open_model: Open, change: Any, sampling: Any, told: str) -> None:
-    backend = open_model(tiny_model())
-    part = replace(backend.generate(PROMPTS, SAMPLED | {"max_new_tokens": 4}), **change)
-    with pytest.raises(InvalidRequestError, match=told):
-        backend.generate(PROMPTS, SAMPLED | sampling, continue_from=part)
-
-
-def test_only_a_result_can_go_on(open_model: Open) -> None:
-    backend = open_model(tiny_model())
+    ]
+    for change, sampling, says in cases:
+        with pytest.raises(InvalidRequestError, match=says):
+            backend.generate(PROMPTS, SAMPLED | sampling, continue_from=replace(part, **change))
     with pytest.raises(InvalidRequestError, match="expected a GenerateResult, got a list"):
         backend.generate(PROMPTS, SAMPLED, continue_from=[[1]])  # type: ignore[arg-type]
 
 
 def test_rows_near_the_end_of_the_context_go_on_with_others(open_model: Open) -> None:
-    """Row 1 needs 100 tokens and row 0 only one: together they would not fit the context of 512."""
-    backend = open_model(tiny_model())
-    prompts, sampling = random_rows(400, 20), GREEDY | {"max_new_tokens": 100}
+    """Row 1 needs 30 tokens and row 0 only one: together they would not fit the context of 112."""
+    backend = open_model(tiny_model(max_position_embeddings=112))
+    prompts, sampling = random_rows(80, 20), GREEDY | {"max_new_tokens": 30}
     whole = backend.generate(prompts, sampling)
-    made = backend.generate(prompts, sampling, continue_from=cut(whole, [99, 0]))
+    made = backend.generate(prompts, sampling, continue_from=cut(whole, [29, 0]))
     assert made.ids.tolist() == whole.ids.tolist() and made.finish_reasons == whole.finish_reasons
 
 

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from corelm import Backend
 from corelm.backend.seeds import answer_seeds
 from corelm.errors import InvalidRequestError
 from corelm.spec.sampling import SamplingParams
-from helpers import oracle
 from helpers.oracle import close, first_greedy_id
+from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 from transformers_backend.ending import AnswerEnding
 
-Open = Callable[..., Backend]
 PAD, EOS = 0, 2
 
 
-@pytest.fixture(params=[True, False], ids=["fast", "plain"])
-def fast(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("opt", marks=pytest.mark.nightly), "gemma2"])
 def test_without_a_limit_every_row_fills_the_context(open_model: Open, family: str) -> None:
     model = tiny_model(family, max_position_embeddings=32)
     prompts = random_rows(30, 1, 31, 12)
     out = open_model(model).generate(prompts, {"max_new_tokens": None, "ignore_eos": True, "seed": 0})
     assert out.ids.lengths.tolist() == [2, 31, 1, 20] and set(out.finish_reasons) == {"length"}
-    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
-        close(found, oracle.answer_logprobs(model, prompt, answer))
+    assert_answers(out, model, prompts)
 
 
 def test_a_model_without_a_context_needs_a_limit(open_model: Open) -> None:
@@ -57,20 +49,21 @@ def test_a_row_stops_at_its_stop_string_and_keeps_the_token_that_completes_it(op
     model, tokenizer = tiny_model(), tiny_tokenizer()
     prompts, seeds = random_rows(6, 25, 3), answer_seeds(2, range(3))
     backend = open_model(model)
-    free = backend.generate(prompts, {"max_new_tokens": 30, "ignore_eos": True}, seeds=seeds)
-    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in free.ids.tolist()]
-    # Six characters that straddle tokens, from the middle of one row's answer.
-    stop = texts[1][20:26]
-    out = backend.generate(prompts, {"max_new_tokens": 30, "ignore_eos": True, "stop": ["@@@@", stop]}, seeds=seeds)
-    for text, whole, cut, reason in zip(texts, free.ids.tolist(), out.ids.tolist(), out.finish_reasons, strict=True):
-        assert whole[: len(cut)] == cut
-        if stop in text:
-            assert reason == "stop" and stop in tokenizer.decode(cut, skip_special_tokens=True)
-            assert stop not in tokenizer.decode(cut[:-1], skip_special_tokens=True)
-        else:
-            assert reason == "length" and cut == whole
-    assert "stop" in out.finish_reasons
-    close(out.logprobs.split()[1], free.logprobs.split()[1][: len(out.ids.tolist()[1])])
+    sampling = {"max_new_tokens": 30, "ignore_eos": True}
+    free = backend.generate(prompts, sampling, seeds=seeds)
+    answers = free.ids.tolist()
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    for first in range(3):
+        # One row ends at its tenth token, while the stop strings of the others have begun and are not complete.
+        spans = [slice(6, 10) if row == first else slice(8, 13) for row in range(3)]
+        stop = [decode(ids[span]) for ids, span in zip(answers, spans, strict=True)]
+        out = backend.generate(prompts, sampling | {"stop": ["@@@@", *stop]}, seeds=seeds)
+        for row, (whole, cut, reason) in enumerate(zip(answers, out.ids.tolist(), out.finish_reasons, strict=True)):
+            beginnings = [decode(whole[:end]) for end in range(1, 31)]
+            end = next(n for n, text in enumerate(beginnings, 1) if any(each in text for each in stop))
+            assert (cut, reason) == (whole[:end], "stop"), (first, row)
+            close(out.logprobs.split()[row], free.logprobs.split()[row][:end])
+        assert len(set(out.ids.lengths.tolist())) > 1
 
 
 def steps_until_stop(ids: list[int], **sampling: Any) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +15,13 @@ from corelm.backend.seeds import answer_seeds
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError
 from helpers import oracle
 from helpers.oracle import close, first_greedy_id
+from helpers.plain_forward import Open, assert_answers, assert_scores
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 
-Open = Callable[..., Backend]
 PAD, EOS = 0, 2
 
 
-@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.nightly)], ids=["fast", "plain"])
 def fast(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
@@ -30,7 +29,7 @@ def fast(request: pytest.FixtureRequest) -> bool:
 # Log-probabilities --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.nightly)])
 def test_one_batch_of_very_different_lengths_with_pads_inside(open_model: Open, implementation: str) -> None:
     model = tiny_model()
     model.set_attn_implementation(implementation)
@@ -42,8 +41,7 @@ def test_one_batch_of_very_different_lengths_with_pads_inside(open_model: Open, 
     prompts = [*random_rows(1, 300, 17), [PAD] * 5, [PAD], [9, PAD, PAD, 31, PAD], [EOS]]
     out = open_model(model, tokenizer=tokenizer).generate(prompts, {"max_new_tokens": 10, "seed": 1})
     assert out.mode == "raw" and out.temperature == 1.0 and out.support == "full"
-    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
-        close(found, oracle.answer_logprobs(model, prompt, answer))
+    assert_answers(out, model, prompts)
 
 
 def test_an_answer_may_be_a_stop_id_only(open_model: Open) -> None:
@@ -81,33 +79,32 @@ def processed(logits: Tensor, seen: list[int], answer: list[int], s: dict[str, f
     return out
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 0.6},
-        {"top_k": 7},
-        {"top_p": 0.7, "temperature": 1.4},
-        {"min_p": 0.2},
-        {"repetition_penalty": 1.8},
-        {"presence_penalty": 1.0, "frequency_penalty": 0.7},
-        {
-            "temperature": 0.8,
-            "top_k": 40,
-            "top_p": 0.9,
-            "min_p": 0.01,
-            "repetition_penalty": 1.3,
-            "presence_penalty": -0.5,
-        },
-    ],
-    ids=str,
-)
+PROCESSED: list[dict[str, float]] = [
+    {"temperature": 0.6},
+    {"top_k": 7},
+    {"top_p": 0.7, "temperature": 1.4},
+    {"min_p": 0.2},
+    {"repetition_penalty": 1.8},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.7},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "presence_penalty": -0.5},
+]
+
+
 def test_processed_logprobs_are_those_of_the_distribution_sampled_from(
-    open_model: Open, sampling: dict[str, float]
+    open_model: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model()
+    backend = open_model(model)
+    for sampling in PROCESSED:
+        _check_processed(backend, model, sampling)
+    # Numbers that differ from the plain forward are not returned, but the rows are decoded again in a slower way.
+    assert "get other numbers" not in caplog.text
+
+
+def _check_processed(backend: Backend, model: Any, sampling: dict[str, float]) -> None:
     # The padding before short prompts (id 0) must not count as seen. Many stop ids make rows leave the batch early.
     prompts = random_rows(40, 2, 11, 5, 23, 1)
-    out = open_model(model).generate(
+    out = backend.generate(
         prompts, {**sampling, "max_new_tokens": 12, "seed": 3, "stop_token_ids": range(1, 60)}, logprobs="processed"
     )
     assert len(set(out.ids.lengths.tolist())) > 2
@@ -116,7 +113,9 @@ def test_processed_logprobs_are_those_of_the_distribution_sampled_from(
     for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
         table = oracle.next_logits(model, prompt + answer[:-1])[len(prompt) - 1 :]
         expected = [processed(table[t], prompt, answer[:t], sampling)[token] for t, token in enumerate(answer)]
-        close(found.double(), torch.stack(expected))
+        torch.testing.assert_close(
+            found.double(), torch.stack(expected), rtol=0, atol=1e-5, msg=lambda m: f"{sampling}: {m}"
+        )
 
 
 def test_greedy_is_the_argmax_step_by_step(open_model: Open) -> None:
@@ -135,9 +134,7 @@ def test_bfloat16_on_the_cpu(open_model: Open) -> None:
     prompts = random_rows(40, 2, 11)
     out = open_model(model).generate(prompts, {"max_new_tokens": 8, "seed": 3})
     assert out.logprobs.values.dtype == torch.float32
-    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
-        expected = oracle.answer_logprobs(model, prompt, answer)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0.15)
+    assert_answers(out, model, prompts, atol=0.15)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -146,8 +143,7 @@ def test_cuda(open_model: Open) -> None:
     prompts = random_rows(1, 40, 3)
     out = open_model(model).generate(prompts, {"max_new_tokens": 8, "seed": 3})
     assert out.ids.values.device.type == "cpu"
-    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
-        torch.testing.assert_close(found, oracle.answer_logprobs(model, prompt, answer), rtol=0, atol=1e-3)
+    assert_answers(out, model, prompts, atol=1e-3)
 
 
 # Seeds and other rows -----------------------------------------------------------------------------------------------
@@ -170,16 +166,6 @@ def test_an_answer_depends_on_its_prompt_and_seed_only(open_model: Open) -> None
     assert other.ids.tolist() != together.ids.tolist()
 
 
-def test_without_a_seed_the_global_generator_decides(open_model: Open) -> None:
-    backend, prompts = open_model(tiny_model()), random_rows(5, 9)
-    with torch.random.fork_rng():
-        torch.manual_seed(11)
-        first, second = (backend.generate(prompts, {"max_new_tokens": 12}).ids.tolist() for _ in range(2))
-        torch.manual_seed(11)
-        again = backend.generate(prompts, {"max_new_tokens": 12}).ids.tolist()
-    assert first == again != second
-
-
 def test_answers_to_one_prompt_share_its_prefill_and_stay_the_same(open_model: Open) -> None:
     model, prompts = tiny_model(), random_rows(30, 4, 30)
     read: list[tuple[int, ...]] = []
@@ -192,11 +178,11 @@ def test_answers_to_one_prompt_share_its_prefill_and_stay_the_same(open_model: O
     out = backend.generate(prompts, {**sampling, "num_samples": 4}, seeds=seeds)
     assert read[0] == (3, 30) and read[1] == (12, 1)
     rows = Ragged.from_list(prompts).repeat(4).tolist()
+    assert_answers(out, model, rows)
     for row, (prompt, answer, found) in enumerate(zip(rows, out.ids.tolist(), out.logprobs.split(), strict=True)):
         single = backend.generate([prompt], sampling, seeds=seeds[row : row + 1])
         assert single.ids.tolist() == [answer]
         close(found, single.logprobs.values)
-        close(found, oracle.answer_logprobs(model, prompt, answer))
 
 
 # The caller's model -----------------------------------------------------------------------------------------------
@@ -231,8 +217,7 @@ def test_a_model_in_train_mode_answers_without_dropout_and_is_restored(open_mode
     before, backend = state_of(model), open_model(model)
     out = backend.generate(prompts, {"max_new_tokens": 8, "seed": 7})
     assert state_of(model) == before
-    for prompt, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
-        close(found, oracle.answer_logprobs(model, prompt, answer))
+    assert_answers(out, model, prompts)
 
 
 def test_a_failing_step_is_reported_and_the_model_is_restored(open_model: Open) -> None:
@@ -260,8 +245,8 @@ def test_results_are_never_inference_tensors(open_model: Open) -> None:
 
 def test_a_call_that_takes_too_long_raises_a_timeout(open_model: Open) -> None:
     backend = open_model(tiny_model())
-    with pytest.raises(BackendTimeoutError, match="not done within"):
-        backend.generate([[5, 6]], {"max_new_tokens": 300, "ignore_eos": True}, timeout=0.01)
+    with pytest.raises(BackendTimeoutError):
+        backend.generate([[5, 6]], {"max_new_tokens": 300, "ignore_eos": True}, timeout=1e-6)
 
 
 # Beams --------------------------------------------------------------------------------------------------------------
@@ -292,19 +277,16 @@ def test_beams_end_at_a_stop_id_and_keep_it(open_model: Open) -> None:
     assert out.ids.tolist()[0] == [stop] and out.finish_reasons[0] == "stop"
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
+def test_parameters_without_effect_are_refused(open_model: Open) -> None:
+    backend = open_model(tiny_model())
+    for sampling in (
         {"num_beams": 2, "temperature": 0.7},
         {"num_beams": 2, "top_p": 0.5},
         {"num_beams": 2, "stop": "x"},
         {"engine_kwargs": {"no_repeat_ngram_size": 2}},
-    ],
-    ids=str,
-)
-def test_parameters_without_effect_are_refused(open_model: Open, sampling: dict[str, Any]) -> None:
-    with pytest.raises(CapabilityError):
-        open_model(tiny_model()).generate([[5]], {"max_new_tokens": 2, **sampling}, logprobs="none")
+    ):
+        with pytest.raises(CapabilityError):
+            backend.generate([[5]], {"max_new_tokens": 2, **sampling}, logprobs="none")
 
 
 def test_engine_kwargs_reach_transformers_generate(open_model: Open) -> None:
@@ -335,9 +317,5 @@ def test_a_model_that_keeps_its_state_in_its_modules_generates_without_a_cache(o
     backend = open_model(model)
     rows = random_rows(9, 3, vocab=512)
     out = backend.generate(rows, {"max_new_tokens": 6, "num_samples": 2, "stop_token_ids": list(range(0, 512, 4))})
-    assert out.logprobs is not None
-    prompts = [row for row in rows for _ in range(2)]
-    for row, answer, found in zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True):
-        close(found, oracle.answer_logprobs(model, row, answer))
-    for row, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
-        close(found, oracle.logprobs(model, row))
+    assert_answers(out, model, [row for row in rows for _ in range(2)])
+    assert_scores(backend, model, rows)

@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from corelm import Backend
-from corelm.spec import GenerateRequest, Ragged, SamplingParams, TokenChunk
+from helpers.plain_forward import Open
 from helpers.tiny_models import random_rows, tiny_model
 
-Open = Callable[..., Backend]
 _READS = {getattr(Tensor, name) for name in ("tolist", "numpy", "cpu", "nonzero", "__index__")}
 
 
@@ -55,12 +53,12 @@ class _Scalars(TorchDispatchMode):
 def reads_per_step(run: Callable[[int], object]) -> float:
     """Return how many values are read in a step of decoding; `run` decodes so many tokens."""
     counts = []
-    for tokens in (10, 40):
+    for tokens in (4, 12):
         run(tokens)
         with HostReads() as reads:
             run(tokens)
         counts.append(reads.count)
-    return (counts[1] - counts[0]) / 30
+    return (counts[1] - counts[0]) / 8
 
 
 @pytest.fixture
@@ -69,37 +67,9 @@ def model() -> Any:
     model = tiny_model(vocab_size=2000)
     with torch.no_grad():
         model.lm_head.weight.mul_(20.0)
-    return model
-
-
-@pytest.mark.parametrize("lengths", [(6, 6, 6), (9, 4, 6)], ids=["equal", "padded"])
-@pytest.mark.parametrize(
-    ("sampling", "most"),
-    [
-        ({}, 0),
-        ({"temperature": 0.0}, 0),
-        ({"stop": "never said"}, 1),
-        ({"ignore_eos": False}, 1),
-        ({"top_p": 0.9}, 1),
-        ({"top_p": 0.9, "stop": "never said"}, 1),
-    ],
-)
-def test_a_step_reads_once_at_most(
-    open_model: Open, model: Any, lengths: tuple[int, ...], sampling: dict[str, Any], most: int
-) -> None:
-    backend, prompts = open_model(model), random_rows(*lengths)
-    with torch.no_grad():
         # Otherwise rows end by themselves.
         model.lm_head.weight[2] = 0.0
-    if len(set(lengths)) > 1:
-        most += transformers_own_reads(model)
-    options = {"ignore_eos": True, "seed": 0} | sampling
-
-    def run(tokens: int) -> None:
-        out = backend.generate(prompts, {"max_new_tokens": tokens} | options)
-        assert out.ids.lengths.tolist() == [tokens] * len(prompts)
-
-    assert reads_per_step(run) == most
+    return model
 
 
 def transformers_own_reads(model: Any) -> int:
@@ -112,72 +82,33 @@ def transformers_own_reads(model: Any) -> int:
     return reads.count
 
 
-def test_top_p_over_a_flat_distribution_reads_once_more(open_model: Open, model: Any) -> None:
-    """The short list does not hold enough, and nobody knows before it is read."""
-    backend = open_model(model)
-    options = {"top_p": 0.99, "temperature": 50.0, "ignore_eos": True, "seed": 0}
-    run = lambda tokens: backend.generate(random_rows(6, 6), {"max_new_tokens": tokens} | options)  # noqa: E731
-    assert reads_per_step(run) == 1
-    run = lambda tokens: backend.generate(  # noqa: E731
-        random_rows(6, 6), {"max_new_tokens": tokens, "stop": "never said"} | options
-    )
-    assert reads_per_step(run) == 2
+CUT = {"top_p": 0.9, "temperature": 0.8}
+#: Parameters of sampling, options of the call, and how many values a step reads: those that end rows, and those whose
+#: number is a value. The most probable ids and their numbers are copied, and so are the ids that are left.
+CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    ({}, {}, 0),
+    ({"temperature": 0.0}, {}, 0),
+    ({"stop": "never said"}, {}, 1),
+    ({"ignore_eos": False}, {}, 1),
+    ({"top_p": 0.9}, {}, 1),
+    ({"top_p": 0.9, "stop": "never said"}, {}, 1),
+    # The short list does not hold enough, which shows only when it is read.
+    ({"top_p": 0.99, "temperature": 50.0, "stop": "never said"}, {}, 2),
+    (CUT, {"return_support": True}, 3),
+    (CUT, {"top_logprobs": 8}, 3),
+    (CUT, {"return_support": True, "top_logprobs": 8}, 5),
+]
 
 
-def test_streaming_reads_ids_and_log_probs_together(open_model: Open, model: Any) -> None:
-    plugin = open_model(model).engine.plugin
-    prompts = Ragged.from_list([torch.tensor(row) for row in random_rows(6, 6)])
+@pytest.mark.parametrize("lengths", [pytest.param((6, 6), marks=pytest.mark.nightly), (9, 4)], ids=["equal", "padded"])
+def test_a_step_reads_once_at_most(open_model: Open, model: Any, lengths: tuple[int, ...]) -> None:
+    backend, prompts = open_model(model), random_rows(*lengths)
+    own = transformers_own_reads(model) if len(set(lengths)) > 1 else 0
+    for sampling, options, most in CASES:
 
-    def run(tokens: int) -> None:
-        chunks: list[TokenChunk] = []
-        request = GenerateRequest(
-            prompts=prompts,
-            sampling=SamplingParams(max_new_tokens=tokens),
-            seeds=torch.arange(2),
-            logprobs="raw",
-            timeout=None,
-            stop_ids=frozenset(),
-            request_ids=("a", "b"),
-            on_tokens=chunks.append,
-        )
-        out = plugin.generate(request)
-        assert [chunk.ids[0] for chunk in chunks if chunk.row == 1] == out.ids.tolist()[1]
-        assert torch.equal(
-            torch.tensor([chunk.logprobs[0] for chunk in chunks if chunk.row == 1]), out.logprobs.split()[1]
-        )
+        def run(tokens: int, given: dict[str, Any] = sampling, more: dict[str, Any] = options) -> None:
+            sampling = {"max_new_tokens": tokens, "ignore_eos": True, "seed": 0} | given
+            out = backend.generate(prompts, sampling, logprobs="processed" if more else "raw", **more)
+            assert out.ids.lengths.tolist() == [tokens] * len(prompts)
 
-    # One for ids and log-probs, and one for the numbers of the rows, which are on the CPU.
-    assert reads_per_step(run) == 2
-
-
-@pytest.mark.parametrize(
-    ("extra", "most"),
-    # How many ids are left is read before they are copied; the most probable ids and their numbers are copied.
-    [
-        ({}, 1),
-        ({"return_support": True}, 3),
-        ({"top_logprobs": 8}, 3),
-        ({"return_support": True, "top_logprobs": 8}, 5),
-    ],
-    ids=str,
-)
-def test_the_ids_that_were_left_and_the_most_probable_ones_are_read_in_two_pieces_each(
-    open_model: Open, model: Any, extra: dict[str, Any], most: int
-) -> None:
-    plugin = open_model(model).engine.plugin
-    prompts = Ragged.from_list(random_rows(6, 6))
-
-    def run(tokens: int) -> None:
-        request = GenerateRequest(
-            prompts=prompts,
-            sampling=SamplingParams(max_new_tokens=tokens, top_p=0.9, temperature=0.8),
-            seeds=torch.arange(2),
-            logprobs="processed",
-            timeout=None,
-            stop_ids=frozenset(),
-            request_ids=("a", "b"),
-            **extra,
-        )
-        assert plugin.generate(request).ids.lengths.tolist() == [tokens] * 2
-
-    assert reads_per_step(run) == most
+        assert reads_per_step(run) == most + own, (sampling, options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,17 @@ import pytest
 import torch
 
 import corelm
-from corelm import Backend, SamplingParams
+from corelm import SamplingParams
 from corelm.errors import EngineError
 from corelm.spec import Ragged
 from helpers import oracle
-from helpers.tiny_models import CONTEXT, DEVICE, VOCAB, tiny_model, tiny_tokenizer
+from helpers.plain_forward import Open
+from helpers.tiny_models import CONTEXT, VOCAB, tiny_model, tiny_tokenizer
 from transformers_backend.continuation import CachedRows
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast.cache import roomy_cache
-from transformers_backend.memory import CacheBytes, decoding_limits, limits_within, measured_cache
+from transformers_backend.memory import CacheBytes, limits_within, measured_cache
 
-Open = Callable[..., Backend]
 FOUR = SamplingParams(max_new_tokens=4)
 
 
@@ -45,26 +44,19 @@ def _measured(model: Any) -> tuple[CausalLM, CacheBytes]:
     return engine, found
 
 
-def test_the_bytes_of_a_token_are_those_of_its_keys_and_values() -> None:
-    _, found = _measured(tiny_model("qwen2"))
+def test_no_row_takes_more_than_was_measured() -> None:
+    for family in ("qwen2", "gemma2", "gpt2"):
+        engine, found = _measured(tiny_model(family))
+        for length in (20, 60):
+            cache = roomy_cache(engine.base.config)
+            with engine.evaluating():
+                CachedRows(engine, cache, Ragged.from_list([torch.arange(length)]))
+            taken = sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values))
+            assert found.row + found.token * length >= taken > 0, (family, length)
     # Keys and values of two layers, two heads of 16 float32 each.
-    assert found == CacheBytes(row=0, token=2 * 2 * 2 * 16 * 4)
-
-
-def test_a_recurrent_state_counts_for_the_row_and_not_for_its_tokens() -> None:
-    _, found = _measured(tiny_model("mamba"))
-    assert found.token == 0 and found.row > 0
-
-
-@pytest.mark.parametrize("length", [20, 60])
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt2"])
-def test_no_longer_row_takes_more_than_was_measured(family: str, length: int) -> None:
-    engine, found = _measured(tiny_model(family))
-    cache = roomy_cache(engine.base.config)
-    with engine.evaluating():
-        CachedRows(engine, cache, Ragged.from_list([torch.arange(length)]))
-    taken = sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values))
-    assert found.row + found.token * length >= taken
+    assert _measured(tiny_model("qwen2"))[1] == CacheBytes(row=0, token=2 * 2 * 2 * 16 * 4)
+    # A recurrent state counts for the row and not for its tokens.
+    assert _measured(tiny_model("mamba"))[1].token == 0
 
 
 def test_more_free_memory_decodes_more_tokens_and_little_memory_one() -> None:
@@ -76,12 +68,6 @@ def test_more_free_memory_decodes_more_tokens_and_little_memory_one() -> None:
     # A row of one token still takes its logits.
     assert few.row_tokens * 2**27 / few.tokens >= 4 * VOCAB
     assert limits_within(0, engine, cache, 100).tokens == 1
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="is about a CPU: a GPU decodes what fits into its memory")
-def test_the_cpu_decodes_as_many_tokens_as_before() -> None:
-    engine, cache = _measured(tiny_model())
-    assert decoding_limits(engine, cache, 100).tokens == 32768
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -154,7 +140,7 @@ def test_on_cuda_nothing_stays_reserved_after_close(folder: Path) -> None:
 # Several devices ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offloaded", ["first", "last"])
+@pytest.mark.parametrize("offloaded", ["first", pytest.param("last", marks=pytest.mark.nightly)])
 def test_a_model_with_offloaded_layers_samples_and_scores(folder: Path, tmp_path: Path, offloaded: str) -> None:
     ends = ("disk", "cpu") if offloaded == "first" else ("cpu", "disk")
     places = dict(zip(("model.layers.0", "model.layers.1"), ends, strict=True))

@@ -6,19 +6,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 
 from corelm.errors import CapabilityError
-from helpers import oracle
-from helpers.plain_forward import ROWS, SIZES, Open, check, decoder, wide
-from helpers.tiny_models import DEVICE, tiny_model
-from transformers_backend.engine import CausalLM
-from transformers_backend.trials import LengthClasses
+from helpers.peft_models import with_lora
+from helpers.plain_forward import (
+    PROMPTS,
+    ROWS,
+    SIZES,
+    ForwardPasses,
+    Open,
+    assert_answers,
+    assert_scores,
+    check,
+    spoil_cache_after,
+    wide,
+)
+from helpers.tiny_models import DEVICE, random_rows, tiny_model
 
 
-@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.nightly)], ids=["fast", "plain"])
 def fast(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
@@ -35,9 +50,10 @@ class Hidden(LlamaForCausalLM):
 
 def test_a_forward_that_hides_its_arguments_decodes_with_a_cache(open_model: Open) -> None:
     model = wide(Hidden(LlamaConfig(**SIZES)))
+    passes = ForwardPasses(model)
     backend = open_model(model)
     check(backend, model)
-    assert decoder(backend).way == "cached and padded"
+    assert (len(PROMPTS), 1) in passes
 
 
 def test_a_head_of_several_layers(open_model: Open) -> None:
@@ -58,8 +74,7 @@ def test_logits_narrower_than_the_head(open_model: Open) -> None:
     backend = open_model(model)
     assert backend.capabilities.vocab_size == 250
     rows = [[each % 250 for each in row] for row in ROWS]
-    for row, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
-        torch.testing.assert_close(found, oracle.logprobs(model, row), rtol=0, atol=1e-5)
+    assert_scores(backend, model, rows)
 
 
 def test_a_model_that_also_reads_images_opens_from_a_folder(open_model: Open, tmp_path: Path) -> None:
@@ -70,22 +85,17 @@ def test_a_model_that_also_reads_images_opens_from_a_folder(open_model: Open, tm
     model.save_pretrained(tmp_path)
     backend = open_model(str(tmp_path))
     rows = [[each % 250 for each in row] for row in ROWS]
-    for row, found in zip(rows, backend.score_logprobs(rows).logprobs.split(), strict=True):
-        torch.testing.assert_close(found, oracle.logprobs(model, row), rtol=0, atol=1e-5)
+    assert_scores(backend, model, rows)
 
 
 def test_a_folder_that_holds_only_an_adapter_opens(open_model: Open, tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "base")
-    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    tuned = get_peft_model(model, config)
+    tuned = with_lora(model, "q_proj")
     tuned.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     tuned.save_pretrained(tmp_path / "adapter")
     backend = open_model(str(tmp_path / "adapter"))
-    for row, found in zip(ROWS, backend.score_logprobs(ROWS).logprobs.split(), strict=True):
-        torch.testing.assert_close(found, oracle.logprobs(tuned, row), rtol=0, atol=1e-5)
+    assert_scores(backend, tuned)
 
 
 def test_a_folder_of_something_else_is_refused(open_model: Open, tmp_path: Path) -> None:
@@ -96,17 +106,17 @@ def test_a_folder_of_something_else_is_refused(open_model: Open, tmp_path: Path)
         open_model(str(tmp_path))
 
 
-# Lengths --------------------------------------------------------------------------------------------------------------
-
-
-def test_lengths_end_at_the_numbers_of_the_configuration() -> None:
-    config = MistralConfig(**SIZES, sliding_window=100)
-    lengths = LengthClasses(config)
-    assert [lengths.end_of(length) for length in (97, 99, 100, 101)] == [99, 99, 100, 127]
-    assert [lengths.start_of(length) for length in (97, 100, 101, 127)] == [65, 100, 101, 101]
-
-
-def test_a_limit_of_minus_one_is_no_limit() -> None:
+def test_a_limit_of_minus_one_is_no_limit(open_model: Open) -> None:
     model = tiny_model("llama")
     model.config.max_position_embeddings = -1
-    assert CausalLM(model, model).max_context is None
+    assert open_model(model).capabilities.max_context is None
+
+
+def test_a_window_begins_at_its_own_length(open_model: Open) -> None:
+    """A way that agrees below the window of the configuration is tried again beyond it."""
+    model = wide(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=100)))
+    spoil_cache_after(model, 100)
+    backend = open_model(model)
+    prompts, sampling = random_rows(96, 96), {"max_new_tokens": 3, "ignore_eos": True}
+    assert_answers(backend.generate(prompts, sampling), model, prompts)
+    assert_answers(backend.generate(prompts, sampling | {"max_new_tokens": 9}), model, prompts)

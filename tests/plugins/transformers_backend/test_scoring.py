@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from corelm import Backend
 from corelm.errors import BackendTimeoutError, EngineError
 from helpers import oracle
+from helpers.plain_forward import Open, assert_scores, own_loss
 from helpers.tiny_models import CONTEXT, random_rows, tiny_model
 
-Open = Callable[..., Backend]
 ROWS = [*random_rows(30, 1, 200, 2, 57), [0, 0, 0, 0], [2, 0, 2]]
 
 
@@ -27,15 +25,14 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("max_batch_tokens", [1, 256, 32768])
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_every_token_but_the_first_is_scored(open_model: Open, max_batch_tokens: int, temperature: float) -> None:
+def test_every_token_but_the_first_is_scored(open_model: Open) -> None:
     model = tiny_model()
-    out = open_model(model, max_batch_tokens=max_batch_tokens).score_logprobs(ROWS, temperature=temperature)
-    assert (out.mode, out.temperature) == ("raw" if temperature == 1.0 else "processed", temperature)
-    for ids, found, scored in zip(ROWS, out.logprobs.split(), out.scored.split(), strict=True):
-        close(found, oracle.logprobs(model, ids, temperature))
-        assert scored.tolist() == [False] + [True] * (len(ids) - 1)
+    for max_batch_tokens, temperature in ((1, 1.0), (256, 0.5), (32768, 1.0)):
+        backend = open_model(model, max_batch_tokens=max_batch_tokens)
+        out = assert_scores(backend, model, ROWS, temperature=temperature)
+        assert (out.mode, out.temperature) == ("raw" if temperature == 1.0 else "processed", temperature)
+        for ids, scored in zip(ROWS, out.scored.split(), strict=True):
+            assert scored.tolist() == [False] + [True] * (len(ids) - 1)
 
 
 def test_a_row_may_fill_the_context(open_model: Open) -> None:
@@ -68,11 +65,7 @@ def test_gradients_flow_through_temperature_and_logits_alike(open_model: Open) -
     tokens = torch.tensor([*ids, *ROWS[4]])
     chosen = table.gather(-1, tokens[:, None])[:, 0][out.scored.values]
     (through_logits,) = torch.autograd.grad(chosen.sum(), weight)
-    direct = sum(
-        (oracle.own_logits(model, row)[:-1] / 0.5).log_softmax(-1).gather(-1, torch.tensor(row[1:])[:, None]).sum()
-        for row in (ids, ROWS[4])
-    )
-    (expected,) = torch.autograd.grad(direct, weight)
+    (expected,) = torch.autograd.grad(own_loss(model, [ids, ROWS[4]], 0.5), weight)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(through_logits, expected, rtol=1e-4, atol=1e-3)
 
@@ -89,10 +82,8 @@ def modes(model: nn.Module) -> list[bool]:
 
 def test_without_gradients_dropout_is_off_and_the_mode_is_restored(open_model: Open) -> None:
     model = dropout_model()
-    before, out = modes(model), open_model(model).score_logprobs(ROWS)
+    before, out = modes(model), assert_scores(open_model(model), model, ROWS)
     assert modes(model) == before and not out.logprobs.values.requires_grad
-    for ids, found in zip(ROWS, out.logprobs.split(), strict=True):
-        close(found, oracle.logprobs(model, ids))
 
 
 def test_with_gradients_the_model_runs_in_its_own_mode(open_model: Open) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,13 @@ import corelm
 from corelm import Backend
 from corelm.errors import CapabilityError
 from helpers import oracle
+from helpers.plain_forward import Open
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 
-Open = Callable[..., Backend]
 (IDS,) = random_rows(20)
 
 
-@pytest.fixture(params=["qwen2", "qwen2-tied", "mixtral"])
+@pytest.fixture(params=["qwen2-tied", pytest.param("mixtral", marks=pytest.mark.nightly)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -73,6 +72,7 @@ def test_the_model_of_the_program_does_not_sleep(open_model: Open) -> None:
     assert agrees(backend, model)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)
 def test_a_model_in_another_process_sleeps(folder: Path, family: str) -> None:
     with corelm.get_backend("transformers", folder, python=sys.executable) as backend:

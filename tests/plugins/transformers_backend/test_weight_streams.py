@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from corelm import Backend
 from corelm.errors import EngineError, InvalidRequestError
 from helpers import oracle
+from helpers.plain_forward import Open
 from helpers.tiny_models import random_rows, tiny_model
 
-Open = Callable[..., Backend]
 Pairs = Iterator[tuple[str, Tensor]]
 (IDS,) = random_rows(20)
 
@@ -31,7 +31,7 @@ def in_one_memory(model: nn.Module) -> Pairs:
         yield name, memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "mixtral", "phi-biased"])
+@pytest.mark.parametrize("family", ["qwen2-tied", pytest.param("mixtral", marks=pytest.mark.nightly)])
 def test_every_weight_is_replaced(open_model: Open, family: str) -> None:
     model, new = tiny_model(family), tiny_model(family, seed=1)
     places = [parameter.data_ptr() for parameter in model.parameters()]
@@ -90,10 +90,13 @@ def that_ends_early(state: dict[str, Tensor]) -> Pairs:
     raise RuntimeError("model.norm.weight: a rank is gone")
 
 
-@pytest.mark.parametrize("wrong", [without_the_norm, with_a_short_norm, with_another_name, that_ends_early])
-def test_weights_that_are_partly_new_say_so(open_model: Open, wrong: Callable[[dict[str, Tensor]], Pairs]) -> None:
+def test_weights_that_are_partly_new_say_so(open_model: Open) -> None:
+    for wrong in (without_the_norm, with_a_short_norm, with_another_name, that_ends_early):
+        _check_partly_new(open_model(tiny_model()), wrong)
+
+
+def _check_partly_new(backend: Backend, wrong: Callable[[dict[str, Tensor]], Pairs]) -> None:
     new = tiny_model(seed=1)
-    backend = open_model(tiny_model())
     with pytest.raises(EngineError, match=r"partly new: .*model\.n(or|ro)m\.weight"):
         backend.update_weights(wrong(dict(new.state_dict())), version="new")
     assert backend.weight_version not in ("0", "new")
@@ -103,20 +106,18 @@ def test_weights_that_are_partly_new_say_so(open_model: Open, wrong: Callable[[d
     assert scores_like(backend, new) and backend.weight_version == "new"
 
 
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        lambda: iter([("model.nrom.weight", torch.zeros(3))]),
-        lambda: iter([("model.embed_tokens.weight", torch.zeros(3))]),
-        lambda: iter([]),
-        lambda: iter([torch.zeros(3)]),
-    ],
-)
-def test_what_is_wrong_from_the_first_tensor_on_changes_nothing(open_model: Open, pairs: Callable[[], Pairs]) -> None:
+def test_what_is_wrong_from_the_first_tensor_on_changes_nothing(open_model: Open) -> None:
     backend = open_model(tiny_model())
-    with pytest.raises(InvalidRequestError) as caught:
-        backend.update_weights(pairs())
-    assert caught.value.field == "weights" and backend.weight_version == "0" and scores_like(backend, tiny_model())
+    for pairs in (
+        [("model.nrom.weight", torch.zeros(3))],
+        [("model.embed_tokens.weight", torch.zeros(3))],
+        [],
+        [torch.zeros(3)],
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            backend.update_weights(iter(pairs))
+        assert caught.value.field == "weights" and backend.weight_version == "0", pairs
+        assert scores_like(backend, tiny_model()), pairs
 
 
 def test_tied_weights_that_differ_are_refused(open_model: Open) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from corelm import Backend
 from corelm.errors import CapabilityError
 from helpers import oracle, sharded
+from helpers.plain_forward import Open
 from helpers.ranks import on_two_ranks
 from helpers.tiny_models import random_rows, tiny_model
 
-Open = Callable[..., Backend]
 (IDS,) = random_rows(20)
 
 
@@ -64,6 +62,7 @@ def test_emptied_parameters_are_refused(open_model: Open) -> None:
         open_model(emptied(by_deepspeed=False))
 
 
+@pytest.mark.process
 def test_wrappers_of_several_ranks_are_refused_on_every_rank(ranks: list[Any]) -> None:
     first, second = (rank["refusals"] for rank in ranks)
     assert first == second
@@ -73,12 +72,14 @@ def test_wrappers_of_several_ranks_are_refused_on_every_rank(ranks: list[Any]) -
     assert "call update_weights with a full state dict" in first["FullyShardedDataParallel"]
 
 
+@pytest.mark.process
 def test_a_model_sharded_after_it_was_opened_is_refused_on_every_rank(ranks: list[Any]) -> None:
     first, second = (rank["refusals_after_opening"] for rank in ranks)
     assert first == second and first.keys() == {"generate", "score", "update"}
     assert all(message.startswith("fully_shard shards the model") for message in first.values())
 
 
+@pytest.mark.process
 def test_the_weights_of_a_sharded_model_are_gathered(ranks: list[Any]) -> None:
     for rank in ranks:
         for family, scores in [*rank["updated"].items(), *rank["streamed"].items()]:
@@ -86,6 +87,7 @@ def test_the_weights_of_a_sharded_model_are_gathered(ranks: list[Any]) -> None:
             torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.process
 def test_other_processes_get_gathered_weights(ranks: list[Any]) -> None:
     expected = tiny_model("qwen2-tied", seed=1).state_dict()
     for rank in ranks:

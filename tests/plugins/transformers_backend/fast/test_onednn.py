@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,18 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from corelm import Backend
 from corelm.backend.seeds import answer_seeds
-from helpers import oracle
+from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
-from transformers_backend.fast import onednn
-from transformers_backend.fast.onednn import quick_products
 
-Open = Callable[..., Backend]
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu" or not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()),
     reason="no CPU with MKL and oneDNN",
 )
 #: About the smallest vocabulary for which the change pays at a hidden size of 64.
 LARGE = 33_000
+PROMPTS, SAMPLING = random_rows(5, 30, 1, vocab=LARGE), {"max_new_tokens": 8, "ignore_eos": True}
 
 
 class Operators(TorchDispatchMode):
@@ -40,148 +37,40 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi-biased", "granite"])
-@pytest.mark.parametrize("rows", [1, 7, 65])
-def test_the_logits_are_the_same(family: str, rows: int) -> None:
-    model = tiny_model(family, vocab_size=LARGE)
-    ids = torch.randint(LARGE, (rows, 1), generator=torch.Generator().manual_seed(0))
+def by_onednn(backend: Backend, model: nn.Module, atol: float = 1e-5) -> bool:
+    """Check answers, and return whether oneDNN made products of them."""
+    with Operators() as called:
+        made = backend.generate(PROMPTS, SAMPLING, seeds=[1, 2, 3])
+    assert not any("forward" in vars(part) for part in model.modules() if type(part) is nn.Linear)
+    assert_answers(made, model, PROMPTS, atol=atol)
+    return "mkldnn::_linear_pointwise" in called.names
+
+
+@pytest.mark.parametrize("family", ["phi-biased", "granite"])
+def test_a_large_head_is_computed_by_onednn_with_the_weights_of_now(open_model: Open, family: str) -> None:
+    model = tiny_model(family, vocab_size=LARGE, num_hidden_layers=1)
+    backend = open_model(model)
+    assert by_onednn(backend, model, 4e-5)
     with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        with quick_products(model):
-            assert "forward" in vars(model.get_output_embeddings())
-            found = model(input_ids=ids).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
-    assert "forward" not in vars(model.get_output_embeddings())
+        model.get_output_embeddings().weight.mul_(0.5)
+    assert by_onednn(backend, model, 4e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 65])
-def test_large_layers_of_the_body_are_computed_too(rows: int) -> None:
-    model = tiny_model("qwen2", hidden_size=512, intermediate_size=1024)
-    # Not the last positions of a prompt only: a slice of the states is not contiguous.
-    ids = torch.randint(model.vocab_size, (rows, 3), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        exact = deepcopy(model).double()(input_ids=ids, logits_to_keep=1).logits
-        plain = model(input_ids=ids, logits_to_keep=1).logits
-        with quick_products(model):
-            replaced = {name.rsplit(".")[-1] for name, part in model.named_modules() if "forward" in vars(part)}
-            found = model(input_ids=ids, logits_to_keep=1).logits
-    assert replaced >= {"gate_proj", "up_proj", "down_proj"}
-    # oneDNN adds up in another order, and rounds up to three times as much.
-    assert float((found - exact).abs().mean()) < 3 * float((plain - exact).abs().mean())
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=3 * float((plain - exact).abs().max()))
-    assert not any("forward" in vars(part) for part in model.modules())
+def test_large_layers_of_the_body_are_computed_too(open_model: Open) -> None:
+    model = tiny_model("qwen2", hidden_size=512, intermediate_size=1024, initializer_range=0.05)
+    backend, prompts = open_model(model), random_rows(5, 30, 1)
+    backend.generate(prompts, SAMPLING)
+    with Operators() as called:
+        made = backend.generate(prompts, SAMPLING)
+    assert "mkldnn::_linear_pointwise" in called.names
+    assert_answers(made, model, prompts)
 
 
-class OtherTorch:
-    """Stands for ``torch.ops.mkldnn`` of another PyTorch."""
-
-    def __init__(self, product: Callable[..., object] | None) -> None:
-        if product is not None:
-            self._linear_pointwise = SimpleNamespace(default=product)
-
-
-def other_arguments(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rows @ weight.T
-
-
-@pytest.fixture
-def replace() -> Iterator[Callable[[OtherTorch], None]]:
-    with pytest.MonkeyPatch.context() as patch:
-
-        def replace(other: OtherTorch) -> None:
-            patch.setattr(torch.ops, "mkldnn", other)
-            onednn._operator.cache_clear()
-
-        yield replace
-    onednn._operator.cache_clear()
-
-
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize(
-    "other", [None, OtherTorch(None), OtherTorch(other_arguments), OtherTorch(lambda rows, *rest: rows * 2)]
-)
-def test_a_product_reads_slices_and_the_weights_of_now(
-    biased: bool, other: OtherTorch | None, replace: Callable[[OtherTorch], None]
-) -> None:
-    if other is not None:
-        replace(other)
-    layer, states = nn.Linear(512, 1024, bias=biased), torch.randn(5, 7, 512)
-    with torch.no_grad(), quick_products(layer):
-        assert "forward" in vars(layer)
-        layer.weight = nn.Parameter(torch.randn(1024, 512))
-        for some in (states, states[:, -1:], states[:, 3], states[0, 0], states[:0], states.double()[:, -1].float()):
-            expected = torch.nn.functional.linear(some, layer.weight, layer.bias)
-            torch.testing.assert_close(layer(some), expected, rtol=0, atol=2e-4)
-
-
-def test_the_operator_of_this_pytorch_is_used() -> None:
-    """If this fails after an update of PyTorch, products are copied, which is slower."""
-    assert onednn._is_right(onednn._direct) and onednn._operator() is onednn._direct
-
-
-@pytest.mark.parametrize(("rows", "width"), [(1, 1024), (3, 128), (600, 256)])
-def test_a_product_is_by_onednn_if_it_is_large(rows: int, width: int) -> None:
-    layer, states = nn.Linear(512, width), torch.randn(rows, 512)
-    with torch.no_grad(), quick_products(layer), Operators() as called:
-        layer(states)
-    large = rows > 500 or width > 1000
-    assert ("mkldnn::_linear_pointwise" in called.names) == large
-
-
-def test_gradients_go_through_a_layer() -> None:
-    layer, states = nn.Linear(512, 1024), torch.randn(3, 512)
-    with torch.no_grad(), quick_products(layer):
-        assert "forward" in vars(layer)
-        with torch.enable_grad():
-            layer(states).sum().backward()
-    assert layer.weight.grad is not None and bool(layer.weight.grad.abs().sum() > 0)
-
-
-def test_generation_with_it_does_not_depend_on_the_other_rows(open_model: Open) -> None:
-    model, prompts, seeds = tiny_model(vocab_size=LARGE), random_rows(5, 30, 1, vocab=LARGE), answer_seeds(4, range(3))
-    backend, sampling = open_model(model), {"max_new_tokens": 12, "ignore_eos": True}
-    out = backend.generate(prompts, sampling, seeds=seeds)
-    for row, (prompt, answer, found) in enumerate(zip(prompts, out.ids.tolist(), out.logprobs.split(), strict=True)):
-        torch.testing.assert_close(found, oracle.answer_logprobs(model, prompt, answer), rtol=1e-6, atol=1e-5)
-        assert backend.generate([prompt], sampling, seeds=seeds[row : row + 1]).ids.tolist() == [answer]
-
-
-def test_a_copy_of_the_model_computes_with_its_own_weights() -> None:
-    layer, states = nn.Linear(512, 1024), torch.randn(3, 512)
-    with torch.no_grad(), quick_products(layer):
-        copied = deepcopy(layer)
-    with torch.no_grad():
-        expected = copied(states)
-        layer.weight.mul_(2)
-        torch.testing.assert_close(copied(states), expected)
-        copied.weight.zero_()
-        torch.testing.assert_close(copied(states), copied.bias.expand(3, -1))
-
-
-def test_another_forward_that_was_put_there_meanwhile_stays() -> None:
-    layer = nn.Linear(512, 1024)
-    with torch.no_grad(), quick_products(layer):
-        vars(layer)["forward"] = own = lambda hidden: hidden
-    assert vars(layer)["forward"] is own
-
-
-@pytest.mark.parametrize("bias", [torch.randn(1024, 2)[:, 0], torch.full((1,), 0.1).expand(1024)])
-def test_a_bias_that_does_not_lie_together(bias: torch.Tensor) -> None:
-    layer, states = nn.Linear(512, 1024), torch.randn(3, 512)
-    layer.bias = nn.Parameter(bias)
-    with torch.no_grad(), quick_products(layer):
-        assert "forward" in vars(layer)
-        torch.testing.assert_close(
-            layer(states), torch.nn.functional.linear(states, layer.weight, bias), rtol=0, atol=2e-5
-        )
-
-
-def test_the_model_is_restored_after_an_error() -> None:
-    model = tiny_model(vocab_size=LARGE)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="on purpose"), quick_products(model):
-        assert "forward" in vars(model.get_output_embeddings())
-        raise RuntimeError("on purpose")
-    assert "forward" not in vars(model.get_output_embeddings())
+def test_a_small_model_is_computed_as_it_is(open_model: Open) -> None:
+    backend = open_model(tiny_model())
+    with Operators() as called:
+        backend.generate(random_rows(5, 9), SAMPLING)
+    assert "mkldnn::_linear_pointwise" not in called.names
 
 
 class OwnLinear(nn.Linear):
@@ -192,8 +81,7 @@ class OwnLinear(nn.Linear):
 
 
 def own_class(model: Any) -> None:
-    head = OwnLinear(64, LARGE)
-    model.set_output_embeddings(head)
+    model.set_output_embeddings(OwnLinear(64, LARGE))
 
 
 def own_forward(model: Any) -> None:
@@ -201,29 +89,74 @@ def own_forward(model: Any) -> None:
     head.forward = lambda hidden: nn.Linear.forward(head, hidden) * 2
 
 
-@pytest.mark.parametrize("change", [own_class, own_forward, lambda model: model.bfloat16()])
-def test_a_head_that_is_not_a_plain_float32_product_is_not_replaced(change: Callable[[Any], object]) -> None:
-    model = tiny_model(vocab_size=LARGE)
-    change(model)
-    head = model.get_output_embeddings()
-    before = vars(head).get("forward")
-    with torch.no_grad(), quick_products(model):
-        assert vars(head).get("forward") is before
-    assert vars(head).get("forward") is before
+def strided_bias(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.randn(LARGE, 2)[:, 0])
 
 
-def test_a_small_head_is_not_replaced() -> None:
-    model = tiny_model()
-    with torch.no_grad(), quick_products(model):
-        assert "forward" not in vars(model.get_output_embeddings())
+def expanded_bias(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.full((1,), 0.1).expand(LARGE))
 
 
-def test_hooks_of_the_head_see_its_logits(open_model: Open) -> None:
-    model, seen = tiny_model(vocab_size=LARGE), []
+def test_other_heads_give_their_own_numbers(open_model: Open) -> None:
+    for change in (own_class, own_forward, strided_bias, expanded_bias):
+        model = tiny_model(vocab_size=LARGE, num_hidden_layers=1)
+        change(model)
+        forward = vars(model.get_output_embeddings()).get("forward")
+        backend = open_model(model)
+        made = backend.generate(PROMPTS, SAMPLING, seeds=[1, 2, 3])
+        assert vars(model.get_output_embeddings()).get("forward") is forward, change.__name__
+        assert_answers(made, model, PROMPTS, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        pytest.param(None, id="absent", marks=pytest.mark.nightly),
+        pytest.param(lambda rows, weight: rows @ weight.T, id="other arguments", marks=pytest.mark.nightly),
+        pytest.param(lambda rows, *rest: rows * 2, id="wrong"),
+    ],
+)
+def test_an_operator_of_another_pytorch_is_not_used(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch, product: Callable[..., object] | None
+) -> None:
+    from transformers_backend.fast import onednn
+
+    other = SimpleNamespace(**({} if product is None else {"_linear_pointwise": SimpleNamespace(default=product)}))
+    model = tiny_model(vocab_size=LARGE, num_hidden_layers=1)
+    monkeypatch.setattr(torch.ops, "mkldnn", other)
+    onednn._operator.cache_clear()
+    try:
+        by_onednn(open_model(model), model)
+    finally:
+        monkeypatch.undo()
+        onednn._operator.cache_clear()
+
+
+def test_answers_do_not_depend_on_the_other_rows_and_hooks_see_the_logits(open_model: Open) -> None:
+    model, seeds, seen = tiny_model(vocab_size=LARGE), answer_seeds(4, range(3)), []
     model.get_output_embeddings().register_forward_hook(lambda head, args, out: seen.append(tuple(out.shape)))
     backend = open_model(model)
-    # The self-test comes before the first answer.
-    backend.generate([[5, 6]], {"max_new_tokens": 3, "ignore_eos": True})
-    seen.clear()
-    backend.generate([[5, 6]], {"max_new_tokens": 3, "ignore_eos": True})
-    assert seen == [(1, 1, LARGE)] * 3
+    out = backend.generate(PROMPTS, SAMPLING, seeds=seeds)
+    plain = open_model(model, fast=False).generate(PROMPTS, SAMPLING, seeds=seeds)
+    assert out.ids.tolist() == plain.ids.tolist()
+    for row, (prompt, answer) in enumerate(zip(PROMPTS, out.ids.tolist(), strict=True)):
+        # A length that is new is compared with the plain forward.
+        for _ in range(2):
+            seen.clear()
+            assert backend.generate([prompt], SAMPLING, seeds=seeds[row : row + 1]).ids.tolist() == [answer]
+        assert seen == [(1, 1, LARGE)] * 8
+
+
+def test_the_model_is_restored_after_an_error(open_model: Open) -> None:
+    model = tiny_model(vocab_size=LARGE, num_hidden_layers=1)
+    backend = open_model(model)
+    by_onednn(backend, model)
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("on purpose")
+
+    handle = model.model.layers[0].register_forward_hook(fail)
+    with pytest.raises(Exception, match="on purpose"):
+        backend.generate(PROMPTS, SAMPLING)
+    handle.remove()
+    assert by_onednn(backend, model)

@@ -16,17 +16,13 @@ from helpers import oracle
 from helpers.scoring_path import scoring_path
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
 from transformers_backend.fast import head as head_module
-from transformers_backend.fast import set_logits
-from transformers_backend.fast.logit_tiles import HeadForm, LogitTiles, LogSum
 from transformers_backend.fast.tiles import TiledHead
-from transformers_backend.fast.top_logits import GivenLogits, LargestLogits
 
-from .test_head import Largest
 from .test_tiles import inputs
 
 Open = Callable[..., Backend]
 #: More tokens and entries than a tile, and not a multiple of either; and fewer.
-SIZES = [(1100, 2700, 33), (1030, 2048, 1024), (5, 7, 7), (1, 12, 1)]
+SIZES = [(1100, 2700, 33), (5, 7, 7), (1, 12, 1)]
 FORMS = [(1.0, None, 1.0), (2.5, None, 0.7), (0.5, 8.0, 0.7)]
 
 
@@ -44,9 +40,15 @@ def others(ids: Tensor, vocab: int) -> Tensor:
 
 @pytest.mark.parametrize("given", [False, True], ids=["most probable", "given"])
 @pytest.mark.parametrize(("n", "vocab", "k"), SIZES)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("scale", "cap", "heat"), FORMS)
-def test_several_ids_and_the_tail(
+def test_several_ids_and_the_tail(n: int, vocab: int, k: int, given: bool) -> None:
+    for bias, form in ((False, FORMS[1]), (True, FORMS[2])):
+        _check_several_ids(n, vocab, k, bias, *form, given)
+    if n == 5:
+        # As many ids as a caller may ask for.
+        _check_several_ids(70, 2048, 1024, True, *FORMS[0], given)
+
+
+def _check_several_ids(
     n: int, vocab: int, k: int, bias: bool, scale: float, cap: float | None, heat: float, given: bool
 ) -> None:
     leaves, tokens = inputs(n, vocab, 24, torch.float32, bias)
@@ -96,9 +98,12 @@ def test_several_ids_and_the_tail(
 
 
 @pytest.mark.parametrize(("n", "vocab"), [(300, 2700), (5, 7), (1, 1)])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("scale", "cap", "heat"), FORMS)
-def test_sets(n: int, vocab: int, bias: bool, scale: float, cap: float | None, heat: float) -> None:
+def test_sets(n: int, vocab: int) -> None:
+    for bias, form in ((False, FORMS[1]), (True, FORMS[2])):
+        _check_sets(n, vocab, bias, *form)
+
+
+def _check_sets(n: int, vocab: int, bias: bool, scale: float, cap: float | None, heat: float) -> None:
     leaves, tokens = inputs(n, vocab, 24, torch.float32, bias)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     generator = torch.Generator().manual_seed(3)
@@ -128,21 +133,18 @@ def test_sets(n: int, vocab: int, bias: bool, scale: float, cap: float | None, h
         torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_sets_of_a_wide_head_are_multiplied_in_parts() -> None:
+def test_sets_of_a_wide_head() -> None:
     """More of the head than is copied at a time."""
-    leaves, _ = inputs(3, 1100, 4096, torch.float32, True)
+    leaves, tokens = inputs(3, 1100, 4096, torch.float32, True)
+    leaves = [(leaf / 64).detach().requires_grad_() for leaf in leaves]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     sets = Ragged.from_list([torch.arange(1100)] * 3)
-    form = HeadForm(1.0, None, 1.0, torch.float32, False, None)
-    (block,) = set_logits._blocks(sets, leaves[1])
-    assert len(list(set_logits._parts(block, leaves[1]))) == 2
-    found = set_logits.SetLogits.apply(*leaves, sets, form)
-    expected = tempered([leaf.detach().double().requires_grad_() for leaf in leaves], 1.0, None, 1.0)
-    torch.testing.assert_close(found.double(), expected.flatten(), rtol=1e-5, atol=1e-3)
-    upstream = torch.randn(3300, generator=torch.Generator().manual_seed(3))
-    by_logits = upstream.reshape(3, 1100)
-    plain = (by_logits @ leaves[1], by_logits.T @ leaves[0], by_logits.sum(0))
-    for gradient, wanted in zip(torch.autograd.grad(found, leaves, upstream), plain, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-3)
+    found = TiledHead(leaves[1], leaves[2]).logprobs_in_sets(leaves[0], tokens, sets)
+    expected = tempered(exact, 1.0, None, 1.0).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
+    ours, plain = torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(expected.sum(), exact)
+    for gradient, wanted in zip(ours, plain, strict=True):
+        torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])
@@ -157,7 +159,8 @@ def test_gradcheck(bias: bool, cap: float | None) -> None:
         log_probs, top, _ = head.logprobs_and_top(hidden, tokens, 4, 0.6)
         named, given, _ = head.logprobs_and_top(hidden, tokens, ids, 0.6)
         over = head.logprobs_in_sets(hidden, tokens, sets, 0.6)
-        return log_probs, top.logprobs, top.tail, named, given.logprobs[ids >= 0], given.tail, over
+        one = head.logprobs(hidden, tokens, 0.6)
+        return one, log_probs, top.logprobs, top.tail, named, given.logprobs[ids >= 0], given.tail, over
 
     assert torch.autograd.gradcheck(call, leaves)
 
@@ -172,10 +175,14 @@ def test_a_token_that_is_not_in_its_set_has_no_probability() -> None:
 
 
 @pytest.mark.usefixtures("narrow_tiles")
-@pytest.mark.parametrize("order", ["ascending", "descending", "equal", "one row ascending"])
-@pytest.mark.parametrize("k", [1, 40])
-def test_the_largest_are_found_in_any_order(order: str, k: int) -> None:
+def test_the_largest_are_found_in_any_order() -> None:
     """In ascending order every logit is among the largest so far when it comes."""
+    for k in (1, 40):
+        for order in ("ascending", "descending", "equal", "one row ascending"):
+            _check_order(order, k)
+
+
+def _check_order(order: str, k: int) -> None:
     rows, vocab = 6, 9 * 1024 + 3
     logits = torch.linspace(-30, 0, vocab).repeat(rows, 1)
     if order == "descending":
@@ -195,25 +202,7 @@ def test_the_largest_are_found_in_any_order(order: str, k: int) -> None:
 
 
 @pytest.mark.usefixtures("narrow_tiles")
-def test_all_are_ranked_at_once_where_waiting_would_stop_a_gpu() -> None:
-    """What a GPU does, on a CPU: no result of it may depend on the order in which logits are ranked."""
-    (hidden, weight), _ = inputs(20, 5000, 8, torch.float32, False)
-    form = HeadForm(1.0, None, 1.0, torch.float32, False, None)
-    tiles, found = LogitTiles(hidden.detach(), weight.detach(), None, form), []
-    for rank_all in (False, True):
-        largest, rest = LargestLogits(17, 20, tiles), LogSum(20, tiles)
-        largest._rank_all = rank_all
-        for entries in tiles.entries():
-            tile = tiles(slice(0, 20), entries)
-            largest.take_(tile, entries, rest)
-            rest.add_(tile)
-        found.append((*largest.finish(rest), rest.log()))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-
-
-@pytest.mark.usefixtures("narrow_tiles")
-@pytest.mark.parametrize("gap", [25.0, 60.0, 200.0])
+@pytest.mark.parametrize("gap", [25.0, 200.0])
 def test_a_small_tail_keeps_its_digits(gap: float) -> None:
     """One minus the sum of the wanted probabilities would be 0, or be off by a tenth at best."""
     generator = torch.Generator().manual_seed(0)
@@ -249,46 +238,10 @@ def test_ids_at_minus_infinity() -> None:
         assert not gradient.isnan().any()
 
 
-@pytest.mark.usefixtures("narrow_tiles")
-def test_given_ids_are_found_in_the_tile_that_holds_them() -> None:
-    form = HeadForm(1.0, None, 1.0, torch.float32, False, None)
-    tiles = LogitTiles(torch.zeros(2, 4), torch.zeros(2500, 4), None, form)
-    given = GivenLogits(torch.tensor([[2499, 0, -1], [1023, 1024, 5]]), tiles)
-    found = [[part.tolist() for part in given.places(entries)] for entries in tiles.entries()]
-    assert found == [
-        [[0, 1, 1], [0, 5, 1023], [1, 5, 3]],
-        [[1], [0], [4]],
-        [[0], [2499 - 2048], [0]],
-    ]
-
-
 # Behind the backend ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="a tile on a GPU has more elements than these logits")
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("asked", ["support", "top_k", "top_ids"])
-def test_nothing_is_as_large_as_the_logits(open_model: Open, grad: bool, asked: str) -> None:
-    model = tiny_model(vocab_size=20_000, num_hidden_layers=1)
-    backend, rows = open_model(model), random_rows(*[300] * 5, vocab=20_000)
-    ids = torch.arange(0, 20_000, 1000).repeat(1500, 1)
-    options: dict[str, Any] = {
-        "support": {"support": [[sorted({token, 5, 9_000, 19_000}) for token in row] for row in rows]},
-        "top_k": {"top_k": 20},
-        "top_ids": {"top_ids": Ragged(ids, torch.full((5,), 300))},
-    }[asked]
-    backend.score_logprobs(rows, **options)
-    with Largest() as largest:
-        out = backend.score_logprobs(rows, grad=grad, **options)
-        assert scoring_path(backend).head == "tiled"
-        if grad:
-            (out.logprobs.values if out.tail_log_mass is None else out.tail_log_mass.values).sum().backward()
-    # A tile, or the weights themselves, is the largest.
-    assert largest.elements <= max(1024 * 1024, 20_000 * 64) < 1495 * 20_000 / 10
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "phi-biased"])
-@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("family", "short"), [("gemma2", torch.bfloat16), ("phi-biased", torch.float16)])
 def test_under_autocast_the_numbers_are_those_of_the_models_logits(
     open_model: Open, family: str, short: torch.dtype
 ) -> None:
