@@ -116,6 +116,7 @@ def test_what_cannot_be_run_is_refused_in_one_message(tiny_model, tmp_path, monk
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_a_selection_without_tests_is_refused_whatever_the_folder_sets(kit, tiny_model, tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --unknown-option\n")
     (tmp_path / "conftest.py").write_text("raise RuntimeError('imported')\n")

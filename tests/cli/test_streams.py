@@ -180,6 +180,7 @@ def test_json_is_one_line_that_programs_read(files):
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_json_is_not_mixed_with_what_an_engine_prints(files, loud):
     done = subprocess.run(generating(*files, "--json", backend="loud"), capture_output=True, text=True, env=loud)
     assert json.loads(done.stdout)["written"] == 5 and "INFO worker" in done.stderr

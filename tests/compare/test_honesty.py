@@ -120,7 +120,7 @@ def test_a_checkpoint_that_a_rounding_side_does_not_hold_is_not_named(part, fold
     assert [each.id for each in found.causes] == ["dtype"]
 
 
-@pytest.mark.parametrize("part", [0.003, pytest.param(0.01, marks=NIGHTLY), pytest.param(0.1, marks=NIGHTLY), 0.5])
+@pytest.mark.parametrize("part", [0.003, *(pytest.param(part, marks=NIGHTLY) for part in (0.01, 0.1, 0.5))])
 @pytest.mark.parametrize("family", ["qwen2", pytest.param("llama", marks=NIGHTLY)])
 def test_other_weights_are_not_quantized_ones(family, part, folder_of):
     folder = folder_of(family, 3)

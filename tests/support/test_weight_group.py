@@ -26,9 +26,9 @@ def test_the_option_may_be_a_host_alone() -> None:
 def test_anything_else_is_refused_before_a_server_waits_for_it() -> None:
     for wrong in ("", " trainer", "tcp://trainer:1", "trainer:29600", 29600, ("trainer", 1), True):
         with pytest.raises(InvalidRequestError, match=r"WeightGroup\('10\.0\.0\.5', port=29600\)") as caught:
-            pytest.fail(f"{wrong!r} was read: {WeightGroup.given(wrong)}")  # type: ignore[arg-type]
+            pytest.fail(f"{wrong!r} was read: {WeightGroup.given(wrong)}")
         assert caught.value.field == "weight_group"
     for port in (0, 65536, "29600", True):
         with pytest.raises(InvalidRequestError) as caught:
-            pytest.fail(f"{port!r} was read: {WeightGroup('trainer', port)}")  # type: ignore[arg-type]
+            pytest.fail(f"{port!r} was read: {WeightGroup('trainer', port)}")
         assert caught.value.field == "weight_group.port"
