@@ -33,7 +33,7 @@ exclude_patterns = ["_build", "_ext", "_reports", "drawings"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
-# Only notebooks are executed here. tests/test_docs.py runs the blocks of the other pages.
+# Only notebooks are executed here. tests/test_docs.py and test_docs_more.py run the blocks of the other pages.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300

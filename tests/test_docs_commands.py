@@ -1,11 +1,12 @@
 """Every command in the documentation is one that the command line takes; a tiny model answers those that it can.
 
-`tests/test_docs.py` runs the blocks marked ``python``. Blocks marked ``py`` need an engine, a GPU or several machines.
+Other tests run the blocks marked ``python``. Blocks marked ``py`` need an engine, a GPU or several machines.
 They are only compiled here.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -81,17 +82,16 @@ def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return (said.err or said.out) if end.value.code else ""
 
 
-@pytest.mark.parametrize(("line", "complete"), [each[1:] for each in SHOWN], ids=[each[0] for each in SHOWN])
-def test_the_command_line_takes_what_the_pages_show(line, complete, tmp_path, monkeypatch, capsys):
-    arguments = words(line)
+def test_the_command_line_takes_what_the_pages_show(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # A flag may act while the arguments are read: --install-completion writes to the home folder.
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("prompts.jsonl", "choices.jsonl"):
         Path(name).touch()
-    said = complaint(arguments, capsys)
-    # A sentence names the flags that it is about; a block is to be copied.
-    assert not said or (not complete and "Missing" in said)
+    for shown, line, complete in SHOWN:
+        said = complaint(words(line), capsys)
+        # A sentence names the flags that it is about; a block is to be copied.
+        assert not said or (not complete and "Missing" in said), shown
 
 
 def test_the_pages_show_commands():
@@ -99,9 +99,9 @@ def test_the_pages_show_commands():
     assert {words(line)[0] for _, line, _ in SHOWN} >= {"generate", "score", "chat", "serve", "backends"}
 
 
-@pytest.mark.parametrize("line", ["corelm generate --modle x", "corelm generat", "corelm backends --top-k 3"])
-def test_what_does_not_exist_is_found(line, capsys):
-    assert "No such" in complaint(words(line), capsys)
+def test_what_does_not_exist_is_found(capsys):
+    for line in ("corelm generate --modle x", "corelm generat", "corelm backends --top-k 3"):
+        assert "No such" in complaint(words(line), capsys), line
 
 
 RUN = [
@@ -132,23 +132,16 @@ def test_a_command_for_a_tiny_model_runs(line, tiny_model, tmp_path, monkeypatch
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_make_target_exists(page):
-    text = page.read_text()
-    named = re.findall(r"`make ([a-z][a-z-]*)[^`]*`", text)
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        named += re.findall(r"^make ([a-z][a-z-]*)", block, re.MULTILINE) if language != "python" else []
-    assert not set(named) - set(TARGETS)
+def test_every_make_target_exists():
+    for page in PAGES:
+        text = page.read_text()
+        named = re.findall(r"`make ([a-z][a-z-]*)[^`]*`", text)
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            named += re.findall(r"^make ([a-z][a-z-]*)", block, re.MULTILINE) if language != "python" else []
+        assert [name for name in named if name not in TARGETS] == [], page
 
 
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        (f"{page.relative_to(ROOT)}-{number}", block)
-        for page in PAGES
-        for number, block in enumerate(Page(page).blocks("py"), 1)
-    ],
-    ids=lambda value: value if "\n" not in value else "",
-)
-def test_python_that_is_not_run_compiles(name, source):
-    compile(source, name, "exec", flags=0x2000)  # ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+def test_python_that_is_not_run_compiles():
+    for page in PAGES:
+        for number, block in enumerate(Page(page).blocks("py"), 1):
+            compile(block, f"{page}-{number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import deque
+from html import unescape
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,9 +30,10 @@ PUBLIC = (
 )
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-pytestmark = pytest.mark.skipif(
-    not all(map(find_spec, NEEDED)), reason="what builds the site is not installed: the group docs"
-)
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason="what builds the site is not installed: the group docs"),
+]
 
 
 class Html(HTMLParser):
@@ -167,16 +169,16 @@ def test_the_search_index_holds_what_readers_look_for(site):
     assert {"get_backend", "LLMPolicy", "KLRewardTransform", "CapabilityError"} <= objects
 
 
-@pytest.mark.parametrize("module", PUBLIC)
-def test_every_public_name_is_on_the_page_of_its_module(pages, module):
-    if module == "corelm.interop.lm_eval":
-        names = ["CoreLM", "main", "register"]
-    else:
-        found = importlib.import_module(module)
-        own = [name for name, value in vars(found).items() if getattr(value, "__module__", "") == module]
-        names = [name for name in getattr(found, "__all__", own) if not name.startswith("_")]
-    page = "corelm.interop" if module.startswith("corelm.interop.") else module
-    assert not [name for name in names if f"{module}.{name}" not in pages[f"api/{page}.html"].ids]
+def test_every_public_name_is_on_the_page_of_its_module(pages):
+    for module in PUBLIC:
+        if module == "corelm.interop.lm_eval":
+            names = ["CoreLM", "main", "register"]
+        else:
+            found = importlib.import_module(module)
+            own = [name for name, value in vars(found).items() if getattr(value, "__module__", "") == module]
+            names = [name for name in getattr(found, "__all__", own) if not name.startswith("_")]
+        page = pages["api/corelm.interop.html" if module.startswith("corelm.interop.") else f"api/{module}.html"]
+        assert [f"{module}.{name}" for name in names if f"{module}.{name}" not in page.ids] == []
 
 
 def test_every_module_that_the_readme_calls_public_has_a_page(pages):
@@ -187,17 +189,25 @@ def test_every_module_that_the_readme_calls_public_has_a_page(pages):
     assert not [name for name in named if name not in public]
 
 
-@pytest.mark.parametrize(
-    ("page", "link", "target"),
-    [
-        ("command-line.html", "README.html", "project/readme.html#install"),
-        ("write-a-backend.html", "hookspecs.py", "repository/core/corelm/spec/hookspecs.py.html"),
-        ("project/contributing.html", "docs/architecture.md", "architecture.html"),
-    ],
-)
-def test_a_link_out_of_the_docs_stays_on_the_site(pages, page, link, target):
-    name, _, anchor = target.partition("#")
-    assert (name, anchor) in [internal(page, each) for each in pages[page].links]
+def test_a_link_out_of_the_docs_stays_on_the_site(pages):
+    for page, target in (
+        ("command-line.html", "project/readme.html#install"),
+        ("write-a-backend.html", "repository/core/corelm/spec/hookspecs.py.html"),
+        ("project/contributing.html", "architecture.html"),
+    ):
+        name, _, anchor = target.partition("#")
+        assert (name, anchor) in [internal(page, each) for each in pages[page].links], (page, target)
+
+
+def test_the_tour_ran_and_shows_tokens_and_plots(site):
+    """The site runs the notebook."""
+    shown = (site / "notebooks" / "tour.html").read_text()
+    outputs = "".join(re.findall(r'<div class="cell_output.*?(?=<div class="cell |</article>)', shown, re.DOTALL))
+    assert len(re.findall(r"<img [^>]*png", outputs)) == 2 and "stderr" not in outputs
+    assert re.search(r"title=\"[^\"]*-\d+\.\d+", outputs), "no token has its log-prob"
+    # The reference is an earlier step of the same training: its KL is not 0.
+    (printed,) = re.findall(r"^(?:<[^>]*>)*\[([-\d., ]+)\]$", unescape(outputs), re.MULTILINE)
+    assert all(abs(float(number)) > 0.5 for number in printed.split(","))
 
 
 def test_a_shown_file_is_the_file(pages):
@@ -208,16 +218,12 @@ def test_a_shown_file_is_the_file(pages):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
-@pytest.mark.parametrize("word", ["provenance", "LLMPolicy", "out of memory"])
-def test_a_browser_finds_pages_without_a_server(site, tmp_path, word):
+def test_a_browser_finds_pages_without_a_server(site, tmp_path):
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    flags += [
-        "--disable-component-update",
-        "--disable-sync",
-        f"--user-data-dir={tmp_path}",
-        "--virtual-time-budget=20000",
-    ]
-    address = f"{(site / 'search.html').as_uri()}?q={word.replace(' ', '+')}"
-    shown = subprocess.run([BROWSER, *flags, "--dump-dom", address], capture_output=True, text=True, timeout=120)
-    (found,) = re.findall(r"found (\d+) pages? matching", shown.stdout) or [f"nothing: {shown.stderr[-500:]}"]
-    assert int(found) >= 3
+    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path}"]
+    for word in ("provenance", "LLMPolicy", "out of memory"):
+        address = f"{(site / 'search.html').as_uri()}?q={word.replace(' ', '+')}"
+        command = [BROWSER, *flags, "--virtual-time-budget=20000", "--dump-dom", address]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        (found,) = re.findall(r"found (\d+) pages? matching", shown.stdout) or [f"nothing: {shown.stderr[-500:]}"]
+        assert int(found) >= 3, word

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email.message import Message
 from pathlib import Path
@@ -19,6 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import corelm
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parent.parent
 #: Import name of each plugin → its class and the engine that its extra `engine` installs.
@@ -165,8 +168,11 @@ def test_a_plugin_fits_this_core_and_its_extra_brings_the_engine(built, plugin):
 
 
 @pytest.mark.parametrize("name", ["core", *(f"core_{plugin}" for plugin in PLUGINS)])
-def test_the_metadata_says_which_python_and_which_licence(built, name):
+def test_the_metadata_says_which_python_and_licence_and_its_page_has_no_link_that_leads_nowhere(built, name):
     metadata = metadata_of(built, name)
+    page = metadata.get_payload()
+    assert len(page) > 500
+    assert [target for target in re.findall(r"\]\(([^)]+)\)", page) if "://" not in target] == []
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Version"] == corelm.__version__
@@ -228,20 +234,16 @@ def test_the_readme_has_a_line_for_a_checkout_and_one_for_wheels():
     assert len(INSTALL_LINES) == 2
 
 
-@pytest.mark.parametrize("name", ["core", *(f"core_{plugin}" for plugin in PLUGINS)])
-def test_an_index_page_shows_no_link_that_leads_nowhere(built, name):
-    page = metadata_of(built, name).get_payload()
-    assert len(page) > 500
-    assert [target for target in re.findall(r"\]\(([^)]+)\)", page) if "://" not in target] == []
+#: The files of pins of .venv, each on top of those before it.
+LAYERS = ("run", "test", "check", "docs")
 
 
-def pins(name: str = "cpu.txt") -> dict[str, Requirement]:
-    lines = [line for line in (ROOT / "constraints" / name).read_text().splitlines() if not line.startswith("#")]
-    return {r.name: r for r in map(Requirement, lines) if r.specifier}
+def pins(*names: str) -> dict[str, Requirement]:
+    text = "".join((ROOT / "constraints" / f"{name}.txt").read_text() for name in names or LAYERS)
+    return {r.name: r for r in map(Requirement, re.findall(r"^[\w.-]+==.*", text, re.MULTILINE))}
 
 
 def test_every_requirement_is_pinned_and_the_pin_satisfies_it():
-    tomllib = pytest.importorskip("tomllib")
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lines = list(core["project"]["dependencies"])
     for plugin in PLUGINS:
@@ -255,21 +257,18 @@ def test_every_requirement_is_pinned_and_the_pin_satisfies_it():
         assert pin.operator == "==" and requirement.specifier.contains(pin.version), f"{requirement}: pinned {pin}"
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "vllm-cpu.txt", "sglang-cpu.txt"])
-def test_no_pin_has_a_local_version_or_a_url(name):
-    pinned = pins(name)
-    assert str(pinned["torch"].specifier) == "==2.13.0"
-    for requirement in pinned.values():
-        assert requirement.url is None and "+" not in str(requirement.specifier)
-    # Shared packages have one version in all environments, so that a test means the same in each.
-    for shared in ("torch", "tensordict", "pluggy", "httpx", "orjson", "msgspec"):
-        assert str(pinned[shared].specifier) == str(pins()[shared].specifier)
+def test_no_pin_has_a_local_version_or_a_url():
+    own = pins()
+    for pinned in (own, pins("vllm-cpu"), pins("sglang-cpu"), pins("harnesses")):
+        assert str(pinned["torch"].specifier) == "==2.13.0"
+        for requirement in pinned.values():
+            assert requirement.url is None and "+" not in str(requirement.specifier)
+        # Shared packages have one version in all environments, so that a test means the same in each.
+        for shared in ("torch", "tensordict", "pluggy", "httpx", "orjson", "msgspec"):
+            assert str(pinned[shared].specifier) == str(own[shared].specifier)
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["pyproject.toml", *(f"plugins/{plugin}/pyproject.toml" for plugin in PLUGINS), "Makefile", ".ci/run"],
-)
-def test_nothing_names_a_package_index(path):
-    text = (ROOT / path).read_text()
-    assert "://" not in text and "index-url" not in text
+def test_nothing_names_a_package_index():
+    for path in ("pyproject.toml", *(f"plugins/{plugin}/pyproject.toml" for plugin in PLUGINS), "Makefile", ".ci/run"):
+        text = (ROOT / path).read_text()
+        assert "://" not in text and "index-url" not in text, path

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DISTRIBUTIONS = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
+#: Core and one of the plugins, whose builds are alike.
+DISTRIBUTIONS = [ROOT, ROOT / "plugins" / "vllm_backend"]
+
+pytestmark = pytest.mark.process
 
 
 def copied(source: Path, to: Path) -> Path:
@@ -46,6 +49,7 @@ def test_two_builds_have_the_same_bytes(source, tmp_path):
     assert len(first) == 2
 
 
+@pytest.mark.nightly
 def test_a_bill_of_materials_lists_every_pin_and_can_be_repeated(tmp_path):
     pytest.importorskip("cyclonedx_py", reason="cyclonedx-bom is not installed")
     for folder in ("one", "two"):

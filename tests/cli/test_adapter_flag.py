@@ -84,26 +84,20 @@ def test_answers_and_chats_are_those_of_the_adapter(folder, tmp_path):
     assert chats[0].stdout == chats[1].stdout != chats[2].stdout
 
 
-@pytest.mark.parametrize(
-    ("flag", "says"),
-    [
+def test_what_is_no_adapter_ends_the_run_and_names_the_flag(folder, files):
+    for flag, says in (
         ("policy", "--adapter: there is no 'policy'; no adapter is loaded. Give --adapter policy=FOLDER"),
-        ("policy={folder}", "--adapter: there is no readable adapter in {folder}"),
+        (f"policy={folder}", f"--adapter: there is no readable adapter in {folder}"),
         ("a@b", "--adapter: expected a name"),
         ("=folder", "expected NAME or NAME=FOLDER, got '=folder'"),
         ("policy=", "expected NAME or NAME=FOLDER, got 'policy='"),
-    ],
-)
-def test_what_is_no_adapter_ends_the_run_and_names_the_flag(folder, files, flag, says):
-    result = score(files, folder / "base", "--adapter", flag.format(folder=folder))
-    assert result.exit_code == 2 and result.stderr.count(says.format(folder=folder)) == 1, result.stderr
+    ):
+        result = score(files, folder / "base", "--adapter", flag)
+        assert result.exit_code == 2 and result.stderr.count(says) == 1, result.stderr
 
 
-@pytest.mark.parametrize(
-    ("flag", "says"), [("policy", "leave out --adapter policy"), ("policy=folder", "lacks adapters")]
-)
-def test_an_engine_without_adapters_refuses_them(files, flag, says):
-    result = corelm_command(
-        *("score", "--backend", "toy", "--input", files[0], "--output", files[1]), "--adapter", flag
-    )
-    assert result.exit_code == 2 and says in result.stderr
+def test_an_engine_without_adapters_refuses_them(files):
+    for flag, says in (("policy", "leave out --adapter policy"), ("policy=folder", "lacks adapters")):
+        toy = ("score", "--backend", "toy", "--input", files[0], "--output", files[1])
+        result = corelm_command(*toy, "--adapter", flag)
+        assert result.exit_code == 2 and says in result.stderr

@@ -112,9 +112,8 @@ def test_bfloat16_is_rounding_and_the_exit_code_is_0(tiny_model, tmp_path):
 # Which engine a flag belongs to ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
+def test_what_cannot_be_compared_is_refused_with_the_flag():
+    for flags, said in (
         ((), "Invalid value for --backend: give it for each engine, at least two; got 0"),
         (("--backend", "toy"), "Invalid value for --backend: give it for each engine, at least two; got 1"),
         ((*TWO, "--name", "third"), "Invalid value for --name: side 2 (toy) has it more than once"),
@@ -133,12 +132,9 @@ def test_bfloat16_is_rounding_and_the_exit_code_is_0(tiny_model, tmp_path):
         ((*TWO, "--report", "/nowhere/report.html"), "error: --report: /nowhere/report.html is in a folder"),
         ((*TWO, "--temperature", "-1"), "temperature"),
         ((*TWO, "--num-samples", "2"), "--num-samples"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_with_the_flag(flags, said):
-    result = corelm_command("compare", *flags)
-    assert result.exit_code == 2 and said in result.stderr, result.stderr
-    assert result.stdout == ""
+    ):
+        result = corelm_command("compare", *flags)
+        assert result.exit_code == 2 and said in result.stderr and result.stdout == "", (flags, result.stderr)
 
 
 def test_flags_belong_to_the_backend_before_them_and_the_first_to_all(prompts, tmp_path, fabricate):
@@ -189,9 +185,8 @@ def test_an_adapter_is_loaded_for_its_side(tiny_model, tmp_path):
 # What is read --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
+def test_a_line_that_is_wrong_is_named_before_an_engine_opens(tmp_path):
+    for lines, said in (
         (['{"prompt": 3}'], "line 1: prompt: expected a string, got int"),
         (['{"prompt": "a"}', '{"prompt": "a", "ids": [1]}'], "line 2: expected one of `prompt`, `messages` and `ids`"),
         (['{"id": 7}'], "line 1: expected one of `prompt`, `messages` and `ids`, got none of them"),
@@ -205,13 +200,11 @@ def test_an_adapter_is_loaded_for_its_side(tiny_model, tmp_path):
         (['{"prompt": "a", "completion": "b", "response": "c"}'], "line 1: expected `completion` or `response`"),
         ([], "there is no line; leave the flag out"),
         (["nonsense"] * 9, "; and 4 more"),
-    ],
-)
-def test_a_line_that_is_wrong_is_named_before_an_engine_opens(lines, said, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    result = corelm_command("compare", "--backend", "nonesuch", *TWO, "--input", tmp_path / "prompts.jsonl")
-    assert result.exit_code == 2 and result.stderr.startswith("error: --input: "), result.stderr
-    assert said in result.stderr and "nonesuch" not in result.stderr
+    ):
+        (tmp_path / "prompts.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        result = corelm_command("compare", "--backend", "nonesuch", *TWO, "--input", tmp_path / "prompts.jsonl")
+        assert result.exit_code == 2 and result.stderr.startswith("error: --input: "), result.stderr
+        assert said in result.stderr and "nonesuch" not in result.stderr, result.stderr
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -264,6 +257,7 @@ class Broken(ToyBackend):
     assert result.exit_code == 3 and "out of memory" in result.stderr and result.stdout == ""
 
 
+@pytest.mark.process
 def test_ctrl_c_ends_the_command_and_closes_the_engines(tmp_path):
     (tmp_path / "slow_plugin.py").write_text(
         f"""

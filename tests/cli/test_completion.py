@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 COMMAND = Path(sys.executable).parent / "corelm"
 
 
@@ -20,40 +22,22 @@ def completed(words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (
-            "corelm ",
-            {
-                "backends",
-                "fleet",
-                "generate",
-                "score",
-                "chat",
-                "serve",
-                "compare",
-                "conformance",
-                "doctor",
-                "new-backend",
-            },
-        ),
+def test_a_shell_completes_commands_flags_and_backends():
+    commands = {"backends", "fleet", "generate", "score", "chat", "serve", "compare", "conformance", "doctor"}
+    negations = ("do-sample", "ignore-eos", "early-stopping", "skip-special-tokens")
+    for words, offered in (
+        ("corelm ", {*commands, "new-backend"}),
         ("corelm gen", {"generate"}),
         ("corelm generate --max", {"--max-new-tokens"}),
-        (
-            "corelm generate --no-",
-            {f"--no-{name}" for name in ("do-sample", "ignore-eos", "early-stopping", "skip-special-tokens")},
-        ),
+        ("corelm generate --no-", {f"--no-{name}" for name in negations}),
         ("corelm generate --log-probs r", {"raw"}),
         ("corelm generate --backend to", {"toy"}),
-    ],
-)
-def test_a_shell_completes_commands_flags_and_backends(words, offered):
-    assert set(completed(words)) == offered
+    ):
+        assert set(completed(words)) == offered, words
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_for_a_shell_can_be_shown(shell):
+def test_the_script_for_a_shell_can_be_shown():
     environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    shown = subprocess.run([COMMAND, "--show-completion", shell], capture_output=True, text=True, env=environment)
-    assert shown.returncode == 0 and "_CORELM_COMPLETE" in shown.stdout
+    for shell in ("bash", "zsh", "fish"):
+        shown = subprocess.run([COMMAND, "--show-completion", shell], capture_output=True, text=True, env=environment)
+        assert shown.returncode == 0 and "_CORELM_COMPLETE" in shown.stdout

@@ -47,6 +47,7 @@ def suite_of(path):
     return suite
 
 
+@pytest.mark.process
 def test_a_good_backend_keeps_its_promises(kit, tiny_model, tmp_path):
     result = kit(
         *("transformers", "--model", str(tiny_model), "--oracle", "transformers", "--option", "dtype=float32"),
@@ -66,6 +67,7 @@ def test_a_good_backend_keeps_its_promises(kit, tiny_model, tmp_path):
     assert "every sampled token has its log prob" in page and "transformers" in page
 
 
+@pytest.mark.process
 def test_a_backend_with_a_defect_fails_and_the_report_says_how_far_off_it_is(kit, tiny_model, tmp_path, fabricate):
     site = fabricate("flattened", "1", {"flattened": "flattened:Flattened"}, {"flattened": FLATTENED})
     path = os.pathsep.join([str(site), *sys.path])
@@ -78,34 +80,43 @@ def test_a_backend_with_a_defect_fails_and_the_report_says_how_far_off_it_is(kit
     assert re.search(r"<pre>[^<]*off by", (tmp_path / "conformance.html").read_text())
 
 
-def test_what_is_declared_and_cannot_be_shown_fails_unless_there_is_a_reason(kit, tiny_model, tmp_path):
-    select = ("transformers", "--model", str(tiny_model), "-k", "engine_kwargs_change_answers")
-    result = kit(*select)
+UNSHOWN = ("-k", "engine_kwargs_change_answers")
+
+
+@pytest.mark.process
+def test_what_is_declared_and_cannot_be_shown_fails(kit, tiny_model):
+    result = kit("transformers", "--model", str(tiny_model), *UNSHOWN)
     assert result.returncode == 1 and "--not-shown engine_kwargs=" in result.stdout
-    result = kit(*select, "--not-shown", "engine_kwargs=there is no beam here", "--output", "reports/mine")
+
+
+@pytest.mark.process
+@pytest.mark.nightly
+def test_what_is_declared_and_cannot_be_shown_is_expected_with_a_reason(kit, tiny_model, tmp_path):
+    reason = ("--not-shown", "engine_kwargs=there is no beam here")
+    result = kit("transformers", "--model", str(tiny_model), *UNSHOWN, *reason, "--output", "reports/mine")
     assert result.returncode == 0, result.stdout + result.stderr
     suite = suite_of(tmp_path / "reports" / "mine.json")
     assert suite["counts"] == {"xfailed": 1} and "there is no beam here" in suite["tests"][0]["reason"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("nonesuch", "--model", "MODEL"), "no backend is named 'nonesuch'"),
+def test_what_cannot_be_run_is_refused_in_one_message(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = str(tiny_model)
+    for arguments, said in (
+        (("nonesuch", "--model", model), "no backend is named 'nonesuch'"),
         (("transformers",), "expected a folder with the model"),
         (("transformers", "--model", "/nowhere/missing"), "transformers cannot load '/nowhere/missing'"),
-        (("transformers", "--model", "MODEL", "--engine-sampling", "{"), "expected JSON"),
-        (("transformers", "--model", "MODEL", "--engine-sampling", '{"top_k": 3}'), "engine_kwargs"),
-        (("transformers", "--model", "MODEL", "--option", "python=nowhere"), "nowhere"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_in_one_message(tiny_model, tmp_path, monkeypatch, arguments, said):
-    monkeypatch.chdir(tmp_path)
-    result = corelm_command("conformance", *(tiny_model if each == "MODEL" else each for each in arguments))
-    assert result.exit_code == 2 and said in result.stderr, result.stderr
-    assert not (tmp_path / "conformance.json").exists()
+        (("transformers", "--model", model, "--engine-sampling", "{"), "expected JSON"),
+        (("transformers", "--model", model, "--engine-sampling", '{"top_k": 3}'), "engine_kwargs"),
+        (("transformers", "--model", model, "--option", "python=nowhere"), "nowhere"),
+    ):
+        result = corelm_command("conformance", *arguments)
+        assert result.exit_code == 2 and said in result.stderr, result.stderr
+        assert not (tmp_path / "conformance.json").exists()
 
 
+@pytest.mark.process
+@pytest.mark.nightly
 def test_a_selection_without_tests_is_refused_whatever_the_folder_sets(kit, tiny_model, tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --unknown-option\n")
     (tmp_path / "conftest.py").write_text("raise RuntimeError('imported')\n")

@@ -59,13 +59,14 @@ def fails_for_poison(reply: Callable[[], Reply]) -> Callable[[Request], Reply | 
 
 
 @pytest.mark.parametrize("size", [1, 16])
-@pytest.mark.parametrize("reply", REPLIES)
-def test_a_prompt_that_the_server_always_fails_fails_alone(files, fake, server, reply, size):
-    fake.fault = fails_for_poison(REPLIES[reply])
-    result = ask(files, server, "--batch-size", size)
-    assert result.exit_code == 1, result.output
-    assert [row["id"] for row in rows(files[1])] == ["one", "three", "four", "six"]
-    assert [row["id"] for row in rows(files[1].with_name("answers.errors.jsonl"))] == ["the poison", "poison again"]
+def test_a_prompt_that_the_server_always_fails_fails_alone(files, fake, server, size):
+    for name, reply in REPLIES.items():
+        target = files[1].with_name(f"{name}.jsonl")
+        fake.fault = fails_for_poison(reply)
+        result = ask((files[0], target), server, "--batch-size", size)
+        assert result.exit_code == 1, result.output
+        assert [row["id"] for row in rows(target)] == ["one", "three", "four", "six"], name
+        assert [row["id"] for row in rows(target.with_name(f"{name}.errors.jsonl"))] == ["the poison", "poison again"]
 
 
 def test_a_prompt_that_the_server_never_answers_fails_alone(files, fake, server):

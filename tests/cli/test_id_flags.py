@@ -84,26 +84,23 @@ def test_flags_that_ask_for_nothing_leave_earlier_files_as_they_are(files):
     assert not {"top_logprobs", "return_support"} & settings_of(files[1])["settings"].keys()
 
 
-@pytest.mark.parametrize("flag", ["--top-logprobs=2", "--return-support"])
-def test_ids_without_log_probs_are_refused_before_an_engine_is_opened(files, flag):
-    result = generate(files, flag, backend="no-such-engine")
-    assert result.exit_code == 2 and "give --log-probs raw or processed" in " ".join(result.stderr.split())
-    assert flag.partition("=")[0] in result.stderr and not files[1].exists()
+def test_ids_without_log_probs_are_refused_before_an_engine_is_opened(files):
+    for flag in ("--top-logprobs=2", "--return-support"):
+        result = generate(files, flag, backend="no-such-engine")
+        assert result.exit_code == 2 and "give --log-probs raw or processed" in " ".join(result.stderr.split())
+        assert flag.partition("=")[0] in result.stderr and not files[1].exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
+def test_what_the_engine_cannot_return_ends_the_run_once_and_names_flags(files):
+    for flags, says in (
         (("--log-probs", "raw", "--top-logprobs", 999), "--top-logprobs: this engine returns at most 260 ids"),
         (
             ("--log-probs", "processed", "--return-support", "--min-new-tokens", 2),
             "give --top-k, --top-p or --min-p as well, or leave out --return-support",
         ),
-    ],
-)
-def test_what_the_engine_cannot_return_ends_the_run_once_and_names_flags(files, flags, says):
-    result = generate(files, *flags)
-    assert result.exit_code == 2 and result.stderr.count(says) == 1, result.stderr
+    ):
+        result = generate(files, *flags)
+        assert result.exit_code == 2 and result.stderr.count(says) == 1, result.stderr
 
 
 def test_an_engine_that_returns_no_other_ids_is_named_with_the_flag(files, fabricate):

@@ -182,19 +182,16 @@ def test_greedy_completions_are_marked(files):
 # ---------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_a_wrong_value_is_refused_with_what_to_type(files):
+    write_rows(files[0], [{"messages": CHAT}])
+    for words, message in (
         (["--template-kwargs", "tokenize=true"], "tokenize is not a variable of the template"),
         (["--template-kwargs", "thinking"], "expected KEY=VALUE"),
         (["--tokenizer-kwargs", "add_special=false"], "add_special_tokens"),
         (["--truncation", "right"], "'right' is not one of 'error', 'left'"),
         (["--chat-template", "nowhere.jinja"], "error: No such file or directory: 'nowhere.jinja'"),
         (["--chat-template", "chatlm"], "did you mean 'chatml'"),
-    ],
-)
-def test_a_wrong_value_is_refused_with_what_to_type(files, words, message):
-    write_rows(files[0], [{"messages": CHAT}])
-    result = generate(files, *words)
-    assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.stderr
-    assert not files[1].exists()
+    ):
+        result = generate(files, *words)
+        assert result.exit_code == 2 and message in " ".join(result.stderr.split()), (words, result.stderr)
+        assert not files[1].exists()

@@ -88,42 +88,42 @@ def test_every_field_is_covered_here():
     assert set(GIVEN) == set(FIELDS)
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_every_parameter_has_a_flag_that_reaches_the_engine(files, taken, name):
-    words, value = GIVEN[name]
-    short = [] if name == "max_new_tokens" else ["--max-new-tokens", "9"]
-    beams = ["--num-beams", "3"] if name in NEEDS_BEAMS else []
-    always = ["--input", files[0], "--output", files[1], "--backend", "taking"]
-    result = corelm_command("generate", *always, *typed(name, words), *short, *beams)
-    assert result.exit_code == 0, result.output
-    if name == "num_samples":  # the toy does not sample several answers itself
-        assert len(rows(files[1])) == 10
-        return
-    reached = SamplingParams.make(rows(taken)[0])
-    assert getattr(reached, name) == value
-    expected = SamplingParams.make({"max_new_tokens": 9, name: value}, **({"num_beams": 3} if beams else {}))
-    assert dataclasses.replace(reached, seed=expected.seed) == expected
+def test_every_parameter_has_a_flag_that_reaches_the_engine(files, taken):
+    for name in FIELDS:
+        words, value = GIVEN[name]
+        short = [] if name == "max_new_tokens" else ["--max-new-tokens", "9"]
+        beams = ["--num-beams", "3"] if name in NEEDS_BEAMS else []
+        target = files[1].with_name(f"{name}.jsonl")
+        always = ["--input", files[0], "--output", target, "--backend", "taking"]
+        result = corelm_command("generate", *always, *typed(name, words), *short, *beams)
+        assert result.exit_code == 0, result.output
+        if name == "num_samples":  # the toy does not sample several answers itself
+            assert len(rows(target)) == 10
+            continue
+        reached = SamplingParams.make(rows(taken)[0])
+        assert getattr(reached, name) == value, name
+        expected = SamplingParams.make({"max_new_tokens": 9, name: value}, **({"num_beams": 3} if beams else {}))
+        assert dataclasses.replace(reached, seed=expected.seed) == expected, name
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("num_samples", "do_sample")])
-def test_every_parameter_that_may_change_an_answer_is_a_setting(name):
+def test_every_parameter_that_may_change_an_answer_is_a_setting():
     """Otherwise answers with different values of it would be mixed in one file."""
-    beams = {"num_beams": 2} if name in NEEDS_BEAMS else {}
-    assert recorded_sampling(SamplingParams(**beams)) != recorded_sampling(
-        SamplingParams.make({**beams, name: GIVEN[name][1]})
-    )
+    for name in set(FIELDS) - {"num_samples", "do_sample"}:
+        beams = {"num_beams": 2} if name in NEEDS_BEAMS else {}
+        changed = SamplingParams.make({**beams, name: GIVEN[name][1]})
+        assert recorded_sampling(SamplingParams(**beams)) != recorded_sampling(changed), name
 
 
-@pytest.mark.parametrize("alias", ALIASES)
-def test_every_alias_has_a_flag(files, taken, alias):
-    words, _ = GIVEN[ALIASES[alias]]
-    always = ["--input", files[0], "--backend", "taking", "--output"]
-    assert corelm_command("generate", *always, files[1], *typed(alias, words)).exit_code == 0
-    by_alias = taken.read_text(), files[1].read_text()
-    # The settings are the same under both names, so the run goes on.
-    result = corelm_command("generate", *always, files[1], *typed(ALIASES[alias], words))
-    assert result.exit_code == 0 and "0 answers written" in result.stderr
-    assert (taken.read_text(), files[1].read_text()) == by_alias
+def test_every_alias_has_a_flag(files, taken):
+    for alias, name in ALIASES.items():
+        target = files[1].with_name(f"{alias}.jsonl")
+        always = ["--input", files[0], "--backend", "taking", "--output", target]
+        assert corelm_command("generate", *always, *typed(alias, GIVEN[name][0])).exit_code == 0, alias
+        by_alias = taken.read_text(), target.read_text()
+        # The settings are the same under both names, so the run goes on.
+        result = corelm_command("generate", *always, *typed(name, GIVEN[name][0]))
+        assert result.exit_code == 0 and "0 answers written" in result.stderr, alias
+        assert (taken.read_text(), target.read_text()) == by_alias, alias
 
 
 def test_two_names_for_one_parameter_are_refused_as_in_python(files):
@@ -142,20 +142,17 @@ def test_an_answer_may_fill_the_context(files):
     assert rows(files[1])[0]["tokens"] == 40 - 8
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_a_wrong_value_is_refused_before_anything_is_opened(files):
+    for words, message in (
         (["--max-new-tokens", "many"], "expected an integer or none, got 'many'"),
         (["--top-k", "many"], "--top-k"),
         (["--top-p", "1.5"], "top_p: expected a number above 0 and up to 1"),
         (["--max-lenght", "5"], "No such option"),
         (["--engine-kwargs", "novalue"], "expected KEY=VALUE"),
         (["--no-do-sample", "--temperature", "0.7"], "contradicts"),
-    ],
-)
-def test_a_wrong_value_is_refused_before_anything_is_opened(files, words, message):
-    result = corelm_command("generate", "--backend", "toy", "--input", files[0], "--output", files[1], *words)
-    assert result.exit_code == 2 and message in result.stderr and not files[1].exists()
+    ):
+        result = corelm_command("generate", "--backend", "toy", "--input", files[0], "--output", files[1], *words)
+        assert result.exit_code == 2 and message in result.stderr and not files[1].exists(), words
 
 
 def test_the_help_lists_every_parameter_once_with_its_aliases():
@@ -170,12 +167,12 @@ def test_the_help_lists_every_parameter_once_with_its_aliases():
     assert "Strings that end an answer." in flat and "Can be repeated." in flat
 
 
-@pytest.mark.parametrize("command", ["generate", "score", "chat", "backends"])
-def test_help_is_wrapped_plain_text(command):
-    text = corelm_command(command, "-h").stdout
-    assert text == corelm_command(command, "--help").stdout
-    assert all(len(line) <= 80 for line in text.splitlines())
-    assert not set("╭─╮│╰╯") & set(text)
-    # A paragraph is wrapped where the line is full, not where its source was.
-    full = [line for line in text.splitlines() if line.startswith("  ") and len(line) > 70]
-    assert full or command == "backends"
+def test_help_is_wrapped_plain_text():
+    for command in ("generate", "score", "chat", "backends"):
+        text = corelm_command(command, "-h").stdout
+        assert text == corelm_command(command, "--help").stdout
+        assert all(len(line) <= 80 for line in text.splitlines())
+        assert not set("╭─╮│╰╯") & set(text)
+        # A paragraph is wrapped where the line is full, not where its source was.
+        full = [line for line in text.splitlines() if line.startswith("  ") and len(line) > 70]
+        assert full or command == "backends"

@@ -191,13 +191,15 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_a_bad_line_is_reported_and_the_rest_are_scored(files, bad):
-    files[0].write_text('{"text": "The cat"}\n' + bad + '\n{"prompt": "The", "completions": [" cat", " sea"]}\n')
-    result = score(files)
-    (fault,) = rows(files[1].with_name("scores.errors.jsonl"))
-    assert result.exit_code == 1 and fault["line"] == 2 and BAD[bad] in fault["error"]
-    assert [row["line"] for row in rows(files[1])] == [1, 3]
+def test_bad_lines_are_reported_and_the_rest_are_scored(files):
+    good = '{"text": "The cat"}', '{"prompt": "The", "completions": [" cat", " sea"]}'
+    files[0].write_text("\n".join([good[0], *BAD, good[1]]) + "\n")
+    assert score(files).exit_code == 1
+    faults = rows(files[1].with_name("scores.errors.jsonl"))
+    assert [fault["line"] for fault in faults] == list(range(2, 2 + len(BAD)))
+    for fault, (bad, said) in zip(faults, BAD.items(), strict=True):
+        assert said in fault["error"], bad
+    assert [row["line"] for row in rows(files[1])] == [1, 2 + len(BAD)]
 
 
 def test_a_completion_that_is_too_long_fails_its_line(files):
@@ -238,21 +240,18 @@ def test_scoring_goes_on_where_it_stopped(files):
     assert "tokens scored in" in result.stderr and "finish reasons" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
+def test_scores_with_different_settings_are_not_mixed(files):
+    write_rows(files[0], [{"text": "The cat"}])
+    score(files)
+    before = files[1].read_bytes()
+    for more, message in (
         (["--temperature", 0], "expected a number above 0, got 0"),
         (["--temperature", 0.5], "made with temperature 1.0, but temperature is now 0.5"),
         (["--per-token"], "made with per_token False, but per_token is now True"),
         (["--option", "max_context=99"], "made with options {}"),
-    ],
-)
-def test_scores_with_different_settings_are_not_mixed(files, more, message):
-    write_rows(files[0], [{"text": "The cat"}])
-    score(files)
-    before = files[1].read_bytes()
-    result = score(files, *more)
-    assert result.exit_code == 2 and message in result.stderr and files[1].read_bytes() == before
+    ):
+        result = score(files, *more)
+        assert result.exit_code == 2 and message in result.stderr and files[1].read_bytes() == before, more
 
 
 def test_answers_and_scores_are_not_mixed(tmp_path):

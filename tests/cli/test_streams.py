@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.command_line import LINES, corelm_command, generate, rows, settings_of, write_prompts, write_rows
-from helpers.processes import PATIENCE, heed_interrupts, read_line, wait_until
+from helpers.processes import PATIENCE, heed_interrupts, read_line
 
 #: A plugin that prints, as engines do: from Python, from C, and from a process that it starts.
 LOUD = """
@@ -59,14 +59,14 @@ def generating(source: object, target: object, *more: object, backend: str = "to
 
 def test_a_dash_writes_the_answers_to_the_standard_output(files):
     generate(files, "--seed", 5, "--log-probs", "raw")
-    piped = subprocess.run(generating("-", "-", "--log-probs", "raw"), input=files[0].read_bytes(), capture_output=True)
-    assert piped.returncode == 0, piped.stderr
+    piped = generate(("-", "-"), "--seed", 5, "--log-probs", "raw", stdin=files[0].read_text())
+    assert piped.exit_code == 0, piped.stderr
     made = settings_of(files[1])
     expected = [{**row, "provenance": made["provenance"]} for row in rows(files[1])]
     for row in expected:
         assert row.pop("settings") == made["fingerprint"]
     assert [json.loads(line) for line in piped.stdout.splitlines()] == expected
-    assert b"5 answers written" in piped.stderr
+    assert "5 answers written" in piped.stderr
     assert sorted(path.name for path in files[0].parent.iterdir()) == [
         "answers.jsonl",
         "answers.settings.json",
@@ -81,12 +81,14 @@ def test_lines_that_fail_are_told_of_where_there_is_no_file(files):
     assert [path.name for path in files[0].parent.iterdir()] == ["prompts.jsonl"]
 
 
+@pytest.mark.process
 def test_what_an_engine_prints_does_not_get_among_the_answers(files, loud):
     done = subprocess.run(generating(files[0], "-", backend="loud"), capture_output=True, text=True, env=loud)
     assert done.returncode == 0 and len([json.loads(line) for line in done.stdout.splitlines()]) == 5
     assert all(f"INFO {what}" in done.stderr for what in ("loading", "from C", "worker"))
 
 
+@pytest.mark.process
 def test_a_reader_that_leaves_ends_the_run_with_one_message(files):
     write_rows(files[0], [{"prompt": f"The cat {number}"} for number in range(3000)])
     words = " ".join(f"'{word}'" for word in generating(files[0], "-", "--batch-size", 1))
@@ -98,6 +100,7 @@ def test_a_reader_that_leaves_ends_the_run_with_one_message(files):
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
+@pytest.mark.process
 def test_a_closed_standard_output_is_refused(files):
     done = subprocess.run(
         ["sh", "-c", 'exec "$@" >&-', "sh", *generating(files[0], "-")], capture_output=True, text=True
@@ -105,6 +108,7 @@ def test_a_closed_standard_output_is_refused(files):
     assert done.returncode == 2 and "the standard output" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.process
 def test_the_input_that_the_shell_opens_is_not_written_to(files):
     with files[0].open("rb") as source:
         done = subprocess.run(generating("-", files[0]), stdin=source, capture_output=True, text=True)
@@ -112,6 +116,7 @@ def test_the_input_that_the_shell_opens_is_not_written_to(files):
     assert rows(files[0]) == LINES
 
 
+@pytest.mark.process
 def test_ctrl_c_while_writing_to_a_pipe_says_how_much_was_written(files):
     write_rows(files[0], [{"prompt": f"The cat {number}"} for number in range(5000)])
     run = subprocess.Popen(
@@ -174,6 +179,8 @@ def test_json_is_one_line_that_programs_read(files):
     assert summary["tokens_per_second"] > 0 and summary["seconds"] >= 0
 
 
+@pytest.mark.process
+@pytest.mark.nightly
 def test_json_is_not_mixed_with_what_an_engine_prints(files, loud):
     done = subprocess.run(generating(*files, "--json", backend="loud"), capture_output=True, text=True, env=loud)
     assert json.loads(done.stdout)["written"] == 5 and "INFO worker" in done.stderr
@@ -194,23 +201,12 @@ def test_json_says_how_a_run_failed(files):
     assert mixed["status"] == "refused" and "made with temperature" in mixed["error"]
 
 
-def test_json_of_an_interrupted_run(files):
-    write_rows(files[0], [{"prompt": f"The cat {number}"} for number in range(5000)])
-    words = generating(*files, "--batch-size", 1, "--json")
-    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
-    assert wait_until(lambda: files[1].exists() and files[1].stat().st_size > 0)
-    run.send_signal(signal.SIGINT)
-    printed, _ = run.communicate(timeout=PATIENCE)
-    summary = json.loads(printed)
-    assert (run.returncode, summary["status"]) == (130, "interrupted")
-    assert summary["written"] == len(rows(files[1]))
-
-
 # ---------------------------------------------------------------- progress
 
 
-@pytest.mark.parametrize("colour", [{}, {"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1"}])
-def test_no_progress_is_drawn_into_a_pipe(files, colour):
+@pytest.mark.process
+def test_no_progress_is_drawn_into_a_pipe(files):
+    colour = {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}
     done = subprocess.run(generating(*files), capture_output=True, text=True, env={**os.environ, **colour})
     assert done.returncode == 0
     # Nothing but the summary: no bar, no carriage return, no escape sequence.
@@ -220,6 +216,8 @@ def test_no_progress_is_drawn_into_a_pipe(files, colour):
     assert "\r" not in done.stderr and "\x1b" not in done.stderr
 
 
+@pytest.mark.process
+@pytest.mark.nightly
 def test_libraries_draw_no_progress_into_a_pipe(files, tiny_model):
     more = ("--model", tiny_model, "--option", "dtype=float32")
     done = subprocess.run(
@@ -229,6 +227,7 @@ def test_libraries_draw_no_progress_into_a_pipe(files, tiny_model):
     assert not re.search(r"%\||it/s|\r", done.stderr), done.stderr
 
 
+@pytest.mark.process
 def test_progress_is_drawn_on_a_terminal(files):
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -13,11 +15,16 @@ from helpers.tiny_models import random_rows
 from transformers_backend import TransformersBackend
 
 FAMILIES = ["qwen2", "llama", "gpt2", "opt", "gemma2", "granite", "cohere", "phi-biased", "mixtral", "bloom", "mamba"]
+#: The families that every change is tried with.
+FEW = ("qwen2", "gemma2")
 
 
-@pytest.mark.parametrize(
-    ("family", "with_oracle"), [*((family, True) for family in FAMILIES), *((family, False) for family in FAMILIES[:4])]
-)
+def in_families(*families: str, few: tuple[str, ...] = FEW) -> list[Any]:
+    return [pytest.param(each, marks=[] if each in few else [pytest.mark.nightly]) for each in families]
+
+
+@pytest.mark.parametrize("family", in_families(*FAMILIES))
+@pytest.mark.parametrize("with_oracle", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_the_same_engine_twice_agrees(family, with_oracle, folder_of):
     folder = folder_of(family, FAMILIES.index(family))
     with sound(folder) as one, sound(folder, max_batch_tokens=64) as other:
@@ -26,7 +33,7 @@ def test_the_same_engine_twice_agrees(family, with_oracle, folder_of):
     assert (found.verdict, found.causes, found.exit_code) == ("agree", (), 0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_plain_and_accelerated_code_agree(seed, folder_of):
     folder, rows = folder_of("qwen2", seed), random_rows(3, 40, 17, 90, seed=seed)
     with sound(folder) as one, sound(folder, fast=False) as other:
@@ -34,8 +41,8 @@ def test_plain_and_accelerated_code_agree(seed, folder_of):
     assert (found.verdict, found.causes) == ("agree", ())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("family", in_families("qwen2", "llama", "gpt2", "gemma2", few=("qwen2",)))
 def test_two_engines_of_one_low_precision_are_within_their_own_distance(family, dtype, folder_of):
     folder = folder_of(family, 2)
 
@@ -49,7 +56,7 @@ def test_two_engines_of_one_low_precision_are_within_their_own_distance(family, 
     assert (found.verdict, found.causes) == ("agree", ())
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("family", in_families("qwen2", "llama"))
 def test_without_an_oracle_low_precision_is_rounding(family, folder_of):
     folder = folder_of(family, 2)
     model = loaded(folder).to(torch.bfloat16)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from corelm.compare import compare
@@ -12,21 +15,26 @@ from helpers.planted_defects import PROMPTS, sound
 MISSED = {"prefixes kept over an update, in late scores", "rope_theta of 50,000"}
 
 
-@pytest.mark.parametrize(
-    ("name", "family", "seed"),
-    [
-        pytest.param(name, family, seed + 11, marks=[pytest.mark.thorough] if seed else [], id=f"{name}, {family}")
-        for name, (_, _, families) in HELD_OUT.items()
-        for seed, family in enumerate(families)
-    ],
-)
-def test_no_wrong_cause_is_named(name, family, seed, folder_of):
+def check(name: str, folder: Path, seed: int, **options: Any) -> None:
     expected, open_planted, _ = HELD_OUT[name]
-    folder = folder_of(family, seed)
     with sound(folder) as right, open_planted(folder) as wrong:
-        found = compare([right, wrong], PROMPTS, oracle=folder, seed=seed - 11)
+        found = compare([right, wrong], PROMPTS, oracle=folder, seed=seed, **options)
     print(found)
     named = {(cause.id, cause.side) for cause in found.causes}
     assert named == (set() if expected is None or name in MISSED else {(expected, "planted")})
     if expected is None:
         assert found.verdict == "unexplained" and found.ruled_out
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_no_wrong_cause_is_named(name, folder_of):
+    folder = folder_of(HELD_OUT[name][2][0], 11, num_hidden_layers=1)
+    check(name, folder, 0, sampling={"max_new_tokens": 12})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, number) for name, each in HELD_OUT.items() for number in range(len(each[2]))]
+)
+def test_no_wrong_cause_is_named_in_any_family(name, number, folder_of):
+    check(name, folder_of(HELD_OUT[name][2][number], number + 11), number)

@@ -21,6 +21,7 @@ from helpers.planted_engines import Heats, Rescoring
 from helpers.tiny_models import random_rows
 from transformers_backend import TransformersBackend
 
+NIGHTLY = pytest.mark.nightly
 #: Rows of which some begin with BOS, as texts and ids do.
 MIXED = [[2, *row] for row in random_rows(20, 30, 40, seed=7)] + random_rows(15, 25, seed=8)
 
@@ -90,7 +91,7 @@ def moved(folder: Path, part: float) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("part", [0.005, 0.01, 0.03])
+@pytest.mark.parametrize("part", [0.005, pytest.param(0.01, marks=NIGHTLY), pytest.param(0.03, marks=NIGHTLY)])
 @pytest.mark.parametrize("named", [True, False], ids=["named", "not named"])
 def test_an_update_that_was_missed_is_not_rounding(part, named, folder_of, tmp_path):
     folder = folder_of("qwen2", 3)
@@ -108,7 +109,7 @@ def test_an_update_that_was_missed_is_not_rounding(part, named, folder_of, tmp_p
         assert "step-1" in cause.evidence
 
 
-@pytest.mark.parametrize("part", [0.0, 0.001])
+@pytest.mark.parametrize("part", [pytest.param(0.0, marks=NIGHTLY), 0.001])
 def test_a_checkpoint_that_a_rounding_side_does_not_hold_is_not_named(part, folder_of, tmp_path):
     folder = folder_of("qwen2", 3)
     for step in (1, 2):
@@ -119,8 +120,8 @@ def test_a_checkpoint_that_a_rounding_side_does_not_hold_is_not_named(part, fold
     assert [each.id for each in found.causes] == ["dtype"]
 
 
-@pytest.mark.parametrize("part", [0.003, 0.01, 0.1, 0.5])
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("part", [0.003, *(pytest.param(part, marks=NIGHTLY) for part in (0.01, 0.1, 0.5))])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("llama", marks=NIGHTLY)])
 def test_other_weights_are_not_quantized_ones(family, part, folder_of):
     folder = folder_of(family, 3)
     with (
@@ -185,7 +186,7 @@ class SaysNoDtype(TransformersBackend):
         self.capabilities = replace(self.capabilities, logits=False)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("gpt2", marks=NIGHTLY)])
 @pytest.mark.parametrize("with_oracle", [True, False])
 @pytest.mark.parametrize("both", [True, False])
 def test_rounding_of_a_side_that_does_not_say_its_dtype_is_no_fault(both, with_oracle, family, folder_of):

@@ -46,39 +46,33 @@ def value(axis: list[tuple[float, int]], place: float) -> float:
     return low + (high - low) * (place - start) / (stop - start)
 
 
-@pytest.mark.parametrize(
-    ("scale", "value", "place"),
-    [
+def test_a_value_has_its_place():
+    for scale, number, place in (
         (Scale.linear(-2, 2), 1.0, 0.75),
         (Scale.log(1e-4, 1.0), 1e-3, 0.25),
         (Scale.symlog(1.0, 0.01), 0.0, 0.5),
         (Scale.symlog(1.0, 0.01), 1.0, 1.0),
         (Scale.symlog(1.0, 0.01), -0.09, 0.5 - 0.5 / np.log10(101)),  # 1 + 0.09 / 0.01 is 10
         (Scale.linear(0, 1), 7.0, 1.0),
-    ],
-)
-def test_a_value_has_its_place(scale, value, place):
-    assert scale.place(value) == pytest.approx(place, abs=1e-6)
+    ):
+        assert scale.place(number) == pytest.approx(place, abs=1e-6), (scale, number)
 
 
-@pytest.mark.parametrize("scale", [Scale.linear(-3, 9), Scale.log(1e-5, 3), Scale.symlog(0.4, 1e-3)])
-def test_equal_steps_on_an_axis_are_equal_distances(scale):
-    places = scale.places(scale.values(17)).numpy()
-    np.testing.assert_allclose(places, np.linspace(0, 1, 17), atol=1e-9)
+def test_equal_steps_on_an_axis_are_equal_distances():
+    for scale in (Scale.linear(-3, 9), Scale.log(1e-5, 3), Scale.symlog(0.4, 1e-3)):
+        places = scale.places(scale.values(17)).numpy()
+        np.testing.assert_allclose(places, np.linspace(0, 1, 17), atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "scale",
-    [
+def test_labels_are_few_apart_and_on_the_axis():
+    for scale in (
         *(Scale.linear(low, low + size) for low in (-1e3, 0.0, 3.3) for size in (1e-6, 1.0, 7e5)),
         *(Scale.log(10.0**low, 10.0**high) for low, high in ((-12, 3), (-1, 0), (-0.2, 0.1))),
         *(Scale.symlog(size, threshold) for size in (1e-6, 1.0, 50.0) for threshold in (1e-8, 1e-3, 10.0)),
-    ],
-)
-def test_labels_are_few_apart_and_on_the_axis(scale):
-    values = [value for value, _ in scale.ticks()]
-    assert 2 <= len(values) <= 9 and values == sorted(set(values))
-    assert all(scale.low - 1e-9 <= value <= scale.high + 1e-9 for value in values)
+    ):
+        values = [value for value, _ in scale.ticks()]
+        assert 2 <= len(values) <= 9 and values == sorted(set(values)), scale
+        assert all(scale.low - 1e-9 <= value <= scale.high + 1e-9 for value in values), scale
 
 
 def test_the_tails_are_shares_of_the_tokens():

@@ -124,7 +124,7 @@ def test_completions_that_do_not_fit_a_side_are_refused(folder_of):
     assert caught.value.field == "completions" and caught.value.rows == (1,)
 
 
-@pytest.mark.parametrize("with_oracle", [True, False])
+@pytest.mark.parametrize("with_oracle", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_side_that_cannot_score_is_not_accused_of_the_other_sides_scores(with_oracle, folder_of):
     folder, tokenizer = folder_of("qwen2", 3), AutoTokenizer.from_pretrained(folder_of("qwen2", 3))
     with (

@@ -55,7 +55,9 @@ def check_conversations(rows, model):
     assert before is None, "whole conversations"
 
 
-@pytest.mark.parametrize("several", SEVERAL)
+@pytest.mark.parametrize(
+    "several", [pytest.param(each, marks=[pytest.mark.process] if each == "in processes" else []) for each in SEVERAL]
+)
 def test_several_environments(backend, model, several):
     make, options = SEVERAL[several]
     policy = EnvPolicy(LLMPolicy(backend, sampling_params=SAMPLING))

@@ -212,6 +212,7 @@ def test_rows_with_content_other_than_text_are_refused_by_row():
     assert error.value.rows == (1,)
 
 
+@pytest.mark.process
 def test_only_this_module_needs_torchrl_and_its_error_says_how_to_install_it():
     code = """
 import sys

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -69,8 +68,8 @@ def served(*more: str, env: Mapping[str, str] | None = None, key: bool = True) -
         process.stderr.close()
 
 
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_official_client_chats_with_a_server_process_that_a_signal_ends(how: signal.Signals, status: int) -> None:
+@pytest.mark.process
+def test_the_official_client_chats_with_a_server_process_that_ctrl_c_ends() -> None:
     with (
         served("--backend", "toy") as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0) as client,
@@ -82,9 +81,10 @@ def test_the_official_client_chats_with_a_server_process_that_a_signal_ends(how:
             model="toy", messages=CHAT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
         )
         next(iter(stream))
-        assert server.end(how) == (status, "interrupted\n" if how == signal.SIGINT else "")
+        assert server.end(signal.SIGINT) == (130, "interrupted\n")
 
 
+@pytest.mark.process
 def test_a_model_of_transformers_is_served_and_nothing_is_left(tiny_model: Path) -> None:
     options = ("--backend", "transformers", "--model", str(tiny_model), "--option", "dtype=float32")
     with served(*options, "--model-name", "pip", env={"CORELM_API_KEY": "sk-of-this-test"}, key=False) as server:
@@ -100,6 +100,7 @@ def test_a_model_of_transformers_is_served_and_nothing_is_left(tiny_model: Path)
         assert not any(runs(each) for each in others)
 
 
+@pytest.mark.process
 def test_everyone_is_answered_if_that_is_asked_for() -> None:
     with served("--backend", "toy", "--no-api-key", "--no-sessions", key=False) as server:
         with httpx.Client(base_url=server.url, timeout=PATIENCE, trust_env=False) as client:
@@ -120,9 +121,9 @@ def test_a_port_in_use_is_refused_before_the_engine_is_opened() -> None:
     assert "give another --host or --port; --port 0 takes a free one" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
+def test_wrong_flags_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CORELM_API_KEY", raising=False)
+    for flags, said in (
         (["--backend", "transformers"], "give --model PATH"),
         (["--host", "example.com"], "expected an IP address such as 127.0.0.1"),
         (["--api-key", "a", "--no-api-key"], "leave one of them out"),
@@ -130,12 +131,9 @@ def test_a_port_in_use_is_refused_before_the_engine_is_opened() -> None:
         (["--api-key", " a"], "printable ASCII characters"),
         (["--api-key", ""], "at least one character"),
         (["--chat-template", "./none.jinja"], "No such file or directory"),
-    ],
-)
-def test_wrong_flags_are_refused(flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CORELM_API_KEY", raising=False)
-    result: Any = corelm_command("serve", "--backend", "toy", "--port", 0, *flags)
-    assert result.exit_code == 2 and said in result.stderr
+    ):
+        result = corelm_command("serve", "--backend", "toy", "--port", 0, *flags)
+        assert result.exit_code == 2 and said in result.stderr, flags
 
 
 def test_the_key_does_not_reach_the_processes_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:

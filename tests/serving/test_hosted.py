@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 import corelm
 from helpers.serving import CHAT, client_of, serving
 
 
+@pytest.mark.process
 def test_an_engine_of_another_process_is_served(tiny_model: Path) -> None:
     asked = {"model": "m", "messages": CHAT, "max_tokens": 8, "temperature": 0.0, "logprobs": True, "top_logprobs": 2}
     found = []

@@ -1,11 +1,12 @@
 """64 clients at a time, of which a third hang up: what was recorded is what the engine saw, and nothing is left.
 
-``make test-faults`` runs this for a minute.
+``make test-faults`` runs this for a minute; elsewhere the clients send a few hundred requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
@@ -24,14 +25,15 @@ from helpers.serving import PATIENCE, Seen, serving
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 CLIENTS = 64
-SECONDS = seconds(6.0)
-#: No run sends more than this.
-MOST_REQUESTS = 60_000
+#: 0: no limit, but for that of `REQUESTS`.
+SECONDS = seconds(0.0)
+#: The most that a run sends.
+REQUESTS = 60_000 if SECONDS else 320
 WORDS = ("the cat", "the sea", "a small bird", "the tea", "it is dark", "Où est le chat ?")
 
 
 class Crowd:
-    """Clients that chat, each for itself, until the time is over.
+    """Clients that chat, each for itself, until the time is over or enough was asked.
 
     Attributes:
         told: for each session, the texts of the answers that a client was told completely.
@@ -39,7 +41,7 @@ class Crowd:
     """
 
     def __init__(self, server: ServerThread, seconds: float) -> None:
-        self._server, self._end = server, time.monotonic() + seconds
+        self._server, self._end = server, time.monotonic() + (seconds or math.inf)
         self.told: dict[str, list[str]] = {}
         self.left = self._sent = 0
 
@@ -54,7 +56,7 @@ class Crowd:
     async def _chat(self, client: httpx.AsyncClient, number: int) -> None:
         draw, turn, name = random.Random(number), 0, ""
         chat: list[dict[str, Any]] = []
-        while time.monotonic() < self._end and self._sent < MOST_REQUESTS:
+        while time.monotonic() < self._end and self._sent < REQUESTS:
             self._sent += 1
             if len(chat) in (0, 6):
                 name, chat = f"client-{number}-{turn}", []
@@ -127,7 +129,7 @@ def test_what_was_recorded_is_what_the_engine_saw_and_nothing_is_left(name: str)
 
 
 def check(backend: Backend, seen: Seen) -> None:
-    store = SessionStore(limit_sessions=MOST_REQUESTS, limit_tokens=200_000_000)
+    store = SessionStore(limit_sessions=REQUESTS, limit_tokens=200_000_000)
     with serving(backend, store, model_name="m") as server:
         crowd = Crowd(server, SECONDS)
         asyncio.run(crowd.run())

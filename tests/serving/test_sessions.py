@@ -28,9 +28,8 @@ def kept_ids(store, messages, **options):
 # What counts as the same message ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answer", "sent"),
-    [
+def test_an_answer_keeps_its_ids_whichever_way_a_client_writes_it():
+    for answer, sent in (
         (PIP, {**PIP, "refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}),
         (PIP, {**PIP, "refusal": "no", "annotations": [{"type": "url_citation"}], "parsed": {"name": "Pip"}}),
         (PIP, {"role": "assistant", "content": [{"type": "text", "text": "I am Pip."}]}),
@@ -47,53 +46,45 @@ def kept_ids(store, messages, **options):
         ),
         ({**PIP, "reasoning_content": "Who?"}, PIP),
         ({**PIP, "reasoning_content": "Who?"}, {**PIP, "reasoning": "Who?", "reasoning_content": None}),
-    ],
-    ids=["empty keys", "client's keys", "parts", "no content", "calls", "no reasoning", "reasoning"],
-)
-def test_an_answer_keeps_its_ids_whichever_way_a_client_writes_it(answer, sent):
-    store = SessionStore()
-    session, _ = told(store, [HI], answer)
-    with store.begin([HI, sent, NEXT]) as turn:
-        assert turn.session_id == session
-        assert [message.token_ids for message in turn.messages] == [None, (7, 8), None]
-        assert turn.messages[1].extra.get("reasoning_content") == answer.get("reasoning_content")
+    ):
+        store = SessionStore()
+        session, _ = told(store, [HI], answer)
+        with store.begin([HI, sent, NEXT]) as turn:
+            assert turn.session_id == session, sent
+            assert [message.token_ids for message in turn.messages] == [None, (7, 8), None], sent
+            assert turn.messages[1].extra.get("reasoning_content") == answer.get("reasoning_content")
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
+def test_a_changed_answer_forks_the_tree_and_has_no_ids_from_there_on():
+    for sent in (
         {**PIP, "content": "I am Pip. "},
         {**PIP, "content": None},
         {**PIP, "role": "user"},
         {**PIP, "name": "Pip"},
         {**PIP, "reasoning_content": "Someone else."},
         {**PIP, "tool_calls": [CALL]},
-    ],
-    ids=["space", "empty", "role", "name", "reasoning", "calls"],
-)
-def test_a_changed_answer_forks_the_tree_and_has_no_ids_from_there_on(sent):
-    store = SessionStore()
-    session, _ = told(store, [HI], {**PIP, "reasoning_content": "Who?"})
-    told(store, [HI, PIP, NEXT], {"role": "assistant", "content": "Nothing."})
-    again = [HI, sent, NEXT, {"role": "assistant", "content": "Nothing."}, NEXT]
-    with store.begin(again) as turn:
-        assert turn.session_id == session
-        assert [message.token_ids for message in turn.messages] == [None] * 5
-        turn.record(prompt_ids=[1], ids=[2], message=PIP)
-    assert len({node.parent for node in store.get(session).nodes if node.kind == "answer"}) == 3
+    ):
+        store = SessionStore()
+        session, _ = told(store, [HI], {**PIP, "reasoning_content": "Who?"})
+        told(store, [HI, PIP, NEXT], {"role": "assistant", "content": "Nothing."})
+        again = [HI, sent, NEXT, {"role": "assistant", "content": "Nothing."}, NEXT]
+        with store.begin(again) as turn:
+            assert turn.session_id == session, sent
+            assert [message.token_ids for message in turn.messages] == [None] * 5, sent
+            turn.record(prompt_ids=[1], ids=[2], message=PIP)
+        assert len({node.parent for node in store.get(session).nodes if node.kind == "answer"}) == 3, sent
 
 
-@pytest.mark.parametrize("change", ["name", "arguments", "order"])
-def test_changed_calls_fork_the_tree(change):
+def test_changed_calls_fork_the_tree():
     store = SessionStore()
     other = {**CALL, "function": {"name": "look", "arguments": "{}"}}
     told(store, [HI], {"role": "assistant", "content": None, "tool_calls": [CALL, other]})
-    calls = {
+    for change, calls in {
         "name": [{**CALL, "function": {**CALL["function"], "name": "see"}}, other],
         "arguments": [{**CALL, "function": {**CALL["function"], "arguments": '{"a": 1, "b": [2, 0]}'}}, other],
         "order": [other, CALL],
-    }
-    assert kept_ids(store, [HI, {"role": "assistant", "tool_calls": calls[change]}]) == [None, None]
+    }.items():
+        assert kept_ids(store, [HI, {"role": "assistant", "tool_calls": calls}]) == [None, None], change
     assert kept_ids(store, [HI, {"role": "assistant", "tool_calls": [CALL, other]}]) == [None, (7, 8)]
 
 
@@ -226,30 +217,29 @@ def test_a_record_survives_json_with_every_value():
     assert json.dumps(again.to_json(), allow_nan=False) == text
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda session: session.update(format="other"),
-        lambda session: session.update(version=2),
-        lambda session: session.pop("nodes"),
-        lambda session: session["nodes"].append(session["nodes"][0]),
-        lambda session: session["nodes"].reverse(),
-        lambda session: session["nodes"][1].update(shared=1),
-        lambda session: session["nodes"][1].update(after=17),
-        lambda session: session["nodes"][1].update(sampled=[True]),
-        lambda session: session["nodes"][1].update(log_probs=[0.0]),
-        lambda session: session["nodes"][1].update(log_probs=["x"] * 5),
-        lambda session: session["nodes"][1].update(message={"content": "no role"}),
-    ],
-)
-def test_what_is_no_session_is_refused(change):
+def test_what_is_no_session_is_refused():
     store = SessionStore()
     session, _ = told(store, [HI], PIP)
-    seen = store.to_json(session)
-    assert SessionRecord.from_json(seen).nodes == store.get(session).nodes
-    change(seen)
-    with pytest.raises(InvalidRequestError):
-        SessionRecord.from_json(seen)
+    assert SessionRecord.from_json(store.to_json(session)).nodes == store.get(session).nodes
+    for number, change in enumerate(
+        (
+            lambda session: session.update(format="other"),
+            lambda session: session.update(version=2),
+            lambda session: session.pop("nodes"),
+            lambda session: session["nodes"].append(session["nodes"][0]),
+            lambda session: session["nodes"].reverse(),
+            lambda session: session["nodes"][1].update(shared=1),
+            lambda session: session["nodes"][1].update(after=17),
+            lambda session: session["nodes"][1].update(sampled=[True]),
+            lambda session: session["nodes"][1].update(log_probs=[0.0]),
+            lambda session: session["nodes"][1].update(log_probs=["x"] * 5),
+            lambda session: session["nodes"][1].update(message={"content": "no role"}),
+        )
+    ):
+        seen = store.to_json(session)
+        change(seen)
+        with pytest.raises(InvalidRequestError):
+            pytest.fail(f"change {number} was read: {SessionRecord.from_json(seen)}")
 
 
 def test_the_prompt_of_several_answers_is_stored_once():
@@ -348,9 +338,9 @@ def nested(depth):
 # Mistakes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("messages", "options", "what"),
-    [
+def test_a_malformed_request_is_refused_and_leaves_nothing():
+    store = SessionStore()
+    for messages, options, what in (
         ([], {}, "messages: expected a list with at least one message"),
         ("Hi", {}, "messages: expected a list"),
         ([HI, {"content": "?"}], {}, "message|role is missing"),
@@ -360,29 +350,24 @@ def nested(depth):
         ([{**HI, "extra": nested(200)}], {}, "nested more than"),
         ([HI], {"session": "a/b"}, "session: expected 1 to 128 letters"),
         ([HI], {"session": ""}, "session: expected"),
-    ],
-)
-def test_a_malformed_request_is_refused_and_leaves_nothing(messages, options, what):
-    store = SessionStore()
-    with pytest.raises(InvalidRequestError, match=what):
-        store.begin(messages, **options)
-    assert store.ids() == ()
+    ):
+        with pytest.raises(InvalidRequestError, match=what):
+            store.begin(messages, **options)
+        assert store.ids() == ()
 
 
-@pytest.mark.parametrize(
-    ("values", "what"),
-    [
-        ({"ids": [1], "prompt_ids": None}, "prompt_ids"),
-        ({"ids": [-1], "prompt_ids": [1]}, "ids"),
-        ({"ids": [1, 2], "prompt_ids": [1], "logprobs": [0.0]}, "logprobs: expected one for each of the 2 ids"),
-        ({"ids": [1], "prompt_ids": [1], "provenance": {}}, "provenance: expected a Provenance"),
-        ({"ids": [1], "prompt_ids": [1], "choice": -1}, "choice"),
-    ],
-)
-def test_a_malformed_answer_is_refused(values, what):
+def test_a_malformed_answer_is_refused():
     store = SessionStore()
-    with store.begin([HI]) as turn, pytest.raises(InvalidRequestError, match=what):
-        turn.record(**values)
+    with store.begin([HI]) as turn:
+        for field, values in (
+            ("prompt_ids", {"ids": [1], "prompt_ids": None}),
+            ("ids", {"ids": [-1], "prompt_ids": [1]}),
+            ("logprobs", {"ids": [1, 2], "prompt_ids": [1], "logprobs": [0.0]}),
+            ("provenance", {"ids": [1], "prompt_ids": [1], "provenance": {}}),
+            ("choice", {"ids": [1], "prompt_ids": [1], "choice": -1}),
+        ):
+            with pytest.raises(InvalidRequestError, match=field):
+                turn.record(**values)
     with pytest.raises(InvalidRequestError, match="closed"):
         turn.record(prompt_ids=[1], ids=[1])
     assert store.ids() == ()

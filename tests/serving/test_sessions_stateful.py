@@ -20,6 +20,8 @@ Path = tuple[Any, ...]
 
 TOOLS = [None, [{"type": "function", "function": {"name": "look", "parameters": {}}}]]
 NAMES = [None, None, None, "a", "b"]
+#: Each example is a whole conversation of several clients. A profile with more examples has more of these, too.
+EXAMPLES = settings.default.max_examples // 2
 LOG_PROBS = st.sampled_from([-0.5, -1.25, math.nan, -math.inf])
 
 
@@ -295,6 +297,6 @@ class Prompts(RuleBasedStateMachine):
 
 
 TestChats = Chats.TestCase
-TestChats.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestChats.settings = settings(max_examples=EXAMPLES, stateful_step_count=30)
 TestPrompts = Prompts.TestCase
-TestPrompts.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestPrompts.settings = settings(max_examples=EXAMPLES, stateful_step_count=20)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from corelm.errors import InvalidRequestError
 from corelm.support import device_numbers, visible_devices
 
 
-@pytest.mark.parametrize("given", [[0, 3], (0, 3), "0,3", "0, 3", range(0, 6, 3), ["0", "3"]])
-def test_numbers_are_read_from_what_people_type(given: Any) -> None:
-    assert device_numbers(given) == [0, 3]
+def test_numbers_are_read_from_what_people_type() -> None:
+    for given in ([0, 3], (0, 3), "0,3", "0, 3", range(0, 6, 3), ["0", "3"]):
+        assert device_numbers(given) == [0, 3], given
     assert device_numbers(3) == [3]
 
 
-@pytest.mark.parametrize("given", [[], "", "cuda:0", [0, 0], -1, [True], 1.5, ["0", None], {}])
-def test_anything_else_is_refused(given: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="numbers of GPUs") as caught:
-        device_numbers(given)
-    assert caught.value.field == "devices"
+def test_anything_else_is_refused() -> None:
+    for given in ([], "", "cuda:0", [0, 0], -1, [True], 1.5, ["0", None], {}):
+        with pytest.raises(InvalidRequestError) as caught:
+            pytest.fail(f"{given!r} was read: {device_numbers(given)}")
+        assert caught.value.field == "devices"
 
 
 def test_numbers_count_the_gpus_that_this_process_sees() -> None:

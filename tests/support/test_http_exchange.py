@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import shutil
 import ssl
 import subprocess
-import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, InvalidRequestError
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 from corelm.support import AccessError
 from corelm.support.http_exchange import is_this_machine
 from helpers.http_clients import KEY, Connect, Waits, echo, is_echo
@@ -68,31 +68,18 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("status", [200, 307, 400, 429, 500])
-@pytest.mark.parametrize("headers", ODD)
-def test_an_odd_reply_fails_only_its_own_row_and_with_a_typed_error(
-    connect: Connect, serve: Any, headers: str, status: int
-) -> None:
-    odd = raw(b"\xff\xfe\x00odd", status, ODD[headers])
-    client = connect(serve(lambda request: odd if request.body in ("odd", None) else echo(request)), max_retries=1)
-    found = client.post_each("/x", [1, "odd", 2], names=list("abc"), is_reply_to=is_echo, timeout=30)
-    assert found[0] == {"you said": 1} and found[2] == {"you said": 2}
-    assert isinstance(found[1], CoreLMError) and "POST /x" in str(found[1])
-    assert client.answers("/a") == (status == 200 and not headers.startswith("encoding"))
-    with pytest.raises(CoreLMError):
-        client.get("/a")
-
-
-def test_a_url_that_names_no_host_is_refused(connect: Connect) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        connect("http://xn--a/")
-    assert caught.value.field == "base_url"
-
-
-def test_a_header_that_is_not_a_text_is_refused(connect: Connect) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        connect("http://127.0.0.1:1", headers={"X-Number": 7})
-    assert caught.value.field == "headers"
+def test_an_odd_reply_fails_only_its_own_row_and_with_a_typed_error(connect: Connect, serve: Any) -> None:
+    server = serve()
+    client = connect(server, max_retries=1)
+    for status, (name, headers) in itertools.product((200, 307, 400, 429, 500), ODD.items()):
+        odd = raw(b"\xff\xfe\x00odd", status, headers)
+        server.answer = lambda request, odd=odd: odd if request.body in ("odd", None) else echo(request)
+        found = client.post_each("/x", [1, "odd", 2], names=list("abc"), is_reply_to=is_echo, timeout=30)
+        assert found[0] == {"you said": 1} and found[2] == {"you said": 2}, (name, status)
+        assert isinstance(found[1], CoreLMError) and "POST /x" in str(found[1]), (name, status)
+        assert client.answers("/a") == (status == 200 and not name.startswith("encoding")), (name, status)
+        with pytest.raises(CoreLMError):
+            client.get("/a")
 
 
 # Bounds ---------------------------------------------------------------------------------------------------------------
@@ -157,11 +144,10 @@ def test_a_timeout_ends_a_reply_that_drips(connect: Connect, serve: Any) -> None
         lambda: client.post("/a", 1, timeout=0.2),
         lambda: client.post_each("/x", [1, 2], names=["a", "b"], is_reply_to=is_echo, timeout=0.2),
     ]
+    # The reply never ends: a call that did not heed its timeout would end in an error of another kind, or not at all.
     for call in calls:
-        start = time.monotonic()
-        with pytest.raises(BackendTimeoutError):
+        with pytest.raises(BackendTimeoutError, match=r"0\.2 s"):
             call()
-        assert time.monotonic() - start < PATIENCE / 2
     assert not client.answers("/a", timeout=0.2)
 
 
@@ -188,23 +174,24 @@ LEAKS = {
 }
 
 
-@pytest.mark.parametrize("given", ["api_key", "header", "bare-header"])
-@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize(
+    "given",
+    [{"api_key": KEY}, {"headers": {"Authorization": f"Bearer {KEY}"}}, {"headers": {"X-Api-Key": KEY}}],
+    ids=["api_key", "header", "bare-header"],
+)
 def test_no_message_traceback_or_log_shows_a_key(
-    connect: Connect, serve: Any, caplog: pytest.LogCaptureFixture, leak: str, given: str
+    connect: Connect, serve: Any, caplog: pytest.LogCaptureFixture, given: dict[str, Any]
 ) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "api_key": {"api_key": KEY},
-        "header": {"headers": {"Authorization": f"Bearer {KEY}"}},
-        "bare-header": {"headers": {"X-Api-Key": KEY}},
-    }
-    client = connect(serve(lambda request: LEAKS[leak]), max_retries=1, **options[given])
-    with caplog.at_level("DEBUG", "corelm"), pytest.raises(CoreLMError) as caught:
-        client.get("/a")
-    shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + caplog.text
-    assert KEY[:12] not in shown
-    (entry,) = client.post_each("/x", [1], names=["a"], is_reply_to=is_echo, timeout=30)
-    assert KEY[:12] not in "".join(traceback.format_exception(entry))
+    server = serve()
+    client = connect(server, max_retries=1, **given)
+    for name, leak in LEAKS.items():
+        server.answer = lambda request, leak=leak: leak
+        with caplog.at_level("DEBUG", "corelm"), pytest.raises(CoreLMError) as caught:
+            client.get("/a")
+        shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value) + caplog.text
+        assert KEY[:12] not in shown, name
+        (entry,) = client.post_each("/x", [1], names=["a"], is_reply_to=is_echo, timeout=30)
+        assert KEY[:12] not in "".join(traceback.format_exception(entry)), name
 
 
 @pytest.mark.parametrize("options", [{"api_key": KEY}, {"headers": {"Authorization": f"Bearer {KEY}"}}])
@@ -232,12 +219,10 @@ def test_a_reply_is_data_and_is_not_masked(connect: Connect, serve: Any) -> None
     assert client.secrets.masked(f"{KEY} 1000") == "*** ***"
 
 
-@pytest.mark.parametrize(("status", "kind"), [(401, AccessError), (403, AccessError), (307, AccessError)])
-def test_a_refused_client_is_told_apart_from_a_refused_request(
-    connect: Connect, serve: Any, status: int, kind: type[EngineError]
-) -> None:
-    with pytest.raises(kind):
-        connect(serve(lambda request: raw(b"", status))).get("/a")
+def test_a_refused_client_is_told_apart_from_a_refused_request(connect: Connect, serve: Any) -> None:
+    for status in (401, 403, 307):
+        with pytest.raises(AccessError):
+            connect(serve(lambda request, status=status: raw(b"", status))).get("/a")
 
 
 # TLS and proxies ------------------------------------------------------------------------------------------------------
@@ -284,21 +269,7 @@ def test_a_certificate_of_an_unknown_authority_is_refused_with_advice(
     assert connect(url).get("/a") == {"you said": None}
 
 
-@pytest.mark.parametrize(
-    ("host", "own"),
-    [
-        ("127.0.0.1", True),
-        ("127.8.8.8", True),
-        ("::1", True),
-        ("0.0.0.0", True),
-        ("::", True),
-        ("localhost", True),
-        ("A.localhost", True),
-        ("this-machine", True),
-        ("10.0.0.1", False),
-        ("example.com", False),
-    ],
-)
-def test_which_hosts_are_this_machine(monkeypatch: pytest.MonkeyPatch, host: str, own: bool) -> None:
+def test_which_hosts_are_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "This-Machine")
-    assert is_this_machine(host) is own
+    own = ("127.0.0.1", "127.8.8.8", "::1", "0.0.0.0", "::", "localhost", "A.localhost", "this-machine")
+    assert [host for host in (*own, "10.0.0.1", "example.com") if is_this_machine(host)] == list(own)

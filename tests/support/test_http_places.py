@@ -33,6 +33,7 @@ CROWD = """
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("files", "places"), [(64, 32), (1024, 768)])
 def test_a_process_with_few_files_sends_fewer_requests_and_warns_once(files: int, places: int) -> None:
     code = textwrap.dedent(CROWD.format(files=files))

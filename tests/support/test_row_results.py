@@ -83,9 +83,8 @@ def test_without_log_probs_there_are_none_in_the_result():
     assert result.logprobs is None and result.ids.tolist() == [[1]] * 3
 
 
-@pytest.mark.parametrize(
-    ("logprobs", "sampling", "label"),
-    [
+def test_log_probs_are_labelled_with_their_distribution():
+    cases: list[tuple[Any, dict[str, Any], Any]] = [
         ("raw", {"temperature": 0.5, "top_k": 3}, ("raw", 1.0, "full")),
         ("none", {"temperature": 0.5}, ("raw", 1.0, "full")),
         ("processed", {"temperature": 0.5}, ("processed", 0.5, "full")),
@@ -94,12 +93,11 @@ def test_without_log_probs_there_are_none_in_the_result():
         ("processed", {"top_p": 0.9}, ("processed", 1.0, "truncated")),
         ("processed", {"min_new_tokens": 2}, ("processed", 1.0, "truncated")),
         ("processed", {"engine_kwargs": {"logit_bias": {}}}, ("processed", 1.0, "truncated")),
-    ],
-)
-def test_log_probs_are_labelled_with_their_distribution(logprobs: Any, sampling: dict[str, Any], label: Any):
-    assert tuple(Provenance.label(logprobs, SamplingParams(**sampling)).values()) == label
-    result = generate_result(generation(logprobs, **sampling), [RowAnswer([1], [-1.0], "length")] * 3)
-    assert (result.mode, result.temperature, result.support) == label
+    ]
+    for logprobs, sampling, label in cases:
+        assert tuple(Provenance.label(logprobs, SamplingParams(**sampling)).values()) == label, sampling
+        result = generate_result(generation(logprobs, **sampling), [RowAnswer([1], [-1.0], "length")] * 3)
+        assert (result.mode, result.temperature, result.support) == label, sampling
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""What the documentation shows is run, and what it names exists.
+
+Every Python block of docs/ runs, and every docstring example. Other tests run the pages in `ELSEWHERE` and the pages of
+errors.
+"""
+
+import doctest
+import html
+import importlib
+import pkgutil
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import corelm
+from helpers.extras import missing_for
+from helpers.pages import Page
+
+ROOT = Path(__file__).parent.parent
+CORE = ROOT / "core" / "corelm"
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RELEASING.md", "SECURITY.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
+#: Pages that other tests run: test_docs.py, testing/test_write_a_backend_page.py, harnesses/test_lm_eval_command.py.
+ELSEWHERE = {
+    *("README.md", "docs/quickstart.md", "docs/tutorial.md", "docs/containers.md", "docs/kl.md"),
+    *("docs/write-a-backend.md", "docs/lm-eval.md"),
+}
+#: Pages that start other processes: engines in processes and fleets of them.
+PROCESSES = ("scaling.md", "fleets-and-hosting.md", "several-gpus.md", "many-engines-in-one-program.md")
+#: Libraries without which a page is skipped. make test-harnesses runs the pages of TRL and Inspect.
+NEEDED = {
+    "torchrl.md": ["torchrl"],
+    "trl.md": ["trl"],
+    "measure.md": ["opentelemetry.sdk"],
+    "serving.md": ["openai", "uvicorn"],
+    "inspect.md": ["inspect_ai"],
+}
+#: Modules that need an extra which the test environment of core need not have are imported by their own tests.
+MODULES = [m.name for m in pkgutil.walk_packages(corelm.__path__, "corelm.") if not m.name.startswith("corelm.cli")]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def is_run_here(path: Path) -> bool:
+    elsewhere = path.relative_to(ROOT).as_posix() in ELSEWHERE or path.parent.name == "errors"
+    return not elsewhere and bool(Page(path).blocks("python"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path,
+            id=str(path.relative_to(ROOT)),
+            marks=[pytest.mark.process] if path.name in PROCESSES else [],
+        )
+        for path in filter(is_run_here, PAGES)
+    ],
+)
+def test_every_python_block_runs(path, tiny_model, tmp_path, monkeypatch):
+    for library in NEEDED.get(path.name, ()):
+        pytest.importorskip(library)
+    (tmp_path / "tiny-model").symlink_to(tiny_model)
+    monkeypatch.chdir(tmp_path)
+    Page(path).run()
+
+
+def test_every_command_that_a_page_shows_names_a_file_that_exists():
+    for page in [*PAGES, *ROOT.glob("plugins/*/README.md")]:
+        for path in re.findall(r"\bpython ([\w/.-]+\.py)", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: python {path}"
+        for module in re.findall(r"\bpython -m (corelm[\w.]*)", page.read_text()):
+            assert find_spec(module), f"{page.name}: python -m {module}"
+
+
+def test_docstring_examples_give_the_output_they_show():
+    examples = 0
+    for name in MODULES:
+        if not missing_for(name):
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            result = doctest.testmod(importlib.import_module(name), optionflags=flags)
+            assert result.failed == 0, name
+            examples += result.attempted
+    assert examples >= 10
+
+
+def test_links_between_pages_have_a_target():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+# ---------------------------------------------------------------- docs/architecture.md
+
+
+def located(path: str) -> Path:
+    """Where a path of the page is: in core, in a plugin, or in the repository."""
+    top = path.partition("/")[0]
+    if top.endswith("_backend"):
+        return ROOT / "plugins" / top / "src" / path
+    return CORE / path if (CORE / top).exists() else ROOT / path
+
+
+def test_every_path_that_the_architecture_names_exists():
+    named = set(re.findall(r"`([\w/]+(?:\.py|\.toml|/))`|^ *([\w/]+/)  ", ARCHITECTURE, re.MULTILINE))
+    named = {path or folder for path, folder in named}
+    assert len(named) > 50 and [path for path in sorted(named) if not located(path).exists()] == []
+
+
+def test_drawings_are_up_to_date_and_name_files_that_exist():
+    for drawing in sorted((ROOT / "docs" / "drawings").glob("*.dot")):
+        source = html.unescape(drawing.read_text())
+        texts = re.findall(r"<b>(.*?)</b><br/>(.*?)>\]|label=\"(.*?)\\l\"", source)
+        cells = [re.split(r"<[^>]+>\s*", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", source, re.DOTALL)]
+        picture = html.unescape(drawing.with_suffix(".svg").read_text()).replace("\xa0", " ")
+        assert texts or cells, f"{drawing.name} has no text that this test knows how to find"
+        for text in filter(None, sum([*texts, *map(tuple, cells)], ())):
+            assert text in picture, f"{text!r} is not in {drawing.stem}.svg: run make drawings"
+            for path in re.findall(r"\w+/\w+\.py", text):
+                assert located(path).exists(), path
