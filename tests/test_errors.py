@@ -6,7 +6,7 @@ import inspect
 import pickle
 
 from corelm import errors
-from helpers.cases import each
+from helpers.each import each
 
 #: What a terminal obeys (title, C1 control, bell), what reorders text, a lone surrogate, a carriage return.
 FOREIGN = "a\x1b]0;owned\x07b\x9b31m\u202ec\ud800\rd é 漢"

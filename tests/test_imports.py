@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import corelm
-from helpers.cases import each
+from helpers.each import each
 from helpers.extras import missing_for
 
 ENGINES = {"transformers", "vllm", "sglang", "ray", "peft", "transformers_backend", "toy_backend"}

@@ -21,7 +21,7 @@ from corelm.backend.call_log import place
 from corelm.batching import DynamicBatcher
 from corelm.errors import BackendTimeoutError, EngineError, brief
 from helpers.batching_fakes import wait_until
-from helpers.cases import each
+from helpers.each import each
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [path for top in ("core", "plugins") for path in (ROOT / top).rglob("*.py") if "/testing/" not in str(path)]

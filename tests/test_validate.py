@@ -11,7 +11,7 @@ import torch
 
 from corelm import validate
 from corelm.errors import InvalidRequestError
-from helpers.cases import each
+from helpers.each import each
 
 #: True, as Python, NumPy and torch have it.
 TRUTHS = (True, np.True_, torch.tensor(True))

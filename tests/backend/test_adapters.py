@@ -18,7 +18,7 @@ from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.kl import RetrieveKL
 from corelm.spec import GenerateRequest, WeightsStateRequest, WeightUpdate
 from helpers.adapter_toys import ADD, CONFIG, OTHER, TABLE, AdapterToy, true_scores
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 ROWS = [[5, 6, 7, 8], [9, 10, 11]]

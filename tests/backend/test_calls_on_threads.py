@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from corelm import AnswerChunk, Backend, DynamicBatcher, LLMPolicy, hookimpl
 from corelm.errors import InvalidRequestError
 from helpers.batching_fakes import LONG, wait_until
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import fake
 from helpers.refusals import refused
 from helpers.streaming_fakes import Dripping

@@ -8,7 +8,7 @@ import torch
 from corelm import Backend, Ragged, SamplingParams, TokenSets, get_backend
 from corelm.errors import InvalidRequestError, ProvenanceMismatchError
 from helpers.broken_plugins import Reshaping
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 PROMPTS = [[72, 101], [108], [97]]

@@ -16,7 +16,7 @@ from corelm import Backend, Ragged, hookimpl
 from corelm.backend.encoding import Encoder
 from corelm.errors import EngineError
 from corelm.spec.records import TokenizeRequest, TokenizeResult
-from helpers.cases import each, examples
+from helpers.each import each, examples
 from helpers.fakes import Fake
 
 TEXT = "The quick brown fox, née Füchsin, says: 你好 🦊!\n\n    return x  +  1\n" * 3

@@ -20,7 +20,7 @@ from corelm.errors import (
     EngineError,
 )
 from corelm.spec import GenerateResult
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 
 # Retries, turns, closing ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from corelm import Backend, DynamicBatcher
 from helpers.batching_fakes import SEEDED, GatedEngine, all_capabilities, lone_answer
-from helpers.cases import each
+from helpers.each import each
 from helpers.interrupts import interrupt_everywhere
 
 

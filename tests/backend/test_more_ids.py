@@ -11,7 +11,7 @@ from corelm import Ragged, TokenSets, get_backend, hookimpl
 from corelm.backend.prepared_call import prepare_generation, prepare_scoring
 from corelm.batching.merging import ask_together, sharing_key
 from corelm.tensors.modes import CallerModes
-from helpers.cases import each
+from helpers.each import each
 
 PROMPTS = [[72, 101], [108]]
 STARTS = [2, 1]

@@ -10,7 +10,7 @@ from corelm import Backend, Ragged, TokenSets, get_backend
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.testing.bad_results import ResultChanger
 from helpers.capable_plugins import Reshaping
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 PROMPTS = [[72, 101], [108]]

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from corelm import Backend, DynamicBatcher
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import Fake
 
 #: The parent has a call in the engine and one in the queue, and forks once for each part. Each child does its part.

@@ -6,7 +6,7 @@ import pytest
 
 from corelm import DynamicBatcher
 from corelm.errors import EngineError, InvalidRequestError, spelled_out
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import SHORT, fake
 from helpers.refusals import refused
 

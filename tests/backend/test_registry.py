@@ -18,7 +18,7 @@ from corelm.errors import (
     BackendNotInstalledError,
     EngineError,
 )
-from helpers.cases import each
+from helpers.each import each
 
 GOOD = """
 import corelm

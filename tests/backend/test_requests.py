@@ -8,7 +8,7 @@ import corelm
 from corelm import Backend, Ragged
 from corelm.backend.seeds import answer_seeds
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
 from helpers.refusals import refused
 

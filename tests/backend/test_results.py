@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from corelm import Backend, LLMPolicy, Ragged
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import EOS, SHORT, VOCAB, Fake, fake, sent
 from helpers.refusals import refused
 

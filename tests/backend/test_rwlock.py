@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from corelm.backend.rwlock import ReadersWriterLock
-from helpers.cases import each
+from helpers.each import each
 from helpers.interrupts import interrupt_everywhere
 
 

@@ -20,7 +20,7 @@ from corelm.errors import (
 )
 from corelm.spec import TokenChunk
 from helpers.batching_fakes import LONG, POISON, returns, wait_until
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import fake
 from helpers.interrupts import interrupt_everywhere
 from helpers.refusals import refused

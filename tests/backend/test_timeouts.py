@@ -24,7 +24,7 @@ from helpers.batching_fakes import (
     no_room_for,
     wait_until,
 )
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 from helpers.refusals import refused
 

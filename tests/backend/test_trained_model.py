@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from corelm.errors import InvalidRequestError
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import fake, sent
 from helpers.refusals import refused
 from helpers.tiny_models import tiny_model

@@ -16,7 +16,7 @@ from corelm.errors import (
     InvalidRequestError,
 )
 from corelm.spec.records import ContainerRequest, Parts, WeightUpdate
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 from helpers.interrupts import interrupt_everywhere
 from helpers.refusals import refused

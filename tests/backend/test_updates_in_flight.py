@@ -13,7 +13,7 @@ import pytest
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import GenerateResult, WeightUpdate
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import fake
 from helpers.refusals import refused
 from helpers.stepping import LONG, PATIENCE, Stepping

@@ -15,7 +15,7 @@ from corelm.backend.weights import Weights
 from corelm.errors import BackendClosedError, EngineError, InvalidRequestError
 from corelm.spec import GenerateResult, WeightsStateRequest
 from helpers.batching_fakes import SEEDED, GatedEngine, hold_one, ids, open_batcher, wait_until
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import SHORT, Fake, fake, sent
 from helpers.refusals import refused
 

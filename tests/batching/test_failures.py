@@ -20,7 +20,7 @@ from helpers.batching_fakes import (
     open_batcher,
     rows_of,
 )
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import SHORT
 
 

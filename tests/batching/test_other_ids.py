@@ -16,7 +16,7 @@ from corelm.batching import DynamicBatcher, Limits
 from corelm.errors import BackendTimeoutError
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from helpers.batching_fakes import LONG, wait_until
-from helpers.cases import each
+from helpers.each import each
 
 CUT = {"temperature": 0.7, "top_k": 5, "max_new_tokens": 4, "seed": 1, "ignore_eos": True}
 ASKED: dict[str, Any] = {"logprobs": "processed", "return_support": True, "top_logprobs": 3}

@@ -16,7 +16,7 @@ from corelm import Backend, LLMPolicy
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, InvalidRequestError
 from helpers.batching_fakes import LONG, GatedEngine, all_capabilities, join_threads, lone_answer, wait_until
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import SHORT
 from helpers.refusals import refused
 

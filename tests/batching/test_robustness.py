@@ -27,7 +27,7 @@ from helpers.batching_fakes import (
     open_batcher,
     wait_until,
 )
-from helpers.cases import each
+from helpers.each import each
 
 
 @each("endless", [1e10, float(sys.maxsize)])

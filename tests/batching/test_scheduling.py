@@ -21,7 +21,7 @@ from corelm.batching.scheduling import (
     Ticket,
 )
 from corelm.errors import InvalidRequestError
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 

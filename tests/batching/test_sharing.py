@@ -24,7 +24,7 @@ from helpers.batching_fakes import (
     rows_of,
     wait_until,
 )
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import SHORT
 from helpers.refusals import refused
 

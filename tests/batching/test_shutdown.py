@@ -33,7 +33,7 @@ from helpers.batching_fakes import (
     rows_of,
     wait_until,
 )
-from helpers.cases import each
+from helpers.each import each
 
 
 @each("flush", [True, False])

@@ -14,7 +14,7 @@ from corelm.backend.seeds import answer_seeds
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
 from helpers.batching_fakes import LONG, POISON, Clock, GatedEngine, all_capabilities, answer, rows_of
-from helpers.cases import examples
+from helpers.each import examples
 
 PROMPTS = st.lists(st.lists(st.sampled_from([3, 4, 5, 6]), min_size=1, max_size=4), min_size=1, max_size=3)
 

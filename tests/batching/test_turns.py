@@ -23,7 +23,7 @@ from helpers.batching_fakes import (
     rows_of,
     wait_until,
 )
-from helpers.cases import each
+from helpers.each import each
 
 
 def test_an_update_waits_for_earlier_requests_and_rows_carry_their_weight_version():

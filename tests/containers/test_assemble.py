@@ -19,7 +19,7 @@ from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
-from helpers.cases import each, examples
+from helpers.each import each, examples
 from helpers.refusals import refused
 
 # The pad id occurs inside prompts and answers: pads are known from lengths, never from ids.

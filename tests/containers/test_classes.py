@@ -16,7 +16,7 @@ from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.tensors.ragged import Ragged
-from helpers.cases import each
+from helpers.each import each
 from helpers.four_rows import (
     CHATS,
     HOT,

@@ -12,7 +12,7 @@ import torch
 from tensordict import lazy_stack
 
 import corelm
-from helpers.cases import each
+from helpers.each import each
 from helpers.four_rows import batch, both_layouts
 
 OPERATIONS: dict[str, Any] = {

@@ -9,7 +9,7 @@ import corelm
 from corelm import LLMPolicy, LogProbs, Masks, Ragged, Tokens
 from corelm.containers import PerToken
 from corelm.errors import InvalidRequestError
-from helpers.cases import each
+from helpers.each import each
 from helpers.four_rows import RAW
 from helpers.refusals import refused
 

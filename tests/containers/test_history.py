@@ -19,7 +19,7 @@ from corelm.containers.history import History
 from corelm.errors import InvalidRequestError, TemplateError
 from corelm.spec.message import Message
 from helpers import chat_templates as ct
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "capital", "arguments": {"of": "Italy"}}}

@@ -9,8 +9,8 @@ from corelm import History, LLMPolicy, LogProbs, merge_turns, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import KLRewardTransform
 from helpers import oracle
-from helpers.cases import each
 from helpers.chat_templates import FORGETFUL
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 

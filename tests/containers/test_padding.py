@@ -19,7 +19,7 @@ from corelm.containers.assemble import assemble
 from corelm.errors import InvalidRequestError
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
-from helpers.cases import each, examples
+from helpers.each import each, examples
 from helpers.four_rows import HOT, LEFT, PROMPTS, RAW, RESPONSES, RIGHT, TEXTS, assert_holds, batch, both_layouts, plain
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat

@@ -22,7 +22,7 @@ from corelm.errors import InvalidRequestError
 from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
-from helpers.cases import each
+from helpers.each import each
 from helpers.four_rows import HOT, RAW, batch, both_layouts
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TOKENIZER, chat

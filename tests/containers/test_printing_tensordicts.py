@@ -11,7 +11,7 @@ from tensordict import TensorClass, TensorDict, lazy_stack
 
 from corelm.containers import Tokens
 from corelm.containers.glance import row_count
-from helpers.cases import each
+from helpers.each import each
 from helpers.four_rows import batch, both_layouts
 
 CONTAINERS = ("text", "tokens", "masks", "log_probs", "history")

@@ -15,7 +15,7 @@ import corelm
 from corelm import History, LLMPolicy
 from corelm.containers import LogProbs, Masks, PerToken, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError
-from helpers.cases import each
+from helpers.each import each
 from helpers.four_rows import HOT, PROMPTS, RAW, RESPONSES, TEXTS, batch, both_layouts
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TOKENIZER, chat

@@ -17,7 +17,7 @@ from tensordict import TensorDict, lazy_stack
 
 import corelm.containers
 from corelm.containers import SAFE_GLOBALS, ChatHistory, History, LogProbs, Masks, PerToken, Text, Tokens
-from helpers.cases import each
+from helpers.each import each
 from helpers.four_rows import CHATS, PROMPTS, RESPONSES, RIGHT, TEXTS, assert_holds, batch, both_layouts
 
 CLASSES = (ChatHistory, History, LogProbs, Masks, PerToken, Text, Tokens)

@@ -15,7 +15,7 @@ from corelm.containers.assemble import assemble
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 PROMPTS = [[1, 2, 3], [4], [5, 6]]

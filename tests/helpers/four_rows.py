@@ -13,7 +13,7 @@ from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
-from helpers.cases import each
+from helpers.each import each
 
 RAW = Provenance("toy", "tiny", "0")
 HOT = Provenance("toy", "tiny", "1", "processed", 1.5, "truncated", (("repetition_penalty", 1.2),))

@@ -12,7 +12,7 @@ import corelm
 from corelm import LLMPolicy, Ragged
 from corelm.containers.field_access import flat
 from corelm.kl import PerToken
-from helpers.cases import each
+from helpers.each import each
 
 #: With seed 4 their answers are 6, 9, 3 and 9 tokens long.
 QUESTIONS = ["The cat", "Who", "It is so", "When is it dark"]

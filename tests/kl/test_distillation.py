@@ -10,7 +10,7 @@ import corelm
 from corelm import Backend, LLMPolicy, LogProbs
 from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import DistillationLoss, aggregate
-from helpers.cases import each
+from helpers.each import each
 from helpers.kl_cases import GEN, LAYOUTS, REF, SHAPES, assert_rows, gen_policy, ref_policy, rollout, rows_of
 from helpers.refusals import refused
 

@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 
 from corelm.errors import InvalidRequestError
 from corelm.kl import TopLogProbs, exact, js_upper_bound, top_k_divergence
-from helpers.cases import each, examples
+from helpers.each import each, examples
 from helpers.refusals import refused
 
 KINDS = ("forward_kl", "reverse_kl", "js")

@@ -10,7 +10,7 @@ from corelm import Ragged
 from corelm.errors import InvalidRequestError
 from corelm.kl import abs_kl, aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
 from corelm.kl.estimators import ESTIMATORS, MAX_K3, MAX_LOG_RATIO
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 V = 6

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from corelm.errors import InvalidRequestError
 from corelm.kl import OutputHead, TopLogProbs, exact_divergence, top_k_divergence
 from corelm.kl.exact_divergences import _CPU_TILE
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 KINDS = ("forward_kl", "reverse_kl", "js")

@@ -20,7 +20,7 @@ from corelm.kl import (
     RetrieveLogProb,
     mismatch_report,
 )
-from helpers.cases import each
+from helpers.each import each
 from helpers.kl_cases import rows_of
 from helpers.refusals import refused
 

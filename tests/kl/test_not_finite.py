@@ -28,7 +28,7 @@ from corelm.kl import (
     top_k,
 )
 from corelm.kl.estimators import ESTIMATORS, MAX_K3
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 NAN, INF = float("nan"), float("inf")

@@ -11,7 +11,7 @@ import corelm
 from corelm import History, LLMPolicy, LogProbs
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl import KLComputation, RetrieveKL, RetrieveLogProb
-from helpers.cases import each
+from helpers.each import each
 from helpers.kl_cases import (
     GEN,
     LAYOUTS,

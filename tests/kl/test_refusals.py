@@ -8,7 +8,7 @@ import corelm
 from corelm import LogProbs, Masks, Ragged
 from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
-from helpers.cases import each
+from helpers.each import each
 from helpers.kl_cases import LAYOUTS, REF, assert_rows, by_hand, gen_policy, ref_policy, rollout, rows_of, said
 from helpers.refusals import refused
 

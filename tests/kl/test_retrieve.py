@@ -9,7 +9,7 @@ from corelm import LLMPolicy, LogProbs
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl import KLComputation, PerToken, RetrieveKL, RetrieveLogProb, k1
 from helpers import oracle
-from helpers.cases import each
+from helpers.each import each
 from helpers.kl_cases import (
     GEN,
     LAYOUTS,

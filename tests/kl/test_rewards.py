@@ -8,7 +8,7 @@ import corelm
 from corelm import Ragged
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl import KLComputation, PerToken, RetrieveKL, RetrieveLogProb
-from helpers.cases import each
+from helpers.each import each
 from helpers.kl_cases import (
     COEFF,
     LAYOUTS,

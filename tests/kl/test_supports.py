@@ -18,7 +18,7 @@ from corelm.kl import (
     RetrieveLogProb,
     mismatch_report,
 )
-from helpers.cases import each
+from helpers.each import each
 from helpers.kl_cases import GEN, LAYOUTS, REF, assert_rows, gen_policy, ref_policy, rollout, rows_of
 from helpers.refusals import refused
 

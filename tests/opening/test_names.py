@@ -8,7 +8,7 @@ from torch import nn
 import corelm
 from corelm import LLMPolicy
 from corelm.errors import BackendNotFoundError, EngineError, InvalidRequestError
-from helpers.cases import each
+from helpers.each import each
 from helpers.processes import free_port
 from helpers.refusals import refused
 

@@ -9,7 +9,7 @@ import corelm
 from corelm import LLMPolicy, Text, Tokens
 from corelm.containers import PerToken
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 #: After id 0 comes 1, after 1 comes 2 or 3 alike, after 2 comes 0; after 3 id 4 is almost certain.

@@ -6,7 +6,7 @@ import torch
 
 import corelm
 from corelm import LLMPolicy, Message
-from helpers.cases import each
+from helpers.each import each
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TOKENIZER, chat, flat, oracle, prompts
 
 GENERATED = {

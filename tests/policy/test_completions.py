@@ -13,7 +13,7 @@ from corelm import LLMPolicy, Text, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError, TokenBoundaryWarning
 from corelm.examples.tiny import build_tokenizer, read_chats
 from corelm.kl import KLComputation
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 ASKED = [{"role": "user", "content": "Hi"}]

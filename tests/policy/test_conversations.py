@@ -12,7 +12,7 @@ from toy_backend import Bigram, ByteTokenizer
 import corelm
 from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError, TemplateError
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.rendering import TOKENIZER
 from helpers.toy_prompts import SAMPLING, chat

@@ -12,7 +12,7 @@ import corelm
 from corelm import ChatHistory, History, Keys, LLMPolicy, Masks, PolicyOptions, Provenance, Text, Tokens
 from corelm.errors import InvalidRequestError
 from corelm.kl import RetrieveKL, RetrieveLogProb
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.rollouts import FIELDS, contents, plain, rollout
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat, flat

@@ -7,7 +7,7 @@ from tensordict import TensorDict, lazy_stack
 import corelm
 from corelm import History, LLMPolicy, Masks, Text, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 

@@ -7,7 +7,7 @@ from toy_backend import Bigram
 import corelm
 from corelm import LLMPolicy, LogProbs, Tokens
 from corelm.errors import InvalidRequestError
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.rollouts import contents, plain, rollout
 

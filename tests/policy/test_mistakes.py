@@ -11,7 +11,7 @@ from toy_backend import ByteTokenizer
 import corelm
 from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError, MissingKeyError, ResponseParserWarning
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from corelm import History, LLMPolicy, Message, PolicyOptions
 from corelm.errors import InvalidRequestError, ResponseParserWarning
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.scripted import scripted
 from helpers.tool_templates import HARMONY, HERMES, QWEN_XML

@@ -9,7 +9,7 @@ from toy_backend import ByteTokenizer
 import corelm
 from corelm import LLMPolicy, Masks, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.toy_prompts import SAMPLING
 

@@ -13,7 +13,7 @@ from corelm import LLMPolicy
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.policy.options import PolicyOptions
 from helpers import oracle
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 from transformers_backend import TransformersBackend

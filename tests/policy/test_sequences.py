@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from corelm import History, LLMPolicy, Text
 from corelm.errors import InvalidRequestError
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 

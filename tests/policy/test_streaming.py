@@ -10,7 +10,7 @@ from tensordict import TensorDict
 import corelm
 from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, chat
 

@@ -15,7 +15,7 @@ from corelm.errors import (
     ProvenanceMismatchError,
 )
 from corelm.kl import RetrieveLogProb
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 MODEL = Bigram.of_talk()

@@ -11,7 +11,7 @@ from corelm.errors import (
     MissingKeyError,
     ProvenanceMismatchError,
 )
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 TEXTS = ["The cat", "Who", "It is so"]

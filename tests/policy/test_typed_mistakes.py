@@ -12,7 +12,7 @@ import corelm
 from corelm import History, LLMPolicy, PolicyOptions, SamplingParams
 from corelm.errors import BackendClosedError, CapabilityError, InvalidRequestError, MissingKeyError
 from corelm.kl import ImportanceCorrection
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.toy_prompts import SAMPLING, chat
 

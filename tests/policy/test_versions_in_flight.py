@@ -15,7 +15,7 @@ import corelm
 from corelm import Backend, LLMPolicy, LogProbs, Masks, Provenance
 from corelm.errors import InvalidRequestError
 from corelm.kl import PerToken, mismatch_by_version, mismatch_report
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import fake
 from helpers.refusals import refused
 from helpers.stepping import LONG, PATIENCE, Stepping

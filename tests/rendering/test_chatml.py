@@ -11,7 +11,7 @@ from corelm.errors import InvalidRequestError, TemplateError
 from corelm.rendering.render import render
 from corelm.spec import TokenizeResult
 from helpers import chat_templates as ct
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 

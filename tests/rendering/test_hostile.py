@@ -18,7 +18,7 @@ from corelm.rendering import time_limit
 from corelm.rendering.time_limit import Stopped, Watch
 from corelm.spec import SamplingParams
 from helpers import chat_templates as ct
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.rendering import ANSWER, MORE, QUESTION, TOKENIZER, own, rendered, sampled
 

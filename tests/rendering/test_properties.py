@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from corelm.errors import InvalidRequestError, TemplateError
 from helpers import chat_templates as ct
-from helpers.cases import examples
+from helpers.each import examples
 from helpers.rendering import EOS_IDS, TOKENIZER, VOCABULARY, own, rendered
 
 dashes = st.sampled_from(["", "-"])

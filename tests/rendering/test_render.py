@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from corelm.spec.records import TokenizeResult
 from helpers import chat_templates as ct
-from helpers.cases import each, examples
+from helpers.each import each, examples
 from helpers.rendering import (
     ANSWER,
     EOS_IDS,

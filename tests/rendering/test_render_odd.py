@@ -14,7 +14,7 @@ from corelm.errors import CapabilityError, TemplateError
 from corelm.rendering.render import render
 from corelm.spec.records import TokenizeResult
 from helpers import chat_templates as ct
-from helpers.cases import each, examples
+from helpers.each import each, examples
 from helpers.refusals import refused
 from helpers.rendering import (
     ANSWER,

@@ -16,7 +16,7 @@ from corelm import Message, parser_named
 from corelm.errors import InvalidRequestError, ResponseFormatError
 from corelm.rendering.response_formats import FORMATS
 from helpers import chat_templates as ct
-from helpers.cases import each, examples
+from helpers.each import each, examples
 from helpers.tool_templates import FAMILIES, HERMES, cut_out
 from helpers.tool_turns import declared, expected, texts, turns
 

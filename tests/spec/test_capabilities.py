@@ -11,7 +11,7 @@ import pytest
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import Capabilities
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 

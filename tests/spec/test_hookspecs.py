@@ -12,7 +12,7 @@ from corelm.errors import (
     InvalidRequestError,
     ProvenanceMismatchError,
 )
-from helpers.cases import each
+from helpers.each import each
 from helpers.fakes import SHORT, fake
 
 

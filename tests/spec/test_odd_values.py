@@ -21,7 +21,7 @@ from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.message import Message
 from corelm.spec.sampling import ALIASES, EVERY_ENGINE, FIELDS, SamplingParams
-from helpers.cases import each, examples
+from helpers.each import each, examples
 from helpers.refusals import refused
 
 

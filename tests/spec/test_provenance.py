@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from corelm import Provenance, SamplingParams
-from helpers.cases import each
+from helpers.each import each
 
 
 @each(

@@ -9,7 +9,7 @@ import torch
 from corelm.backend.seeds import answer_seeds
 from corelm.errors import InvalidRequestError
 from corelm.spec.sampling import ALIASES, SamplingParams
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from corelm.errors import InvalidRequestError
 from corelm.tensors.categorical import MaskedCategorical
-from helpers.cases import each
+from helpers.each import each
 from helpers.refusals import refused
 
 V = 7

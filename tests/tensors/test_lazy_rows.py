@@ -23,7 +23,7 @@ from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors import lazy_rows as lazy_rows_module
 from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_objects, lazy_rows
 from corelm.tensors.ragged import Ragged
-from helpers.cases import each
+from helpers.each import each
 
 ROWS = [[1, 2, 3], [4], [5, 6], [7]]
 RAW = Provenance("toy", "tiny", "0")

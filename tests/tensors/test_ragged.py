@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corelm.tensors.ragged import Ragged, Side
-from helpers.cases import each, examples
+from helpers.each import each, examples
 
 Rows = list[list[int]]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from corelm.tensors.ragged import Ragged
-from helpers.cases import each, examples
+from helpers.each import each, examples
 
 values = st.integers(-(2**40), 2**40)
 lists = st.lists(st.lists(values, max_size=4), max_size=5)

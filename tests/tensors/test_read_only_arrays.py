@@ -9,7 +9,7 @@ import torch
 from corelm import Masks, Tokens
 from corelm.backend.arguments import rows_of_ids, seeds
 from corelm.tensors.ragged import as_tensor
-from helpers.cases import each
+from helpers.each import each
 
 ROWS = [[5, 17], [300]]
 

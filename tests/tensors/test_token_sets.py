@@ -7,7 +7,7 @@ import torch
 
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
-from helpers.cases import each
+from helpers.each import each
 
 ROWS = [[[5, 17], []], [], [[300], [1, 2, 3]]]
 

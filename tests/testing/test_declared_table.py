@@ -15,7 +15,7 @@ from corelm.spec.sampling import EVERY_ENGINE, FIELDS
 from corelm.testing import BackendConformance
 from corelm.testing.plugin import standard_tests
 from corelm.testing.trials import DECLARABLE
-from helpers.cases import each
+from helpers.each import each
 from helpers.pages import Page
 
 PAGE = Page(Path(__file__).parents[2] / "docs" / "write-a-backend.md")
