@@ -40,7 +40,7 @@ ROWS = [
 #: These have their own kind of attention, or none, so rows are padded.
 PADDED = {"bloom", "mamba"}
 #: Each of these has something that the others have not: a cap and windows, a scale, a projection, a bias, experts.
-FIRST = {"qwen2-tied", "gpt2", "opt-projected", "mixtral", "granite", "gemma2", "bloom", "mamba", "phi-biased"}
+FIRST = {"qwen2-tied", "opt-projected", "mixtral", "granite", "gemma2", "bloom", "mamba", "phi-biased"}
 FIRST_PLAIN = {"gemma2", "mamba"}
 
 

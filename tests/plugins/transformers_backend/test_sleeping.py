@@ -39,14 +39,6 @@ def weights_of(backend: Backend) -> list[torch.nn.Parameter]:
     return list(backend.engine.plugin.engine.module.parameters())
 
 
-def test_level_1_keeps_the_weights(folder: Path, family: str) -> None:
-    with corelm.get_backend("transformers", folder) as backend:
-        assert agrees(backend, tiny_model(family))
-        backend.sleep()
-        backend.wake()
-        assert agrees(backend, tiny_model(family)) and backend.weight_version == "0"
-
-
 def test_level_2_frees_them_and_an_update_brings_others(folder: Path, family: str) -> None:
     with corelm.get_backend("transformers", folder) as backend:
         agrees(backend, tiny_model(family))
