@@ -50,8 +50,10 @@ def run(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:
     """Return pytest's exit code and the first test that failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", *MARKS, *options]
     done = subprocess.run([*command, *tests], cwd=copy, env=environment(copy), capture_output=True, text=True)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return done.returncode, failed[1] if failed else done.stdout[-2000:] + done.stderr[-2000:]
+    # Tests that run pytest in pytest may print summaries of tests that are not those of this run.
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    own = [test for test in failed if (copy / test.partition("::")[0]).is_file()]
+    return done.returncode, own[0] if own else done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def found_by(patch: Path, copy: Path, tier: list[str]) -> tuple[str, str]:
