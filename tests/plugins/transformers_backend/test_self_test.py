@@ -255,7 +255,7 @@ def test_a_difference_that_begins_at_a_length_is_found_on_the_callers_own_rows(
 
 
 @pytest.mark.parametrize("wide", [6e-6, 1e-2])
-def test_the_noise_of_a_wide_pass_counts_as_rounding_up_to_a_limit(open_model: Open, wide: float) -> None:
+def test_the_noise_of_a_wide_pass_counts_as_rounding_up_to_a_limit(open_model: Open, fast: bool, wide: float) -> None:
     """An H100 sums half a row as it sums the whole, but not a pack of rows, so rows were no longer packed there."""
     model = tiny_model()
     plain = model.model.forward
@@ -272,4 +272,4 @@ def test_the_noise_of_a_wide_pass_counts_as_rounding_up_to_a_limit(open_model: O
     model.model.forward = forward
     backend, rows = open_model(model), random_rows(5, 7, 9)
     backend.score_logprobs(rows)
-    assert scoring_path(backend).layout == (PACKED if wide < 1e-5 else "padded")
+    assert scoring_path(backend).layout == (PACKED if fast and wide < 1e-5 else "padded")
