@@ -12,11 +12,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Drawing examples may be slow on a busy machine. The profile `ci` draws the same examples in every run; with `nightly`,
-# `helpers.examples` draws ten times as many.
+# Drawing examples may be slow on a busy machine. The profile `ci` draws the same ones in every run, `nightly` ten times
+# as many: `examples` in tests/helpers/each.py follows the profile.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
-settings.register_profile("nightly", settings.get_profile("local"))
+settings.register_profile("nightly", settings.get_profile("local"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "local"))
 
 Fabricate = Callable[..., Path]

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 from corelm.errors import CoreLMError
 from corelm.fleet.records import FleetLimits
+from helpers.each import examples
 from helpers.fleet_world import Call, Engine, World
 
 MANY = 4
@@ -187,4 +188,4 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestFleet.settings = settings(max_examples=examples(150), stateful_step_count=50, deadline=None)

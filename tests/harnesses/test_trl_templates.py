@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corelm import parser_named
+from helpers.each import examples
 from helpers.tool_templates import Family, cut_out
 from helpers.tool_turns import declared, expected, turns
 
@@ -34,7 +35,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_what_the_familys_own_template_wrote_is_read_as_the_same_turn(name: str, data: st.DataObject) -> None:
     family = FAMILIES[name]
     turn = data.draw(turns(family))

@@ -13,6 +13,7 @@ from toy_backend import ByteTokenizer
 
 from corelm import SamplingParams
 from corelm.support import AnswerTexts, StopStrings, text_before_stop
+from helpers.each import examples
 from helpers.tiny_models import tiny_tokenizer
 
 TEXT = "Où est 家族 👩‍👩‍👧‍👦? In the Café — naïve 🙂🙃, <|im_end|> and on."
@@ -87,7 +88,7 @@ def test_an_answer_that_failed_says_nothing_more():
     assert (answer.add(list(b"a")), answer.add([], "error")) == ("a", "")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_the_pieces_joined_are_the_text(data):
     tokenizer = data.draw(st.sampled_from(["bytes", "bpe", "fallback"]).map(tokenizers().__getitem__))
