@@ -15,7 +15,7 @@ METADATA := pyproject.toml $(wildcard plugins/*/pyproject.toml) tests/packages/t
 # What make test runs. tests/mutants reads this list.
 TEST := tests/spec tests/tensors tests/kl tests/containers tests/rendering tests/policy tests/backend tests/batching tests/testing \
 	tests/opening tests/plugins/transformers_backend tests/fleet/test_state.py tests/fleet/test_stateful.py tests/fleet/test_parts.py \
-	tests/examples/test_tiny.py tests/test_docs.py tests/test_errors.py tests/test_validate.py tests/test_imports.py
+	tests/examples/test_tiny.py tests/test_docs.py tests/test_errors.py tests/test_validate.py tests/test_imports.py tests/test_logging.py
 # What make check runs: all folders but those that need an engine or a harness, or hold no tests.
 CHECK := $(filter-out $(addprefix tests/,engines harnesses families helpers packages mutants __pycache__), \
 	$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
