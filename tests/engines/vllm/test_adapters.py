@@ -29,7 +29,7 @@ def plain(adapter: Any = None) -> Any:
     return model if adapter is None else merged(model, adapter[0])
 
 
-@pytest.fixture(scope="module", params=["async", "sync"])
+@pytest.fixture(scope="module", params=["async", pytest.param("sync", marks=pytest.mark.nightly)])
 def backend(open_vllm: Open, request: pytest.FixtureRequest) -> Iterator[Backend]:
     with open_vllm(engine=request.param, enable_lora=True, max_lora_rank=8, max_loras=2) as backend:
         yield backend
@@ -125,6 +125,7 @@ def test_an_engine_without_lora_says_how_to_open_it(shared: Backend) -> None:
         shared.load_adapter("one", ONE[0], config=ONE[1])
 
 
+@pytest.mark.nightly
 def test_a_server_loads_adapters_from_folders(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

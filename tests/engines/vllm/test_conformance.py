@@ -17,7 +17,9 @@ from helpers.oracle_kit import OracleKit, lora_adapters
 from helpers.tiny_models import tiny_model
 
 
-class InProcessConformance(OracleKit, BackendConformance):
+class InProcessPromises(OracleKit):
+    """What the kit has to know of an engine in this process. A subclass opens the backend."""
+
     model: ClassVar[nn.Module] = tiny_model(hidden_size=128)
 
     def new_weights(self) -> tuple[dict[str, Any], Callable[[list[int], float], Tensor]]:
@@ -26,6 +28,10 @@ class InProcessConformance(OracleKit, BackendConformance):
 
     def engine_sampling(self) -> dict[str, Any]:
         return {"engine_kwargs": {"logit_bias": {7: 20.0}}}
+
+
+class InProcessConformance(InProcessPromises, BackendConformance):
+    """The whole kit."""
 
     def test_scores_do_not_depend_on_requests_in_the_same_batch(self, backend: Backend) -> None:
         # vLLM samples a token after every scored row, in the same batch as these answers.

@@ -23,6 +23,9 @@ from helpers.selected_kit import SelectedKit
 from helpers.tampering import check_a_restart_is_found, check_only_the_sound_server_serves, half_of, tampered
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 
+#: Two servers that are killed and restarted take minutes: `make test-faults` and `make nightly` run this.
+pytestmark = pytest.mark.nightly
+
 MODEL: nn.Module = tiny_model(hidden_size=128)
 OTHER: Any = tiny_model(hidden_size=128, seed=1)
 PROMPTS = random_rows(*range(2, 22))
@@ -58,7 +61,6 @@ def connect(servers: list[VLLMServerProcess], **options: Any) -> Backend:
     return corelm.get_backend("vllm", base_url=[server.url for server in servers], api_key=KEY, **options)
 
 
-@pytest.mark.nightly
 class TestFleetConformance(OracleKit, SelectedKit):
     model: ClassVar[nn.Module] = MODEL
     # Every draw is one request to a server that shares two cores with the tests.

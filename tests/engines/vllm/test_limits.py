@@ -23,7 +23,7 @@ def limits(config: Any) -> tuple[int, int]:
     return scheduler.max_num_seqs, scheduler.max_num_batched_tokens
 
 
-@pytest.mark.parametrize("engine", ["async", "sync"])
+@pytest.mark.parametrize("engine", [pytest.param("async", marks=pytest.mark.nightly), "sync"])
 def test_the_limits_are_those_of_the_llm_class(open_vllm: Open, tiny_folder: Path, engine: str) -> None:
     # `create_engine_config` writes the limits to the arguments, so each context gets new ones.
     of_llm, of_a_bare_engine = (

@@ -79,7 +79,7 @@ def test_a_model_that_vllm_cannot_open_is_an_engine_error(tmp_path: Path, engine
         corelm.get_backend("vllm", tmp_path / "nothing here", engine=engine)
 
 
-@pytest.mark.parametrize("engine", ["async", "sync"])
+@pytest.mark.parametrize("engine", [pytest.param("async", marks=pytest.mark.nightly), "sync"])
 def test_ctrl_c_ends_the_wait_for_an_engine_that_is_starting(open_vllm: Open, engine: str) -> None:
     others, children = set(threading.enumerate()), multiprocessing.active_children()
 
@@ -140,7 +140,7 @@ def test_engine_arguments_and_tokenizers_reach_the_engine(open_vllm: Open, tiny_
         assert backend.generate([[5, 6]], {"max_new_tokens": 3, "ignore_eos": True}).ids.lengths.tolist() == [3]
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.nightly), "sync"])
 def test_the_gpus_that_were_named_reach_vllm(tiny_folder: Path, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # vLLM's own rule is that they count the devices which this process sees; on a CPU they are nodes of memory.
     with pytest.raises(InvalidRequestError, match="numbers of GPUs"):
@@ -151,6 +151,7 @@ def test_the_gpus_that_were_named_reach_vllm(tiny_folder: Path, mode: Any, monke
         assert backend.generate([[5]], {"max_new_tokens": 1}).ids.lengths.tolist() == [1]
 
 
+@pytest.mark.nightly
 def test_a_cpu_offers_no_sleep_and_says_so(tiny_folder: Path) -> None:
     with pytest.raises(EngineError, match="Sleep mode is not supported"):
         corelm.get_backend("vllm", tiny_folder, **SMALL, enable_sleep_mode=True)

@@ -37,6 +37,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+#: The server takes a minute to start. test_kept_sets.py shows the sets of an engine in this process.
+pytestmark = pytest.mark.nightly
+
+
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServerProcess]:
     arguments = ["--return-sampling-mask", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]

@@ -201,6 +201,7 @@ def test_an_aborted_answer_keeps_its_tokens(server: VLLMServerProcess) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_answers_may_take_more_than_twice_the_read_timeout(server: VLLMServerProcess) -> None:
     assert outlasts_silence(lambda seconds: connect(server, read_timeout=seconds), tokens=480, rows=16)
 
@@ -213,6 +214,7 @@ def test_opening_and_closing_ten_times_leaves_no_threads(server: VLLMServerProce
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("corelm-http")]
 
 
+@pytest.mark.nightly
 def test_every_row_is_served_if_the_server_is_killed_and_restarted_during_a_call(
     other_server: VLLMServerProcess,
 ) -> None:
@@ -238,6 +240,7 @@ def test_every_row_is_served_if_the_server_is_killed_and_restarted_during_a_call
         assert backend.generate(prompts[:2], sampling).ids.tolist() == result.ids.tolist()[:2]
 
 
+@pytest.mark.nightly
 def test_calls_fail_after_a_restart_has_lost_the_new_weights(
     other_server: VLLMServerProcess, other_folder: Path
 ) -> None:
@@ -260,6 +263,7 @@ def test_calls_fail_after_a_restart_has_lost_the_new_weights(
             torch.testing.assert_close(found, oracle.logprobs(OTHER, row), rtol=0, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_server_on_a_cpu_does_not_replace_experts(tmp_path: Path) -> None:
     """vLLM 0.32 answers with neither the old weights nor the new ones afterwards."""
     tiny_model("qwen3-moe", hidden_size=128).save_pretrained(tmp_path / "moe")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from corelm import Backend
@@ -11,6 +12,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1,
 ROWS = [[5, 17, 300, 5, 17, 300, 5, 17], [8, 9], [40, 41, 40, 41, 40]]
 
 
+@pytest.mark.nightly
 def test_scores_are_those_of_an_engine_without_drafts(shared: Backend, open_vllm: Open) -> None:
     # In a process of its own: drafts import llvmlite, and vLLM 0.32 opens no further engine next to that.
     with open_vllm(engine="async", speculative_config=NGRAM) as backend:
