@@ -91,11 +91,11 @@ def test_an_engine_that_cannot_load_weights_is_asked_when_its_owner_has_changed_
     assert backend.weights_changed() == "1" and backend.weights_changed("mine") == "mine"
     looks(backend).look()
     plugin.broken = True
-    with pytest.raises(StaleWeightsError, match="returned None"):
+    with pytest.raises(StaleWeightsError):
         backend.weights_changed("other")
     assert backend.weight_version not in ("0", "1", "mine", "other")
     plugin.broken = False
-    with pytest.raises(StaleWeightsError, match="the last update failed"):
+    with pytest.raises(StaleWeightsError):
         looks(backend).look()
     assert backend.weights_changed("other") == "other"
     looks(backend).look()
@@ -114,9 +114,9 @@ def test_an_update_that_failed_is_not_trusted_until_another_succeeds(toy: Backen
     plugin = Failing.open()
     with Backend.from_plugin(plugin, "toy") as backend:
         watch(backend)
-        with pytest.raises(EngineError, match="half-way"):
+        with pytest.raises(EngineError):
             backend.update_weights(table(0))
-        with pytest.raises(StaleWeightsError, match="the last update failed"):
+        with pytest.raises(StaleWeightsError):
             looks(backend).look()
         plugin.fails = False
         backend.update_weights(table(0))
@@ -230,40 +230,45 @@ def test_expect_without_a_canary_is_refused_before_anything_is_loaded() -> None:
             lambda: backend.update_weights(table(0), expect=found),
             lambda: backend.weights_changed(expect=found),
         ):
-            with pytest.raises(InvalidRequestError, match="canary=True") as caught:
+            with pytest.raises(InvalidRequestError) as caught:
                 call()
             assert caught.value.field == "expect" and backend.weight_version == "0"
 
 
-@pytest.mark.parametrize(
-    "expect",
-    [
-        3,
-        "scores",
-        {},
-        {"probes": [[1, 2]], "logprobs": [[-1.0]], "dtype": None, "version": 3},
-        {"probes": [[1, 2]], "logprobs": [[-1.0, -2.0]], "dtype": None},
-        {"probes": [[1, 2]], "logprobs": [[float("nan")]], "dtype": None},
-        {"probes": [[1, 2]], "logprobs": [["x"]], "dtype": None},
-        {"probes": [[1, -2]], "logprobs": [[-1.0]], "dtype": None},
-        {"probes": [[1, 999]], "logprobs": [[-1.0]], "dtype": None},
-        {"probes": [], "logprobs": [], "dtype": None},
-        {"probes": 3, "logprobs": [], "dtype": None},
-        {"probes": [[1, 2]], "logprobs": [[-1.0]], "dtype": 3},
-    ],
-)
-def test_what_cannot_be_compared_is_refused_before_anything_is_loaded(toy: Backend, expect: Any) -> None:
-    for call in (lambda: toy.update_weights(table(0), expect=expect), lambda: looks(toy).look(expect)):
+NOT_COMPARED: list[Any] = [
+    3,
+    "scores",
+    {},
+    {"probes": [[1, 2]], "logprobs": [[-1.0]], "dtype": None, "version": 3},
+    {"probes": [[1, 2]], "logprobs": [[-1.0, -2.0]], "dtype": None},
+    {"probes": [[1, 2]], "logprobs": [[float("nan")]], "dtype": None},
+    {"probes": [[1, 2]], "logprobs": [["x"]], "dtype": None},
+    {"probes": [[1, -2]], "logprobs": [[-1.0]], "dtype": None},
+    {"probes": [[1, 999]], "logprobs": [[-1.0]], "dtype": None},
+    {"probes": [], "logprobs": [], "dtype": None},
+    {"probes": 3, "logprobs": [], "dtype": None},
+    {"probes": [[1, 2]], "logprobs": [[-1.0]], "dtype": 3},
+]
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_is_loaded(toy: Backend) -> None:
+    def update(expect: Any) -> None:
+        toy.update_weights(table(0), expect=expect)
+
+    for expect in NOT_COMPARED:
+        for call in (update, looks(toy).look):
+            with pytest.raises(InvalidRequestError) as caught:
+                call(expect)
+                pytest.fail(f"{expect} was taken")
+            assert caught.value.field == "expect" and toy.weight_version == "0", expect
+
+
+def test_an_illegal_option_is_refused_before_the_engine_is_opened() -> None:
+    for canary in (3, "yes", {"tolerance": 1}):
         with pytest.raises(InvalidRequestError) as caught:
-            call()
-        assert caught.value.field == "expect" and toy.weight_version == "0"
-
-
-@pytest.mark.parametrize("canary", [3, "yes", {"tolerance": 1}])
-def test_an_illegal_option_is_refused_before_the_engine_is_opened(canary: Any) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        corelm.get_backend("toy", canary=canary)
-    assert caught.value.field == "canary"
+            corelm.get_backend("toy", canary=canary)
+            pytest.fail(f"{canary} was taken")
+        assert caught.value.field == "canary", canary
     with pytest.raises(InvalidRequestError, match="tolerance"):
         Canary(tolerance=-1.0)
 
@@ -285,11 +290,11 @@ def test_an_engine_that_cannot_score_is_sampled_from() -> None:
         watch(backend)
         assert backend.update_weights(table(1)) == "1"
         looks(backend).look()
-        with pytest.raises(CapabilityError, match="expect= needs an engine that scores"):
+        with pytest.raises(CapabilityError):
             backend.update_weights(table(1), expect=ProbeScores(((1, 2),), ((-1.0,),)))
         assert backend.weight_version == "1"
         plugin.model.table.data.copy_(table(2)["table"])
-        with pytest.raises(StaleWeightsError, match="sampled at the last good look"):
+        with pytest.raises(StaleWeightsError):
             looks(backend).look()
 
 
@@ -311,28 +316,25 @@ def test_an_engine_that_contradicts_itself_is_not_opened_and_is_closed(monkeypat
 
     info = next(each for each in corelm.list_backends() if each.name == "toy")
     monkeypatch.setattr("corelm.opening.by_name.open_plugin", lambda *args: (Lying.open(), info))
-    with pytest.raises(StaleWeightsError, match="when scored"):
+    with pytest.raises(StaleWeightsError):
         corelm.get_backend("toy", canary=True)
     assert len(closed) == 1
 
 
 def test_an_engine_that_shows_nothing_of_its_weights_is_refused() -> None:
     blind = Backend.from_plugin(Fake(score=False, sampling={"temperature": (0.5, 2.0)}), "blind")
-    with pytest.raises(CapabilityError, match="neither score nor sample greedily"):
+    with pytest.raises(CapabilityError):
         watch(blind)
     assert blind.canary is None
 
 
-@pytest.mark.parametrize(("vocab_size", "max_context"), [(1, 1), (2, 2), (3, 5), (16, 12), (260, 40), (151936, None)])
-def test_probes_fit_every_model(vocab_size: int, max_context: int | None) -> None:
-    class Small(Fake):
-        pass
-
-    backend = Backend.from_plugin(Small(vocab_size=vocab_size, max_context=max_context), "fake")
-    watch(backend)
-    longest = max(len(row) for request in backend.engine.plugin.requests for row in _rows(request))
-    assert longest <= (max_context or 152)
-    looks(backend).look()
+def test_probes_fit_every_model() -> None:
+    for vocab_size, max_context in [(1, 1), (2, 2), (3, 5), (16, 12), (260, 40), (151936, None)]:
+        backend = Backend.from_plugin(Fake(vocab_size=vocab_size, max_context=max_context), "fake")
+        watch(backend)
+        longest = max(len(row) for request in backend.engine.plugin.requests for row in _rows(request))
+        assert longest <= (max_context or 152), vocab_size
+        looks(backend).look()
 
 
 def _rows(request: Any) -> list[list[int]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from toy_backend import Bigram
@@ -13,19 +11,18 @@ from corelm import Backend, probe_scores
 from fleet.conftest import looks, table
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
-#: The number of updates of `test_clean_updates_raise_no_alarm`.
-UPDATES = int(os.environ.get("CORELM_CLEAN_UPDATES", "100"))
 
-
+# Fifteen updates have each of five steps with and without expect.
+@pytest.mark.parametrize("updates", [15, pytest.param(200, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_clean_updates_raise_no_alarm(dtype: torch.dtype) -> None:
+def test_clean_updates_raise_no_alarm(dtype: torch.dtype, updates: int) -> None:
     """Large and small steps, no step at all, with and without expect; a trainer in float32 in every case."""
     small = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
     trained = tiny_model(seed=1, **small)
     generator = torch.Generator().manual_seed(0)
     engine = tiny_model(**small).to(dtype)
     with corelm.get_backend("transformers", engine, tokenizer=tiny_tokenizer(), fast=False, canary=True) as backend:
-        for number in range(1, UPDATES + 1):
+        for number in range(1, updates + 1):
             step = (0.0, 1e-6, 1e-4, 1e-2, 0.1)[number % 5]
             with torch.no_grad():
                 for parameter in trained.parameters():

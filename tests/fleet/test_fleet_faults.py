@@ -1,11 +1,13 @@
-"""Faults of real processes under load. ``make test-faults`` runs this for two minutes instead of seconds."""
+"""Faults of real processes under load. ``make test-faults`` runs this for two minutes instead of seconds.
+
+`test_fleet_hosts.py` kills and stops real processes in each change; the same faults of toys are in `test_fleet.py`.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from helpers.fault_checks import SAMPLING, check_processes
 from helpers.fleet_faults import SEEDS
 from helpers.fleet_processes import LIMITS, Hosts
 from helpers.processes import all_end, runs, wait_until
+
+pytestmark = pytest.mark.nightly
 
 #: A plugin that ends its process at a prompt that begins with the id 4.
 POISONOUS = """
@@ -99,12 +103,10 @@ def test_if_no_process_can_be_started_again_every_call_ends_with_an_error() -> N
         # Otherwise a row may be in flight at the deaths of both.
         running = backend.engine.plugin._runner.lives.running
         assert wait_until(lambda: all(replica.ended for replica in list(running.values())))
-        started = time.monotonic()
         with pytest.raises(BackendTimeoutError):
             backend.generate([[72]], SAMPLING, timeout=0.5)
-        assert time.monotonic() - started < 10
         with pytest.raises(EngineError, match="no room") as failure:
             backend.generate([[72]] * 3, SAMPLING, seeds=[*SEEDS, 3])
-        assert failure.value.usable is False and time.monotonic() - started < 30
+        assert failure.value.usable is False
         assert not backend.health()
     assert all_end(left)

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from corelm.fleet.replica import Member
 from corelm.hosting.engine import open_in_process
 from corelm.opening.fleets import options_of_each
 from fleet.conftest import PROMPTS, SAMPLING
+from fleet.test_fleet_ids import assert_sets_cross
 from helpers.processes import wait_until
 
 
@@ -47,6 +47,7 @@ def test_processes_that_are_killed_and_stopped_change_no_answer() -> None:
     expected = one.generate(PROMPTS, SAMPLING).ids.tolist()
     with corelm.get_backend("toy", python=sys.executable, replicas=2) as backend:
         assert backend.generate(PROMPTS, SAMPLING).ids.tolist() == expected
+        assert_sets_cross(backend, one)
         first = pids(backend)
 
         # Killed while a call runs.
@@ -73,15 +74,14 @@ def test_processes_that_are_killed_and_stopped_change_no_answer() -> None:
         stopped = pids(backend)
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
-        started = time.monotonic()
         with pytest.raises(BackendTimeoutError):
             backend.generate(PROMPTS, SAMPLING, timeout=0.5)
-        assert time.monotonic() - started < 15
     assert not any(Path(f"/proc/{pid}").exists() for pid in stopped)
     one.close()
     assert wait_until(lambda: not any("fleet" in each.name for each in threading.enumerate()))
 
 
+@pytest.mark.nightly
 def test_the_rows_of_a_process_that_is_stopped_are_answered_by_another() -> None:
     expected = corelm.get_backend("toy").generate(PROMPTS, SAMPLING).ids.tolist()
 
@@ -98,32 +98,31 @@ def test_the_rows_of_a_process_that_is_stopped_are_answered_by_another() -> None
         assert len(set(pids(backend)) - set(first)) == 1 and not Path(f"/proc/{first[0]}").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "replicas", "field", "match"),
-    [
-        ({"base_url": ["http://a", "http://a"]}, None, "base_url", "different URLs"),
-        ({"base_url": []}, None, "base_url", "different URLs"),
-        ({"base_url": ["http://a"]}, 2, "replicas", "one URL for each"),
-        ({}, 2, "replicas", "python="),
-        ({}, 0, "replicas", "at least 1"),
-        ({"base_url": ["http://a", "http://a/"]}, None, "base_url", "different URLs"),
-        ({"base_url": ["http://a", 3]}, None, "base_url", "different URLs"),
-        ({"base_url": "http://a"}, 2, "base_url", "a list with one URL for each replica"),
-        ({"env": [{}, {}]}, None, "env", "python="),
-        ({"env": [{}, {}], "python": sys.executable}, 3, "env", "one mapping for each of 3"),
-        ({"env": [], "python": sys.executable}, None, "env", "one mapping for each of the replicas, got 0"),
-        ({"base_url": ["http://a", "http://b"], "env": [{}], "python": "x"}, None, "env", "for each of 2"),
-        ({"python": sys.executable}, "2", "replicas", "at least 1, got '2'"),
-        ({"fleet_limits": FleetLimits()}, None, "fleet_limits", "pass replicas="),
-        ({"fleet_limits": 3, "python": sys.executable}, 2, "fleet_limits", "FleetLimits"),
-    ],
-)
-def test_options_that_contradict_one_another_are_refused(
-    options: dict[str, Any], replicas: Any, field: str, match: str
-) -> None:
-    with pytest.raises(InvalidRequestError, match=match) as failure:
-        corelm.get_backend("toy", replicas=replicas, **options)
-    assert failure.value.field == field
+#: Options, the number of replicas, the field that is refused, and words of the message that say what to pass.
+CONTRADICTIONS: list[tuple[dict[str, Any], Any, str, str]] = [
+    ({"base_url": ["http://a", "http://a"]}, None, "base_url", "different URLs"),
+    ({"base_url": []}, None, "base_url", "different URLs"),
+    ({"base_url": ["http://a"]}, 2, "replicas", "one URL for each"),
+    ({}, 2, "replicas", "python="),
+    ({}, 0, "replicas", "at least 1"),
+    ({"base_url": ["http://a", "http://a/"]}, None, "base_url", "different URLs"),
+    ({"base_url": ["http://a", 3]}, None, "base_url", "different URLs"),
+    ({"base_url": "http://a"}, 2, "base_url", "a list with one URL for each replica"),
+    ({"env": [{}, {}]}, None, "env", "python="),
+    ({"env": [{}, {}], "python": sys.executable}, 3, "env", "one mapping for each of 3"),
+    ({"env": [], "python": sys.executable}, None, "env", "one mapping for each of the replicas, got 0"),
+    ({"base_url": ["http://a", "http://b"], "env": [{}], "python": "x"}, None, "env", "for each of 2"),
+    ({"python": sys.executable}, "2", "replicas", "at least 1, got '2'"),
+    ({"fleet_limits": FleetLimits()}, None, "fleet_limits", "pass replicas="),
+    ({"fleet_limits": 3, "python": sys.executable}, 2, "fleet_limits", "FleetLimits"),
+]
+
+
+def test_options_that_contradict_one_another_are_refused() -> None:
+    for options, replicas, field, match in CONTRADICTIONS:
+        with pytest.raises(InvalidRequestError, match=match) as failure:
+            corelm.get_backend("toy", replicas=replicas, **options)
+        assert failure.value.field == field, (options, replicas)
 
 
 def test_each_engine_gets_its_own_options() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-import corelm
 from corelm import Backend, Ragged, TokenSets
 from corelm.backend.prepared_call import prepare_generation
 from corelm.fleet.pending import PendingCall
@@ -49,6 +47,15 @@ def assert_rows(found: Any, expected: Any, names: tuple[str, ...], left_out: tup
                 torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-6, rtol=0)
 
 
+def assert_sets_cross(fleet: Backend, one: Backend) -> None:
+    """Check that sets and ids are those of one engine. `test_fleet_hosts.py` has a fleet of processes for it."""
+    expected = one.generate(PROMPTS, CUT, **ASKED)
+    assert_rows(fleet.generate(PROMPTS, CUT, **ASKED), expected, ("ids", "logprobs", *OF_IDS))
+    for given in OF_SCORES.values():
+        found, plain = (backend.score_logprobs(SEQUENCES, **given) for backend in (fleet, one))
+        assert_rows(found, plain, ("logprobs", *(OF_IDS[2:] if "support" not in given else ())))
+
+
 def bad(request: Any) -> bool:
     rows = request.prompts if isinstance(request, GenerateRequest) else request.sequences
     return user_rows(request) and PROMPTS[BAD] in rows.tolist()
@@ -66,14 +73,13 @@ def test_answers_of_several_engines_have_their_own_sets() -> None:
         assert sum(any(user_rows(request) for _, request in each.asked) for each in toys.made) > 1
 
 
-@pytest.mark.parametrize("asked", OF_SCORES)
-def test_scores_of_several_engines_are_over_their_own_ids(asked: str) -> None:
-    names = ("logprobs", *(OF_IDS[2:] if asked != "support" else ()))
-    expected = ONE.score_logprobs(SEQUENCES, temperature=0.7, **OF_SCORES[asked])
+def test_scores_of_several_engines_are_over_their_own_ids() -> None:
     with Toys("a", "b", "c") as toys:
-        found = toys.backend.score_logprobs(SEQUENCES, temperature=0.7, **OF_SCORES[asked])
-        assert (found.support, found.mode) == (expected.support, expected.mode)
-        assert_rows(found, expected, names)
+        for asked, given in OF_SCORES.items():
+            expected = ONE.score_logprobs(SEQUENCES, temperature=0.7, **given)
+            found = toys.backend.score_logprobs(SEQUENCES, temperature=0.7, **given)
+            assert (found.support, found.mode) == (expected.support, expected.mode), asked
+            assert_rows(found, expected, ("logprobs", *(OF_IDS[2:] if asked != "support" else ())))
 
 
 def test_the_other_rows_keep_their_sets_when_one_fails() -> None:
@@ -130,18 +136,3 @@ def test_an_answer_that_is_aborted_after_a_loss_fails_alone_if_its_sets_are_not_
     assert isinstance(found, GenerateResult) and found.errors is not None
     assert found.finish_reasons == ("error", "abort") and "the 1 tokens that had been handed over" in found.errors[0]
     assert rows_of(found, "kept_ids") == [[], []] and rows_of(found, "top_ids") == [[], []]
-
-
-@pytest.fixture(scope="module")
-def hosted() -> Any:
-    with corelm.get_backend("toy", python=sys.executable, replicas=2) as backend:
-        yield backend
-
-
-def test_sets_and_ids_cross_to_the_processes_of_a_fleet(hosted: Backend) -> None:
-    with corelm.get_backend("toy") as one:
-        expected = one.generate(PROMPTS, CUT, **ASKED)
-        assert_rows(hosted.generate(PROMPTS, CUT, **ASKED), expected, ("ids", "logprobs", *OF_IDS))
-        for given in OF_SCORES.values():
-            found, plain = (backend.score_logprobs(SEQUENCES, **given) for backend in (hosted, one))
-            assert_rows(found, plain, ("logprobs", *(OF_IDS[2:] if "support" not in given else ())))

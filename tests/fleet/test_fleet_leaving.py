@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import _thread
 import gc
+import signal
 import threading
-import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,10 +30,9 @@ def all_asked(toys: Toys) -> bool:
 
 def test_a_timeout_ends_the_wait_and_the_calls() -> None:
     with Toys("a", "b", before=hang) as toys:
-        started = time.monotonic()
         with pytest.raises(BackendTimeoutError):
             toys.backend.generate(PROMPTS, SAMPLING, timeout=2.0)
-        assert time.monotonic() - started < 10 and all_asked(toys)
+        assert all_asked(toys)
         assert all(engine.aborted.wait(5) for engine in toys.made)
         toys.before = lambda *given: None
         assert_same(toys.backend.generate(PROMPTS, SAMPLING))
@@ -62,8 +62,13 @@ def test_rows_that_wait_are_aborted_at_once() -> None:
         first = toys.backend.submit_generate(PROMPTS[:1], SAMPLING, request_ids=["first"])
         assert wait_until(lambda: all_asked(toys))
         second = toys.backend.submit_generate(PROMPTS[1:3], SAMPLING, request_ids=["x", "y"])
-        assert wait_until(lambda: len(toys.fleet._runner.state.rows.all) == 3)
-        toys.backend.abort(["x", "y"])
+
+        def ended() -> bool:
+            # Another thread submits the rows: an abort may come before them.
+            toys.backend.abort(["x", "y"])
+            return second.done()
+
+        assert wait_until(ended)
         found = second.result(5)
         assert found.finish_reasons == ("abort", "abort") and found.ids.tolist() == [[], []]
         assert not first.done()
@@ -99,7 +104,15 @@ def test_a_fleet_that_is_dropped_leaves_no_thread() -> None:
     assert wait_until(ended)
 
 
-def test_an_interrupt_ends_the_wait_and_the_calls() -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Undo for a test what a shell does to background processes: they ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_the_wait_and_the_calls(interruptible: None) -> None:
     with Toys("a", "b", before=hang) as toys:
 
         def interrupt() -> None:
@@ -107,22 +120,20 @@ def test_an_interrupt_ends_the_wait_and_the_calls() -> None:
             _thread.interrupt_main()
 
         threading.Thread(target=interrupt).start()
-        started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             toys.backend.generate(PROMPTS, SAMPLING)
-        assert time.monotonic() - started < 15
         assert all(engine.aborted.wait(5) for engine in toys.made)
         toys.before = lambda *given: None
         assert_same(toys.backend.generate(PROMPTS, SAMPLING))
 
 
-def test_an_interrupt_ends_the_wait_for_new_weights() -> None:
-    begun, loaded = threading.Event(), threading.Event()
+def test_an_interrupt_ends_the_wait_for_new_weights(interruptible: None) -> None:
+    begun, loaded, ended = threading.Event(), threading.Event(), list[bool]()
 
     def before(engine: MortalToy, hook: str, request: Any) -> None:
         if hook == "update_weights":
             begun.set()
-            loaded.wait(20)
+            ended.append(loaded.wait(60))
 
     with Toys("a", "b", before=before) as toys:
 
@@ -131,26 +142,25 @@ def test_an_interrupt_ends_the_wait_for_new_weights() -> None:
             _thread.interrupt_main()
 
         threading.Thread(target=interrupt).start()
-        started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             toys.backend.update_weights({"table": OTHER})
-        assert time.monotonic() - started < 15
+        assert not ended, "the interrupt has waited for the engines"
         loaded.set()
 
 
 def test_closing_does_not_wait_for_an_engine_that_hangs() -> None:
-    never = threading.Event()
+    never, ended = threading.Event(), []
 
     def before(engine: MortalToy, hook: str, request: Any) -> None:
         if hook == "generate" and user_rows(request):
-            never.wait(30)
+            never.wait(60)
+            ended.append(hook)
 
     toys = Toys("a", before=before, abort=False, concurrent_calls=False)
     future = toys.backend.submit_generate(PROMPTS, SAMPLING)
     assert wait_until(lambda: all_asked(toys))
-    started = time.monotonic()
     toys.backend.close()
-    assert time.monotonic() - started < 15
     with pytest.raises(BackendClosedError):
         future.result(1)
+    assert not ended
     never.set()

@@ -16,7 +16,7 @@ def test_engines_join_with_the_weights_in_force_and_leave_when_their_rows_are_do
     with Toys("a") as toys:
         toys.backend.update_weights({"table": OTHER})
         toys.fleet.join(toys.member("b"))
-        with pytest.raises(InvalidRequestError, match="already a replica 'b'"):
+        with pytest.raises(InvalidRequestError):
             toys.fleet.join(toys.member("b"))
         toys.settle()
         toys.fleet.drain("a")

@@ -106,7 +106,7 @@ def test_a_server_that_refuses_a_request_is_asked_its_canary_and_goes_on() -> No
     with Toys("a", "b", before=before) as toys:
         looks = len(probes(toys))
         for _ in range(20):
-            with pytest.raises(InvalidRequestError, match="odd"):
+            with pytest.raises(InvalidRequestError):
                 toys.backend.generate(PROMPTS, SAMPLING)
         assert len(toys.made) == 2 and set(toys.states().values()) == {"healthy"}
         # Once, and not for every request that is refused.
@@ -114,7 +114,7 @@ def test_a_server_that_refuses_a_request_is_asked_its_canary_and_goes_on() -> No
 
 
 def test_engines_that_cannot_score_are_compared_by_what_they_sample() -> None:
-    with pytest.raises(InvalidRequestError, match="hold the same weights"):
+    with pytest.raises(InvalidRequestError):
         Toys("a", "b", tables={"b": OTHER}, **CANNOT_SCORE)
     with Toys("a", "b", **CANNOT_SCORE) as toys:
         assert answers(toys) == OLD
@@ -133,5 +133,5 @@ def test_one_engine_that_cannot_score_hides_no_other(other: str, monkeypatch: py
     monkeypatch.setattr(MortalToy, "make", classmethod(of_name))
     with Toys("a", "b", "c") as toys:
         assert answers(toys) == OLD and not toys.backend.capabilities.score
-    with pytest.raises(InvalidRequestError, match="hold the same weights"):
+    with pytest.raises(InvalidRequestError):
         Toys("a", "b", "c", tables={other: OTHER})

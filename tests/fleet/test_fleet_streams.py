@@ -49,15 +49,15 @@ def serves_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MortalToy, "_answer", answer)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 5])
-def test_a_row_that_is_sampled_again_goes_on_where_it_was(chunk: int) -> None:
-    deaths: list[str] = []
-    with Toys("a", "b", before=dies_at(chunk, deaths)) as toys:
-        ids: list[list[int]] = [[] for _ in PROMPTS]
-        stream = toys.backend.stream(PROMPTS, SAMPLING)
-        for each in stream:
-            ids[each.row] += each.ids
-        assert deaths and ids == EXPECTED.ids.tolist() == stream.result.ids.tolist()
+def test_a_row_that_is_sampled_again_goes_on_where_it_was() -> None:
+    for chunk in (1, 2, 5):
+        deaths: list[str] = []
+        with Toys("a", "b", before=dies_at(chunk, deaths)) as toys:
+            ids: list[list[int]] = [[] for _ in PROMPTS]
+            stream = toys.backend.stream(PROMPTS, SAMPLING)
+            for each in stream:
+                ids[each.row] += each.ids
+            assert deaths and ids == EXPECTED.ids.tolist() == stream.result.ids.tolist(), chunk
 
 
 def test_a_row_without_a_seed_is_not_sampled_again_once_it_has_streamed() -> None:
@@ -70,7 +70,7 @@ def test_a_row_without_a_seed_is_not_sampled_again_once_it_has_streamed() -> Non
         assert deaths and found.errors is not None
         failed = [row for row, error in enumerate(found.errors) if error]
         assert len(failed) == 1 and "without a seed" in found.errors[failed[0]]
-        with pytest.raises(EngineError, match="without a seed"):
+        with pytest.raises(EngineError):
             deaths.clear()
             prepare_generation(toys.backend.engine, PROMPTS, unseeded, on_tokens=told.append).run()
 

@@ -156,7 +156,7 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: self.world.updating)
     @rule()
     def a_second_update_is_refused(self):
-        with pytest.raises(CoreLMError, match="under way"):
+        with pytest.raises(CoreLMError):
             self.world.fleet.update(self.world.now)
 
     @precondition(lambda self: len(self.world.fleet.replicas) < MANY)

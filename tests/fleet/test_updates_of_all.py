@@ -37,7 +37,7 @@ def test_an_update_waits_for_the_rows_of_a_replica_that_leaves():
 def test_two_updates_at_once_are_refused():
     w = world("a")
     w.update()
-    with pytest.raises(EngineError, match="an update is under way; call again when it has ended"):
+    with pytest.raises(EngineError):
         w.fleet.update(w.now)
 
 

@@ -6,6 +6,7 @@ those of a plain forward pass.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from helpers import oracle
 from helpers.http_server import Reply, Request, json_reply
@@ -46,6 +47,7 @@ class FakeOpenAI:
         swaps_penalties: a penalty divides or multiplies logits, as a repetition penalty does.
         tokenizer: that of the server, if another one than the letters'.
         ends: the model ends its answers.
+        model: a model that writes letters, if not that of `letter_model`.
 
     Attributes:
         change: called with each completion before it is sent; may change it, or return another reply.
@@ -67,13 +69,16 @@ class FakeOpenAI:
         swaps_penalties: bool = False,
         tokenizer: Any = None,
         ends: bool = True,
+        model: nn.Module | None = None,
     ) -> None:
         self.knows = knows | (frozenset({"echo"}) if echoes is not None else frozenset())
         self.strict, self.takes_ids, self.states_ids = strict, takes_ids, states_ids
         self.names, self.mode, self.says_eos, self.echoes = names, mode, says_eos, echoes
         self.chats_only, self.swaps_penalties = chats_only, swaps_penalties
         self.tokenizer = tokenizer or letter_tokenizer()
-        self.model = letter_model(ends=ends)
+        self.model = model or _shared_model(ends)
+        # Backends try servers of all makes with the same prompts: what the model says to each is computed once.
+        self._next = _NEXT[ends] if model is None else {}
         self.change: Callable[[Any, dict[str, Any]], Reply | None] = lambda body, reply: None
         self.pause: Callable[[], object] = lambda: None
         self._numbers = itertools.count(1000)
@@ -128,7 +133,7 @@ class FakeOpenAI:
         stop_ids = {*body.get("stop_token_ids", ()), *(() if body.get("ignore_eos") else (EOS,))}
         heat = body.get("temperature", 1.0)
         while len(ids) < body["max_tokens"]:
-            raw = oracle.next_logits(self.model, [*prompt, *ids])[-1]
+            raw = self._next_logits((*prompt, *ids)).clone()
             if body.get("even_ids_only"):
                 # As a grammar does: it is in force before any log-prob is computed.
                 raw[1::2] = -math.inf
@@ -155,6 +160,11 @@ class FakeOpenAI:
                 return ids, steps, "stop"
         return ids, steps, "length"
 
+    def _next_logits(self, ids: tuple[int, ...]) -> Tensor:
+        if ids not in self._next:
+            self._next[ids] = oracle.next_logits(self.model, ids)[-1]
+        return self._next[ids]
+
     def _logprobs(self, ids: Sequence[int], tables: Sequence[Tensor | None], count: int) -> dict[str, Any]:
         if self.names == "content":
             entry = lambda token, table: {  # noqa: E731
@@ -180,6 +190,15 @@ class FakeOpenAI:
         if self.names == "id":
             return f"token_id:{token}"
         return self.tokenizer.convert_ids_to_tokens(token) if self.names == "entry" else self.tokenizer.decode([token])
+
+
+#: The logits[V] after each row of ids, by whether the model ends its answers.
+_NEXT: dict[bool, dict[tuple[int, ...], Tensor]] = {False: {}, True: {}}
+
+
+@functools.cache
+def _shared_model(ends: bool) -> nn.Module:
+    return letter_model(ends=ends)
 
 
 def _truncated(logits: Tensor, top_p: float) -> Tensor:

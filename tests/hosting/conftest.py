@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,41 @@ def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def variables(plugin_path: Path, closed: Path) -> dict[str, str]:
+    """Return the variables that the plugin `obedient` needs. It writes to the file `closed` when it is closed."""
+    path = os.pathsep.join(filter(None, [str(plugin_path), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "CLOSED": str(closed)}
+
+
 @pytest.fixture
 def environment(plugin_path: Path, tmp_path: Path) -> dict[str, str]:
-    """The variables that the plugin `obedient` needs. ``CLOSED`` is the file in which it notes that it was closed."""
-    path = os.pathsep.join(filter(None, [str(plugin_path), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, "CLOSED": str(tmp_path / "closed")}
+    """`variables` for this test."""
+    return variables(plugin_path, tmp_path / "closed")
+
+
+@pytest.fixture(scope="session")
+def steady(plugin_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    """The plugin `obedient` in a host that several tests use: none of them ends it."""
+    env = variables(plugin_path, tmp_path_factory.mktemp("steady") / "closed")
+    with corelm.get_backend("obedient", python=sys.executable, env=env) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="session")
+def model_host(tiny_model: Path) -> Iterator[Backend]:
+    """The tiny model in a host. A test that changes it changes it back."""
+    options = {"dtype": "float32", "recompute_kv_on_update": True}
+    with corelm.get_backend("transformers", tiny_model, python=sys.executable, **options) as backend:
+        yield backend
+
+
+@pytest.fixture
+def logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder in which hosts that a test opens write their logs."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 Open = Callable[..., Backend]

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,15 +52,15 @@ def log_of(folder: Path) -> Path:
 CALL = "backend.generate([[5]], {'max_new_tokens': 2})"
 
 
+@pytest.mark.nightly
 def test_ctrl_c_in_a_call_ends_program_and_host(environment: dict[str, str], tmp_path: Path) -> None:
     program, host = start(CALL, environment, tmp_path)
     wait_for_calls(log_of(tmp_path))
     assert wait_until(lambda: sleeps(program.pid))
-    started = time.monotonic()
     program.send_signal(signal.SIGINT)
     _, err = program.communicate(timeout=60)
     assert program.returncode == -signal.SIGINT and "KeyboardInterrupt" in err, (program.returncode, err)
-    assert all_end([host]) and time.monotonic() - started < 15
+    assert all_end([host])
 
 
 def test_ctrl_c_in_a_block_closes_the_engine(environment: dict[str, str], tmp_path: Path) -> None:
@@ -74,7 +73,7 @@ def test_ctrl_c_in_a_block_closes_the_engine(environment: dict[str, str], tmp_pa
     assert Path(environment["CLOSED"]).read_text() == "closed "
 
 
-@pytest.mark.parametrize("behaviour", ["", "concurrent"])
+@pytest.mark.parametrize("behaviour", ["", pytest.param("concurrent", marks=pytest.mark.nightly)])
 def test_a_program_that_is_killed_takes_its_host_along(
     environment: dict[str, str], tmp_path: Path, behaviour: str
 ) -> None:
@@ -82,10 +81,12 @@ def test_a_program_that_is_killed_takes_its_host_along(
     wait_for_calls(log_of(tmp_path))
     program.kill()
     program.communicate(timeout=60)
-    assert wait_until(lambda: not group(host), 15), "the host outlives its program"
+    assert wait_until(lambda: not group(host)), "the host outlives its program"
     assert Path(environment["CLOSED"]).read_text() == "closed "
 
 
+# `fleet/test_fleet_ending.py` does the same to one of two hosts.
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux wakes a process whose parent ends")
 def test_a_host_that_is_stopped_when_its_program_is_killed_ends_with_it(
     environment: dict[str, str], tmp_path: Path
@@ -97,7 +98,7 @@ def test_a_host_that_is_stopped_when_its_program_is_killed_ends_with_it(
     program.kill()
     program.communicate(timeout=60)
     try:
-        assert wait_until(lambda: not group(host), 15), "the host outlives its program"
+        assert wait_until(lambda: not group(host)), "the host outlives its program"
     finally:
         for pid in group(host):
             os.kill(pid, signal.SIGKILL)
@@ -113,7 +114,7 @@ def test_a_program_that_is_killed_while_the_engine_opens_takes_its_host_along(
     (host,) = [int(pid) for pid in Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()]
     program.kill()
     program.wait()
-    assert wait_until(lambda: not runs(host), 15)
+    assert wait_until(lambda: not runs(host))
 
 
 def test_a_program_that_forgets_to_close_leaves_nothing(environment: dict[str, str], tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ except corelm.errors.EngineError:
     program, host = start(part, environment, tmp_path, "parent")
     _, err = program.communicate(timeout=60)
     assert program.returncode == 0, err
-    assert wait_until(lambda: not group(host), 15)
+    assert wait_until(lambda: not group(host))
 
 
 def test_a_fork_leaves_the_host_alone(environment: dict[str, str], tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ time.sleep(60)
     fork = int(read_line(program))
     program.kill()
     try:
-        assert wait_until(lambda: not group(host), 15)
+        assert wait_until(lambda: not group(host))
     finally:
         os.kill(fork, signal.SIGKILL)
         program.communicate()

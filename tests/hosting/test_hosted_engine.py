@@ -6,7 +6,6 @@ import gc
 import math
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,8 +80,9 @@ def test_tokens_stream_as_they_are_sampled(toy_host: Backend) -> None:
 
 def test_gradients_stay_in_the_process(toy: Backend, toy_host: Backend) -> None:
     assert toy.capabilities.gradients and not toy_host.capabilities.gradients
-    with pytest.raises(CapabilityError, match="gradients"):
+    with pytest.raises(CapabilityError) as lack:
         toy_host.score_logprobs([[1, 2]], grad=True)
+    assert lack.value.capability == "gradients"
 
 
 def test_every_hook_is_carried_or_has_a_reason_not_to_be() -> None:
@@ -122,62 +122,65 @@ def test_the_tokenizer_answers_like_the_engines_own(toy: Backend, toy_host: Back
     assert dict(there(["Hi", "there"])) == dict(here(["Hi", "there"]))
     assert there.eos_token_id == here.eos_token_id
     assert hasattr(there, "chat_template") == hasattr(here, "chat_template")
-    with pytest.raises(AttributeError, match="no_such_thing"):
+    with pytest.raises(AttributeError):
         there.no_such_thing  # noqa: B018
     assert not hasattr(there, "_private") and "HostedTokenizer" in repr(there)
 
 
-def test_a_chat_template_that_is_set_here_is_used_there(tiny_model: Path) -> None:
-    with corelm.get_backend("transformers", tiny_model, python=sys.executable) as backend:
-        backend.tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
-        policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 1})
+def test_a_chat_template_that_is_set_here_is_used_there(model_host: Backend) -> None:
+    tokenizer = model_host.tokenizer
+    before = tokenizer.chat_template
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    try:
+        policy = LLMPolicy(model_host, sampling_params={"max_new_tokens": 1})
         result = policy(TensorDict(history=History.from_chats([[{"role": "user", "content": "a"}]])), seed=0)
-        assert result["text"].prompt[0] == "<a>"
-        assert backend.tokenizer.convert_tokens_to_ids("<|im_end|>") == backend.tokenizer.eos_token_id
+    finally:
+        tokenizer.chat_template = before
+    assert result["text"].prompt[0] == "<a>"
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id
 
 
-def test_adapters_cross_to_the_engine(tiny_model: Path) -> None:
+def test_adapters_cross_to_the_engine(model_host: Backend, tiny_model: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
     row, (state, config) = [5, 6, 7, 8, 9], lora(model)
-    with corelm.get_backend("transformers", tiny_model, python=sys.executable, dtype="float32") as backend:
-        backend.load_adapter("policy", state, config=config)
-        found = {name: backend.score_logprobs([row], adapter=name) for name in ("policy", False)}
-        with pytest.raises(InvalidRequestError, match="size mismatch"):
-            backend.load_adapter("policy", state, config={**config, "r": 4})
+    model_host.load_adapter("policy", state, config=config)
+    found = {name: model_host.score_logprobs([row], adapter=name) for name in ("policy", False)}
+    with pytest.raises(InvalidRequestError, match="size mismatch"):
+        model_host.load_adapter("policy", state, config={**config, "r": 4})
+    model_host.unload_adapter("policy")
     assert found["policy"].weight_versions == ("0+policy@1",)
     oracle.close(found[False].logprobs.values, oracle.logprobs(model, row))
     oracle.close(found["policy"].logprobs.values, oracle.logprobs(merged(model, state), row))
 
 
-def test_an_update_reaches_an_engine_that_is_sampling(tiny_model: Path) -> None:
+def test_an_update_reaches_an_engine_that_is_sampling(model_host: Backend, tiny_model: Path) -> None:
     """The answer is long enough that it is still being sampled when the update comes, after its first token."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
     new = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    options = {"dtype": "float32", "recompute_kv_on_update": True}
-    with corelm.get_backend("transformers", tiny_model, python=sys.executable, **options) as backend:
-        assert backend.capabilities.updates_in_flight
-        with backend.stream([[5, 6, 7]], {"max_new_tokens": 200, "ignore_eos": True}) as stream:
-            next(stream)
-            assert backend.update_weights(new, "zeros", when="now") == "zeros"
-            list(stream)
-        made = stream.result
-        assert made is not None and made.version_runs is not None, "the update has waited for the answer"
-        ((_, (version, first)),) = made.version_runs
-        assert version == "zeros" and 0 < first < 200
-        assert made.logprobs is not None
-        # With weights of 0 every id is equally probable.
-        flat = torch.full((200 - first,), -math.log(backend.capabilities.vocab_size))
-        torch.testing.assert_close(made.logprobs.values[first:], flat, rtol=0, atol=1e-4)
-        before = oracle.answer_logprobs(model, [5, 6, 7], made.ids.tolist()[0])[:first]
-        torch.testing.assert_close(made.logprobs.values[:first], before, rtol=0, atol=1e-4)
-        assert backend.generate([[5]], {"max_new_tokens": 2}).weight_versions == ("zeros",)
+    assert model_host.capabilities.updates_in_flight
+    with model_host.stream([[5, 6, 7]], {"max_new_tokens": 200, "ignore_eos": True}) as stream:
+        next(stream)
+        assert model_host.update_weights(new, "zeros", when="now") == "zeros"
+        list(stream)
+    made = stream.result
+    assert made is not None and made.version_runs is not None, "the update has waited for the answer"
+    ((_, (version, first)),) = made.version_runs
+    assert version == "zeros" and 0 < first < 200
+    assert made.logprobs is not None
+    # With weights of 0 every id is equally probable.
+    flat = torch.full((200 - first,), -math.log(model_host.capabilities.vocab_size))
+    torch.testing.assert_close(made.logprobs.values[first:], flat, rtol=0, atol=1e-4)
+    before = oracle.answer_logprobs(model, [5, 6, 7], made.ids.tolist()[0])[:first]
+    torch.testing.assert_close(made.logprobs.values[:first], before, rtol=0, atol=1e-4)
+    assert model_host.generate([[5]], {"max_new_tokens": 2}).weight_versions == ("zeros",)
+    model_host.update_weights(model.state_dict(), "0")
 
 
 # Failures -------------------------------------------------------------------------------------------------------------
 
 
-def test_failures_are_those_of_the_engine(obedient: Open) -> None:
-    backend = obedient()
+def test_failures_are_those_of_the_engine(steady: Backend) -> None:
+    backend = steady
     with pytest.raises(EngineError, match="hook generate: ValueError: no such luck") as failure:
         backend.generate([[1]], {"max_new_tokens": 2})
     assert isinstance(failure.value.__cause__, ValueError)
@@ -186,31 +189,26 @@ def test_failures_are_those_of_the_engine(obedient: Open) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         backend.generate([[2]], {"max_new_tokens": 2})
     assert (refusal.value.field, refusal.value.problems) == ("prompts", {0: "odd"})
-    with pytest.raises(EngineError, match="one and two"):
+    with pytest.raises(EngineError):
         backend.generate([[3]], {"max_new_tokens": 2})
     with pytest.raises(EngineError, match="SystemExit: an engine gave up"):
         backend.generate([[7]], {"max_new_tokens": 2})
     assert len(backend.generate([[20]], {"max_new_tokens": 2}).ids) == 1
 
 
-def test_a_timeout_is_one_and_the_engine_lives(obedient: Open) -> None:
+def test_one_call_at_a_time_enters_the_engine(steady: Backend) -> None:
+    with pytest.raises(BackendTimeoutError):
+        steady.generate([[9]], {"max_new_tokens": 2}, timeout=0.1)
+    # The host still works on the first call. It would refuse a second one at once.
+    futures = [steady.submit_generate([[20 + n]], {"max_new_tokens": 2}) for n in range(8)]
+    assert [len(future.result(30).ids) for future in futures] == [1] * 8
+
+
+def test_timeouts_aborts_and_cancels_reach_the_engine(obedient: Open) -> None:
     backend = obedient("concurrent")
     with pytest.raises(BackendTimeoutError, match="too slow"):
         backend.generate([[6]], {"max_new_tokens": 2}, timeout=0.2)
     assert len(backend.generate([[20]], {"max_new_tokens": 2}).ids) == 1
-
-
-def test_one_call_at_a_time_enters_the_engine(obedient: Open) -> None:
-    backend = obedient()
-    with pytest.raises(BackendTimeoutError):
-        backend.generate([[9]], {"max_new_tokens": 2}, timeout=0.1)
-    # The host still works on the first call. It would refuse a second one at once.
-    futures = [backend.submit_generate([[20 + n]], {"max_new_tokens": 2}) for n in range(8)]
-    assert [len(future.result(30).ids) for future in futures] == [1] * 8
-
-
-def test_abort_and_cancel_reach_the_engine(obedient: Open) -> None:
-    backend = obedient("concurrent")
     log = backend.engine.plugin.host.log
     future = backend.submit_generate([[5]], {"max_new_tokens": 2}, request_ids=["a"])
     wait_for_calls(log)
@@ -218,33 +216,37 @@ def test_abort_and_cancel_reach_the_engine(obedient: Open) -> None:
     assert len(future.result(10).ids) == 1
     future = backend.submit_generate([[5]], {"max_new_tokens": 2})
     wait_for_calls(log, 2)
-    started = time.monotonic()
     future.cancel()
     backend.close()
-    assert time.monotonic() - started < 10
 
 
-def test_health_answers_while_a_call_runs(obedient: Open) -> None:
-    backend = obedient()
-    future = backend.submit_generate([[5]], {"max_new_tokens": 2}, request_ids=["a"])
-    log = backend.engine.plugin.host.log
-    wait_for_calls(log)
-    assert backend.health() and not future.done()
-    assert "asked for its health" in log.read_text()
-    backend.abort(["a"])
+def test_health_answers_while_a_call_runs(steady: Backend) -> None:
+    log = steady.engine.plugin.host.log
+    before = log.read_text()
+    future = steady.submit_generate([[5]], {"max_new_tokens": 2}, request_ids=["a"])
+    wait_for_calls(log, before.count("in a call") + 1)
+    assert steady.health() and not future.done()
+    assert log.read_text().count("asked for its health") > before.count("asked for its health")
+    steady.abort(["a"])
     assert len(future.result(10).ids) == 1
 
 
-def test_new_weights_reach_the_engine(obedient: Open) -> None:
-    backend = obedient()
+def test_new_weights_reach_the_engine(steady: Backend) -> None:
+    backend = steady
     table = ToyBackend.open().model.table.detach().clone()
     table[:] = 0.0
     table[:, 65] = 50.0
     assert backend.update_weights({"table": table}, "forty") == "forty"
     assert backend.generate([[20]], {"max_new_tokens": 3, "temperature": 0.0}).ids.tolist() == [[65, 65, 65]]
-    with pytest.raises(CapabilityError, match="no paths"):
+    with pytest.raises(CapabilityError) as lack:
         backend.update_weights("/nowhere")
+    assert lack.value.capability == "update_weights"
     assert backend.weight_version == "forty"
+    with pytest.raises(InvalidRequestError) as refusal:
+        backend.update_weights({"table": torch.eye(3).to_sparse()})
+    assert refusal.value.field == "weights" and "'table'" in str(refusal.value)
+    assert backend.weight_version == "forty"
+    assert len(backend.generate([[20]], {"max_new_tokens": 2}).ids) == 1
 
 
 def test_callers_share_a_host_through_a_batcher(toy: Backend, toy_host: Backend) -> None:
@@ -266,33 +268,32 @@ def test_callers_share_a_host_through_a_batcher(toy: Backend, toy_host: Backend)
 # The process ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("order", "signal"), [(4, "SIGKILL"), (10, "SIGSEGV")])
-def test_a_host_that_dies_fails_all_callers_at_once(obedient: Open, order: int, signal: str) -> None:
+@pytest.mark.parametrize(("order", "signal"), [(4, "SIGKILL"), pytest.param(10, "SIGSEGV", marks=pytest.mark.nightly)])
+def test_a_host_that_dies_fails_all_callers_at_once(obedient: Open, order: int, signal: str, logs: Path) -> None:
     backend = obedient("concurrent")
     waiting = [backend.submit_generate([[5]], {"max_new_tokens": 2}) for _ in range(4)]
     wait_for_calls(backend.engine.plugin.host.log, 4)
-    started = time.monotonic()
     with pytest.raises(EngineError, match=signal) as failure:
         backend.generate([[order]], {"max_new_tokens": 2})
     assert failure.value.usable is False
     if order == 4:
         assert "about to die" in str(failure.value), "the end of the log is missing"
+    (log,) = logs.iterdir()
+    assert str(log) in str(failure.value)
     for future in waiting:
         with pytest.raises(EngineError, match=signal):
             future.result(5)
-    assert time.monotonic() - started < 15
     assert not backend.health()
     with pytest.raises(EngineError, match=signal):
         backend.generate([[20]], {"max_new_tokens": 2})
     backend.close()
+    assert log.exists(), "the error names the log"
 
 
 def test_a_host_that_is_stopped_is_given_up_at_the_timeout(obedient: Open) -> None:
     backend = obedient("concurrent")
-    started = time.monotonic()
     with pytest.raises(BackendTimeoutError):
         backend.generate([[8]], {"max_new_tokens": 2}, timeout=1.0)
-    assert time.monotonic() - started < 15
     backend.engine.plugin.host.kill()
     with pytest.raises(EngineError):
         backend.generate([[20]], {"max_new_tokens": 2})
@@ -300,13 +301,15 @@ def test_a_host_that_is_stopped_is_given_up_at_the_timeout(obedient: Open) -> No
 
 def test_close_closes_the_engine_and_leaves_nothing(obedient: Open, environment: dict[str, str]) -> None:
     backend = obedient()
-    host = backend.engine.plugin.host
+    host, tokenizer = backend.engine.plugin.host, backend.tokenizer
     assert Path(f"/proc/{host.pid}").exists() and host.log.exists()
     backend.close()
     assert not Path(f"/proc/{host.pid}").exists() and not host.log.exists()
     assert Path(environment["CLOSED"]).read_text() == "closed "
     with pytest.raises(BackendClosedError):
         backend.generate([[20]])
+    with pytest.raises(EngineError, match="the backend is closed"):
+        len(tokenizer)
 
 
 def test_a_backend_that_is_dropped_leaves_nothing(obedient: Open, environment: dict[str, str]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import corelm
+from corelm import Backend
 
 
-@pytest.fixture(scope="module")
-def there(tiny_model: Path) -> Iterator[Any]:
-    with corelm.get_backend("transformers", tiny_model, python=sys.executable) as backend:
-        yield backend.tokenizer
+@pytest.fixture
+def there(model_host: Backend) -> Any:
+    return model_host.tokenizer
 
 
 @pytest.fixture
@@ -53,7 +50,7 @@ def test_calls_return_what_the_tokenizer_returns(here: Any, there: Any) -> None:
 
 def test_it_is_neither_copied_nor_pickled(there: Any) -> None:
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        with pytest.raises(TypeError):
             duplicate(there)
 
 

@@ -161,11 +161,11 @@ def check_same(case: str, body: bytes) -> Any:
 
 
 @each_case
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", " : ")], ids=["none", "spaces", "lines"])
-def test_a_right_reply_has_the_same_result(case: str, separators: tuple[str, str]) -> None:
-    body = json.dumps(CASES[case][0](), separators=separators).encode()
-    _, logprobs, errors, (_, cached) = check_same(case, body)
-    assert not errors and any(logprobs[0]) and cached == ((1,) if "answer" in case else None)
+def test_a_right_reply_has_the_same_result(case: str) -> None:
+    for separators in ((",", ":"), (", ", ": "), (" ,\n", " : ")):
+        body = json.dumps(CASES[case][0](), separators=separators).encode()
+        _, logprobs, errors, (_, cached) = check_same(case, body)
+        assert not errors and any(logprobs[0]) and cached == ((1,) if "answer" in case else None), separators
 
 
 def test_right_replies_take_the_compact_form() -> None:
@@ -236,14 +236,13 @@ def test_any_numbers_have_the_same_outcome(case: str, data: st.DataObject) -> No
     check_same(case, json.dumps(reply).encode())
 
 
+NO_REPLIES = [b"", b" ", b"7", b"[]", b"{}", b"\xff", b'{"error": {"message": "no"}}', b"[" * 200_000]
+
+
 @each_case
-@pytest.mark.parametrize(
-    "body",
-    [b"", b" ", b"7", b"[]", b"{}", b"\xff", b'{"error": {"message": "no"}}', b"[" * 200_000, b'{"choices": [{}, {}]}'],
-    ids=lambda body: repr(body[:12]),
-)
-def test_a_body_that_is_no_reply_has_the_same_outcome(case: str, body: bytes) -> None:
-    check_same(case, body)
+def test_a_body_that_is_no_reply_has_the_same_outcome(case: str) -> None:
+    for body in (*NO_REPLIES, b'{"choices": [{}, {}]}'):
+        check_same(case, body)
 
 
 def test_labels_and_keys_may_be_written_in_any_way() -> None:
@@ -305,10 +304,10 @@ def test_a_client_drops_what_is_cut_off_and_the_reply_to_another_request(case: s
     assert outcome(parse, lambda _: entry, b"") == outcome(parse, decoded, own.encode())
 
 
-@pytest.mark.parametrize("module", ["vllm_backend.replies", "sglang_backend.replies"])
-def test_without_msgspec_replies_are_decoded_plainly(module: str) -> None:
+def test_without_msgspec_replies_are_decoded_plainly() -> None:
     code = (
         "import sys; sys.modules['msgspec'] = None\n"
-        f"from corelm.support import decoded\nfrom {module} import decode\nassert decode is decoded"
+        "from corelm.support import decoded\nfrom vllm_backend import replies as one\n"
+        "from sglang_backend import replies as other\nassert one.decode is other.decode is decoded"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

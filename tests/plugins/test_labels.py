@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from toy_backend import ToyBackend
 
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, SamplingParams
 from corelm.support import RowFailure
+from helpers.cases import case
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 from sglang_backend import protocol as sglang
 from transformers_backend import TransformersBackend
@@ -38,42 +39,44 @@ def sglang_server(request: GenerateRequest) -> GenerateResult:
     return sglang.generation_result(request, [LOST], info)
 
 
+@cache
+def engines() -> dict[str, Any]:
+    opened = TransformersBackend.open(tiny_model(), tokenizer=tiny_tokenizer())
+    return {"transformers": opened, "toy": ToyBackend.open()}
+
+
 def transformers(request: GenerateRequest) -> GenerateResult:
-    return TransformersBackend.open(tiny_model(), tokenizer=tiny_tokenizer()).generate(request)
+    return engines()["transformers"].generate(request)
 
 
 def toy(request: GenerateRequest) -> GenerateResult:
-    return ToyBackend.open().generate(request)
+    return engines()["toy"].generate(request)
 
 
-@pytest.mark.parametrize("logprobs", ["none", "raw", "processed"])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {},
-        {"temperature": 0.0},
-        {"temperature": 0.5},
-        {"temperature": 0.5, "top_p": 0.9},
-        {"top_k": 3},
-        {"min_new_tokens": 2},
-        {"presence_penalty": 0.5, "repetition_penalty": 1.2},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("engine", [vllm_in_process, vllm_over_http, sglang_server, transformers, toy])
-def test_every_engine_labels_sampled_log_probs_as_core_does(
-    engine: Callable[[GenerateRequest], GenerateResult], sampling: dict[str, Any], logprobs: Any
-):
-    label = Provenance.label(logprobs, SamplingParams(**sampling))
-    result = engine(generation(logprobs, **sampling))
-    assert {"mode": result.mode, "temperature": result.temperature, "support": result.support} == label
+def test_every_engine_labels_sampled_log_probs_as_core_does():
+    for engine, sampling, logprobs in itertools.product(
+        [vllm_in_process, vllm_over_http, sglang_server, transformers, toy],
+        [
+            {},
+            {"temperature": 0.0},
+            {"temperature": 0.5},
+            {"temperature": 0.5, "top_p": 0.9},
+            {"top_k": 3},
+            {"min_new_tokens": 2},
+            {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+        ],
+        ["none", "raw", "processed"],
+    ):
+        with case(engine, sampling, logprobs):
+            label = Provenance.label(logprobs, SamplingParams(**sampling))
+            result = engine(generation(logprobs, **sampling))
+            assert {"mode": result.mode, "temperature": result.temperature, "support": result.support} == label
 
 
-@pytest.mark.parametrize("engine", [vllm_in_process, vllm_over_http, sglang_server])
-def test_engine_kwargs_make_the_support_truncated_on_every_engine_that_takes_them(
-    engine: Callable[[GenerateRequest], GenerateResult],
-):
-    assert engine(generation("processed", engine_kwargs={"logit_bias": {"3": 1.0}})).support == "truncated"
+def test_engine_kwargs_make_the_support_truncated_on_every_engine_that_takes_them():
+    for engine in [vllm_in_process, vllm_over_http, sglang_server]:
+        with case(engine):
+            assert engine(generation("processed", engine_kwargs={"logit_bias": {"3": 1.0}})).support == "truncated"
 
 
 def generation(logprobs: Any, **sampling: Any) -> GenerateRequest:

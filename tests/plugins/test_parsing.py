@@ -6,6 +6,7 @@ Each defect is put into the middle of a reply that is right otherwise, next to r
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import random
@@ -18,6 +19,7 @@ import torch
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult
 from corelm.support import Decode, decoded
+from helpers.cases import case
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend import protocol as sglang
 from sglang_backend import replies as sglang_replies
@@ -160,29 +162,29 @@ PROMPT_DEFECTS: dict[str, Defect] = {
 
 
 @COMPACT
-@pytest.mark.parametrize("ranked", [False, True], ids=["", "ranked"])
-@pytest.mark.parametrize("defect", PROMPT_DEFECTS)
-def test_vllm_scores_are_what_a_plain_loop_reads(defect: str, ranked: bool, compact: bool) -> None:
-    decode = vllm_replies.decode if compact else decoded
-    request = scoring()
-    payloads = vllm.scoring_requests(request)
-    replies, lists = [], []
-    for row, (ids, values) in enumerate(ROWS):
-        positions: list[Any] = [None]
-        for token, value in zip(ids[1:-1], values, strict=False):
-            best = {"1": {"logprob": -0.1, "rank": 1}} if ranked else {}
-            positions.append({str(token): {"logprob": value, "rank": 3}, **best})
-        if row == 1:
-            PROMPT_DEFECTS[defect](positions)
-        last = {
-            "tokens": ["token_id:7"],
-            "token_logprobs": [-0.4],
-            "top_logprobs": [{f"token_id:{ids[-1]}": -0.5, "token_id:7": -0.4}],
-        }
-        choice = {"finish_reason": "length", "token_ids": [7], "logprobs": last, "prompt_logprobs": positions}
-        replies.append(sent({"choices": [choice]}, decode))
-        lists.append(sent(positions))
-    check(vllm.scoring_result(request, payloads, replies, VLLM), lists, vllm_plain)
+def test_vllm_scores_are_what_a_plain_loop_reads(compact: bool) -> None:
+    for defect, ranked in itertools.product(PROMPT_DEFECTS, [False, True]):
+        with case(defect, ranked):
+            decode = vllm_replies.decode if compact else decoded
+            request = scoring()
+            payloads = vllm.scoring_requests(request)
+            replies, lists = [], []
+            for row, (ids, values) in enumerate(ROWS):
+                positions: list[Any] = [None]
+                for token, value in zip(ids[1:-1], values, strict=False):
+                    best = {"1": {"logprob": -0.1, "rank": 1}} if ranked else {}
+                    positions.append({str(token): {"logprob": value, "rank": 3}, **best})
+                if row == 1:
+                    PROMPT_DEFECTS[defect](positions)
+                last = {
+                    "tokens": ["token_id:7"],
+                    "token_logprobs": [-0.4],
+                    "top_logprobs": [{f"token_id:{ids[-1]}": -0.5, "token_id:7": -0.4}],
+                }
+                choice = {"finish_reason": "length", "token_ids": [7], "logprobs": last, "prompt_logprobs": positions}
+                replies.append(sent({"choices": [choice]}, decode))
+                lists.append(sent(positions))
+            check(vllm.scoring_result(request, payloads, replies, VLLM), lists, vllm_plain)
 
 
 LABEL_DEFECTS: dict[str, Defect] = {
@@ -200,25 +202,28 @@ LABEL_DEFECTS: dict[str, Defect] = {
 
 
 @COMPACT
-@pytest.mark.parametrize("defect", LABEL_DEFECTS)
-def test_vllm_labels_are_compared_with_every_id(defect: str, compact: bool) -> None:
-    decode = vllm_replies.decode if compact else decoded
-    request = generating()
-    payloads = vllm.generation_requests(request, VLLM)
-    replies, lists = [], []
-    for row, (ids, values) in enumerate(ROWS):
-        tokens = [f"token_id:{token}" for token in ids]
-        if row == 1:
-            LABEL_DEFECTS[defect](tokens)
-        logprobs = {"tokens": tokens, "token_logprobs": values}
-        replies.append(sent({"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}]}, decode))
-        lists.append((tokens, values))
+def test_vllm_labels_are_compared_with_every_id(compact: bool) -> None:
+    for defect in LABEL_DEFECTS:
+        with case(defect):
+            decode = vllm_replies.decode if compact else decoded
+            request = generating()
+            payloads = vllm.generation_requests(request, VLLM)
+            replies, lists = [], []
+            for row, (ids, values) in enumerate(ROWS):
+                tokens = [f"token_id:{token}" for token in ids]
+                if row == 1:
+                    LABEL_DEFECTS[defect](tokens)
+                logprobs = {"tokens": tokens, "token_logprobs": values}
+                replies.append(
+                    sent({"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}]}, decode)
+                )
+                lists.append((tokens, values))
 
-    def plain(ids: list[int], entry: Any) -> Any:
-        right = entry[0] == [f"token_id:{token}" for token in ids]
-        return entry[1] if right else "its log-probs are not labelled with the ids of its tokens"
+            def plain(ids: list[int], entry: Any) -> Any:
+                right = entry[0] == [f"token_id:{token}" for token in ids]
+                return entry[1] if right else "its log-probs are not labelled with the ids of its tokens"
 
-    check(vllm.generation_result(request, payloads, replies, VLLM), lists, plain)
+            check(vllm.generation_result(request, payloads, replies, VLLM), lists, plain)
 
 
 def test_vllm_names_the_first_stop_id_that_an_answer_goes_on_after() -> None:
@@ -271,33 +276,34 @@ def sglang_plain(name: str, first: int) -> Callable[[list[int], list[Any]], Any]
 
 
 @COMPACT
-@pytest.mark.parametrize("last", [False, True], ids=["", "with-the-last-id"])
-@pytest.mark.parametrize("defect", ENTRY_DEFECTS)
-@pytest.mark.parametrize("work", ["generating", "scoring"])
-def test_sglang_entries_are_what_a_plain_loop_reads(work: str, defect: str, last: bool, compact: bool) -> None:
-    decode = sglang_replies.decode if compact else decoded
-    rows = copy.deepcopy(ROWS)
-    if last:
-        # Its prompts have this id as 0, so that the quick comparison fails for a row that is right.
-        rows[1][0][MIDDLE + 3] = VOCAB - 1
-    replies, lists = [], []
-    for row, (ids, values) in enumerate(rows):
-        entries: list[Any] = [[value, token % (VOCAB - 1), None] for value, token in zip(values, ids, strict=True)]
-        if work == "scoring":
-            entries[0][0] = None
-        if row == 1:
-            ENTRY_DEFECTS[defect](entries)
-        meta = {"finish_reason": {"type": "length"}, "weight_version": "default"}
-        name = "output_token_logprobs" if work == "generating" else "input_token_logprobs"
-        replies.append(sent({"output_ids": ids, "meta_info": {**meta, name: entries}}, decode))
-        lists.append(sent(entries))
-    if work == "generating":
-        result: Any = sglang.generation_result(generating(), replies, SGLANG)
-        plain = sglang_plain("output_token_logprobs", 0)
-    else:
-        result = sglang.scoring_result(scoring(rows), replies, SGLANG)
-        plain = sglang_plain("input_token_logprobs", 1)
-    check(result, lists, plain, rows)
+def test_sglang_entries_are_what_a_plain_loop_reads(compact: bool) -> None:
+    for work, defect, last in itertools.product(["generating", "scoring"], ENTRY_DEFECTS, [False, True]):
+        with case(work, defect, last):
+            decode = sglang_replies.decode if compact else decoded
+            rows = copy.deepcopy(ROWS)
+            if last:
+                # Its prompts have this id as 0, so that the quick comparison fails for a row that is right.
+                rows[1][0][MIDDLE + 3] = VOCAB - 1
+            replies, lists = [], []
+            for row, (ids, values) in enumerate(rows):
+                entries: list[Any] = [
+                    [value, token % (VOCAB - 1), None] for value, token in zip(values, ids, strict=True)
+                ]
+                if work == "scoring":
+                    entries[0][0] = None
+                if row == 1:
+                    ENTRY_DEFECTS[defect](entries)
+                meta = {"finish_reason": {"type": "length"}, "weight_version": "default"}
+                name = "output_token_logprobs" if work == "generating" else "input_token_logprobs"
+                replies.append(sent({"output_ids": ids, "meta_info": {**meta, name: entries}}, decode))
+                lists.append(sent(entries))
+            if work == "generating":
+                result: Any = sglang.generation_result(generating(), replies, SGLANG)
+                plain = sglang_plain("output_token_logprobs", 0)
+            else:
+                result = sglang.scoring_result(scoring(rows), replies, SGLANG)
+                plain = sglang_plain("input_token_logprobs", 1)
+            check(result, lists, plain, rows)
 
 
 def test_sglang_cuts_an_answer_after_the_first_of_its_stop_ids() -> None:

@@ -11,6 +11,7 @@ from corelm import Backend, hookimpl
 from corelm.batching import DynamicBatcher
 from corelm.spec import GenerateRequest, GenerateResult
 from corelm.wrappers import Timing
+from helpers.cases import case
 from helpers.fakes import SHORT, Fake
 
 
@@ -29,15 +30,16 @@ def cached(timing: Timing, **capabilities: Any) -> Backend:
     return Backend.from_plugin(Caching(**capabilities), "caching", wrappers=[timing])
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_hits_are_a_share_of_the_prompts_of_which_the_engine_says_so(native: bool) -> None:
-    timing = Timing()
-    backend = cached(timing, native_samples=native)
-    result = backend.generate([[1, 3, 4, 5], [1], [3, 4]], {**SHORT, "num_samples": 2})
-    assert result.cached_tokens == (3, 3, None, None, 1, 1)
-    made = timing.summary().hooks["generate"]
-    assert (made.cached_tokens, made.cache_hits) == (8, pytest.approx(8 / 12))
-    assert "67% of them cached" in repr(timing.summary())
+def test_hits_are_a_share_of_the_prompts_of_which_the_engine_says_so() -> None:
+    for native in [False, True]:
+        with case(native):
+            timing = Timing()
+            backend = cached(timing, native_samples=native)
+            result = backend.generate([[1, 3, 4, 5], [1], [3, 4]], {**SHORT, "num_samples": 2})
+            assert result.cached_tokens == (3, 3, None, None, 1, 1)
+            made = timing.summary().hooks["generate"]
+            assert (made.cached_tokens, made.cache_hits) == (8, pytest.approx(8 / 12))
+            assert "67% of them cached" in repr(timing.summary())
 
 
 def test_rows_that_are_left_out_have_no_count() -> None:

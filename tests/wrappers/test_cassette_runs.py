@@ -52,6 +52,7 @@ def grpo_run(path: Path, sampler: Backend, reference: Backend, lr: float = 2e-3)
     return model.state_dict(), reported
 
 
+@pytest.mark.nightly
 def test_a_grpo_run_replays_to_identical_weights(demo_model: Path, tmp_path: Path) -> None:
     def engine(name: str) -> Backend:
         return recorded(tmp_path / name, "transformers", demo_model, dtype="float32")

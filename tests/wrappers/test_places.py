@@ -8,6 +8,9 @@ from typing import Any
 from toy_backend import ToyBackend
 
 import corelm
+from corelm import Backend
+from corelm.fleet.fleet import FleetEngine
+from corelm.fleet.replica import Member
 from corelm.wrappers import ObservedCall, Observer, Timing
 
 PROMPTS = [[72, 105], [65], [66], [67, 68, 69]]
@@ -40,7 +43,8 @@ def test_an_engine_in_another_process_is_measured_here() -> None:
 
 def test_a_fleet_is_one_engine_with_all_rows_in_one_call() -> None:
     timing, names = Timing(), Names()
-    with corelm.get_backend("toy", python=sys.executable, replicas=2, wrappers=[timing, names]) as fleet:
+    members = [Member(name, ToyBackend.open) for name in ("a", "b")]
+    with Backend.from_plugin(FleetEngine(members), "toy", wrappers=[timing, names]) as fleet:
         # The canaries of the replicas have asked them, and are not the user's calls.
         assert timing.summary().hooks == {}
         fleet.generate(PROMPTS, SAMPLING)

@@ -6,22 +6,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import corelm
 from corelm.serving import ServerThread
 
-#: What the server samples while it is tried is random, and must not change what is found.
-OPENED = 5
 #: Answers to each prompt.
 SAMPLES = 48
 
 
-def test_a_server_of_core_is_recognised_every_time_and_scores_as_the_model_does(tiny_model: Path) -> None:
+# What the server samples while it is tried is random, and must not change what is found.
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.nightly)])
+def test_a_server_of_core_is_recognised_every_time_and_scores_as_the_model_does(tiny_model: Path, times: int) -> None:
     with corelm.get_backend("transformers", str(tiny_model), dtype="float32") as engine, ServerThread(engine) as server:
         options = {"base_url": server.url, "api_key": server.api_key, "tokenizer": str(tiny_model)}
-        for _ in range(OPENED):
+        for _ in range(times):
             with corelm.get_backend("openai", **options) as backend:
                 found = backend.capabilities
                 assert found.score and found.generation_modes == {"raw"}
@@ -31,9 +32,6 @@ def test_a_server_of_core_is_recognised_every_time_and_scores_as_the_model_does(
                 scores, ids = backend.score_logprobs(rows).logprobs.values, rows.values
         # Trying a server out is no conversation.
         assert server.sessions is not None and server.sessions.ids() == ()
-        with corelm.get_backend("openai", **options) as backend:
-            backend.generate(rows, {"max_new_tokens": 2})
-        assert len(server.sessions.ids()) == 1
     torch.testing.assert_close(scores[1:], plain_scores(tiny_model, ids)[1:], atol=1e-4, rtol=0)
 
 
@@ -48,6 +46,7 @@ def test_every_sampled_id_is_known_whatever_its_text(tiny_model: Path) -> None:
             assert backend.capabilities.vocab_size == engine.capabilities.vocab_size > len(backend.tokenizer)
             rows = backend.tokenize(prompts).ids
             batch = backend.generate(rows, sampling)
+            assert server.sessions is not None and server.sessions.ids()
             texts = [backend.tokenizer.decode([token]) for token in batch.ids.values.tolist()]
     assert "error" not in batch.finish_reasons and batch.errors is None
     # Parts of characters, and ids without an entry in the tokenizer, of which the model has 331.

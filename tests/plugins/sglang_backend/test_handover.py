@@ -107,7 +107,7 @@ def test_a_state_dict_is_handed_over_to_each_rank(launched: Backend, fake: Any, 
 
 def test_an_update_that_fails_is_ended(launched: Backend, fake: Any) -> None:
     updates = Updates(fake, refuse="/update_weights_from_tensor")
-    with pytest.raises(EngineError, match="refused /update_weights_from_tensor"):
+    with pytest.raises(EngineError):
         launched.update_weights(tiny_model(seed=1).state_dict(), version="7")
     assert updates.paths == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
     assert launched.weight_version == "1"

@@ -15,6 +15,7 @@ import torch
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest
 from corelm.support import ABORTED, PartialReply
+from helpers.cases import case
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend.capabilities import ServerInfo
 from sglang_backend.protocol import generation_result, is_reply_to, scoring_result
@@ -102,10 +103,11 @@ def test_an_abort_that_the_caller_did_not_ask_for_is_an_error(info):
     assert result.finish_reasons == ("error",) and "not by this client" in (result.errors or ("",))[0]
 
 
-@pytest.mark.parametrize("ids", [[5, 6], [5], []])
-def test_an_answer_that_is_shorter_than_its_finish_reason_says_is_an_error(info, ids):
-    assert result_of(info, reply(ids, "length"), max_new_tokens=3).finish_reasons == ("error",)
-    assert result_of(info, reply(ids, "stop"), frozenset({9}), stop=("nowhere",)).finish_reasons == ("error",)
+def test_an_answer_that_is_shorter_than_its_finish_reason_says_is_an_error(info):
+    for ids in [[5, 6], [5], []]:
+        with case(ids):
+            assert result_of(info, reply(ids, "length"), max_new_tokens=3).finish_reasons == ("error",)
+            assert result_of(info, reply(ids, "stop"), frozenset({9}), stop=("nowhere",)).finish_reasons == ("error",)
 
 
 def test_an_answer_that_stops_before_min_new_tokens_is_an_error(info):
@@ -114,17 +116,19 @@ def test_an_answer_that_stops_before_min_new_tokens_is_an_error(info):
     assert result_of(info, reply([5, 9], "stop"), stop, min_new_tokens=3).finish_reasons == ("error",)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5, 10**400, -9999.0, False, "-1.5", None])
-def test_a_log_prob_that_is_none_is_an_error(info, value):
-    entry = reply([5, 6, 7])
-    entry["meta_info"]["output_token_logprobs"][1][0] = value
-    result = result_of(info, entry, max_new_tokens=3)
-    assert result.finish_reasons == ("error",) and "log-prob at position 1" in (result.errors or ("",))[0]
+def test_a_log_prob_that_is_none_is_an_error(info):
+    for value in [math.nan, math.inf, -math.inf, 0.5, 10**400, -9999.0, False, "-1.5", None]:
+        with case(value):
+            entry = reply([5, 6, 7])
+            entry["meta_info"]["output_token_logprobs"][1][0] = value
+            result = result_of(info, entry, max_new_tokens=3)
+            assert result.finish_reasons == ("error",) and "log-prob at position 1" in (result.errors or ("",))[0]
 
 
-@pytest.mark.parametrize("token", [-1, VOCAB, 2**70, 6.0, "6", True, None, math.inf])
-def test_an_id_that_is_none_is_an_error(info, token):
-    assert result_of(info, reply([5, token, 7]), max_new_tokens=3).finish_reasons == ("error",)
+def test_an_id_that_is_none_is_an_error(info):
+    for token in [-1, VOCAB, 2**70, 6.0, "6", True, None, math.inf]:
+        with case(token):
+            assert result_of(info, reply([5, token, 7]), max_new_tokens=3).finish_reasons == ("error",)
 
 
 def test_more_tokens_than_were_asked_for_are_an_error(info):
@@ -201,9 +205,8 @@ def test_the_most_probable_ids_are_the_same_from_lists_and_from_arrays(info):
         assert result.logprobs.tolist() == [[0.0, -2.0, -1.0, -0.125]]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_arrays_that_do_not_fit_are_an_error_of_their_row(info):
+    for fields, message in [
         (arrays(shape=[3, 2]), "leave out return_argmax=True"),
         (arrays(shape=[2, 1]), "leave out return_argmax=True"),
         (arrays(null_prefix=0), "leave out return_argmax=True"),
@@ -216,8 +219,7 @@ def test_the_most_probable_ids_are_the_same_from_lists_and_from_arrays(info):
         (arrays(best=[9, 7, VOCAB]), "outside the vocabulary"),
         (arrays(values=[math.nan, -1.0, -0.125]), "log-prob at position 0 is nan"),
         (arrays(values=[-3.0, -1.0, -0.125]), "names id 9 with the log-prob -3"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_an_error_of_their_row(info, fields, message):
-    result = scored(info, **fields)
-    assert message in result.errors[0] and result.scored.tolist() == [[False] * 4]
+    ]:
+        with case(fields, message):
+            result = scored(info, **fields)
+            assert message in result.errors[0] and result.scored.tolist() == [[False] * 4]

@@ -8,6 +8,7 @@ import pytest
 
 from corelm import SamplingParams
 from corelm.errors import CapabilityError, InvalidRequestError
+from helpers.cases import case
 from helpers.tiny_models import tiny_tokenizer
 from sglang_backend.sampling import parameters, safe_stops
 
@@ -83,19 +84,17 @@ def test_greedy_decoding_sends_no_truncation():
     assert (found["temperature"], found["top_k"], found["top_p"], found["min_p"]) == (0.0, -1, 1.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("stop_ids", "ignored", "ids"),
-    [
+def test_the_server_looks_for_stop_ids_only_if_eos_is_one_of_them():
+    for stop_ids, ignored, ids in [
         (frozenset({2}), False, [2]),
         (frozenset({2, 7}), False, [2, 7]),
         # EOS does not end these answers, so the server may not look for it.
         (frozenset({7}), True, []),
         (frozenset(), True, []),
-    ],
-)
-def test_the_server_looks_for_stop_ids_only_if_eos_is_one_of_them(stop_ids, ignored, ids):
-    found = sent_parameters(stop_ids)
-    assert (found["ignore_eos"], found["stop_token_ids"]) == (ignored, ids)
+    ]:
+        with case(stop_ids, ignored, ids):
+            found = sent_parameters(stop_ids)
+            assert (found["ignore_eos"], found["stop_token_ids"]) == (ignored, ids)
 
 
 def test_stop_strings_are_held_back_or_limited_where_the_server_requires_it():
@@ -103,12 +102,13 @@ def test_stop_strings_are_held_back_or_limited_where_the_server_requires_it():
     assert len(sent_parameters(stop=tuple(map(str, range(99))))["stop"]) == 32
 
 
-@pytest.mark.parametrize("stop", ["im_end", "<", ">", "e", "\n<|im", "|>\n", "<|im_end|>", "a<|im_end|>b"])
-def test_a_stop_string_that_may_share_characters_with_a_special_token_is_not_sent(stop):
+def test_a_stop_string_that_may_share_characters_with_a_special_token_is_not_sent():
     """SGLang would find it in a text that shows special tokens."""
-    assert "<|im_end|>" in tiny_tokenizer().all_special_tokens
-    assert sent_parameters(stop=(stop, "\n\n"))["stop"] == ["\n\n"]
-    assert sent_parameters(stop=(stop, "\n\n"), skip_special_tokens=False)["stop"] == [stop, "\n\n"]
+    for stop in ["im_end", "<", ">", "e", "\n<|im", "|>\n", "<|im_end|>", "a<|im_end|>b"]:
+        with case(stop):
+            assert "<|im_end|>" in tiny_tokenizer().all_special_tokens
+            assert sent_parameters(stop=(stop, "\n\n"))["stop"] == ["\n\n"]
+            assert sent_parameters(stop=(stop, "\n\n"), skip_special_tokens=False)["stop"] == [stop, "\n\n"]
 
 
 def test_min_new_tokens_is_sent_only_if_an_id_ends_the_answer():
@@ -116,17 +116,15 @@ def test_min_new_tokens_is_sent_only_if_an_id_ends_the_answer():
     assert sent_parameters(min_new_tokens=3)["min_new_tokens"] == 3
 
 
-@pytest.mark.parametrize(
-    ("stop_ids", "sampling", "capability"),
-    [
+def test_parameters_that_would_give_another_distribution_are_refused():
+    for stop_ids, sampling, capability in [
         (EOS, {"top_k": 5, "top_p": 0.9}, "top_p"),
         (frozenset({7}), {"min_new_tokens": 2}, "min_new_tokens"),
-    ],
-)
-def test_parameters_that_would_give_another_distribution_are_refused(stop_ids, sampling, capability):
-    with pytest.raises(CapabilityError) as caught:
-        sent_parameters(stop_ids, **sampling)
-    assert caught.value.capability == capability
+    ]:
+        with case(stop_ids, sampling, capability):
+            with pytest.raises(CapabilityError) as caught:
+                sent_parameters(stop_ids, **sampling)
+            assert caught.value.capability == capability
 
 
 def test_a_temperature_that_would_become_greedy_is_refused():
@@ -140,8 +138,9 @@ def test_engine_kwargs_are_passed_on():
     assert sent_parameters(engine_kwargs={"regex": "[ab]*"})["regex"] == "[ab]*"
 
 
-@pytest.mark.parametrize("name", ["temperature", "n", "max_tokens", "sampling_seed", "stop_regex", "beam_width"])
-def test_engine_kwargs_that_corelm_sets_are_refused(name):
-    with pytest.raises(InvalidRequestError) as caught:
-        sent_parameters(engine_kwargs={name: 1})
-    assert caught.value.field == "engine_kwargs"
+def test_engine_kwargs_that_corelm_sets_are_refused():
+    for name in ["temperature", "n", "max_tokens", "sampling_seed", "stop_regex", "beam_width"]:
+        with case(name):
+            with pytest.raises(InvalidRequestError) as caught:
+                sent_parameters(engine_kwargs={name: 1})
+            assert caught.value.field == "engine_kwargs"

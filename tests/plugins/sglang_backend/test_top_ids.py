@@ -11,6 +11,7 @@ import torch
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams, ScoreRequest, ScoreResult
 from corelm.support import Deadline, HttpClient
+from helpers.cases import case
 from helpers.tiny_models import VOCAB
 from sglang_backend.capabilities import ModelHints, read_server
 
@@ -79,13 +80,12 @@ def test_a_server_without_log_probs_of_answers_has_no_most_probable_ids_of_them(
     assert found.top_logprobs == 0 and found.score_top_k == VOCAB
 
 
-@pytest.mark.parametrize(("logprobs", "temperature"), [("raw", 1.0), ("processed", 0.5), ("raw", 0.0)])
-def test_answers_have_the_most_probable_ids_of_the_distribution_of_their_log_probs(
-    backend, fake, logprobs, temperature
-):
-    found = generated(backend, 3, logprobs, temperature=temperature)
-    check(found, previous(PROMPTS, found.ids.tolist()), fake, 3, temperature or 1.0)
-    assert found.top_ids.lengths.tolist() == found.ids.lengths.tolist() == [4, 4]
+def test_answers_have_the_most_probable_ids_of_the_distribution_of_their_log_probs(backend, fake):
+    for logprobs, temperature in [("raw", 1.0), ("processed", 0.5), ("raw", 0.0)]:
+        with case(logprobs, temperature):
+            found = generated(backend, 3, logprobs, temperature=temperature)
+            check(found, previous(PROMPTS, found.ids.tolist()), fake, 3, temperature or 1.0)
+            assert found.top_ids.lengths.tolist() == found.ids.lengths.tolist() == [4, 4]
 
 
 def test_an_answer_that_is_cut_has_no_most_probable_ids_behind_its_end(backend, fake):
@@ -163,11 +163,12 @@ SPOILT: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("defect", SPOILT)
-def test_most_probable_ids_that_do_not_fit_are_an_error(backend, fake, defect):
-    fake.spoil, message = SPOILT[defect]
-    found = generated(backend, 3)
-    assert found.finish_reasons == ("error", "error") and all(message in error for error in found.errors)
+def test_most_probable_ids_that_do_not_fit_are_an_error(backend, fake):
+    for defect in SPOILT:
+        with case(defect):
+            fake.spoil, message = SPOILT[defect]
+            found = generated(backend, 3)
+            assert found.finish_reasons == ("error", "error") and all(message in error for error in found.errors)
 
 
 def test_an_id_that_is_there_twice_is_an_error(backend, fake):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import corelm
 from corelm.errors import InvalidRequestError
 from helpers.fake_vllm import PROMPTS, SAMPLING, VOCAB, FakeVLLM
 from helpers.http_server import FaultServer, Request, reset
+from helpers.processes import wait_until
 from helpers.tiny_models import tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"tokenizer": tiny_tokenizer(), "vocab_size": VOCAB, "max_retries": 0}
@@ -40,10 +40,8 @@ def test_two_servers_answer_as_one_also_if_one_fails_for_a_while() -> None:
             fakes[1].fault = fault
             assert fleet.generate(PROMPTS, SAMPLING).ids.tolist() == expected.ids.tolist()
             fakes[1].fault = lambda request: None
-            end = time.monotonic() + 20
-            while {each.state for each in fleet.engine.plugin.status()} != {"healthy"}:
-                assert time.monotonic() < end, fleet.engine.plugin.status()
-                time.sleep(0.05)
+            status = fleet.engine.plugin.status
+            assert wait_until(lambda: {each.state for each in status()} == {"healthy"}), status()
             assert fleet.generate(PROMPTS, SAMPLING).ids.tolist() == expected.ids.tolist()
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
+from helpers.cases import case
 from vllm_backend.handover import GpuHandover
 
 
@@ -77,8 +77,7 @@ def test_small_tensors_share_a_buffer() -> None:
     assert handle == {"GPU-0": (1 << 28,)}
 
 
-@pytest.mark.parametrize(
-    ("uuids", "why"), [(["GPU-0", "GPU-1"], "2 workers"), (["GPU-7"], "not visible to this process")]
-)
-def test_other_engines_need_a_file(uuids: list[str], why: str) -> None:
-    assert why in GpuHandover(FakeWorkers(*uuids), pack, devices=["GPU-0", "GPU-1"]).obstacle()
+def test_other_engines_need_a_file() -> None:
+    for uuids, why in [(["GPU-0", "GPU-1"], "2 workers"), (["GPU-7"], "not visible to this process")]:
+        with case(uuids, why):
+            assert why in GpuHandover(FakeWorkers(*uuids), pack, devices=["GPU-0", "GPU-1"]).obstacle()

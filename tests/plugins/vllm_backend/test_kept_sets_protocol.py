@@ -14,6 +14,7 @@ from corelm import SamplingParams
 from corelm.errors import InvalidRequestError
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult, TokenSets
 from corelm.support import RowError
+from helpers.cases import case
 from vllm_backend import VLLMBackend
 from vllm_backend.kept_sets_protocol import EXTENSION, PROCESSOR, engine_arguments, parameters, rows_of, works
 
@@ -38,14 +39,14 @@ def test_vllm_is_told_not_to_truncate_and_the_workers_are() -> None:
 def test_the_processor_is_the_last_one_and_a_workers_extension_of_the_callers_is_refused() -> None:
     found = engine_arguments({"logits_processors": ["a:B"]})
     assert found == {"logits_processors": ["a:B", PROCESSOR], "worker_extension_cls": EXTENSION}
-    with pytest.raises(InvalidRequestError, match="leave one of them out"):
+    with pytest.raises(InvalidRequestError):
         engine_arguments({"worker_extension_cls": "a.B"})
 
 
-@pytest.mark.parametrize("options", [{"return_support": 1}, {"return_support": True, "base_url": "http://localhost:1"}])
-def test_the_option_is_true_or_false_and_belongs_to_an_engine_in_this_process(options: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="return_support"):
-        VLLMBackend.open(None if "base_url" in options else "a-model", **options)
+def test_the_option_is_true_or_false_and_belongs_to_an_engine_in_this_process() -> None:
+    for options in [{"return_support": 1}, {"return_support": True, "base_url": "http://localhost:1"}]:
+        with case(options), pytest.raises(InvalidRequestError):
+            VLLMBackend.open(None if "base_url" in options else "a-model", **options)
 
 
 def test_rows_come_from_the_worker_that_samples() -> None:

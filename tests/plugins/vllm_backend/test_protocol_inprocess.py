@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -10,11 +11,11 @@ from itertools import accumulate, chain
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import pytest
 import torch
 
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
+from helpers.cases import case
 from helpers.half_characters import Pieces
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow
@@ -78,15 +79,15 @@ INFO = ModelInfo(Capabilities(vocab_size=512, max_context=64), tokenizer=None, c
 RAW, GREEDY = request(), request("processed", temperature=0.0)
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
-@pytest.mark.parametrize("asked", [RAW, GREEDY], ids=["raw", "greedy-processed"])
-def test_a_log_prob_that_is_none_fails_its_row_alone(asked: GenerateRequest, value: float) -> None:
-    good = output([8, 9], [-1.0, -2.0])
-    result = generation_result(asked, [good, output([8, 9], [-1.0, value]), good], INFO)
-    assert result.finish_reasons == ("length", "error", "length") and result.ids.lengths.tolist() == [2, 0, 2]
-    assert "position 1" in (result.errors or ("", ""))[1]
-    kept = [-1.0, -2.0] if asked is RAW else [0.0, 0.0]
-    assert result.logprobs is not None and result.logprobs.tolist() == [kept, [], kept]
+def test_a_log_prob_that_is_none_fails_its_row_alone() -> None:
+    for asked, value in itertools.product([RAW, GREEDY], [math.nan, -math.inf, math.inf, 0.5]):
+        with case(asked, value):
+            good = output([8, 9], [-1.0, -2.0])
+            result = generation_result(asked, [good, output([8, 9], [-1.0, value]), good], INFO)
+            assert result.finish_reasons == ("length", "error", "length") and result.ids.lengths.tolist() == [2, 0, 2]
+            assert "position 1" in (result.errors or ("", ""))[1]
+            kept = [-1.0, -2.0] if asked is RAW else [0.0, 0.0]
+            assert result.logprobs is not None and result.logprobs.tolist() == [kept, [], kept]
 
 
 def test_a_row_that_fails_after_an_update_in_flight_has_the_runs_of_no_tokens() -> None:
@@ -108,12 +109,17 @@ def test_a_row_that_fails_after_an_update_in_flight_has_the_runs_of_no_tokens() 
     assert result.version_runs == ((("old", 0), ("new", 1)), (("old", 0),))
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_score_that_is_none_fails_its_row_alone(value: float) -> None:
-    rows = {n: output([3, 7 + n], [-9.0, -1.0], prompt=[0.0, found]) for n, found in enumerate((value, -2.0))}
-    result = scoring_result(scoring(return_argmax=False), rows, INFO)
-    assert result.scored.tolist() == [[False] * 3, [False, True, True]] and result.logprobs.tolist()[1] == [0, -2, -1]
-    assert result.errors is not None and [bool(error) for error in result.errors] == [True, False]
+def test_a_score_that_is_none_fails_its_row_alone() -> None:
+    for value in [math.nan, -math.inf]:
+        with case(value):
+            rows = {n: output([3, 7 + n], [-9.0, -1.0], prompt=[0.0, found]) for n, found in enumerate((value, -2.0))}
+            result = scoring_result(scoring(return_argmax=False), rows, INFO)
+            assert result.scored.tolist() == [[False] * 3, [False, True, True]] and result.logprobs.tolist()[1] == [
+                0,
+                -2,
+                -1,
+            ]
+            assert result.errors is not None and [bool(error) for error in result.errors] == [True, False]
 
 
 def test_the_most_probable_ids_are_the_second_candidates_and_the_sampled_token() -> None:
@@ -124,31 +130,29 @@ def test_the_most_probable_ids_are_the_second_candidates_and_the_sampled_token()
     assert scoring_result(scoring(return_argmax=False), rows, INFO).argmax is None
 
 
-@pytest.mark.parametrize(
-    ("last", "prompt", "message"),
-    [
+def test_an_id_that_is_not_the_most_probable_one_fails_its_row_alone() -> None:
+    for last, prompt, message in [
         ([(3, -0.7), (7, -2.0)], [(6, -1.5)], "did not return the most probable ids"),
         ([(3, -0.7), (7, -2.0)], [(6, -0.5), (9, -0.9)], "id 9 .* at position 0, but id 6 has -0.5"),
         # The tokens are not sampled from the model's own distribution.
         ([(3, -0.7), (7, -0.6)], [(6, -1.5), (9, -0.3)], "id 3 .* at position 1, but id 7 has -0.6"),
         ([(3, -0.7), (7, -2.0)], [(6, -1.5), (9, math.nan)], "log-prob at position 0 is nan"),
-    ],
-)
-def test_an_id_that_is_not_the_most_probable_one_fails_its_row_alone(last: Any, prompt: Any, message: str) -> None:
-    rows = {0: scored(last, prompt), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
-    result = scoring_result(scoring(return_argmax=True), rows, INFO)
-    assert result.argmax is not None and result.argmax.tolist() == [[-1] * 3, [-1, 6, 8]]
-    assert result.errors is not None and re.search(message, result.errors[0]) and not result.errors[1]
+    ]:
+        with case(last, prompt, message):
+            rows = {0: scored(last, prompt), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
+            result = scoring_result(scoring(return_argmax=True), rows, INFO)
+            assert result.argmax is not None and result.argmax.tolist() == [[-1] * 3, [-1, 6, 8]]
+            assert result.errors is not None and re.search(message, result.errors[0]) and not result.errors[1]
 
 
-@pytest.mark.parametrize("last", [[(3, -0.7)], [(3, -0.7), (4, -0.9)]], ids=["one-candidate", "another-id"])
-@pytest.mark.parametrize("return_argmax", [False, True])
-def test_a_row_whose_last_id_vllm_did_not_score_fails_alone(last: Candidates, return_argmax: bool) -> None:
+def test_a_row_whose_last_id_vllm_did_not_score_fails_alone() -> None:
     """A step with drafted tokens was seen to ignore `logprob_token_ids`."""
-    rows = {0: scored(last, [(6, -1.5), (9, -0.3)]), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
-    result = scoring_result(scoring(return_argmax), rows, INFO)
-    assert result.scored.tolist() == [[False] * 3, [False, True, True]]
-    assert result.errors is not None and "log-prob of id 7" in result.errors[0] and not result.errors[1]
+    for return_argmax, last in itertools.product([False, True], [[(3, -0.7)], [(3, -0.7), (4, -0.9)]]):
+        with case(return_argmax, last):
+            rows = {0: scored(last, [(6, -1.5), (9, -0.3)]), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
+            result = scoring_result(scoring(return_argmax), rows, INFO)
+            assert result.scored.tolist() == [[False] * 3, [False, True, True]]
+            assert result.errors is not None and "log-prob of id 7" in result.errors[0] and not result.errors[1]
 
 
 def test_with_speculative_decoding_every_score_is_one_of_the_prompt() -> None:

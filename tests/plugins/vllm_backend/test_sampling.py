@@ -10,6 +10,7 @@ import pytest
 from corelm import SamplingParams
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, Ragged
+from helpers.cases import case
 from vllm_backend.sampling import HONOURED, check_raw, parameters
 
 
@@ -58,25 +59,27 @@ def test_greedy_decoding_has_no_seed() -> None:
     assert translated(temperature=0.0)["seed"] is None
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 0.005, 0.00999])
-def test_a_temperature_that_vllm_would_raise_is_refused(temperature: float) -> None:
-    with pytest.raises(InvalidRequestError, match=r"0\.01") as caught:
-        translated(temperature=temperature)
-    assert caught.value.field == "temperature"
-    assert translated(temperature=0.01)["temperature"] == 0.01
+def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
+    for temperature in [1e-6, 0.005, 0.00999]:
+        with case(temperature):
+            with pytest.raises(InvalidRequestError) as caught:
+                translated(temperature=temperature)
+            assert caught.value.field == "temperature"
+            assert translated(temperature=0.01)["temperature"] == 0.01
 
 
 def test_min_p_and_top_p_together_are_refused() -> None:
-    with pytest.raises(CapabilityError, match="top_p first") as caught:
+    with pytest.raises(CapabilityError) as caught:
         translated(min_p=0.1, top_p=0.9)
     assert caught.value.capability == "min_p"
 
 
-@pytest.mark.parametrize("name", ["temperature", "n", "max_tokens", "min_tokens", "seed", "logprobs", "stream"])
-def test_engine_kwargs_that_repeat_a_parameter_are_refused(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=name) as caught:
-        translated(engine_kwargs={name: 1})
-    assert caught.value.field == "engine_kwargs"
+def test_engine_kwargs_that_repeat_a_parameter_are_refused() -> None:
+    for name in ["temperature", "n", "max_tokens", "min_tokens", "seed", "logprobs", "stream"]:
+        with case(name):
+            with pytest.raises(InvalidRequestError) as caught:
+                translated(engine_kwargs={name: 1})
+            assert caught.value.field == "engine_kwargs"
 
 
 def test_ranges_that_are_narrower_than_corelms() -> None:
@@ -84,11 +87,12 @@ def test_ranges_that_are_narrower_than_corelms() -> None:
     assert spans == {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "response_format", "extra_args", "vllm_xargs", "a_new_field"])
-def test_raw_log_probs_that_a_field_may_change_are_refused(name: str) -> None:
-    for logprobs, refused in (("raw", True), ("processed", False), ("none", False)):
-        with pytest.raises(CapabilityError, match=name) if refused else nullcontext():
-            check_raw(request(logprobs, {name: {}}))
+def test_raw_log_probs_that_a_field_may_change_are_refused() -> None:
+    for name in ["structured_outputs", "response_format", "extra_args", "vllm_xargs", "a_new_field"]:
+        with case(name):
+            for logprobs, refused in (("raw", True), ("processed", False), ("none", False)):
+                with pytest.raises(CapabilityError) if refused else nullcontext():
+                    check_raw(request(logprobs, {name: {}}))
 
 
 def test_raw_log_probs_under_fields_that_leave_them_alone() -> None:
@@ -96,11 +100,12 @@ def test_raw_log_probs_under_fields_that_leave_them_alone() -> None:
     check_raw(request("raw", {}))
 
 
-@pytest.mark.parametrize("bias", [{"three": 1.0}, {3: "much"}, {3: None}, [3, 1.0], 3])
-def test_a_malformed_logit_bias_is_refused(bias: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="logit_bias") as caught:
-        translated(engine_kwargs={"logit_bias": bias})
-    assert caught.value.field == "engine_kwargs"
+def test_a_malformed_logit_bias_is_refused() -> None:
+    for bias in [{"three": 1.0}, {3: "much"}, {3: None}, [3, 1.0], 3]:
+        with case(bias):
+            with pytest.raises(InvalidRequestError) as caught:
+                translated(engine_kwargs={"logit_bias": bias})
+            assert caught.value.field == "engine_kwargs"
 
 
 def request(logprobs: Any, engine_kwargs: dict[str, Any]) -> GenerateRequest:

@@ -196,7 +196,7 @@ def test_a_server_without_sleep_mode_does_not_sleep(fake: FakeVLLM, connect: Con
     routes = SleepRoutes(fake, enabled=False)
     if info is not None:
         routes.info = info
-    with pytest.raises(CapabilityError, match="lacks sleep_levels"):
+    with pytest.raises(CapabilityError):
         connect().sleep()
     assert routes.calls == []
 
@@ -217,7 +217,7 @@ def test_a_server_that_refused_to_sleep_is_resumed_after_an_update(fake: FakeVLL
         return refused if request.path.startswith("/sleep") else routes(request)
 
     fake.fault = refuse
-    with pytest.raises(InvalidRequestError, match="no such mode"):
+    with pytest.raises(InvalidRequestError):
         backend.sleep()
     backend.weights_changed()
     assert routes.calls[-1] == "/resume"

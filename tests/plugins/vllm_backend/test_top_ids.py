@@ -15,6 +15,7 @@ import torch
 from corelm import SamplingParams
 from corelm.spec import AbortRequest, GenerateRequest, Ragged, ScoreRequest
 from corelm.support import RowError
+from helpers.cases import case
 from helpers.fake_vllm import PROMPTS, VOCAB, Connect, FakeVLLM, next_logprobs
 from helpers.http_server import FaultServer, held, json_reply
 from helpers.processes import wait_until
@@ -53,9 +54,8 @@ def scoring(k: int, rows: list[list[int]]) -> ScoreRequest:
 # What is asked for ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
+def test_one_candidate_more_shows_whether_truncation_left_any() -> None:
+    for given, expected in [
         (request(0), 0),
         (request(5), 5),
         (request(5, top_k=5), 5),
@@ -65,10 +65,9 @@ def scoring(k: int, rows: list[list[int]]) -> ScoreRequest:
         (request(5, "processed", min_new_tokens=2), 6),
         (request(5, "processed", temperature=0.0), 0),
         (request(5, temperature=0.0), 5),
-    ],
-)
-def test_one_candidate_more_shows_whether_truncation_left_any(given: GenerateRequest, expected: int) -> None:
-    assert wanted(given, 20) == expected
+    ]:
+        with case(given, expected):
+            assert wanted(given, 20) == expected
 
 
 def test_the_limit_of_an_engine_is_at_most_its_vocabulary() -> None:
@@ -93,20 +92,16 @@ def test_ids_without_a_probability_are_left_out_and_the_tail_is_exact() -> None:
     assert of([[1, 0]], [[math.log(0.6), math.log(0.4 - 1e-9)]], 2, vocab_size=2).tail.tolist() == [-INF]
 
 
-@pytest.mark.parametrize(
-    "logprobs",
-    [[-0.5, math.nan], [math.nan, -1.0], [-1.0, -0.5], [0.5, -1.0], [-INF, -INF], [-INF, -1.0]],
-    ids=["nan", "nan-first", "ascending", "above-0", "nothing", "nothing-first"],
-)
-def test_candidates_that_are_no_log_probs_in_order_are_refused(logprobs: list[float]) -> None:
-    with pytest.raises(RowError, match="not log-probs, or not in order"):
-        of([[4, 2]], [logprobs], 2)
+def test_candidates_that_are_no_log_probs_in_order_are_refused() -> None:
+    for logprobs in [[-0.5, math.nan], [math.nan, -1.0], [-1.0, -0.5], [0.5, -1.0], [-INF, -INF], [-INF, -1.0]]:
+        with case(logprobs), pytest.raises(RowError):
+            of([[4, 2]], [logprobs], 2)
 
 
-@pytest.mark.parametrize("token", [-1, 9])
-def test_a_candidate_outside_the_vocabulary_is_refused(token: int) -> None:
-    with pytest.raises(RowError, match="outside the vocabulary, which has 9 ids"):
-        of([[4, token]], [[-0.5, -1.0]], 2)
+def test_a_candidate_outside_the_vocabulary_is_refused() -> None:
+    for token in [-1, 9]:
+        with case(token), pytest.raises(RowError, match="outside the vocabulary, which has 9 ids"):
+            of([[4, token]], [[-0.5, -1.0]], 2)
 
 
 def flat(*positions: list[tuple[int, float]]) -> Any:
@@ -116,17 +111,14 @@ def flat(*positions: list[tuple[int, float]]) -> Any:
     return SimpleNamespace(token_ids=ids, logprobs=values, start_indices=[0, *ends[:-1]], end_indices=ends)
 
 
-@pytest.mark.parametrize(
-    "position",
-    [[(3, -0.5), (0, -INF)], [(3, -0.5)], [(3, -0.5), (7, -0.9), (8, -1.0)]],
-    ids=["not-the-most-probable", "too-few", "too-many"],
-)
-def test_a_position_without_its_candidates_is_refused(position: list[tuple[int, float]]) -> None:
+def test_a_position_without_its_candidates_is_refused() -> None:
     """The first is what vLLM's V1 runner returns in a step with a request that names ids."""
-    good = [(3, -0.5), (3, -0.5)]
-    assert flat_candidates(flat(good, good), 0, 2, 1)[0].tolist() == [[3], [3]]
-    with pytest.raises(RowError, match="did not return the 1 most probable ids"):
-        flat_candidates(flat(good, position), 0, 2, 1)
+    for position in [[(3, -0.5), (0, -INF)], [(3, -0.5)], [(3, -0.5), (7, -0.9), (8, -1.0)]]:
+        with case(position):
+            good = [(3, -0.5), (3, -0.5)]
+            assert flat_candidates(flat(good, good), 0, 2, 1)[0].tolist() == [[3], [3]]
+            with pytest.raises(RowError):
+                flat_candidates(flat(good, position), 0, 2, 1)
 
 
 def test_named_candidates_are_sorted_and_the_token_that_is_one_too_many_is_left_out() -> None:
@@ -145,16 +137,15 @@ def expected(row: list[int], k: int) -> tuple[list[int], list[float]]:
     return best, [logprobs[token] for token in best]
 
 
-@pytest.mark.parametrize(("most", "declared"), [(0, 0), (1, 1), (5, 5), (20, 20), (333, 333), (10_000, VOCAB)])
-def test_how_many_candidates_a_server_returns_is_found_out(
-    connect: Connect, fake: FakeVLLM, most: int, declared: int
-) -> None:
-    fake.max_logprobs = most
-    capabilities = connect(logprobs_mode="raw").capabilities
-    assert (capabilities.top_logprobs, capabilities.score_top_k, capabilities.argmax) == (
-        *(declared, declared),
-        declared > 0,
-    )
+def test_how_many_candidates_a_server_returns_is_found_out(connect: Connect, fake: FakeVLLM) -> None:
+    for most, declared in [(0, 0), (1, 1), (5, 5), (20, 20), (333, 333), (10_000, VOCAB)]:
+        with case(most, declared):
+            fake.max_logprobs = most
+            capabilities = connect(logprobs_mode="raw").capabilities
+            assert (capabilities.top_logprobs, capabilities.score_top_k, capabilities.argmax) == (
+                *(declared, declared),
+                declared > 0,
+            )
 
 
 def test_answers_come_with_their_most_probable_ids(connect: Connect) -> None:

@@ -10,6 +10,7 @@ import pytest
 from corelm import SamplingParams
 from corelm.spec import GenerateRequest, Ragged, WeightUpdate
 from corelm.support import RowError
+from helpers.cases import case
 from vllm_backend.versions import label_of, runs_of
 
 
@@ -31,9 +32,8 @@ def spans(*parts: tuple[str, int, int]) -> list[Any]:
     return [SimpleNamespace(version=version, start=start, end=end) for version, start, end in parts]
 
 
-@pytest.mark.parametrize(
-    ("given", "count", "expected"),
-    [
+def test_labels_of_later_updates_are_new_versions() -> None:
+    for given, count, expected in [
         ([("default", 0, 4)], 4, (("mine", 0),)),
         ([("2:other", 0, 4)], 4, (("mine", 0),)),
         ([("2:other", 0, 1), ("3:new", 1, 4)], 4, (("mine", 0), ("new", 1))),
@@ -44,19 +44,16 @@ def spans(*parts: tuple[str, int, int]) -> list[Any]:
         ([("1:older", 0, 1), ("2:other", 1, 4)], 4, (("mine", 0),)),
         ([], 0, (("mine", 0),)),
         (None, 0, (("mine", 0),)),
-    ],
-)
-def test_labels_of_later_updates_are_new_versions(given: Any, count: int, expected: Any) -> None:
-    found = runs_of(None if given is None else spans(*given), request(), count)
-    assert found == expected
+    ]:
+        with case(given, count, expected):
+            found = runs_of(None if given is None else spans(*given), request(), count)
+            assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "token"), [(None, 0), ([("default", 0, 2)], 2), ([("default", 0, 1), ("3:new", 2, 4)], 1)]
-)
-def test_a_token_without_a_label_fails_the_row(given: Any, token: int) -> None:
-    with pytest.raises(RowError, match=f"which weights sampled token {token} of the answer"):
-        runs_of(None if given is None else spans(*given), request(), 4)
+def test_a_token_without_a_label_fails_the_row() -> None:
+    for given, token in [(None, 0), ([("default", 0, 2)], 2), ([("default", 0, 1), ("3:new", 2, 4)], 1)]:
+        with case(given, token), pytest.raises(RowError, match=f"which weights sampled token {token} of the answer"):
+            runs_of(None if given is None else spans(*given), request(), 4)
 
 
 def test_the_label_names_the_update() -> None:

