@@ -317,6 +317,15 @@ def test_an_answer_that_failed_is_reported_or_skipped():
         silent.generate([[1]], {"num_samples": 2, **SHORT})
 
 
+def test_the_first_position_that_was_asked_for_has_to_be_scored():
+    def bend(batch):
+        scored = batch.scored.with_values(batch.scored.values & (batch.scored.positions != 2))
+        return replace(batch, scored=scored, logprobs=scored.with_values(batch.logprobs.values * scored.values))
+
+    with pytest.raises(EngineError, match="row 0: not every position asked for was scored"):
+        fake(bend).score_logprobs([[1, 3, 4, 5]], score_from=[2])
+
+
 def test_a_sequence_that_failed_is_reported_or_skipped():
     def bend(batch):
         values = batch.logprobs.values.clone()

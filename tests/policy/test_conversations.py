@@ -111,6 +111,15 @@ def test_a_turn_that_has_ended_is_continued_without_its_eos(backend):
     assert prompts[0].tolist() == prompts[1].tolist() and prompts[0].tolist()[-len(turn) :] == turn
 
 
+def test_of_a_prompt_that_is_cut_on_the_left_the_same_tokens_are_the_assistants(backend):
+    said = [*chat("x" * 600), {"role": "assistant", "content": "hello"}, *chat("Hi")]
+    out = policy_of(backend, truncation="left")(TensorDict(history=History.from_chats([said])))
+    prompt = out["tokens"].prompt[0]
+    assert len(prompt) == backend.capabilities.max_context - SAMPLING["max_new_tokens"]
+    marked = prompt[out["masks"].all_assistant_mask[0][: len(prompt)]].tolist()
+    assert marked == [*b"hello", *backend.eos_token_ids]
+
+
 def test_of_a_prompt_only_earlier_answers_are_the_assistants_and_not_what_a_tool_said(backend):
     policy = policy_of(backend)
     first = policy(TensorDict(history=History.from_chats([chat("Hi"), chat("What is 2 + 3?")])), seed=1)
