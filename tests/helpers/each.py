@@ -1,10 +1,11 @@
-"""`each`: many cases in one test. `examples`: how many examples hypothesis draws."""
+"""`each` and `case`: many cases in one test. `examples`: how many examples hypothesis draws."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -41,6 +42,16 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
         return run
 
     return decorate
+
+
+@contextmanager
+def case(*values: object) -> Iterator[None]:
+    """Add the values of a case to the report of a failure within, where a loop in the test goes through the cases."""
+    try:
+        yield
+    except (Exception, pytest.fail.Exception) as error:
+        error.add_note(f"case: {', '.join(map(repr, values))}"[:500])
+        raise
 
 
 def examples(number: int) -> int:

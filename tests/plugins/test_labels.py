@@ -13,7 +13,7 @@ from toy_backend import ToyBackend
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, SamplingParams
 from corelm.support import RowFailure
-from helpers.cases import case
+from helpers.each import case
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 from sglang_backend import protocol as sglang
 from transformers_backend import TransformersBackend

@@ -11,7 +11,7 @@ from corelm import Backend, hookimpl
 from corelm.batching import DynamicBatcher
 from corelm.spec import GenerateRequest, GenerateResult
 from corelm.wrappers import Timing
-from helpers.cases import case
+from helpers.each import case
 from helpers.fakes import SHORT, Fake
 
 

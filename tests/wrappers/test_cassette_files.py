@@ -21,8 +21,8 @@ from corelm.errors import CassetteError, InvalidRequestError, NotRecordedError
 from corelm.spec import Capabilities
 from corelm.wrappers import CassetteRecorder
 from corelm.wrappers.cassette_file import is_complete
-from helpers.cases import case
 from helpers.cassettes import calls_of, recorded, replayed
+from helpers.each import case
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 ROWS, SEEDED = [[65, 66], [67]], {"max_new_tokens": 4, "seed": 7}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from corelm.wrappers.histogram import Histogram
-from helpers.cases import case
+from helpers.each import case
 
 
 def test_quantiles_are_within_one_percent_of_those_of_all_values() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import corelm
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
-from helpers.cases import case
+from helpers.each import case
 from helpers.http_server import drip, json_reply
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend.launch import command_line

@@ -15,7 +15,7 @@ import torch
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest
 from corelm.support import ABORTED, PartialReply
-from helpers.cases import case
+from helpers.each import case
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend.capabilities import ServerInfo
 from sglang_backend.protocol import generation_result, is_reply_to, scoring_result

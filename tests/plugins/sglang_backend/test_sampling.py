@@ -8,7 +8,7 @@ import pytest
 
 from corelm import SamplingParams
 from corelm.errors import CapabilityError, InvalidRequestError
-from helpers.cases import case
+from helpers.each import case
 from helpers.tiny_models import tiny_tokenizer
 from sglang_backend.sampling import parameters, safe_stops
 

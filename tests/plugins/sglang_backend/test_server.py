@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from corelm.errors import EngineError, InvalidRequestError
-from helpers.cases import case
+from helpers.each import case
 from helpers.http_server import FaultServer, hang, held, json_reply, raw, reset, truncated
 from helpers.tiny_models import VOCAB, tiny_tokenizer, tokenizer_that_names_only_eos
 

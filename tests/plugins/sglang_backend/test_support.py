@@ -12,7 +12,7 @@ import torch
 from corelm.errors import CapabilityError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
 from corelm.support import ABORTED
-from helpers.cases import case
+from helpers.each import case
 from helpers.tiny_models import VOCAB
 from sglang_backend.events import row_streams
 from sglang_backend.protocol import generation_result

@@ -11,7 +11,7 @@ import torch
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams, ScoreRequest, ScoreResult
 from corelm.support import Deadline, HttpClient
-from helpers.cases import case
+from helpers.each import case
 from helpers.tiny_models import VOCAB
 from sglang_backend.capabilities import ModelHints, read_server
 

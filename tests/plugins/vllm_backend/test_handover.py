@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.cases import case
+from helpers.each import case
 from vllm_backend.handover import GpuHandover
 
 

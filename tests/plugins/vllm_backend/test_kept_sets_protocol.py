@@ -14,7 +14,7 @@ from corelm import SamplingParams
 from corelm.errors import InvalidRequestError
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult, TokenSets
 from corelm.support import RowError
-from helpers.cases import case
+from helpers.each import case
 from vllm_backend import VLLMBackend
 from vllm_backend.kept_sets_protocol import EXTENSION, PROCESSOR, engine_arguments, parameters, rows_of, works
 

@@ -10,7 +10,7 @@ import pytest
 
 import corelm
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
-from helpers.cases import case
+from helpers.each import case
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
 from helpers.http_server import FaultServer, drip, hang, json_reply, raw
 from helpers.tiny_models import tiny_model, tiny_tokenizer, tokenizer_that_names_only_eos

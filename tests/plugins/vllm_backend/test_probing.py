@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from corelm.errors import CapabilityError, EngineError
-from helpers.cases import case
+from helpers.each import case
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
 from helpers.http_server import json_reply
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from corelm import LLMPolicy, SamplingParams, Tokens
 from corelm.errors import CapabilityError, EngineError
 from corelm.spec import Capabilities, GenerateRequest, Ragged
-from helpers.cases import case
+from helpers.each import case
 from helpers.fake_vllm import PROMPTS, SAMPLING, VOCAB, Connect, FakeVLLM, Spoil, next_logprobs
 from helpers.half_characters import Pieces
 from helpers.http_server import FaultServer, json_reply

@@ -15,7 +15,7 @@ import torch
 
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
-from helpers.cases import case
+from helpers.each import case
 from helpers.half_characters import Pieces
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow

@@ -10,7 +10,7 @@ import pytest
 from corelm import SamplingParams
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, Ragged
-from helpers.cases import case
+from helpers.each import case
 from vllm_backend.sampling import HONOURED, check_raw, parameters
 
 

@@ -11,7 +11,7 @@ import torch
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError
 from corelm.spec import Ragged, ScoreResult
-from helpers.cases import case
+from helpers.each import case
 from helpers.fake_vllm import PROMPTS, SAMPLING, VOCAB, Connect, next_logprobs
 from helpers.http_server import Reply, Request, json_reply
 from helpers.masking_vllm import ROUTE, MaskingVLLM, kept

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
-from helpers.cases import case
+from helpers.each import case
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
 from helpers.http_server import FaultServer, Reply, Request, hang, held, json_reply, raw, reset
 

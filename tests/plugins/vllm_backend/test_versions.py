@@ -10,7 +10,7 @@ import pytest
 from corelm import SamplingParams
 from corelm.spec import GenerateRequest, Ragged, WeightUpdate
 from corelm.support import RowError
-from helpers.cases import case
+from helpers.each import case
 from vllm_backend.versions import label_of, runs_of
 
 
