@@ -21,7 +21,7 @@ from helpers.tiny_models import tiny_model
 OTHER: nn.Module = tiny_model(seed=1)
 
 
-SHARED = {"update_weights": "other tests share the server; TestLaunched shows it"}
+SHARED = {"update_weights": "other tests share the server; TestLaunched and test_weights.py show it"}
 
 
 class _SGLangPromises(OracleKit):
@@ -33,8 +33,20 @@ class _SGLangPromises(OracleKit):
         return {"engine_kwargs": {"logit_bias": {"7": 20.0}}}
 
 
+class TestShared(_SGLangPromises, BackendConformance):
+    """The whole kit on one server that was launched. Its log-probs are scaled: of the logits over the temperature."""
+
+    not_shown = SHARED
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls, shared: Backend, connect: Callable[[Backend], Backend]) -> Callable[[], Backend]:
+        return lambda: connect(shared)
+
+
+@pytest.mark.nightly
 class TestLaunched(_SGLangPromises, BackendConformance):
-    """Launch a server for each backend. Its log-probs are scaled: of the logits divided by the temperature."""
+    """Launch a server for each backend that the kit opens, about ten."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -69,6 +81,7 @@ class TestHonouringSeeds(_SGLangPromises, BackendConformance):
         return lambda: connect(seeded)
 
 
+@pytest.mark.nightly
 class TestAdapters(OracleKit, AdapterPromises):
     model: ClassVar[nn.Module] = tiny_model()
 

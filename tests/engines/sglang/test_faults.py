@@ -20,6 +20,9 @@ from engines.sglang.restartable import KEY, RestartableServer
 from helpers.processes import all_end, children, group, read_line, wait_until
 from helpers.tiny_models import random_rows
 
+#: Servers that are killed and launched again take minutes.
+pytestmark = pytest.mark.nightly
+
 LONG = {"max_new_tokens": 400, "ignore_eos": True}
 
 

@@ -25,6 +25,9 @@ from helpers.selected_kit import SelectedKit
 from helpers.tampering import check_a_restart_is_found, check_only_the_sound_server_serves, half_of, tampered
 from helpers.tiny_models import random_rows, tiny_model
 
+#: Servers that are killed and restarted take minutes: `make test-faults` and `make nightly` run this.
+pytestmark = pytest.mark.nightly
+
 MODEL: nn.Module = tiny_model()
 OTHER: nn.Module = tiny_model(seed=1)
 PROMPTS = random_rows(*range(2, 22))
@@ -52,7 +55,6 @@ def put_back(servers: list[RestartableServer], folder: Path) -> None:
             backend.update_weights(folder, version="default")
 
 
-@pytest.mark.nightly
 class TestFleetConformance(OracleKit, SelectedKit):
     model: ClassVar[nn.Module] = MODEL
     not_shown: ClassVar[dict[str, str]] = {"update_weights": "the fleets of other tests share the servers"}

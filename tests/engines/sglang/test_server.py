@@ -20,6 +20,7 @@ from helpers.tiny_models import CONTEXT, VOCAB, random_rows
 # Probing and limits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_probing_finds_generation_modes_and_seeds(shared: Backend, original: Backend, seeded: Backend):
     modes = [backend.capabilities.generation_modes for backend in (shared, original, seeded)]
     assert modes == [{"scaled"}, {"raw"}, {"scaled"}]
@@ -27,6 +28,7 @@ def test_probing_finds_generation_modes_and_seeds(shared: Backend, original: Bac
     assert [("min_p" in b.capabilities.sampling) for b in (shared, original, seeded)] == [True, True, False]
 
 
+@pytest.mark.nightly
 def test_the_same_seed_gives_the_same_answer_in_any_batch(seeded: Backend):
     prompts = random_rows(3, 70, 9)
     sampling = {"max_new_tokens": 12, "num_samples": 3, "ignore_eos": True}
@@ -150,6 +152,7 @@ def _check_alive(backend: Backend) -> None:
     assert batch.ids.lengths.tolist() == [1]
 
 
+@pytest.mark.nightly
 def test_answers_may_take_more_than_twice_the_read_timeout(
     launch: Callable[..., Backend], connect: Callable[..., Backend]
 ) -> None:

@@ -15,6 +15,9 @@ from corelm import Backend
 from corelm.errors import BackendAsleepError, CapabilityError
 from engines.sglang.test_weights import ROWS, agrees
 
+#: It launches a server of its own for one test.
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def sleeper(launch: Callable[[], Backend]) -> Iterator[Backend]:

@@ -97,6 +97,7 @@ def test_scores_under_the_support_are_the_samplers_numbers(shared: Backend, mode
             assert difference < APART
 
 
+@pytest.mark.nightly
 def test_seeded_answers_have_sets_as_well(seeded: Backend, model):
     sampling = {"temperature": 0.8, "top_p": 0.7, "seed": 5}
     first, again = (generated(seeded, sampling, logprobs="processed", return_support=True) for _ in range(2))
@@ -135,6 +136,7 @@ def test_rows_with_and_without_sets_share_a_batch(shared: Backend, model):
         assert {*kept} ^ expected <= near
 
 
+@pytest.mark.nightly
 def test_which_servers_return_sets(shared: Backend, original: Backend, seeded: Backend):
     assert [each.capabilities.return_support for each in (shared, original, seeded)] == [True, False, True]
     assert [each.capabilities.top_logprobs for each in (shared, original, seeded)] == [VOCAB] * 3

@@ -18,6 +18,9 @@ from engines.sglang.restartable import KEY, RestartableServer
 from helpers import oracle
 from helpers.tiny_models import random_rows, tiny_model
 
+#: Its server starts several times. test_weights.py shows the other ways to send weights.
+pytestmark = pytest.mark.nightly
+
 ROWS = random_rows(5, 120)
 
 

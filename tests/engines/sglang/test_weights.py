@@ -133,6 +133,7 @@ def test_a_prefix_cache_that_is_not_emptied_is_found(own: Backend, model: PreTra
     assert agrees(own, model)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("original", ["0", "1"])
 def test_a_server_without_weights_answers_once_it_was_given_some(
     cpu: tuple[dict[str, str], dict[str, object]], model: PreTrainedModel, tmp_path: Path, original: str
