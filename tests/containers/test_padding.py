@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -255,11 +257,12 @@ def sampled(td: TensorDictBase) -> None:
     assert td["tokens"].padded is True
 
 
+@pytest.mark.skipif(find_spec("torchrl") is None, reason="TorchRL is not installed")
 @both_layouts
 @each("storage", ["ListStorage", "LazyStackStorage"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_replay_buffer_of_torchrl_for_rows_and_any_widths(pad_output: bool, storage: str) -> None:
-    torchrl = pytest.importorskip("torchrl.data", reason="TorchRL is not installed")
+    torchrl = importlib.import_module("torchrl.data")
     buffer = torchrl.ReplayBuffer(storage=getattr(torchrl, storage)(16), batch_size=3, collate_fn=corelm.collate)
     buffer.extend(batch((4,), pad_output))
     buffer.extend(corelm.repad(batch((4,), True)[2:], pad_output=pad_output))

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 #: By the beginning of their names.
 NEEDED = {
     "corelm.interop.torchrl": "torchrl",
+    "corelm.support": "httpx",
     "corelm.interop.inspect_": "inspect_ai",
     **dict.fromkeys(("corelm.serving.app", "corelm.serving.connection", "corelm.serving.exchange"), "starlette"),
     **dict.fromkeys(("corelm.serving.chat", "corelm.serving.completions", "corelm.serving.generation"), "starlette"),
