@@ -15,8 +15,8 @@ from hypothesis import settings
 def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test once for each case, as one item of pytest. A failure names its case.
 
-    Written like `pytest.mark.parametrize`, for cases that are one line of check: an item of pytest costs more than such
-    a case. All cases see the same fixtures.
+    Written like `pytest.mark.parametrize`, for cases that check one line each, where the overhead of an item of pytest
+    would cost more than the check. All cases see the same fixtures.
     """
     keys = [name.strip() for name in names.split(",")]
     listed = [case if len(keys) > 1 else (case,) for case in cases]
@@ -30,7 +30,7 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
                     test(*args, **fixtures, **dict(zip(keys, case, strict=True)))
                 except pytest.skip.Exception as skip:
                     raise AssertionError("a case that skips would skip the others: use parametrize") from skip
-                # The failures of pytest itself are not exceptions of class Exception.
+                # `pytest.fail` raises a class that is not derived from Exception.
                 except (Exception, pytest.fail.Exception) as error:
                     error.add_note(f"case {number}: " + ", ".join(map("{}={!r}".format, keys, case)))
                     raise
@@ -46,7 +46,7 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
 
 @contextmanager
 def case(*values: object) -> Iterator[None]:
-    """Add the values of a case to the report of a failure within, where a loop in the test goes through the cases."""
+    """Add the values of a case to the report of a failure within, for a test that loops over its cases."""
     try:
         yield
     except (Exception, pytest.fail.Exception) as error:

@@ -1,8 +1,8 @@
-"""`SelectedKit`: the part of the conformance kit whose promises a way to an engine could break.
+"""`SelectedKit`: the part of the conformance kit that depends on how an engine is reached.
 
-An engine shows the whole kit once. Behind a URL, in an actor, in a fleet or through another protocol, its tests show
-ids, log-probs, seeds, streams, adapters and faults. ``CORELM_WHOLE_KIT=1`` makes it the whole kit, as the engines'
-targets of make do outside CI.
+The whole kit runs once on each engine. Behind a URL, in an actor, in a fleet or through another protocol, only the
+tests of ids, log-probs, seeds, streams, adapters and faults run. With ``CORELM_WHOLE_KIT=1``, which make sets for the
+engines' targets unless ``SELECT=1`` is given, it is the whole kit.
 """
 
 from __future__ import annotations

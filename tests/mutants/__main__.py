@@ -1,8 +1,8 @@
-"""``python -m tests.mutants [NAME …]``: break the code with each patch of this folder; `make test` has to fail then.
+"""``python -m tests.mutants [NAME …]``: break the code with each patch of this folder; `make test` must then fail.
 
 A patch is a plausible slip in core or in the transformers plugin. Its first line says what is wrong and which folders
-should find it: these run first, and the whole first tier only if they pass. Everything happens in a copy of the tracked
-files. At the end every test that has found something runs on the unbroken copy, where it has to pass.
+should find it. These run first, and the whole first tier runs only if they pass. Everything happens in a copy of the
+tracked files. At the end, every test that found a mutant runs on the unbroken copy, where it must pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-#: What of the copy comes before the installed packages, also in processes that tests start.
+#: Folders of the copy that come before the installed packages, also in processes that tests start.
 SOURCES = ("core", "plugins/*/src", "tests/packages/*/src")
 MARKS = ("-m", "not process and not nightly")
 
@@ -41,7 +41,7 @@ def copy_of_tracked_files(into: Path) -> None:
 
 def environment(copy: Path) -> dict[str, str]:
     sources = [str(folder) for pattern in SOURCES for folder in sorted(copy.glob(pattern))]
-    # git applies nothing, and says nothing, if a folder above is a repository.
+    # If a folder above the copy is a repository, `git apply` skips the patch without an error.
     own = {"PYTHONPATH": os.pathsep.join(sources), "GIT_CEILING_DIRECTORIES": str(copy.parent)}
     return {"OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci", **os.environ, **own}
 
@@ -57,7 +57,7 @@ def run(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:
 
 
 def found_by(patch: Path, copy: Path, tier: list[str]) -> tuple[str, str]:
-    """Return what became of the mutant, and the test that has killed it, or "" if none has."""
+    """Return what happened to the mutant, and the test that killed it, or "" if none did."""
     header, *lines = patch.read_text().splitlines()
     (changed,) = [line.removeprefix("+++ b/") for line in lines if line.startswith("+++ ")]
     named = [test for test in header.partition("Found in: ")[2].split() if (copy / test).exists()]
@@ -69,7 +69,7 @@ def found_by(patch: Path, copy: Path, tier: list[str]) -> tuple[str, str]:
             code, test = run(copy, tests)
             if code == 1:
                 return f"killed by {test}", test
-            # 0 is success; 5 is that the marks have left no test.
+            # 0: all tests passed. 5: the marks left no test to run.
             if code not in (0, 5):
                 return f"NOT TESTED: pytest ended with {code}: {test}", ""
         return "SURVIVED", ""
@@ -95,12 +95,12 @@ def main() -> int:
             said, test = found_by(patches[name], copy, tier)
             print(f"{name}: {said}", flush=True)
             wrong += not test
-            # The whole function: a parameter may hold characters that a command line does not keep.
+            # All cases of the test: `run` cuts a name at the first space, and ids of parameters may contain spaces.
             killers += [test.partition("[")[0]] if test else []
         if killers:
             code, failed = run(copy, sorted({*killers}))
             if code:
-                print(f"NOT BY A MUTANT: on the unbroken code pytest ended with {code}: {failed}")
+                print(f"FAILS WITHOUT A MUTANT: on the unbroken code pytest ended with {code}: {failed}")
                 wrong += 1
     print(f"{len(names)} mutants, {len(killers)} killed")
     return 1 if wrong else 0
