@@ -18,7 +18,7 @@ from helpers.tiny_models import tiny_model, tiny_tokenizer
 from helpers.toy_conformance import TABLE, ToyPromises
 
 
-class TestToy(ToyPromises, WeightPromises, SelectedKit):
+class TestToy(ToyPromises, SelectedKit, WeightPromises):
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls) -> Callable[[], Backend]:
