@@ -13,7 +13,6 @@ from corelm.fleet.records import FleetLimits
 from corelm.spec import GenerateResult
 from fleet.conftest import PROMPTS, SAMPLING
 from helpers.mortal_toys import CANNOT_SCORE, OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
-from helpers.processes import wait_until
 
 OLD, NEW = (one_engine(table).generate(PROMPTS, SAMPLING).ids.tolist() for table in (TABLE, OTHER))
 #: A suspect is not given up.
@@ -31,14 +30,6 @@ def probes(toys: Toys) -> list[Any]:
     return [each for hook, each in asked if hook in ("generate", "score_logprobs") and not user_rows(each)]
 
 
-def await_state(toys: Toys, name: str, state: str) -> None:
-    def reached() -> bool:
-        toys.fleet._runner.look_around()
-        return toys.states()[name] == state
-
-    assert wait_until(reached), toys.fleet.status()
-
-
 @pytest.fixture
 def in_the_dark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let toy engines, as servers do, not say that their weights were changed."""
@@ -50,7 +41,7 @@ def test_a_server_that_comes_back_with_its_first_weights_does_not_serve_them(in_
         toys.backend.update_weights({"table": OTHER})
         (server,) = [each for each in toys.made if each.name == "a"]
         server.alive = False
-        await_state(toys, "a", "suspect")
+        toys.await_state("a", "suspect")
         server.model.table.data = TABLE.clone()
         server.alive = True
         toys.settle()
@@ -61,7 +52,7 @@ def test_a_server_that_comes_back_with_its_first_weights_does_not_serve_them(in_
 def test_a_server_that_did_not_answer_for_a_while_goes_on(in_the_dark: None) -> None:
     with Toys("a", "b", limits=PATIENT) as toys:
         toys.made[0].alive = False
-        await_state(toys, toys.made[0].name, "suspect")
+        toys.await_state(toys.made[0].name, "suspect")
         toys.made[0].alive = True
         toys.settle()
         assert len(toys.made) == 2 and answers(toys) == OLD
