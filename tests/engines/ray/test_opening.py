@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,7 +211,7 @@ def test_an_engine_that_opens_just_after_a_driver_gave_up_waiting(monkeypatch: p
             return there
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading, "Event", Late)
+        patch.setattr("ray_backend.actor.threading", SimpleNamespace(**vars(threading) | {"Event": Late}))
         actor = EngineActor()
     assert unpack(actor.attach("driver", None, 1.0))[1] is None
     assert isinstance(unpack(actor.attach("driver", None, 1.0))[1], Opened)
