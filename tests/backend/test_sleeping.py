@@ -17,6 +17,7 @@ from corelm.fleet.canary import watch
 from corelm.spec import GenerateRequest, ScoreRequest, ScoreResult, SleepRequest, WakeRequest, WeightUpdate
 from helpers.adapter_toys import ADD, CONFIG, AdapterToy
 from helpers.capable_plugins import Abortable, Sleeper
+from helpers.insides import a_call_waits
 from helpers.processes import wait_until
 from helpers.refusals import refused
 
@@ -260,7 +261,7 @@ def test_two_threads_that_wake_it_wake_it_once() -> None:
             self.asked += 1
             if self.asked == 1:
                 other.start()
-                assert wait_until(lambda: bool(backend.engine.hooks._lock._waiting))
+                assert wait_until(lambda: a_call_waits(backend))
             return super().wake(request)
 
     with sleeper(Watched) as backend:

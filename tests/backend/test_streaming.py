@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections import UserDict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -316,8 +319,7 @@ def test_cancelling_the_task_aborts_the_request():
 
     async def run() -> None:
         task = asyncio.create_task(read_all(backend.astream([[3]], FOUR, request_ids=["a"])))
-        while engine_of(backend).taken < 1:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_until, lambda: engine_of(backend).taken == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -354,22 +356,19 @@ def test_leaving_an_asynchronous_block_needs_no_thread_of_the_loops_pool():
     asyncio.run(read())
 
 
-def test_a_stream_that_is_closed_while_its_request_is_prepared_sends_nothing(monkeypatch):
+def test_a_stream_that_is_closed_while_its_request_is_prepared_sends_nothing():
     backend, preparing, go_on = dripping(), threading.Event(), threading.Event()
-    plan = backend._plan
 
-    def slow(*arguments):
-        preparing.set()
-        assert go_on.wait(LONG)
-        return plan(*arguments)
-
-    monkeypatch.setattr(backend, "_plan", slow)
+    class Slow(UserDict[str, Any]):
+        def __iter__(self) -> Iterator[str]:
+            preparing.set()
+            assert go_on.wait(LONG)
+            return super().__iter__()
 
     async def read() -> None:
-        stream = backend.astream([[3]], FOUR)
+        stream = backend.astream([[3]], Slow(FOUR))
         reading = asyncio.ensure_future(anext(stream))
-        while not preparing.is_set():
-            await asyncio.sleep(0.001)
+        assert await asyncio.to_thread(preparing.wait, LONG)
         await stream.aclose()
         go_on.set()
         with pytest.raises(BackendClosedError):

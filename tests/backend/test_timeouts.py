@@ -26,6 +26,7 @@ from helpers.batching_fakes import (
 )
 from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
+from helpers.insides import a_call_waits
 from helpers.refusals import refused
 
 ENDLESS = [1e10, float(sys.maxsize), 1e300]
@@ -208,7 +209,7 @@ def test_a_call_that_is_cancelled_while_it_waits_for_its_turn_is_not_sent():
     first = backend.submit_generate([[1]], SHORT)
     gate.wait_for_call()
     second = backend.submit_generate([[3]], SHORT)
-    wait_until(lambda: backend.engine.hooks._lock._waiting)
+    wait_until(lambda: a_call_waits(backend))
     assert second.cancel()
     threads = corelm_threads()
     gate.opened.set()

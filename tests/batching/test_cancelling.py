@@ -110,10 +110,12 @@ def test_a_full_queue_refuses_requests_with_on_full_raise():
 def test_an_interrupt_of_the_wait_for_room_cancels_the_request_on_another_thread(monkeypatch):
     """An interrupt in `Future.cancel` on the main thread could leave the lock of the future locked."""
     engine, cancelled_on = GatedEngine(permits=0), []
-    cancel = Future.cancel
+    sleep_until_notified, cancel = threading.Condition.wait, Future.cancel
 
-    def interrupt(*timeout):
-        raise KeyboardInterrupt
+    def interrupt(condition, timeout=None):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return sleep_until_notified(condition, timeout)
 
     def note(future):
         cancelled_on.append(threading.get_ident())
@@ -122,7 +124,7 @@ def test_an_interrupt_of_the_wait_for_room_cancels_the_request_on_another_thread
     with open_batcher(engine, max_queue=1) as batcher:
         hold_one(engine, batcher)
         queued = batcher.submit_generate([[4]], SEEDED)
-        monkeypatch.setattr(batcher.dispatcher._room, "wait", interrupt)
+        monkeypatch.setattr(threading.Condition, "wait", interrupt)
         monkeypatch.setattr(Future, "cancel", note)
         with pytest.raises(KeyboardInterrupt):
             batcher.submit_generate([[5]], SEEDED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import wait
 
 import pytest
@@ -75,18 +76,19 @@ def test_a_request_that_comes_as_the_wait_ends_is_waited_for_again(monkeypatch):
         engine.free()
         assert all(ids(each) for each in (first, *others))
 
-        came = []
-        wait_for_work = batcher.dispatcher._work.wait
+        came, (worker,) = [], batcher.dispatcher.threads()
+        sleep_until_notified = threading.Condition.wait
 
-        def overslept(timeout=None):
-            woken = wait_for_work(timeout)
-            if timeout is not None and not woken and len(came) < 2:
+        def overslept(condition, timeout=None):
+            woken = sleep_until_notified(condition, timeout)
+            timed_out = timeout is not None and not woken
+            if timed_out and threading.current_thread() is worker and len(came) < 2:
                 # Before this thread has the lock again, another caller is back.
                 came.append(batcher.submit_generate([[5]], SEEDED))
                 return False
             return woken
 
-        monkeypatch.setattr(batcher.dispatcher._work, "wait", overslept)
+        monkeypatch.setattr(threading.Condition, "wait", overslept)
         answers = [batcher.submit_generate([[5]], SEEDED)]
         assert ids(answers[0]) and all(ids(each) for each in came)
     assert len(engine.calls[-1].prompts) == 3, "the call has all three callers that were answered before"

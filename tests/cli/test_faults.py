@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -140,15 +142,24 @@ def test_lines_are_not_blamed_by_a_check_that_never_reached_the_engine(files, fa
 
 @pytest.fixture
 def heed_interrupts() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt: a process that was started in the background may ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let SIGINT raise KeyboardInterrupt: a process that was started in the background may ignore it.
+
+    The event `raised` of the handler is set then.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupt.raised.set()  # type: ignore[attr-defined]
+        signal.default_int_handler(number, frame)
+
+    interrupt.raised = threading.Event()  # type: ignore[attr-defined]
+    before = signal.signal(signal.SIGINT, interrupt)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_does_not_forget_which_lines_the_engine_failed_at(files, fabricate, monkeypatch, heed_interrupts):
     interrupted = """
-import os, signal, time
+import os, signal
 from toy_backend import ToyBackend
 import corelm
 
@@ -159,7 +170,7 @@ class Interrupted(ToyBackend):
             raise RuntimeError("out of memory")
         if os.environ["FAULT"] == "slow" and request.prompts.tolist()[0][-3:] == [*b"sea"]:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
+            assert signal.getsignal(signal.SIGINT).raised.wait(60)
         return super().generate(request)
 """
     fabricate("interrupted", "1", {"stops": "stops_backend:Interrupted"}, {"stops_backend": interrupted}, site="stops")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import fields, replace
 from typing import Any
@@ -22,6 +23,7 @@ from corelm.fleet.tokenizer import FleetTokenizer
 from corelm.spec import BackendSpec
 from fleet.conftest import EXPECTED, ONE, PROMPTS, SAMPLING, assert_same
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, user_rows
+from helpers.processes import PATIENCE
 
 # The same answers -----------------------------------------------------------------------------------------------------
 
@@ -93,11 +95,20 @@ def test_a_tokenizer_that_is_lost_with_its_engine_is_replaced() -> None:
         FleetTokenizer(lambda: [], lambda: [lost]).decode([72])
 
 
-def test_texts_wait_for_an_engine_to_start() -> None:
+def test_texts_wait_for_an_engine_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_open, make = threading.Event(), MortalToy.make
+
+    def make_late(*given: Any, **can: Any) -> MortalToy:
+        assert may_open.wait(PATIENCE)
+        return make(*given, **can)
+
     with Toys("a", "b") as toys:
-        for life in list(toys.fleet._runner.lives.running):
-            toys.fleet._runner.do(toys.fleet._runner.state.died, life, why="lost")
-        assert not toys.fleet._runner.lives.running
+        monkeypatch.setattr(MortalToy, "make", make_late)
+        for engine in toys.made:
+            engine.alive = False
+        for engine in list(toys.made):
+            toys.await_state(engine.name, "restarting")
+        threading.Timer(0.1, may_open.set).start()
         assert toys.backend.tokenizer.decode([72, 105]) == "Hi"
         assert toys.backend.tokenize(["Hi"]).ids.tolist() == ONE.tokenize(["Hi"]).ids.tolist()
 

@@ -11,6 +11,7 @@ import pytest
 
 from corelm.errors import BackendTimeoutError, EngineError
 from corelm.fleet.records import FleetLimits
+from helpers.insides import holds_rows, look_around
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
 from helpers.processes import PATIENCE
 
@@ -77,7 +78,7 @@ def test_every_row_is_answered_as_one_engine_answers_it(concurrent: bool) -> Non
         try:
             while deaths[0] < DEATHS or updates < UPDATES or len(answered) < ANSWERS:
                 assert time.monotonic() < end, (deaths, updates, len(answered))
-                toys.fleet._runner.look_around()
+                look_around(toys.backend)
                 time.sleep(0.02)
                 if chance.random() < 0.1:
                     updates += 1
@@ -98,5 +99,4 @@ def test_every_row_is_answered_as_one_engine_answers_it(concurrent: bool) -> Non
         for label, prompts, seeds, ids in answered:
             known = EXPECTED[weights[label]]
             assert ids == [known[prompt[1], seed] for prompt, seed in zip(prompts, seeds, strict=True)], label
-        runner = toys.fleet._runner
-        assert not (runner._calls or runner._named or runner._work or runner.state.rows.all)
+        assert not holds_rows(toys.backend)

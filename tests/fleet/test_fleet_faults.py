@@ -83,12 +83,13 @@ def test_a_row_that_ends_its_process_fails_alone_after_two(poisonous: Callable[.
 
 
 def test_if_no_process_can_be_started_again_every_call_ends_with_an_error() -> None:
-    may_open = [True]
+    may_open, opened = [True], list[Any]()
 
     def open_it() -> Any:
         if not may_open[0]:
             raise EngineError("no room")
-        return open_in_process("toy", None, sys.executable, None, {})[0]
+        opened.append(open_in_process("toy", None, sys.executable, None, {})[0])
+        return opened[-1]
 
     limits = FleetLimits(restarts=1, backoff=2.0)
     members = [
@@ -101,8 +102,7 @@ def test_if_no_process_can_be_started_again_every_call_ends_with_an_error() -> N
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         # Otherwise a row may be in flight at the deaths of both.
-        running = backend.engine.plugin._runner.lives.running
-        assert wait_until(lambda: all(replica.ended for replica in list(running.values())))
+        assert wait_until(lambda: all(engine.host.connection.lost for engine in opened))
         with pytest.raises(BackendTimeoutError):
             backend.generate([[72]], SAMPLING, timeout=0.5)
         with pytest.raises(EngineError, match="no room") as failure:

@@ -22,13 +22,8 @@ from corelm.hosting.engine import open_in_process
 from corelm.opening.fleets import options_of_each
 from fleet.conftest import PROMPTS, SAMPLING
 from fleet.test_fleet_ids import assert_sets_cross
+from helpers.insides import pids
 from helpers.processes import wait_until
-
-
-def pids(backend: Any) -> list[int]:
-    """Return the processes of a fleet's engines."""
-    running = backend.engine.plugin._runner.lives.running
-    return [replica.backend.engine.plugin.host.pid for replica in running.values()]
 
 
 def await_changed(backend: Any, state: str) -> None:

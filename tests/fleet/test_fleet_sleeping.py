@@ -10,6 +10,7 @@ import pytest
 
 from corelm.errors import BackendAsleepError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
 from fleet.conftest import PROMPTS, SAMPLING, assert_same
+from helpers.insides import a_call_waits, look_around
 from helpers.mortal_toys import LIMITS, OTHER, MortalToy, Toys, one_engine
 from helpers.processes import wait_until
 
@@ -44,17 +45,15 @@ def test_weights_are_loaded_between_the_two_halves_of_waking() -> None:
 
 
 def test_no_engine_is_started_while_the_fleet_sleeps() -> None:
-    with Toys("a", "b") as toys:
+    # An engine that is lost may be started again at once.
+    with Toys("a", "b", limits=replace(LIMITS, backoff=0.0)) as toys:
         toys.backend.sleep()
         lost = toys.made[0]
         lost.alive = False
+        toys.await_state(lost.name, "dead")
         for _ in range(20):
-            toys.fleet._runner.look_around()
-        for life in [life for life in toys.fleet._runner.lives.running if life.replica == lost.name]:
-            toys.fleet._runner.do(toys.fleet._runner.state.died, life, why="lost")
-        for _ in range(20):
-            toys.fleet._runner.look_around()
-        assert len(toys.made) == 2
+            look_around(toys.backend)
+            assert toys.states()[lost.name] == "dead"
         with pytest.raises(BackendAsleepError):
             toys.fleet.join(toys.member("c"))
         toys.backend.wake()
@@ -204,7 +203,7 @@ def test_two_threads_that_wake_a_fleet_end_none_of_its_engines() -> None:
     def before(engine: MortalToy, asked: str, request: Any) -> None:
         if asked == "wake" and engine is toys.made[0] and not other.ident:
             other.start()
-            assert wait_until(lambda: bool(toys.backend.engine.hooks._lock._waiting))
+            assert wait_until(lambda: a_call_waits(toys.backend))
 
     with Toys("a", "b", before=before) as toys:
         other = threading.Thread(target=lambda: toys.backend.wake())

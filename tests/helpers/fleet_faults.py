@@ -16,8 +16,8 @@ import torch
 
 from corelm import Backend
 from corelm.errors import EngineError
-from corelm.fleet.fleet import FleetEngine
 from helpers.fleet_processes import Processes
+from helpers.insides import holds_rows
 
 #: Threads that ask at the same time, and the seeds of their rows.
 CALLERS, SEEDS = 16, (1, 2)
@@ -168,10 +168,7 @@ class FaultTest:
             self._check(reply)
         print(f"\n{self.counts}")
         assert not self._wrong, f"{len(self._wrong)} wrong: {self._wrong[:5]}"
-        fleet = self.backend.engine.plugin
-        assert isinstance(fleet, FleetEngine)
-        runner = fleet._runner
-        assert not (runner._calls or runner._named or runner._work or runner.state.rows.all), "rows are left"
+        assert not holds_rows(self.backend), "rows are left"
         return self.counts
 
     # Callers ----------------------------------------------------------------------------------------------------------

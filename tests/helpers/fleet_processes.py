@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from corelm import Backend
 from corelm.fleet.records import FleetLimits
+from helpers.insides import pids
 
 #: Impatient, so that many faults fit into a test. A row may be in flight at many deaths: they are not its fault here.
 LIMITS = FleetLimits(
@@ -46,11 +47,10 @@ class Hosts:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._fleet: Any = backend.engine.plugin
+        self._backend = backend
 
     def victims(self) -> list[int]:
-        running = list(self._fleet._runner.lives.running.values())
-        return [replica.backend.engine.plugin.host.pid for replica in running]
+        return pids(self._backend)
 
     def kill(self, victim: int) -> bool:
         return self._signal(victim, signal.SIGKILL)
@@ -62,7 +62,7 @@ class Hosts:
         return self._signal(victim, signal.SIGCONT)
 
     def restarted(self) -> int:
-        return sum(each.starts - 1 for each in self._fleet.status())
+        return sum(each.starts - 1 for each in self._backend.engine.plugin.status())
 
     def _signal(self, victim: int, number: int) -> bool:
         # The fleet may have ended it meanwhile.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import _base
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import corelm
 
 #: Where an interrupt can leave a lock of ours or of a future locked.
-_FILES = (str(Path(corelm.__file__).parent), threading.__file__, queue.__file__, _base.__file__)
+_FILES = (str(Path(corelm.__file__).parent), threading.__file__, queue.__file__, inspect.getfile(Future))
 
 
 def interrupt_everywhere(call: Callable[[], Any], step: int = 1) -> Iterator[int]:

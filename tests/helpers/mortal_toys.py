@@ -27,6 +27,7 @@ from corelm.spec import (
 )
 from corelm.spec.sleeping import SleepRequest, WakeRequest
 from helpers.capable_plugins import Sleeper
+from helpers.insides import look_around
 from helpers.processes import PATIENCE, wait_until
 
 #: The weights that every engine is started with, and others.
@@ -167,11 +168,20 @@ class Toys:
     def states(self) -> dict[str, str]:
         return {each.name: each.state for each in self.fleet.status()}
 
+    def await_state(self, name: str, state: str) -> None:
+        """Wait until a replica is in this state, looking at the replicas more often than the fleet does by itself."""
+
+        def reached() -> bool:
+            look_around(self.backend)
+            return self.states()[name] == state
+
+        assert wait_until(reached), self.fleet.status()
+
     def settle(self, seconds: float = PATIENCE) -> None:
         """Wait until every replica serves, looking at the replicas more often than the fleet does by itself."""
 
         def settled() -> bool:
-            self.fleet._runner.look_around()
+            look_around(self.backend)
             return set(self.states().values()) == {"healthy"}
 
         assert wait_until(settled, seconds), self.fleet.status()

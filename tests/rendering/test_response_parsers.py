@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
+from functools import cache
 from typing import Any
 
 import pytest
@@ -99,9 +100,19 @@ def slow_texts(length: int, units: list[str]) -> list[tuple[str, str]]:
         for mark in sorted({*form.marks, form.call})
         for unit in units
         for text in (mark + unit * length, unit * length + mark)
-        # If time grew with the square of the length, it would be half a minute for 50,000 units.
-        if all(seconds_for(name, text) > 12 * (length / 50_000) ** 2 for _ in range(3))
+        # In a parser that looks at all that is left for each unit, 50,000 units take a thousand times as long as a loop
+        # of a million steps.
+        if all(seconds_for(name, text) > 600 * (length / 50_000) ** 2 * seconds_of_a_loop() for _ in range(3))
     ]
+
+
+@cache
+def seconds_of_a_loop() -> float:
+    """Return how long a million steps take here."""
+    started = time.process_time()
+    for _ in range(1_000_000):
+        pass
+    return time.process_time() - started
 
 
 def seconds_for(name: str, text: str) -> float:

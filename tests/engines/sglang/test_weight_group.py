@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,10 +70,20 @@ def test_weights_that_do_not_fit_change_nothing(backend: Backend, model):
     assert caught.value.field == "state_dict" and backend.weight_version == "fits" and agrees(backend, model)
 
 
-def test_the_server_leaves_the_group_when_the_backend_closes(server: RestartableServer, model):
+def test_the_server_leaves_the_group_when_the_backend_closes(
+    server: RestartableServer, model, monkeypatch: pytest.MonkeyPatch
+):
+    post, joined = HttpClient.post, []
+
+    def note(client: HttpClient, path: str, payload: Any, **options: Any) -> Any:
+        if path == "/init_weights_update_group":
+            joined.append(payload["group_name"])
+        return post(client, path, payload, **options)
+
+    monkeypatch.setattr(HttpClient, "post", note)
     with corelm.get_backend("sglang", base_url=server.url, api_key=KEY, weight_group="127.0.0.1") as backend:
         backend.update_weights(model)
-        name = backend.engine.plugin.engine._channel._group.name
+    (name,) = joined
     client = HttpClient(server.url, KEY)
     with pytest.raises(InvalidRequestError, match="does not exist"):
         client.post("/destroy_weights_update_group", {"group_name": name})

@@ -92,10 +92,16 @@ def test_the_question_for_the_gpu_reaches_a_worker_in_another_process(monkeypatc
     """vLLM passes the handles of GPU memory, and a function of this plugin, only if it is told to trust pickles."""
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from vllm_backend.handover import _uuid_of_gpu
+    asked: list[Any] = []
 
+    def call(function: Any, arguments: dict[str, Any]) -> list[Any]:
+        asked.append(function)
+        return []
+
+    GpuHandover(call, devices=[]).obstacle()
+    (uuid_of_gpu,) = asked
     handle = (torch.Tensor, torch.Size([4]), (1,), 0, torch.UntypedStorage, torch.uint8, 0, b"handle", 4, 0, False)
-    sent = [_uuid_of_gpu, {"ipc_handles": {"GPU-0": handle}}]
+    sent = [uuid_of_gpu, {"ipc_handles": {"GPU-0": handle}}]
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "0")
     with pytest.raises(TypeError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
         MsgpackEncoder().encode(sent)
@@ -103,4 +109,4 @@ def test_the_question_for_the_gpu_reaches_a_worker_in_another_process(monkeypatc
     function, arguments = MsgpackDecoder().decode(MsgpackEncoder().encode(sent))
     found = arguments["ipc_handles"]["GPU-0"]
     # What torch rebuilds a tensor with takes a list as a size.
-    assert function is _uuid_of_gpu and [*found[:1], *map(tuple, found[1:3]), *found[3:]] == list(handle)
+    assert function is uuid_of_gpu and [*found[:1], *map(tuple, found[1:3]), *found[3:]] == list(handle)

@@ -60,7 +60,7 @@ def test_cancelling_a_task_aborts_the_request_in_vllm(shared: Backend) -> None:
 
     async def run() -> None:
         task = asyncio.create_task(read())
-        await asyncio.sleep(0.3)
+        assert await asyncio.to_thread(wait_until, lambda: unfinished_requests(shared) > 0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

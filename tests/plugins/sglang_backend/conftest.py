@@ -89,11 +89,11 @@ class FakeSGLang:
             return raw(b"")
         assert request.path == "/generate"
         self.requests.append(request.body)
-        reply = self._generate(request.body)
+        reply = self.reply_to(request.body)
         self.spoil(reply)
-        return event_stream(self._growing(reply)) if request.body.get("stream") else json_reply(reply)
+        return event_stream(self.growing(reply)) if request.body.get("stream") else json_reply(reply)
 
-    def _growing(self, reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def growing(self, reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield a reply as the server streams it: each event has the whole answer so far."""
         meta, count = reply["meta_info"], len(reply["output_ids"])
         for known in range(1, count):
@@ -115,7 +115,7 @@ class FakeSGLang:
         self.weight_label = body["weight_version"]
         return json_reply({"success": True, "message": "loaded"})
 
-    def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+    def reply_to(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt, sampling = body["input_ids"], body["sampling_params"]
         meta: dict[str, Any] = {"id": body["rid"], "weight_version": self.weight_label}
         meta["weight_versions"] = [{"version": self.weight_label, "start": 0, "end": 1}]

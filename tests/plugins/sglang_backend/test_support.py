@@ -133,8 +133,8 @@ def test_a_stream_that_is_aborted_keeps_what_was_streamed(backend, fake, logprob
     weights = WeightHistory(info.weight_label).of_call(asked)
     streams, streamed = row_streams(asked, info, weights)
     body = {"input_ids": PROMPTS[1], "rid": "r", **fake_fields(asked)}
-    reply = fake._generate(body)
-    event = next(fake._growing(reply))
+    reply = fake.reply_to(body)
+    event = next(fake.growing(reply))
     # One more token than log-probs: the server may send one before the other.
     streamed.tell(1, event | {"output_ids": reply["output_ids"][:2]})
     found = generation_result(asked, [ABORTED, ABORTED], info, streams, weights)
@@ -165,7 +165,7 @@ def test_core_takes_the_sets_for_processed_log_probs(backend, fake):
 def test_a_compact_reply_has_all_that_is_read(fake):
     pytest.importorskip("msgspec")
     asked = request({"top_k": 3}, logprobs="raw", top_logprobs=2)
-    reply = fake._generate({"input_ids": PROMPTS[1], "rid": "r", **fake_fields(asked)})
+    reply = fake.reply_to({"input_ids": PROMPTS[1], "rid": "r", **fake_fields(asked)})
     compact = decode(json.dumps(reply).encode())
     assert "text" not in compact
     read = {name for name in reply["meta_info"] if name.startswith("output_to")}

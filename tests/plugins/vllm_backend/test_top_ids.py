@@ -18,6 +18,7 @@ from corelm.support import RowError
 from helpers.each import case
 from helpers.fake_vllm import PROMPTS, VOCAB, Connect, FakeVLLM, next_logprobs
 from helpers.http_server import FaultServer, held, json_reply
+from helpers.insides import calls_that_wait_for_a_lane
 from helpers.processes import wait_until
 from vllm_backend.lanes import Lanes, lane_of
 from vllm_backend.top_ids import flat_candidates, limit, named_candidates, top_ids, wanted
@@ -292,7 +293,7 @@ def test_requests_that_are_aborted_while_their_call_waits_for_its_turn_are_not_s
         chunks: list[Any] = []
         some = pool.submit(plugin.generate, replace(request(3), on_tokens=chunks.append))
         whole = pool.submit(plugin.generate, replace(request(3), request_ids=("x", "y", "z")))
-        assert wait_until(lambda: len(plugin.engine._lanes._waiting) == 2)
+        assert wait_until(lambda: calls_that_wait_for_a_lane(backend) == 2)
         plugin.abort(AbortRequest(request_ids=("b", "x", "y", "z")))
         # Of one call nothing is left, so it waits no longer.
         ended = whole.result(20)

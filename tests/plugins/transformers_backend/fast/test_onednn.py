@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from corelm import Backend
 from corelm.backend.seeds import answer_seeds
+from helpers.insides import choose_onednn_operator_again
 from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
 
@@ -119,17 +120,15 @@ def test_other_heads_give_their_own_numbers(open_model: Open) -> None:
 def test_an_operator_of_another_pytorch_is_not_used(
     open_model: Open, monkeypatch: pytest.MonkeyPatch, product: Callable[..., object] | None
 ) -> None:
-    from transformers_backend.fast import onednn
-
     other = SimpleNamespace(**({} if product is None else {"_linear_pointwise": SimpleNamespace(default=product)}))
     model = tiny_model(vocab_size=LARGE, num_hidden_layers=1)
     monkeypatch.setattr(torch.ops, "mkldnn", other)
-    onednn._operator.cache_clear()
+    choose_onednn_operator_again()
     try:
         by_onednn(open_model(model), model)
     finally:
         monkeypatch.undo()
-        onednn._operator.cache_clear()
+        choose_onednn_operator_again()
 
 
 def test_answers_do_not_depend_on_the_other_rows_and_hooks_see_the_logits(open_model: Open) -> None:

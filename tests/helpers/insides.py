@@ -1,0 +1,58 @@
+"""What tests ask the inside of the code, because no public name answers it: only this module reads private names.
+
+A user does not need these answers. A test needs them to reach a moment that it cannot see from outside, such as one in
+which a call waits for its turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from corelm import Backend
+from corelm.fleet.fleet import FleetEngine
+from corelm.tensors import lazy_rows
+
+
+def a_call_waits(backend: Backend) -> bool:
+    """Return whether a call waits until the engine has ended another one. A call says so only when it has its turn."""
+    return bool(backend.engine.hooks._lock._waiting)
+
+
+def _runner(backend: Backend) -> Any:
+    fleet = backend.engine.plugin
+    assert isinstance(fleet, FleetEngine)
+    return fleet._runner
+
+
+def look_around(backend: Backend) -> None:
+    """Have a fleet check its engines now. It does so by itself once a second, for which many tests would wait."""
+    _runner(backend).look_around()
+
+
+def pids(backend: Backend) -> list[int]:
+    """Return the processes of the engines of a fleet that run. ``status()`` has the names of the engines only."""
+    running = list(_runner(backend).lives.running.values())
+    return [replica.backend.engine.plugin.host.pid for replica in running]
+
+
+def holds_rows(backend: Backend) -> bool:
+    """Return whether a fleet keeps anything of a call. ``status()`` counts only rows that are in an engine."""
+    runner = _runner(backend)
+    return bool(runner._calls or runner._named or runner._work or runner.state.rows.all)
+
+
+def try_lazy_rows_again() -> None:
+    """Forget which classes can be made lazily. This is tried once in a process."""
+    lazy_rows._lazy_class.cache_clear()
+
+
+def choose_onednn_operator_again() -> None:
+    """Forget which operator of oneDNN the fast path takes. It is chosen once in a process."""
+    from transformers_backend.fast import onednn
+
+    onednn._operator.cache_clear()
+
+
+def calls_that_wait_for_a_lane(backend: Backend) -> int:
+    """Return how many calls wait in the vLLM plugin for those of the other kind to end."""
+    return len(backend.engine.plugin.engine._lanes._waiting)
