@@ -44,6 +44,14 @@ def test_both_parts_keep_their_sets_next_to_their_numbers(backend):
         assert [len(row) for row in rows] == [7, 3, 7]
 
 
+def test_the_rest_of_an_answer_does_not_depend_on_which_others_have_ended(backend):
+    old, asked = begun(backend, CUT, {}), {**CUT, "max_new_tokens": 7}
+    found = backend.generate(PROMPTS, asked, continue_from=old).ids.tolist()
+    all_go_on = replace(old, finish_reasons=("abort",) * 3)
+    expected = backend.generate(PROMPTS, asked, continue_from=all_go_on).ids.tolist()
+    assert [found[0], found[2]] == [expected[0], expected[2]]
+
+
 @each("old_penalty, penalty", [(1.3, 1.0), (1.0, 1.3), (1.3, 1.1)])
 def test_one_label_never_names_the_penalties_of_half_an_answer(old_penalty, penalty):
     backend = Backend.from_plugin(Reshaping.open(), "toy")

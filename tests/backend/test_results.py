@@ -342,7 +342,10 @@ def test_a_sequence_that_failed_is_reported_or_skipped():
     assert fake(bend).score_logprobs([[1, 3], [3, 4]], on_error="skip").errors == ("", "the engine said no")
 
 
-SCALED = {"generation_modes": frozenset({"scaled"}), "sampling": {"temperature": None, "top_k": None, "min_p": None}}
+SCALED = {
+    "generation_modes": frozenset({"scaled"}),
+    "sampling": dict.fromkeys(("temperature", "top_k", "min_p", "min_new_tokens", "repetition_penalty")),
+}
 
 
 @each(
@@ -356,6 +359,9 @@ SCALED = {"generation_modes": frozenset({"scaled"}), "sampling": {"temperature":
         ("processed", {"temperature": 0.5, "top_k": 2}, False),
         ("processed", {"min_p": 0.1}, False),
         ("processed", {"temperature": 0.0}, False),
+        ("raw", {"min_new_tokens": 2}, False),
+        ("raw", {"repetition_penalty": 1.2}, False),
+        ("processed", {"min_new_tokens": 2}, False),
     ],
 )
 def test_scaled_log_probs_serve_the_mode_that_they_equal(mode, sampling, served):

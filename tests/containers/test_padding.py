@@ -143,6 +143,8 @@ def test_dense_tokens_without_masks_get_them() -> None:
     dense = corelm.repad(batch().select("tokens"))
     assert ragged(dense, ("tokens", "response")).tolist() == RESPONSES
     assert dense["masks"].all_response_mask.sum().item() == sum(map(len, RESPONSES))
+    lengths = [len(prompt) + len(response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    assert dense["masks"].all_attention_mask.sum(-1).tolist() == lengths
 
 
 @each("target", [False, True])

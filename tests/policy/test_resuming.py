@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 import corelm
 from corelm import LLMPolicy
@@ -100,3 +101,11 @@ def test_answers_do_not_go_on_with_other_penalties(backend: Any, new: dict[str, 
     assert policy(backend, 12, sampling=old, **options).resume(prompts(), part)["log_probs"].provenance.penalties
     with pytest.raises(ProvenanceMismatchError, match=r"penalties \{'repetition_penalty': 1\.3\}.* give the same"):
         policy(backend, 12, sampling={"temperature": 0.5, **new}, **options).resume(prompts(), part)
+
+
+def test_answers_of_several_adapters_do_not_go_on_under_the_label_of_one(backend: Any) -> None:
+    one, other = policy(backend, 5, pad_output=False)(prompts()).unbind(0)
+    assert policy(backend, 12).resume(prompts(), lazy_stack([one, other]))["log_probs"].provenance.adapter is None
+    other["log_probs"].provenance = replace(other["log_probs"].provenance, adapter="one")
+    with pytest.raises(ProvenanceMismatchError, match="several distributions"):
+        policy(backend, 12).resume(prompts(), lazy_stack([one, other]))

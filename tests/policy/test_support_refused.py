@@ -1,5 +1,7 @@
 """Policies refuse sets of ids that do not belong to the tokens, and options that do not fit together."""
 
+from dataclasses import replace
+
 import pytest
 from tensordict import TensorDict
 
@@ -117,6 +119,10 @@ def test_sets_of_another_distribution(sampler):
         scorer_of(sampler)(sampled(sampler, sampling_params={"temperature": 0.0, "max_new_tokens": 3}))
     with refused(CapabilityError, capability="score"):
         scorer_of(sampler, sampling_params={"temperature": HEAT, "repetition_penalty": 1.2})(td)
+    label = td["log_probs"].provenance
+    td["log_probs"].provenance = replace(label, penalties=(("repetition_penalty", 1.2),))
+    with pytest.raises(ProvenanceMismatchError, match="with penalties"):
+        scorer_of(sampler, log_probs_key="again")(td)
 
 
 def test_nothing_to_take_the_sets_from(sampler):

@@ -118,9 +118,10 @@ def test_a_peft_model_of_the_caller_is_what_it_was(open_model: Open, active: str
     model.train()
     frozen = next(each for name, each in model.named_parameters() if f"lora_A.{active}" in name)
     frozen.requires_grad_(False)
-    before = _switches(model)
+    before, own = _switches(model), dict(model.named_parameters())
     backend = open_model(model)
     backend.load_adapter("third", third)
+    assert not [name for name, each in model.named_parameters() if each.requires_grad and name not in own]
     wanted = [("default", one), ("second", two), ("third", third), (False, tiny_model())]
     for adapter, alone in [*wanted, (None, dict(wanted)[active])]:
         assert_is(backend, adapter, alone)

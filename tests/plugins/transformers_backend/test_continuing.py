@@ -112,6 +112,18 @@ def test_a_stop_string_across_the_seam_ends_the_answer(open_model: Open) -> None
     assert made.finish_reasons[0] == "stop" and len(made.ids.tolist()[0]) <= 6
 
 
+def test_a_stop_string_beyond_the_limit_of_a_row_does_not_count(open_model: Open) -> None:
+    """Row 0 may get one more token, and the engine returns it eight: the string is complete in one of the others."""
+    backend = open_model(tiny_model())
+    row, limited = backend.generate(PROMPTS, GREEDY).ids.tolist()[0], GREEDY | {"max_new_tokens": 8}
+    sampling = limited | {"stop": backend.detokenize([row[9:11]])}
+    in_time = backend.generate(PROMPTS, sampling | {"max_new_tokens": 16})
+    assert in_time.finish_reasons[0] == "stop" and in_time.ids.lengths[0] > 8, "this model would not do for the test"
+    part = cut(backend.generate(PROMPTS, limited), [7, 0, 0])
+    made, expected = backend.generate(PROMPTS, sampling, continue_from=part), backend.generate(PROMPTS, sampling)
+    assert made.ids.tolist() == expected.ids.tolist() and made.finish_reasons == expected.finish_reasons
+
+
 def test_other_distributions_do_not_join(open_model: Open) -> None:
     backend = open_model(tiny_model())
     part = backend.generate(PROMPTS, SAMPLED | {"max_new_tokens": 4, "temperature": 0.7}, logprobs="processed")

@@ -166,6 +166,14 @@ def test_ids_whose_probability_underflows_are_left() -> None:
     assert drawn.top.logprobs[0, 2] == pytest.approx(-1006.0, abs=1e-2)
 
 
+def test_ids_beyond_16_bits_are_kept_as_they_are() -> None:
+    logits = torch.full((2, 70_000), -9.0)
+    first, second = [3, 65_537, 69_999], [1, 4, 65_540]
+    logits[0, first], logits[1, second] = torch.tensor([2.0, 1.0, 3.0]), torch.tensor([1.0, 3.0, 2.0])
+    drawn = sampled(logits, top_k=3)
+    assert drawn.kept.ids.tolist() == [*first, *second] and drawn.kept.counts.tolist() == [3, 3]
+
+
 # The loop -----------------------------------------------------------------------------------------------------------
 
 ROWS = random_rows(3, 9, 1, 5, 5, vocab=V)

@@ -59,6 +59,14 @@ def test_the_prompt_of_several_completions_is_read_once(open_model: Open) -> Non
         torch.testing.assert_close(log_probs, alone, rtol=0, atol=1e-5)
 
 
+def test_positions_that_repeat_as_many_as_they_skip(open_model: Open) -> None:
+    """From the first to the last there are as many as if they followed one another."""
+    model, (start,) = tiny_model(), random_rows(20, seed=3)
+    backend, rows = open_model(model), [[*start, 5, 9], [*start, 6, 7, 8], [*start, 7, 1, 2]]
+    assert_scores(backend, model, rows, score_from=[20, 22, 20])
+    assert scoring_path(backend) == ScoringPath("tiled", PACKED, 40)
+
+
 def test_a_common_start_is_scored_once(open_model: Open) -> None:
     model, rows = tiny_model(), family(64, 8, 8, 8, 8)
     backend, seen = open_model(model), []
