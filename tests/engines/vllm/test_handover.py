@@ -40,6 +40,7 @@ def test_no_file_is_written_for_a_worker_in_this_process(
         assert matches_model(backend, model_of(2))
 
 
+@pytest.mark.nightly
 def test_tensors_that_are_not_on_a_gpu_go_through_a_file(
     open_vllm: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,6 +16,9 @@ from engines.vllm.engine_access import async_engine
 from helpers.tiny_models import tiny_model
 from vllm_backend import scoring_by_id
 
+#: Triton's interpreter takes half a minute.
+pytestmark = pytest.mark.nightly
+
 ROWS = [[5, 17, 300, 2, 8, 9, 40, 41], [8, 9, 10], [40, 41], [7, 7, 7, 7, 300, 301]]
 STARTS = [1, 1, 1, 3]
 

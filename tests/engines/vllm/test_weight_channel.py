@@ -97,6 +97,7 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.nightly
 def test_a_server_on_a_cpu_does_not_join(server: VLLMServerProcess) -> None:
     """It starts with the option, says so, and fails when it is asked to join. Its weights stay."""
     new = tiny_model(hidden_size=128, seed=1)
