@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,11 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a forward: transformers 5.24 renamed past_key_values to cache."""
+    return arguments.get("cache", arguments.get("past_key_values"))
 
 
 def wide(model: PreTrainedModel) -> Any:
@@ -110,7 +115,7 @@ def spoil_cache_after(model: Any, length: int) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = plain(*args, **kwargs)
-        past = kwargs.get("past_key_values")
+        past = cache_in(kwargs)
         if past is not None and past.get_seq_length() > length:
             out.last_hidden_state = -out.last_hidden_state
         return out

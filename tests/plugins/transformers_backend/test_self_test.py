@@ -31,6 +31,7 @@ from helpers.plain_forward import (
     Open,
     assert_answers,
     assert_scores,
+    cache_in,
     check,
     spoil_cache_after,
     wide,
@@ -149,7 +150,7 @@ def test_a_difference_as_large_as_a_defect_is_not_rounding_in_bfloat16(open_mode
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = plain(*args, **kwargs)
-        if kwargs.get("past_key_values") is not None and out.last_hidden_state.shape[1] == 1:
+        if cache_in(kwargs) is not None and out.last_hidden_state.shape[1] == 1:
             out.last_hidden_state = out.last_hidden_state + 0.06 * out.last_hidden_state.roll(1, -1)
         return out
 
@@ -197,7 +198,7 @@ def test_a_cached_step_that_differs_from_a_full_forward(open_model: Open) -> Non
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = plain(*args, **kwargs)
-        past = kwargs.get("past_key_values")
+        past = cache_in(kwargs)
         if past is not None and kwargs["input_ids"].shape[1] == 1:
             out.last_hidden_state = out.last_hidden_state * 1.001
         return out
@@ -224,7 +225,7 @@ def test_beams_use_no_cache_if_cached_steps_differ(open_model: Open, caplog: pyt
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = plain(*args, **kwargs)
-        if kwargs.get("past_key_values") is not None and out.last_hidden_state.shape[1] == 1:
+        if cache_in(kwargs) is not None and out.last_hidden_state.shape[1] == 1:
             out.last_hidden_state = -out.last_hidden_state
         return out
 

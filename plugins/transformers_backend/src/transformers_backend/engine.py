@@ -43,8 +43,9 @@ class CausalLM:
         # Nothing here uses the auxiliary loss of mixture-of-experts models, and with a cache its mask does not fit.
         without_router = {"output_router_logits": False} if "output_router_logits" in self._accepted else {}
         self._always = {"return_dict": True, **without_router}
-        # State-space models call their cache cache_params.
-        self._cache_name = next((name for name in ("past_key_values", "cache_params") if name in self._accepted), None)
+        # transformers 5.24 renamed past_key_values to cache. State-space models call theirs cache_params.
+        names = ("past_key_values", "cache", "cache_params")
+        self._cache_name = next((name for name in names if name in self._accepted), None)
         embedded = _number_of_embeddings(base)
         self.vocab_size: int = self._width_of_logits(embedded) or text.vocab_size
         self.readable = min(self.vocab_size, embedded or self.vocab_size)

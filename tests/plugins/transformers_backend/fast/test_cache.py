@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import oracle
-from helpers.plain_forward import Open
+from helpers.plain_forward import Open, cache_in
 from helpers.tiny_models import random_rows, tiny_model
 
 
@@ -31,8 +31,8 @@ def test_a_new_token_does_not_move_the_others(open_model: Open) -> None:
     backend = open_model(model)
 
     def look(module: object, args: object, kwargs: dict, out: object) -> None:
-        if kwargs.get("past_key_values") is not None:
-            places.append(kwargs["past_key_values"].layers[0].keys.data_ptr())
+        if cache_in(kwargs) is not None:
+            places.append(cache_in(kwargs).layers[0].keys.data_ptr())
 
     model.model.register_forward_hook(look, with_kwargs=True)
     sampling = {"max_new_tokens": 40, "ignore_eos": True}
