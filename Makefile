@@ -55,8 +55,8 @@ check: lint types ## run what every change must pass: make test and everything t
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --sample
 	$(BIN)/python -m pytest -m "not nightly" $(PARALLEL) $(CHECK)
 
-# Everything else, and make check with more examples. Hours.
-nightly: check mutants test-families test-faults test-vllm test-sglang test-ray test-harnesses test-hosts test-newest ## run everything; hours
+# Everything: the tests of make check with more examples and with what is marked nightly, and all that follows. Hours.
+nightly: lint types mutants test-families test-faults test-vllm test-sglang test-ray test-harnesses test-hosts test-newest ## run everything; hours
 	HYPOTHESIS_PROFILE=nightly CORELM_WHOLE_KIT=1 $(BIN)/python -m pytest $(PARALLEL) $(CHECK)
 	for version in 3.12 3.13 3.14; do if python$$version -c '' 2>/dev/null; \
 		then $(MAKE) test PYTHON=python$$version VENV=.venv-$$version || exit 1; else echo "skipped: no Python $$version here"; fi; done

@@ -53,7 +53,7 @@ def closure(requirements: list[Requirement]) -> dict[str, str]:
     the requirement that asks for it."""
     markers: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
-    # What is needed everywhere, with all that it needs, leaves the stack before what is needed somewhere.
+    # Walk the requirements without a marker first, so that what they need takes no marker from the others.
     asked = sorted(requirements, key=lambda each: each.marker is None)
     stack = [(canonicalize_name(r.name), extra, str(r.marker or "")) for r in asked for extra in ("", *r.extras)]
     while stack:
