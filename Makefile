@@ -21,7 +21,9 @@ TEST := tests/spec tests/tensors tests/kl tests/containers tests/rendering tests
 CHECK := $(filter-out $(addprefix tests/,engines harnesses families helpers packages mutants __pycache__), \
 	$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
 # Where the newest libraries are tried.
-NEWEST := tests/tensors tests/containers tests/kl tests/policy tests/testing/test_kit.py tests/plugins/transformers_backend
+NEWEST := tests/test_library_names.py tests/tensors tests/containers tests/kl tests/policy tests/testing/test_kit.py tests/interop \
+	tests/plugins/transformers_backend tests/plugins/openai_backend/test_protocol.py tests/serving/test_chat.py \
+	$(addprefix tests/harnesses/test_,trl.py trl_rollouts.py lm_eval.py inspect_ai.py)
 
 # Run the tests in one process per core, but not in more than eight: each takes more than 1 GB.
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal
@@ -40,7 +42,7 @@ EDITABLE = $(2)/python -m pip install --no-build-isolation --no-deps $(foreach e
 # Engines share two cores and a lot of memory: one target at a time.
 .NOTPARALLEL:
 .PHONY: help demo test check nightly lint types mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
-.PHONY: test-hosts test-faults test-gpu bench bench-quick bench-gpu format docs drawings wheels sbom pins install clean
+.PHONY: .venv-newest/.installed test-hosts test-faults test-gpu bench bench-quick bench-gpu format docs drawings wheels sbom pins install clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -75,7 +77,7 @@ mutants: $(VENV)/.test ## plant faults, and demand that make test finds each
 test-families: $(VENV)/.docs ## compare the transformers plugin with the plain forward of every model type; takes minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families
 
-test-newest: .venv-newest/.installed ## test the main path on the newest transformers, tensordict and torch
+test-newest: .venv-newest/.installed ## test the main path on the newest release of each library
 	.venv-newest/bin/python -m pytest -m "not process and not nightly" $(PARALLEL) $(NEWEST)
 
 # The engines' tests. SELECT=1, as in CI, leaves out what is marked nightly and shows the whole kit once for each engine.
@@ -83,16 +85,16 @@ MARKS = $(if $(SELECT),-m "not nightly")
 KIT = $(if $(SELECT),,CORELM_WHOLE_KIT=1)
 
 test-vllm: .venv-vllm/.installed ## test the vLLM plugin on a real vLLM, on the CPU
-	$(KIT) .venv-vllm/bin/python -m pytest $(MARKS) tests/engines/vllm
+	$(KIT) .venv-vllm/bin/python -m pytest $(MARKS) tests/engines/vllm tests/test_library_names.py
 
 test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang server, on the CPU
 	$(KIT) .venv-sglang/bin/python -m pytest $(MARKS) tests/engines/sglang
 
 test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine
-	$(KIT) OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(MARKS) tests/engines/ray
+	$(KIT) OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(MARKS) tests/engines/ray tests/test_library_names.py
 
 test-harnesses: .venv-harnesses/.installed ## test the adapters for lm-eval, TRL and inspect_ai with these libraries
-	OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest $(MARKS) tests/harnesses
+	OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest $(MARKS) tests/harnesses tests/test_library_names.py
 
 test-hosts: $(VENV)/.docs .venv-vllm/.installed .venv-sglang/.installed .venv-harnesses/.installed ## test engines in processes of their own environments
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted
@@ -162,14 +164,19 @@ $(VENV)/.docs: $(VENV)/.test constraints/check.txt constraints/docs.txt
 	$(call EDITABLE,$(EXTRA),$(BIN))
 	touch $@
 
-# The newest release of what matters most, over the pins of the rest.
-.venv-newest/.installed: constraints/run.txt constraints/test.txt $(METADATA)
+# The newest releases, over the pins of the rest. pip looks for newer ones each time, and takes seconds if there are none. No
+# release of TorchRL allows the newest tensordict, hence --no-deps.
+.venv-newest/.installed: .venv-newest/.pinned
+	.venv-newest/bin/python -m pip install --no-compile --upgrade $(NEWEST_TORCH) \
+		transformers tensordict pluggy peft trl lm-eval inspect-ai openai
+	.venv-newest/bin/python -m pip install --no-compile --upgrade --no-deps torchrl
+
+.venv-newest/.pinned: constraints/harnesses.txt $(METADATA)
 	@$(CHECK_PYTHON)
 	rm -rf .venv-newest
 	$(PYTHON) -m venv .venv-newest
-	$(call PINS,constraints/run.txt constraints/test.txt,.venv-newest/bin)
-	.venv-newest/bin/python -m pip install --no-compile --upgrade $(NEWEST_TORCH) transformers tensordict pluggy
-	$(call EDITABLE,$(RUN),.venv-newest/bin)
+	$(call PINS,constraints/harnesses.txt,.venv-newest/bin)
+	$(call EDITABLE,$(RUN) $(EXTRA),.venv-newest/bin)
 	touch $@
 
 # The pins of check.txt, and those of ray.txt. No other engine is here.

@@ -16,6 +16,7 @@ import pytest
 import corelm
 from helpers.each import each
 from helpers.extras import missing_for
+from helpers.library_names import THIRD_PARTY
 
 ENGINES = {"transformers", "vllm", "sglang", "ray", "peft", "transformers_backend", "toy_backend"}
 HEAVY = {"torch", "tensordict", "numpy"}
@@ -105,32 +106,6 @@ def test_every_name_of_a_public_package_exists(name: str):
 ROOT = Path(__file__).parent.parent
 #: Folders that hold packages. In corelm, every folder and every module at the top counts as a package.
 SOURCES = [ROOT / "core", *sorted(ROOT.glob("plugins/*/src"))]
-#: Private names of other libraries that a package uses, as "package: name", and why no public name does.
-THIRD_PARTY = {
-    "benchmarks: _linear_pointwise": "torch has no public name for oneDNN's product with packed weights",
-    "benchmarks: _reorder_linear_weight": "as _linear_pointwise: it packs them",
-    "corelm.backend: _path": "importlib.metadata has no public name for the folder of a distribution",
-    "corelm.backend: _register_atexit": "threading has no public way to be called before the threads are awaited",
-    "corelm.backend: _thread": "a documented module, despite its name: it starts a thread in one uninterrupted step",
-    "corelm.containers: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
-    "corelm.errors: _getframe": "sys has no public way to find the first caller outside corelm before Python 3.12",
-    "corelm.interop: _last_loaded_step": "TRL keeps there for which step its vLLM was given weights",
-    "corelm.interop: _version": "torch has no public counter of changes made to a tensor in place",
-    "ray_backend: _private": "ray has no public way to listen on the loopback interface only",
-    "sglang_backend: _share_filename_cpu_": "torch shares memory by name in public only for a whole process",
-    "sglang_backend: _shared_incref": "as _share_filename_cpu_",
-    "corelm.tensors: _pytree": "torch has no public name for its pytrees; lazy_rows tries out what it uses of them",
-    "transformers_backend: _forward_hooks": "torch has no public way to tell whether a module has hooks",
-    "transformers_backend: _global_forward_hooks": "as _forward_hooks, for hooks on all modules",
-    "transformers_backend: _global_forward_pre_hooks": "as _forward_hooks, for hooks on all modules",
-    "transformers_backend: _version": "torch has no public counter of changes made to a tensor in place",
-    "transformers_backend: _linear_pointwise": "torch has no public name for oneDNN's product of plain tensors",
-    "transformers_backend: _attn_implementation": "transformers has no public name for the attention in use",
-    "transformers_backend: _attn_implementation_internal": "as _attn_implementation",
-    "transformers_backend: _active_adapter": "peft's set_adapter also changes what is trained",
-    "transformers_backend: _disable_adapters": "as _active_adapter, of enable_adapters",
-    "transformers_backend: _checkpoint_wrapped_module": "torch has no public mark of activation checkpointing",
-}
 #: Known uses of another package's private names, as "file: name". Each is to be removed; add none.
 KNOWN_USES: set[str] = set()
 

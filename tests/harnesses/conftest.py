@@ -1,4 +1,4 @@
-"""Tests with lm-eval, TRL and inspect_ai, in the environment that has them (make test-harnesses).
+"""Tests with lm-eval, TRL and inspect_ai, in the environment that has them (make test-harnesses, make test-newest).
 
 Elsewhere they are not collected. `make test-hosts` collects those that need the environments of the engines as well.
 """

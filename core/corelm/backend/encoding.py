@@ -23,7 +23,7 @@ from corelm.tensors.ragged import Ragged
 
 #: Methods that a tokenizer's class can override to change how texts are encoded, and the modules of transformers that
 #: define the originals.
-_ENCODING = ("__call__", "_call_one", "encode_plus", "_encode_plus", "batch_encode_plus", "_batch_encode_plus")
+_ENCODING = ("__call__", "_encode_plus")
 _ORIGINAL_MODULES = "transformers.tokenization_utils"
 
 #: Normalizers of the tokenizers library that leave ASCII unchanged.

@@ -152,7 +152,7 @@ def require_transformers() -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise BackendNotInstalledError(
-            'the tiny model is made with transformers: pip install "transformers>=5.5,<6"'
+            'the tiny model is made with transformers: pip install "transformers>=5.5"'
         ) from error
 
 

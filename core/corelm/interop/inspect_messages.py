@@ -62,14 +62,14 @@ def sampling_of(config: GenerateConfig) -> dict[str, Any]:
         CapabilityError: it sets something that changes answers and that core cannot honour.
     """
     for name, instead in _REFUSED.items():
-        if getattr(config, name, None) not in (None, [], {}):
+        if getattr(config, name) not in (None, [], {}):
             raise CapabilityError(f"inspect's {name} is not supported; {instead}", capability=name)
     return {ours: value for theirs, ours in _SAMPLING.items() if (value := getattr(config, theirs)) is not None}
 
 
 def template_kwargs_of(config: GenerateConfig) -> dict[str, Any]:
     """Return the variables of the chat template that a config sets."""
-    return {name: value for name in _TEMPLATE if (value := getattr(config, name, None)) is not None}
+    return {name: value for name in _TEMPLATE if (value := getattr(config, name)) is not None}
 
 
 def tools_of(tools: Sequence[ToolInfo], choice: ToolChoice) -> list[dict[str, Any]]:

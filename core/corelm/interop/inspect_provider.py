@@ -175,7 +175,7 @@ class CoreLMAPI(ModelAPI):
                 "another format (see corelm.parser_named)",
             )
         for name in convert.IGNORED:
-            if getattr(config, name, None) is not None and name not in self._ignored:
+            if getattr(config, name) is not None and name not in self._ignored:
                 self._ignored.add(name)
                 _log.warning("inspect's %s is meant for hosted services and changes nothing here", name)
         sampling = {"max_new_tokens": self.max_tokens(), **convert.sampling_of(config)}

@@ -31,7 +31,7 @@ try:
     from corelm.interop.torchrl_history import from_torchrl, to_torchrl, with_response
 except ImportError as error:
     raise ImportError(
-        'corelm.interop.torchrl needs TorchRL, which core does not install: pip install "torchrl>=0.14,<0.15"'
+        'corelm.interop.torchrl needs TorchRL, which core does not install: pip install "torchrl>=0.14"'
     ) from error
 
 __all__ = ["EnvPolicy", "LossActor", "ModuleTransform", "ReferenceActor", "from_torchrl", "to_torchrl"]

@@ -152,7 +152,7 @@ def _engine() -> Any:
         from transformers.utils import chat_parsing
     except ImportError as error:
         raise BackendNotInstalledError(
-            'the parsers of answers are those of transformers: pip install "transformers>=5.19,<6"'
+            'the parsers of answers are those of transformers: pip install "transformers>=5.19"'
         ) from error
     return chat_parsing
 

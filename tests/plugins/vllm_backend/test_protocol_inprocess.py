@@ -32,7 +32,8 @@ def output(ids: list[int], values: list[float], reason: str = "length", prompt: 
         return SimpleNamespace(logprobs=numbers, token_ids=ids, start_indices=list(range(len(numbers))))
 
     completion = SimpleNamespace(token_ids=ids, finish_reason=reason, stop_reason=None, logprobs=flat(values))
-    return SimpleNamespace(outputs=[completion], prompt_logprobs=None if prompt is None else flat(prompt))
+    scores = None if prompt is None else flat(prompt)
+    return SimpleNamespace(outputs=[completion], prompt_logprobs=scores, num_cached_tokens=None)
 
 
 def request(logprobs: Literal["raw", "processed"] = "raw", **sampling: Any) -> GenerateRequest:

@@ -212,7 +212,10 @@ def may_have_adapters(engine: CausalLM, *, owns_model: bool) -> bool:
 
 def _layers(module: nn.Module) -> list[Any]:
     """Return the layers of PEFT: those with adapters, and those of which an adapter keeps a copy."""
-    return [part for part in module.modules() if {"_active_adapter", "_disable_adapters"} <= vars(part).keys()]
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    return [part for part in module.modules() if isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
 
 
 def _config(values: Mapping[str, Any]) -> Any:

@@ -43,7 +43,7 @@ class CausalLM:
         # Nothing here uses the auxiliary loss of mixture-of-experts models, and with a cache its mask does not fit.
         without_router = {"output_router_logits": False} if "output_router_logits" in self._accepted else {}
         self._always = {"return_dict": True, **without_router}
-        # transformers 5.24 renamed past_key_values to cache. State-space models call theirs cache_params.
+        # transformers 5.24 renamed past_key_values, and the cache_params of state-space models, to cache.
         names = ("past_key_values", "cache", "cache_params")
         self._cache_name = next((name for name in names if name in self._accepted), None)
         embedded = _number_of_embeddings(base)
@@ -183,7 +183,7 @@ class CausalLM:
             attention_mask: int64[rows, columns] over all columns so far; None if no row is padded.
         """
         assert self._cache_name is not None
-        if attention_mask is not None and self._cache_name == "cache_params":
+        if attention_mask is not None and all(getattr(layer, "keys", None) is None for layer in cache.layers):
             # A recurrent state already holds the past, so its mask covers the new columns only. Prompts are padded on
             # the left and read at once, so there is no padding in later columns.
             attention_mask = attention_mask if inputs["input_ids"].shape == attention_mask.shape else None

@@ -151,7 +151,7 @@ def _reading_bytes(engine: CausalLM, columns: int) -> int:
     # Only eager attention keeps its scores, one float32 and one short float a head; the others need at most a mask.
     # No model has heads of fewer than 16.
     heads = getattr(config, "num_attention_heads", None) or hidden // 16
-    eager = getattr(config, "_attn_implementation", None) == "eager"
+    eager = config._attn_implementation == "eager"
     scores = columns * (6 * heads if eager else 4)
     logits = 0 if engine.keeps_last_logits else (size + 4) * engine.vocab_size
     return size * (_HIDDENS * hidden + _INTERMEDIATES * widest * experts) + scores + logits

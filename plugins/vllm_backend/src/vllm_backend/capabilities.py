@@ -112,7 +112,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         adapters=config.lora_config is not None,
         abort=abort,
     )
-    transfer = getattr(config, "weight_transfer_config", None)
+    transfer = config.weight_transfer_config
     return ModelInfo(
         capabilities=capabilities,
         tokenizer=tokenizer,
@@ -124,7 +124,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         files=files_of(config),
         largest_rank=None if config.lora_config is None else config.lora_config.max_lora_rank,
         candidates=candidates,
-        separates=not getattr(config, "use_v2_model_runner", False),
+        separates=not config.use_v2_model_runner,
     )
 
 

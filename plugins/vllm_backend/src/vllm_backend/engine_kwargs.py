@@ -36,8 +36,7 @@ def with_objects(fields: Mapping[str, Any]) -> dict[str, Any]:
     made = dict(fields)
     for name, of in _OBJECTS.items():
         value = fields.get(name)
-        kind = getattr(sampling_params, of, None)  # vLLM 0.26 may lack one
-        if value is None or kind is None or isinstance(value, kind):
+        if value is None or isinstance(value, kind := getattr(sampling_params, of)):
             continue
         if not isinstance(value, Mapping):
             raise invalid("engine_kwargs", f"expected {name} as a dict or vLLM's {of}, got {shown(value)}")

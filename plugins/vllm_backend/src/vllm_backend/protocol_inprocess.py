@@ -140,8 +140,7 @@ def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> Ro
         raise unspelt_stop(completion.stop_reason)
     logprobs = _answer_logprobs(completion, request, 0, len(ids))
     length = answer_length(ids, stops) if reason == "stop" else len(ids)
-    cached = getattr(output, "num_cached_tokens", None)
-    return RowAnswer(ids[:length], logprobs[:length], reason, cached_tokens=cached)
+    return RowAnswer(ids[:length], logprobs[:length], reason, cached_tokens=output.num_cached_tokens)
 
 
 def _answer_logprobs(completion: Any, request: GenerateRequest, first: int, end: int) -> Sequence[float]:

@@ -35,7 +35,7 @@ def offered(config: Any) -> bool:
 
     return (
         "prompt_logprob_token_ids" in SamplingParams.__struct_fields__
-        and bool(getattr(config, "use_v2_model_runner", False))
+        and config.use_v2_model_runner
         # vLLM refuses the combination, because its numbers would be wrong.
         and not config.cache_config.kv_sharing_fast_prefill
         and config.model_config.max_logprobs != 0

@@ -6,6 +6,7 @@ for a thousand rows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,6 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+_log = logging.getLogger(__name__)
 
 #: Changing libraries saves something from so many weights on, or from so many products of a weight and a row. Smaller
 #: layers than `_SMALL` are not looked at.
@@ -94,7 +97,14 @@ def _may_pay(part: nn.Linear) -> bool:
 @cache
 def _operator() -> Product:
     """Return oneDNN's product of plain tensors; without that operator, one that copies what goes in and comes out."""
-    return _direct if _is_right(_direct) else _copying
+    if _is_right(_direct):
+        return _direct
+    _log.warning(
+        "torch %s has no torch.ops.mkldnn._linear_pointwise as 2.13 has it, so each product by oneDNN copies what goes "
+        "in and comes out, which takes longer",
+        torch.__version__,
+    )
+    return _copying
 
 
 def _direct(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

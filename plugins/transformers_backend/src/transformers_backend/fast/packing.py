@@ -143,7 +143,10 @@ def attention_per_segment(
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
     own = _implementation(base)
-    configs = [config for config in _configs(base) if getattr(config, "_attn_implementation", None) == own]
+    # Only those that have the attribute: setting it on another object would change no attention.
+    configs = [config for config in _configs(base) if getattr(config, "_attn_implementation_internal", None) == own]
+    if not configs:
+        raise CannotPack("the model's configuration has no attention that can be replaced")
     token = _CURRENT.set(_SegmentAttention(segments, AttentionInterface()[own], joint))
     try:
         for config in configs:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -165,13 +166,18 @@ def torch_varlen(device: torch.device) -> TorchVarlen | None:
     # On AMD's GPUs the kernel is another one, without windows.
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return None
-    try:
+    known: Mapping[str, Any] = {}
+    with suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
+
+        known = inspect.signature(varlen_attn).parameters
     if not {"scale", "window_size"} <= known.keys():
         # The first version had no windows.
+        _log.warning(
+            "attention of several rows at once is not used, so packed rows take longer: torch %s has no "
+            "torch.nn.attention.varlen.varlen_attn that takes scale and window_size",
+            torch.__version__,
+        )
         return None
     return TorchVarlen(varlen_attn if "enable_gqa" in known else _sharing_unasked(varlen_attn))
 

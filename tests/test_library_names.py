@@ -1,0 +1,38 @@
+"""Every name that core and the plugins use of another library exists in the one that is installed.
+
+Each environment has other libraries, so `make test-newest` and the targets of engines and harnesses run this file, too.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.library_names import LOOKED_UP, THIRD_PARTY, LookedUp, imports, installed, is_importable
+
+#: Private names of the standard library, and of modules: a name that is imported fails when it is gone.
+OTHERS = {"_path", "_register_atexit", "_thread", "_getframe", "_private", "_pytree"}
+
+
+@pytest.mark.parametrize("library", sorted(filter(installed, imports())))
+def test_what_is_imported_exists(library: str) -> None:
+    assert [each for each in sorted(imports()[library]) if not is_importable(*each)] == []
+
+
+@pytest.mark.parametrize(
+    "looked_up",
+    [pytest.param(each, id=f"{each.library}: {each.names}") for each in LOOKED_UP if installed(each.library)],
+)
+def test_what_is_looked_up_exists(looked_up: LookedUp) -> None:
+    assert looked_up.missing() == []
+
+
+def test_a_missing_name_is_found() -> None:
+    assert LookedUp("torch", lambda: {"here"}, "here gone").missing() == ["gone"]
+    assert LookedUp("torch", lambda: pytest, "fixture gone").missing() == ["gone"]
+    assert is_importable("transformers.utils", "chat_parsing") and is_importable("json", "")
+    assert not is_importable("json", "gone") and not is_importable("json.gone", "load")
+
+
+def test_every_private_name_is_looked_up_here() -> None:
+    private = {each.partition(": ")[2] for each in THIRD_PARTY}
+    assert private - OTHERS <= {name for each in LOOKED_UP for name in each.names.split()}
