@@ -55,6 +55,7 @@ from helpers.in_flight_toys import RunsTooLate as RunsTooLate
 from helpers.in_flight_toys import UpdateUnsaid as UpdateUnsaid
 from helpers.truncating_toys import MinPBeforeTemperature as MinPBeforeTemperature
 from helpers.truncating_toys import MinPBeforeTopP as MinPBeforeTopP
+from helpers.truncating_toys import MinPNotNormalised as MinPNotNormalised
 from helpers.truncating_toys import TopPBeforeTemperature as TopPBeforeTemperature
 from helpers.truncating_toys import TopPBeforeTopK as TopPBeforeTopK
 from helpers.truncating_toys import Truncating as Truncating

@@ -75,3 +75,16 @@ class MinPBeforeTopP(Truncating):
     """Min-p cuts before top-p, which then finds less mass."""
 
     steps = ("temperature", "top_k", "min_p", "top_p")
+
+
+class MinPNotNormalised(Truncating):
+    """Its processed log-probs are not normalised again after min-p."""
+
+    def _distributions(
+        self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest
+    ) -> tuple[Tensor, Tensor]:
+        left, reported = super()._distributions(logits, prompt, answer, request)
+        if request.logprobs == "processed":
+            uncut = replace(request, sampling=replace(request.sampling, min_p=0.0))
+            _, reported = super()._distributions(logits, prompt, answer, uncut)
+        return left, reported

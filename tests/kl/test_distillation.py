@@ -224,6 +224,14 @@ def test_rows_that_were_skipped_count_nothing(gen, ref, student, pad):
         DistillationLoss(policy, mask_key=("masks", "all_response_mask"))(td)
 
 
+def test_a_student_that_cannot_score_a_row_is_refused_if_one_token_of_it_counts(ref):
+    td = TensorDict(tokens=corelm.Tokens.from_rows(full=[[5], [5, 6], [5, 6, 7]]), batch_size=[3])
+    with corelm.get_backend("toy", GEN, max_context=1) as opened:
+        student = LLMPolicy(opened, input_mode="tokens", generate=False, on_error="skip")
+        with refused(InvalidRequestError, field="tokens", rows=(1, 2)):
+            DistillationLoss(student, assistant_only=False)(scored(ref, td))
+
+
 def test_a_student_whose_engine_cannot_score_the_teachers_ids(gen, ref, student):
     td, plugin = scored(ref, rollout(gen)), type(student[1].backend.engine.plugin).open()
     plugin.capabilities = replace(plugin.capabilities, score_top_ids=False)

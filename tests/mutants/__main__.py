@@ -46,10 +46,11 @@ def environment(copy: Path) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "ci", **os.environ, **own}
 
 
-def run(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:
+def run(copy: Path, tests: list[str]) -> tuple[int, str]:
     """Return pytest's exit code and the first test that failed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", *MARKS, *options]
-    done = subprocess.run([*command, *tests], cwd=copy, env=environment(copy), capture_output=True, text=True)
+    # pytest would leave out a file that is also in a folder of `tests`, and not run it first.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", "--keep-duplicates"]
+    done = subprocess.run([*command, *MARKS, *tests], cwd=copy, env=environment(copy), capture_output=True, text=True)
     # Tests that run pytest in pytest may print summaries of tests that are not those of this run.
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     own = [test for test in failed if (copy / test.partition("::")[0]).is_file()]

@@ -71,6 +71,7 @@ TABLE = {
         test_min_p_is_applied_after_top_p""",
     "TopPBeforeTopK": "test_top_p_is_applied_after_top_k",
     "MinPBeforeTopP": "test_min_p_is_applied_after_top_p",
+    "MinPNotNormalised": "test_processed_log_probs_are_those_of_the_truncated_distribution",
     "Beams": "",
     "BeamsSampled": "test_beams_search_and_do_not_sample",
     "Sleeper": "",
