@@ -51,7 +51,7 @@ demo: $(VENV)/.run ## train a tiny model in seconds, chat with it and score the 
 test: $(VENV)/.test ## run the tests of the kernel and of the transformers plugin; three minutes after set-up
 	$(BIN)/python -m pytest -m "not process and not nightly" $(PARALLEL) $(TEST)
 
-test-real: $(VENV)/.test ## compare a trained model's numbers with its plain forward, in all that the transformers plugin does; minutes
+test-real: $(VENV)/.test ## compare a trained model's numbers with its plain forward; minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real
 
 check: lint types ## run what every change must pass: make test and everything that needs no environment of an engine; 15 minutes

@@ -1,8 +1,8 @@
 """Prompts for a trained model, and checks of what a backend says of them against the plain forward of the model.
 
 Tolerances, measured on these rows with the plain float32 forward against the same forward in float64: the log-probs
-differ by 1.4e-5 on the mean and by 4.3e-5 at most. Two float32 programs may differ by the sum of their errors; the largest has
-some room, since rounding depends on the machine.
+differ by 1.4e-5 on the mean and by 4.3e-5 at most. Two float32 programs may differ by the sum of their errors; the
+largest has some room, since rounding depends on the machine.
 """
 
 from __future__ import annotations

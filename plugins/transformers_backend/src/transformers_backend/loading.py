@@ -62,8 +62,8 @@ def refuse_gguf(path: str | os.PathLike[str], tokenizer: Any, model_kwargs: Mapp
         field = "model" if alone else "model_kwargs"
         file = os.fspath(path) if alone else model_kwargs["gguf_file"]
         raise InvalidRequestError(
-            f"{field}: {file!r} is a GGUF file, which this backend does not open; open the model that it was made from: "
-            "get_backend('transformers', 'FOLDER OR HUB NAME')",
+            f"{field}: {file!r} is a GGUF file, which this backend does not open; open the model that it was made "
+            "from: get_backend('transformers', 'FOLDER OR HUB NAME')",
             field=field,
         )
 
