@@ -16,7 +16,7 @@ METADATA := pyproject.toml $(wildcard plugins/*/pyproject.toml) tests/packages/t
 # What make test runs. tests/mutants reads this list.
 TEST := tests/spec tests/tensors tests/kl tests/containers tests/rendering tests/policy tests/backend tests/batching tests/testing \
 	tests/opening tests/plugins/transformers_backend tests/fleet/test_state.py tests/fleet/test_stateful.py tests/fleet/test_parts.py \
-	tests/examples/test_tiny.py tests/test_docs.py tests/test_errors.py tests/test_validate.py tests/test_imports.py tests/test_logging.py
+	tests/examples/test_tiny.py tests/test_docs.py tests/test_errors.py tests/test_validate.py tests/test_imports.py tests/test_logging.py tests/real
 # What make check runs: all folders but those that need an engine or a harness, or hold no tests.
 CHECK := $(filter-out $(addprefix tests/,engines harnesses families helpers packages mutants __pycache__), \
 	$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
@@ -41,8 +41,8 @@ EDITABLE = $(2)/python -m pip install --no-build-isolation --no-deps $(foreach e
 .DEFAULT_GOAL := help
 # Engines share two cores and a lot of memory: one target at a time.
 .NOTPARALLEL:
-.PHONY: help demo test check nightly lint types mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
-.PHONY: .venv-newest/.installed test-hosts test-faults test-gpu bench bench-quick bench-gpu format docs drawings wheels sbom pins install clean
+.PHONY: help demo test test-real check nightly lint types mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
+.PHONY: .venv-newest/.installed test-hosts test-faults test-gpu bench bench-quick bench-real bench-gpu format docs drawings wheels sbom pins install clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -52,6 +52,9 @@ demo: $(VENV)/.run ## train a tiny model in seconds, chat with it and score the 
 
 test: $(VENV)/.test ## run the tests of the kernel and of the transformers plugin; three minutes after set-up
 	$(BIN)/python -m pytest -m "not process and not nightly" $(PARALLEL) $(TEST)
+
+test-real: $(VENV)/.test ## compare a trained model's numbers with its plain forward; minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real
 
 check: lint types ## run what every change must pass: make test and everything that needs no environment of an engine; 15 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --sample
@@ -117,6 +120,9 @@ bench: $(VENV)/.docs ## compare the cost with that of the bare engines and of To
 
 bench-quick: $(VENV)/.docs ## run fewer and smaller benchmarks, in a few minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --quick
+
+bench-real: $(VENV)/.docs ## score and generate with SmolLM2-135M-Instruct, on all cores; takes minutes
+	checkpoint=$$($(BIN)/python -m tests.helpers.real_model) && $(BIN)/python -m benchmarks.real --checkpoint "$$checkpoint"
 
 bench-gpu: $(VENV)/.docs ## measure everything that one GPU can show, in under 40 minutes; skips what is not installed
 	$(BIN)/python -m benchmarks.gpu

