@@ -40,7 +40,7 @@ EDITABLE = $(2)/python -m pip install --no-build-isolation --no-deps $(foreach e
 # Engines share two cores and a lot of memory: one target at a time.
 .NOTPARALLEL:
 .PHONY: help demo test check nightly lint types mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
-.PHONY: test-hosts test-faults test-gpu bench bench-quick bench-gpu format docs drawings wheels sbom pins install clean
+.PHONY: test-hosts test-faults test-gpu bench bench-quick bench-real bench-gpu format docs drawings wheels sbom pins install clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -115,6 +115,9 @@ bench: $(VENV)/.docs ## compare the cost with that of the bare engines and of To
 
 bench-quick: $(VENV)/.docs ## run fewer and smaller benchmarks, in a few minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --quick
+
+bench-real: $(VENV)/.docs ## score and generate with SmolLM2-135M-Instruct, on all cores; takes minutes
+	checkpoint=$$($(BIN)/python -m tests.helpers.real_model) && $(BIN)/python -m benchmarks.real --checkpoint "$$checkpoint"
 
 bench-gpu: $(VENV)/.docs ## measure everything that one GPU can show, in under 40 minutes; skips what is not installed
 	$(BIN)/python -m benchmarks.gpu
