@@ -18,6 +18,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,16 @@ def measured(part: str, quick: bool, machine: Machine | None) -> dict[str, Any] 
             # With the versions in the engine's environment, which are not those in this one.
             result: dict[str, Any] = json.loads(path.read_text())[part]
             return result
+    return recorded(part, importlib.import_module(f"benchmarks.{part}").figures(quick), machine)
+
+
+def recorded(part: str, works: Iterable[list[Figure]], machine: Machine | None = None) -> dict[str, Any]:
+    """Print the figures of each work of a part as they are measured; return what is saved."""
     print(f"\n{part}", file=sys.stderr)
     # Before the work, which is a load itself.
     where = surroundings()
     figures: list[Figure] = []
-    for some in tqdm(importlib.import_module(f"benchmarks.{part}").figures(quick), desc=part, unit="work"):
+    for some in tqdm(works, desc=part, unit="work"):
         if machine is not None:
             some = [figure.on(machine) for figure in some]
         tqdm.write(table(some))

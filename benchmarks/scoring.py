@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -109,23 +109,30 @@ def errors_of_bfloat16(shape: Shape, rows: Ragged) -> list[Figure]:
     scores = opened(model).score_logprobs(rows)
     ours = scores.logprobs.values[scores.scored.values]
     errors = {"log_softmax": (plain - exact).abs(), "backend": (ours - exact).abs()}
+    work = f"error of log-probs in bfloat16, {described(rows)}, {named(shape)}"
+    figures = compare_errors(work, errors, "log_softmax", {"backend": MOST_ERROR})
+    assert all(figure.met is not False for figure in figures), table(figures)
+    return figures
+
+
+def compare_errors(work: str, errors: Mapping[str, Tensor], baseline: str, goals: Mapping[str, float]) -> list[Figure]:
+    """Compare the largest and the mean of the absolute errors of each way with those of `baseline`."""
     figures = []
     for name, reduce in (("largest", Tensor.max), ("mean", Tensor.mean)):
         found = {way: float(reduce(error)) for way, error in errors.items()}
         for way, error in found.items():
-            ratio = error / found["log_softmax"]
+            ratio = error / found[baseline]
             figures.append(
                 Figure(
-                    work=f"{name} error of log-probs in bfloat16, {described(rows)}, {named(shape)}",
+                    work=f"{name} {work}",
                     way=way,
-                    baseline="log_softmax",
+                    baseline=baseline,
                     ratio=ratio,
                     spread=(ratio, ratio),
                     error=error,
-                    goal=MOST_ERROR if way == "backend" else None,
+                    goal=goals.get(way),
                 )
             )
-    assert all(figure.met is not False for figure in figures), table(figures)
     return figures
 
 

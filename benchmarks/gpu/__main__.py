@@ -1,6 +1,6 @@
 """Run everything that can be measured on one GPU, and save the results.
 
-    python -m benchmarks.gpu [--only head scoring …] [--short | --tiny] [--out FOLDER]
+    python -m benchmarks.gpu [--only head scoring …] [--checkpoint FOLDER] [--short | --tiny] [--out FOLDER]
 
 Each part is a module of this package with a function ``figures(size)`` that yields lists of `Figure`. Each part
 runs in a separate process, so that it finds an empty GPU, and is ended after nine minutes. All parts together should
@@ -8,8 +8,9 @@ take less than 40. Where a command may not run that long, give one part at a tim
 other parts.
 
 A part that cannot run here, because there is no GPU or an engine is not installed, is skipped, and the reason is saved
-with the results. ``--short`` asks for fewer answers of half the length and repeats less. ``--tiny`` runs the parts on
-the CPU with toy sizes, to find out whether they still work.
+with the results. The part ``real`` runs with ``--checkpoint``, the folder of a model. ``--short`` asks for fewer
+answers of half the length and repeats less. ``--tiny`` runs the parts on the CPU with toy sizes, to find out whether
+they still work.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.measure import Figure, table
 from benchmarks.report import surroundings
 
 #: Each part, and the package that it needs besides transformers.
-PARTS = {"head": None, "scoring": None, "generation": None, "vllm": "vllm", "vllm_updates": "vllm"}
+PARTS = {"head": None, "scoring": None, "generation": None, "real": None, "vllm": "vllm", "vllm_updates": "vllm"}
 #: Seconds after which a part is ended.
 LIMIT = 540
 RESULTS = Path("benchmarks/results/gpu")
@@ -41,7 +42,8 @@ RESULTS = Path("benchmarks/results/gpu")
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measure on one GPU.")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=" ".join(PARTS))
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=" ".join(PARTS))
+    parser.add_argument("--checkpoint", type=Path, help="folder of a model and its tokenizer, for the part real")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--short", dest="size", action="store_const", const="short", help="fewer answers, fewer repeats")
     sizes.add_argument(
@@ -51,14 +53,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    # Without a checkpoint, keep the figures of an earlier one.
+    parts = given.only or [part for part in PARTS if part != "real" or given.checkpoint is not None]
+    if "real" in parts and given.checkpoint is None:
+        parser.error("the part real needs --checkpoint FOLDER")
     if given.here is not None:
-        _measure(given.only[0], given.size, given.here)
+        _measure(parts[0], given.size, given.checkpoint, given.here)
         return
     given.out.mkdir(parents=True, exist_ok=True)
     path = given.out / ("tiny.json" if given.size == "tiny" else "gpu.json")
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for part in given.only:
-        found[part] = _in_process(part, given.size, given.out)
+    for part in parts:
+        found[part] = _in_process(part, given.size, given.checkpoint, given.out)
         # Save at once, because the next part may fail.
         path.write_text(json.dumps(found, indent=1) + "\n")
         if reason := found[part].get("reason"):
@@ -66,16 +72,18 @@ def main() -> None:
     print(f"\nwritten to {path}")
 
 
-def _in_process(part: str, size: str, out: Path) -> dict[str, Any]:
+def _in_process(part: str, size: str, checkpoint: Path | None, out: Path) -> dict[str, Any]:
     """Measure a part in a separate process. Return its figures, and the reason if figures are missing."""
     if reason := _missing(part, size):
         return {"reason": f"skipped: {reason}", "figures": []}
     result = out / f".{part}.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu", "--only", part, "--here", str(result)]
+    command += [] if checkpoint is None else ["--checkpoint", str(checkpoint)]
+    command += [] if size == "full" else [f"--{size}"]
     began = time.monotonic()
     try:
-        status = subprocess.run([*command, *([] if size == "full" else [f"--{size}"])], timeout=LIMIT).returncode
+        status = subprocess.run(command, timeout=LIMIT).returncode
         reason = f"the process ended with status {status}" if status else None
     except subprocess.TimeoutExpired:
         reason = f"ended after {LIMIT} seconds"
@@ -94,10 +102,10 @@ def _missing(part: str, size: str) -> str | None:
     return None
 
 
-def _measure(part: str, name: str, result: Path) -> None:
+def _measure(part: str, name: str, checkpoint: Path | None, result: Path) -> None:
     """Measure a part in this process, and save after every work, so that a part that is ended loses one at most."""
     figures: list[Figure] = []
-    size = SIZES[name]
+    size = replace(SIZES[name], checkpoint=checkpoint)
     about = {**surroundings(), "size": name, "gpu": gpu(), "cuda": torch.version.cuda}
     for some in tqdm(importlib.import_module(f"benchmarks.gpu.{part}").figures(size), desc=part, unit="work"):
         if name == "tiny":

@@ -28,6 +28,7 @@ class Size:
         new: new tokens an answer.
         head_rows: hidden states of the head alone.
         repeats: the number of turns of a comparison.
+        checkpoint: folder of a real model, for the part `real`.
     """
 
     config: Mapping[str, Any]
@@ -39,6 +40,7 @@ class Size:
     new: int
     head_rows: int
     repeats: int
+    checkpoint: Path | None = None
 
 
 SIZES = {

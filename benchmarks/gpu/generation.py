@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import corelm
 from benchmarks.gpu.device import Size, clock, random_ids, random_model, save, value
@@ -40,19 +41,24 @@ def against_generate(size: Size) -> list[Figure]:
         )
 
 
-def plain(model: Any, prompts: list[list[int]], new: int) -> torch.Tensor:
-    ids = torch.tensor(prompts, device=model.device)
-    made: torch.Tensor = model.generate(
+def plain(model: Any, prompts: list[list[int]], new: int, **options: Any) -> Any:
+    """Return what ``model.generate`` makes of prompts that are padded on the left; `options` are passed to it."""
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    ids, mask = (
+        pad_sequence(each, batch_first=True, padding_side="left").to(model.device)
+        for each in (rows, [torch.ones_like(row) for row in rows])
+    )
+    return model.generate(
         ids,
-        attention_mask=torch.ones_like(ids),
+        attention_mask=mask,
         do_sample=True,
         top_k=0,
         max_new_tokens=new,
         min_new_tokens=new,
         pad_token_id=0,
         eos_token_id=None,
+        **options,
     )
-    return made
 
 
 def closing(size: Size) -> list[Figure]:

@@ -50,25 +50,26 @@ def figures(size: Size) -> Iterator[list[Figure]]:
 
 
 @torch.no_grad()
-def padded(model: Any, rows: list[list[int]]) -> list[Tensor]:
+def padded(model: Any, rows: list[list[int]], *, start: int = 1, tokens: int = _TOKENS) -> list[Tensor]:
+    """Return the log-probs of each row's tokens from `start` on, with `tokens` tokens of padded rows a forward."""
     order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
     found: dict[int, Tensor] = {}
     while order:
         width = len(rows[order[0]])
-        taken, order = order[: max(1, _TOKENS // width)], order[max(1, _TOKENS // width) :]
+        taken, order = order[: max(1, tokens // width)], order[max(1, tokens // width) :]
         ids = torch.zeros(len(taken), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for line, row in enumerate(taken):
             ids[line, : len(rows[row])] = torch.tensor(rows[row])
             mask[line, : len(rows[row])] = 1
         ids, mask = ids.to(model.device), mask.to(model.device)
-        states = model.model(input_ids=ids, attention_mask=mask).last_hidden_state[:, :-1]
-        parts = zip(states.split(_SLICE, 1), ids[:, 1:].split(_SLICE, 1), strict=True)
+        states = model.model(input_ids=ids, attention_mask=mask).last_hidden_state[:, start - 1 : -1]
+        parts = zip(states.split(_SLICE, 1), ids[:, start:].split(_SLICE, 1), strict=True)
         table = torch.cat(
             [model.lm_head(some).float().log_softmax(-1).gather(-1, next_[..., None])[..., 0] for some, next_ in parts],
             1,
         ).cpu()
-        found |= {row: table[line, : len(rows[row]) - 1] for line, row in enumerate(taken)}
+        found |= {row: table[line, : len(rows[row]) - start] for line, row in enumerate(taken)}
     return [found[row] for row in range(len(rows))]
 
 
