@@ -140,7 +140,8 @@ def product_ways(product: Product, dtype: torch.dtype) -> Iterator[tuple[str, Ca
     out, weight = torch.empty(rows, columns, dtype=dtype), right.T.contiguous()
     yield "torch.mm", functools.partial(torch.mm, left, right, out=out)
     yield "linear", functools.partial(linear, left, weight)
-    if torch.backends.mkldnn.is_available():
+    short = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    if torch.backends.mkldnn.is_available() and (short is None or getattr(torch.ops.mkldnn, short)()):
         yield "oneDNN", functools.partial(linear, left.to_mkldnn(), weight)
         onednn: Any = torch.ops.mkldnn
         packed = onednn._reorder_linear_weight(weight, rows)

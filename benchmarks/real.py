@@ -77,7 +77,7 @@ class RealModel:
     def __init__(self, checkpoint: Path, dtype: str, quick: bool) -> None:
         self._quick = quick
         self._tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
-        loaded = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
         self._model: Any = loaded.to(device()).eval()
         self._exact: Any = copy.deepcopy(self._model).double()
         config = self._model.config
