@@ -33,7 +33,7 @@ from transformers_backend.protocol import (
     no_answers,
 )
 from transformers_backend.sampling import Sampler
-from transformers_backend.self_test import OTHER_NUMBERS, SelfTest
+from transformers_backend.self_test import TAIL, OwnRow, SelfTest
 
 #: How prompts are decoded, fastest first. Each is tried on the model before it is used; the last always is right.
 DecodingWay = Literal["cached and padded", "cached", "uncached", "uncached, one at a time"]
@@ -43,6 +43,18 @@ _GROUPING: dict[DecodingWay, Grouping] = {
     "cached": "equal",
     "uncached": "equal",
     "uncached, one at a time": "alone",
+}
+_NO_CACHE = (
+    "about 4 times as long for answers of 32 tokens, and more for longer ones: each token reads its whole row again"
+)
+#: What is said of the slower ways, and what they take.
+_SLOWER: dict[DecodingWay, tuple[str, str]] = {
+    "cached": (
+        "only prompts of the same length are decoded together",
+        "up to as many times as long as there are lengths",
+    ),
+    "uncached": ("answers are decoded without a cache", _NO_CACHE),
+    "uncached, one at a time": ("answers are decoded without a cache and one at a time", _NO_CACHE),
 }
 #: How long an answer without a limit is expected to become, in tokens.
 EXPECTED_TOKENS = 512
@@ -90,11 +102,13 @@ class Decoder:
         lengths = request.prompts.lengths
         columns = int((lengths + answer_limits(request, self._engine.max_context)).max())
         with self._engine.evaluating():
-            if self._may_run("cached", columns) and not self._self_test.is_confirmed("cached", columns):
-                prompt = request.prompts.split()[int(lengths.argmax())].cpu()
-                row = prompt.repeat(-(-columns // len(prompt)))[:columns]
-                self._self_test.compare("cached", columns, partial(self._continued, "cached"), Ragged.from_list([row]))
-            return self._may_run("cached", columns)
+            if not self._may_run("cached", depth=2):
+                self._self_test.warn_once(*_SLOWER["uncached"])
+                return False
+            prompt = request.prompts.split()[int(lengths.argmax())].cpu()
+            row = prompt.repeat(-(-columns // len(prompt)))[:columns]
+            ends = self._continued("cached", 2, Ragged.from_list([row]))
+            return self._self_test.confirm("cached", columns, (OwnRow(row, found) for _, found in ends))
 
     def _answers(
         self, prompts: PromptBatch, request: GenerateRequest, call: Call
@@ -105,7 +119,7 @@ class Decoder:
         Raises:
             EngineError: they are wrong, and the tokens were streamed to a caller, from whom they cannot be taken back.
         """
-        way = self._way(_columns(prompts.prompts.lengths, prompts.limits))
+        way = self._way(prompts, request)
         done: list[Tensor] = []
         limits = self._limits(int(prompts.prompts.lengths.max()))
         expected = self.expected_tokens if request.sampling.max_new_tokens is None else None
@@ -142,51 +156,59 @@ class Decoder:
             yield batch, found
 
     def _confirmed(self, way: DecodingWay, batch: PromptBatch, found: SampledAnswers) -> bool:
-        """Return whether the log-probs of a batch are right, as far as these rows show: the longest, the most padded
-        and the one with the longest answer.
+        """Return whether the log-probs of a batch are right, as far as these rows show: the longest, the most padded,
+        and of those with the longest answer the most padded.
         """
         assert found.raw is not None
         prompts, answers = batch.prompts.lengths, found.ids.lengths
         columns = _columns(prompts, answers)
-        if self._self_test.is_confirmed(way, columns):
-            return True
-        rows = sorted({int((prompts + answers).argmax()), int(prompts.argmin()), int(answers.argmax())})
-        sequences = batch.prompts.to("cpu").join(found.ids).select(rows)
-        agreed = self._self_test.agrees_on(sequences.split(), found.raw.select(rows).split())
-        self._self_test.settle(way, columns, "" if agreed else OTHER_NUMBERS)
-        return agreed
+        furthest = (answers * (columns + 1) - prompts).argmax()
+        rows = sorted({int((prompts + answers).argmax()), int(prompts.argmin()), int(furthest)})
+        sequences = batch.prompts.to("cpu").join(found.ids).select(rows).split()
+        pairs = zip(sequences, found.raw.select(rows).split(), strict=True)
+        ends = (OwnRow(ids[:-1], raw[-2 * TAIL :], ids[-len(raw) :][-2 * TAIL :]) for ids, raw in pairs)
+        return self._self_test.confirm(way, columns, ends)
 
     # Which way --------------------------------------------------------------------------------------------------------
 
-    def _way(self, columns: int) -> DecodingWay:
-        """Return the fastest way that is right for a batch of so many columns, answers included."""
-        for way in _WAYS[:-1]:
-            # A batch whose rows happen to be of one length is not padded.
-            needed: tuple[DecodingWay, ...] = ("cached", way) if way == "cached and padded" else (way,)
-            if all(self._may_run(each, columns) for each in needed):
-                return way
-        return _WAYS[-1]
+    def _way(self, prompts: PromptBatch, request: GenerateRequest) -> DecodingWay:
+        """Return the fastest way that is right for these prompts, answers included."""
+        lengths = prompts.prompts.lengths
+        columns = _columns(lengths, prompts.limits)
+        # Tokens that were streamed cannot be taken back, so all that decoding does is tried before.
+        depth = 1 if request.on_tokens is None else 2
+        ways = _WAYS if len(lengths.unique()) > 1 else _WAYS[1:]
+        way = self._self_test.choose(ways, partial(self._may_run, depth=depth), lambda way: columns)
+        if way != ways[0]:
+            self._self_test.warn_once(*_SLOWER[way])
+        return way
 
-    def _may_run(self, way: DecodingWay, columns: int) -> bool:
+    def _may_run(self, way: DecodingWay, *, depth: int) -> bool:
         if way.startswith("cached") and not self._engine.accepts_cache:
             return False
-        trial = self._self_test.rows
-        rows = trial if way == "cached and padded" else trial.select(trial.lengths == trial.lengths.max())
-        return self._self_test.may_run(way, columns, partial(self._continued, way), rows)
+        padded = way == "cached and padded"
+        return self._self_test.may_run(way, partial(self._continued, way, depth), padded=padded, depth=depth)
 
-    def _continued(self, way: DecodingWay, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
-        """Yield every row's number and the logits of its last few positions, ``[n, vocab]``, as decoding makes them.
+    def _continued(self, way: DecodingWay, depth: int, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
+        """Yield every row's number and the logits of its last positions, ``[n, vocab]``, as decoding makes them.
 
-        The first row is expanded to two, one of which leaves after a step.
+        Args:
+            way: how rows are decoded.
+            depth: 1: the rows are prompts. In a short dtype the last id of each is appended, because rounding hides
+                what own rows would show. 2: the last few ids of each are appended, and the first row is expanded to
+                two, one of which leaves after a step.
+            rows: the ids.
         """
-        ids, steps = rows.split(), min(_TRIED, int(rows.lengths.min()) - 1)
+        ids, alive = rows.split(), torch.arange(len(rows))
+        steps = min(_TRIED if depth > 1 else int(self._self_test.is_short), int(rows.lengths.min()) - 1)
         prompts = Ragged.from_list([row[: len(row) - steps] for row in ids])
-        tokens = torch.stack([row[len(row) - steps :] for row in ids]).to(self._engine.device)
-        alive = torch.tensor([0, *range(len(rows))])
+        tokens = torch.stack([row[-1 - steps :][1:] for row in ids]).to(self._engine.device)
         with self._accelerated():
             growing = self._start(way, prompts)
-            growing.expand(alive)
-            made = [growing.logits[1:]]
+            if depth > 1:
+                alive = torch.tensor([0, *range(len(rows))])
+                growing.expand(alive)
+            made = [growing.logits[-len(rows) :]]
             for step in range(steps):
                 if step == 1:
                     left = without({1}, len(alive))

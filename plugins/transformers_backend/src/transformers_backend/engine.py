@@ -28,6 +28,7 @@ class CausalLM:
             None for most models.
         passes_positions: whether the model is given `position_ids`. `SelfTest` turns it off for a model that counts
             its positions in another way.
+        padding: 0 or 1: even rows are padded with this id, odd rows with the other. Nothing must depend on it.
     """
 
     def __init__(self, module: nn.Module, base: Any) -> None:
@@ -42,6 +43,7 @@ class CausalLM:
         self.rope_switch = _rope_switch(text)
         # Nothing here uses the auxiliary loss of mixture-of-experts models, and with a cache its mask does not fit.
         without_router = {"output_router_logits": False} if "output_router_logits" in self._accepted else {}
+        self.padding = 0
         self._always = {"return_dict": True, **without_router}
         # transformers 5.24 renamed past_key_values, and the cache_params of state-space models, to cache.
         names = ("past_key_values", "cache", "cache_params")
@@ -98,6 +100,20 @@ class CausalLM:
             for module in in_training:
                 module.training = True
 
+    @contextmanager
+    def nudged(self) -> Iterator[None]:
+        """Round the embeddings of ids otherwise inside: each number by one step of its dtype, up or down."""
+
+        def nudge(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            signs = torch.randint(2, out.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+            return out * (1 + torch.finfo(out.dtype).eps * signs).to(out)
+
+        hook = self.base.get_input_embeddings().register_forward_hook(nudge)
+        try:
+            yield
+        finally:
+            hook.remove()
+
     def inputs(self, rows: Ragged, side: Side) -> dict[str, Tensor | None]:
         """Return `rows` padded on that side: `input_ids`, `attention_mask`, `position_ids`, each int64[rows, width].
 
@@ -106,8 +122,12 @@ class CausalLM:
         """
         mask = rows.mask(side)
         padded = bool((rows.lengths != mask.shape[-1]).any())
+        ids = rows.to_padded(0, side)
+        if padded and self.readable > 1:
+            odd = (torch.arange(len(rows), device=mask.device) + self.padding) % 2
+            ids = ids + ~mask * odd[:, None]
         return {
-            "input_ids": to_device(rows.to_padded(0, side), self.device),
+            "input_ids": to_device(ids, self.device),
             "attention_mask": to_device(mask.to(torch.int64), self.device) if padded else None,
             "position_ids": to_device((mask.to(torch.int64).cumsum(-1) - 1).clamp_min(0), self.device),
         }

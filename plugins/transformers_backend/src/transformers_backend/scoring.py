@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from transformers_backend.protocol import (
     scoring_requests,
     scoring_result,
 )
-from transformers_backend.self_test import TAIL, SelfTest, TailLogits
+from transformers_backend.self_test import TAIL, OwnRow, SelfTest, TailLogits
 from transformers_backend.token_scores import TokenQuery, TokenScores, scores_of_logits
 from transformers_backend.transfer import to_device
 
@@ -38,6 +39,11 @@ PACKED: tuple[RowLayout, ...] = ("fused", "packed")
 #: The layouts of the plain backend.
 PLAIN_LAYOUTS: tuple[RowLayout, ...] = ("padded", "equal", "alone")
 
+#: What is said of the slower ones.
+_SLOWER: dict[RowLayout, str] = {
+    "equal": "only rows of the same length are scored together",
+    "alone": "each row is scored by itself",
+}
 #: On a CPU a forward pass over more tokens takes more memory and saves no time.
 _CPU_TOKENS = 4096
 #: Number of float32 logits that a softmax sees at a time: 128 MiB.
@@ -103,19 +109,62 @@ class Scorer:
         """Forget what was found out about the old weights; the plain way finds out nothing."""
 
     def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, call: Call) -> Iterator[ScoredTokens]:
-        """Yield the wanted log-probs of `batch`, one forward pass after another."""
-        layout = self._self_test.choose(PLAIN_LAYOUTS, batch.inputs, self._whole_tails)
+        """Yield the wanted log-probs of `batch`, one forward pass after another, the widest first."""
+        longest = int(batch.inputs.lengths.max())
+        layout = self._self_test.choose(
+            PLAIN_LAYOUTS,
+            lambda layout: self._self_test.may_run(layout, self._whole_tails(layout)),
+            lambda layout: longest,
+        )
+        if layout in _SLOWER and len(batch.rows) > 1:
+            self._self_test.warn_once(_SLOWER[layout], "about twice as long for short rows")
         for rows in self._row_batches(batch.inputs.lengths, layout):
             call.deadline.check()
             if len(call.aborted_among(batch.rows[rows])) == len(rows):
                 continue
             inputs = batch.inputs.select(rows)
-            logits = self._engine.padded_logits(inputs)
+            read = partial(self._engine.padded_logits, inputs)
+            logits = read()
+            if not self._confirmed(layout, logits.shape[1], inputs, request, logits, read, lambda made, row: made[row]):
+                yield from self._score_batch(batch, request, call)
+                return
             wanted, targets, index = batch.wanted_of(rows)
             slots = (inputs.row_index * logits.shape[1] + inputs.positions)[wanted]
             query = TokenQuery.of(request, targets, index)
             yield ScoredTokens(index, self._scores(logits.flatten(0, 1), slots, query))
         self.path = ScoringPath("whole", layout, 0)
+
+    def _confirmed(
+        self,
+        way: str,
+        columns: int,
+        rows: Ragged,
+        request: ScoreRequest,
+        made: Tensor,
+        read: Callable[[], Tensor],
+        logits_of: Callable[[Tensor, int], Tensor],
+    ) -> bool:
+        """Return whether the longest of these rows and the last one have the numbers of the plain forward.
+
+        Args:
+            way: how they were read.
+            columns: the width of the forward pass.
+            rows: what the model read.
+            request: what they are part of.
+            made: what `read` returned.
+            read: reads the rows.
+            logits_of: returns the logits of a row, given what was read and its number.
+        """
+        if way == "alone" or self._self_test.is_confirmed(way, columns):
+            return True
+        if request.grad and any(part.training for part in self._engine.module.modules()):
+            # Dropout may be on: other numbers would be right.
+            with self._engine.evaluating():
+                made = read()
+        parts = rows.split()
+        numbers = sorted({int(rows.lengths.argmax()), len(parts) - 1})
+        ends = (OwnRow(parts[row], logits_of(made, row)[: len(parts[row])][-TAIL:]) for row in numbers)
+        return self._self_test.confirm(way, columns, ends)
 
     def _row_batches(self, lengths: Tensor, layout: RowLayout) -> Iterator[Tensor]:
         """Yield the numbers of rows that share a forward pass, int64[n]."""
@@ -125,14 +174,13 @@ class Scorer:
                 yield group[rows]
 
     def _whole_tails(self, layout: RowLayout) -> TailLogits:
-        """Return a function that makes the last logits of rows in that layout, from all logits."""
+        """Return a function that makes the logits of short rows in that layout."""
 
         def tails(rows: Ragged) -> Iterator[tuple[int, Tensor]]:
             for numbers in self._row_batches(rows.lengths, layout):
                 logits = self._engine.padded_logits(rows.select(numbers))
                 for number, row in zip(numbers.tolist(), logits, strict=True):
-                    length = int(rows.lengths[number])
-                    yield number, row[max(0, length - TAIL) : length]
+                    yield number, row[: int(rows.lengths[number])]
 
         return tails
 

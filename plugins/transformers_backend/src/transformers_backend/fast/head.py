@@ -183,7 +183,7 @@ class ScoringHead:
             self._answers = {key: each for key, each in self._answers.items() if key[0] != autocast}
             self._held = {each for each in self._held if each[0] != autocast}
             with engine.evaluating(), self._without_cache():
-                row = self._self_test.rows.split()[0]
+                row = self._self_test.row
                 known = self._probed[autocast] = (state, probe_head(engine, self._split, self._module(), row))
         return known[1]
 

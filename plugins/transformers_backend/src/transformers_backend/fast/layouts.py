@@ -38,22 +38,19 @@ class ReadBatch:
     Attributes:
         rows: int64[k], their numbers.
         index: for every position of each of them, its slot in the flat result.
+        columns: the width of the forward pass.
         packed: the packed rows; None if rows are padded on the right.
     """
 
     rows: Tensor
     index: Ragged
+    columns: int
     packed: PackedRows | None = None
-
-    @property
-    def slots(self) -> int:
-        """The width of packed rows."""
-        return 0 if self.packed is None else len(self.packed.ids)
 
     @property
     def shared(self) -> int:
         """Number of positions that are not read because another row has read them."""
-        return 0 if self.packed is None else len(self.index.values) - self.slots
+        return 0 if self.packed is None else len(self.index.values) - self.columns
 
 
 def padded_batches(lengths: Tensor, batches: Iterable[Tensor]) -> Iterator[ReadBatch]:
@@ -68,8 +65,8 @@ def padded_batches(lengths: Tensor, batches: Iterable[Tensor]) -> Iterator[ReadB
     for rows in batches:
         own = lengths[rows]
         index = Ragged.full(own, 0, torch.int64)
-        slots = index.row_index * int(own.max()) + index.positions
-        yield ReadBatch(rows, index.with_values(slots))
+        columns = int(own.max())
+        yield ReadBatch(rows, index.with_values(index.row_index * columns + index.positions), columns)
 
 
 def packed_batches(rows: Ragged, max_tokens: int, max_shared: int, pays: SharingPays) -> Iterator[ReadBatch]:
@@ -127,7 +124,7 @@ class _PackBuilder:
         ids, positions = (torch.empty(self.total, dtype=torch.int64) for _ in range(2))
         # The slots of a shared start are written more than once, each time with the same values.
         ids[index.values], positions[index.values] = picked.values.cpu(), picked.positions
-        return ReadBatch(chosen, index, PackedRows(ids, positions, tuple(self._segments)))
+        return ReadBatch(chosen, index, self.total, PackedRows(ids, positions, tuple(self._segments)))
 
 
 def _first(ranges: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:

@@ -38,13 +38,10 @@ from transformers_backend.scoring import (
 from transformers_backend.self_test import TAIL, SelfTest, TailLogits
 from transformers_backend.token_scores import TokenQuery, TokenScores
 from transformers_backend.transfer import to_device
-from transformers_backend.trials import LONGEST
 
 #: On a CPU, tokens that share a forward pass of packed rows. More of them take more memory and save no time, except
 #: those that share a start.
 _CPU_PACK = 1024
-#: So many rows that share a forward pass are all compared with the plain forward.
-_COMPARED = 4
 #: A shorter common start is not worth the bookkeeping.
 _SHORTEST_START = 16
 #: Where transformers runs the model with one of these, rows are packed for it, and for nothing else.
@@ -92,15 +89,15 @@ class FastScorer(Scorer):
 
         @cache
         def parts(layout: RowLayout) -> list[ReadBatch]:
-            return list(self._read_batches(batch.inputs, layout, pays))
+            # The widest first: it is compared with the plain forward before anything is handed over.
+            return sorted(self._read_batches(batch.inputs, layout, pays), key=lambda part: -part.columns)
 
-        def widest(layout: RowLayout) -> tuple[int, Ragged] | None:
-            if layout not in PACKED:
-                return None
-            part = max(parts(layout), key=lambda part: part.slots)
-            return part.slots, batch.inputs.select(part.rows)
-
-        layout = self._self_test.choose(layouts, batch.inputs, partial(self._tails, pays=pays, joint=joint), widest)
+        layout = self._self_test.choose(
+            layouts,
+            lambda layout: self._self_test.may_run(_name(layout), self._tails(layout, joint)),
+            lambda layout: parts(layout)[0].columns,
+            _name,
+        )
         if layout == "alone":
             yield from super()._score_batch(batch, request, call)
             return
@@ -109,10 +106,16 @@ class FastScorer(Scorer):
             call.deadline.check()
             if len(call.aborted_among(batch.rows[part.rows])) == len(part.rows):
                 continue
+            read = partial(self._reader.read, batch.inputs, part, joint if layout == "fused" else None)
+            states = read()
+            rows = batch.inputs.select(part.rows)
+            ends = partial(self._last_logits, part)
+            if not self._confirmed(_name(layout), part.columns, rows, request, states, read, ends):
+                yield from self._score_batch(batch, request, call)
+                return
             shared += part.shared
             wanted, targets, index = batch.wanted_of(part.rows)
             slots = part.index.values[wanted]
-            states = self._reader.read(batch.inputs, part, joint if layout == "fused" else None)
             query = TokenQuery.of(request, targets, index)
             yield ScoredTokens(index, self._scores_of_states(head, states, slots, query, part.shared > 0))
         self.path = ScoringPath(head, layout, shared)
@@ -150,27 +153,21 @@ class FastScorer(Scorer):
             return TransformersFlash(name)
         return self._joint(self._engine.device) if name == "sdpa" else None
 
-    def _tails(self, layout: RowLayout, pays: SharingPays, joint: JointAttention | None) -> TailLogits:
-        """Return a function that makes the last logits of rows in that layout, from the body's hidden states.
-
-        Of a pass that many rows share, those are the first row, the last and the longest.
-        """
-
-        def shares(shared: int, rest: int) -> bool:
-            # The trial rows are short, and are to show what sharing does.
-            return shared + rest <= LONGEST or pays(shared, rest)
+    def _tails(self, layout: RowLayout, joint: JointAttention | None) -> TailLogits:
+        """Return a function that makes the logits of short rows in that layout, from the body's hidden states."""
 
         def tails(rows: Ragged) -> Iterator[tuple[int, Tensor]]:
-            for part in self._read_batches(rows, layout, shares):
+            # A row shares its start with a longer one, and equal rows are read twice.
+            for part in self._read_batches(rows, layout, lambda shared, rest: rest > 0):
                 states = self._reader.read(rows, part, joint if layout == "fused" else None)
-                slots = part.index.split()
-                last = len(slots) - 1
-                places = range(len(slots)) if last < _COMPARED else (0, int(part.index.lengths.argmax()), last)
-                for place in places:
-                    some = slots[place][-TAIL:].to(states.device)
-                    yield int(part.rows[place]), self._split.logits(states[some])
+                for place, number in enumerate(part.rows.tolist()):
+                    yield number, self._last_logits(part, states, place)
 
         return tails
+
+    def _last_logits(self, part: ReadBatch, states: Tensor, place: int) -> Tensor:
+        """Return the logits of the last positions of a row of `part`, given the states of all."""
+        return self._split.logits(states[part.index.split()[place][-TAIL:].to(states.device)])
 
     def _read_batches(self, rows: Ragged, layout: RowLayout, pays: SharingPays) -> Iterator[ReadBatch]:
         with_shared = limit = tokens_per_pass(self._engine, self._max_batch_tokens)
@@ -188,6 +185,11 @@ class FastScorer(Scorer):
         """
         hidden: int = self._engine.base.config.get_text_config().hidden_size
         return shared >= _SHORTEST_START and 12 * hidden * shared >= rest**2
+
+
+def _name(layout: RowLayout) -> str:
+    """Return what the self test calls a layout of which only the body is read as in the model's own forward."""
+    return layout if layout in PACKED else f"{layout}, without a head,"
 
 
 def _never(shared: int, rest: int) -> bool:
