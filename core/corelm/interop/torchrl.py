@@ -20,6 +20,7 @@ from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismat
 from corelm.policy.inputs import Keys
 from corelm.policy.options import PolicyOptions
 from corelm.policy.policy import LLMPolicy
+from corelm.policy.values import find_value
 from corelm.spec.provenance import Provenance
 from corelm.tensors.categorical import MaskedCategorical
 from corelm.tensors.masks import as_mask
@@ -223,7 +224,7 @@ class ReferenceActor(TensorDictModuleBase):
             ProvenanceMismatchError: the tokens were sampled from a distribution other than this policy's.
         """
         scored = as_mask(_padded(tensordict, "log_probs", "scored_mask"), "log_probs.scored_mask")
-        rows = tensordict.get(("tokens", "full"), None, as_list=True)
+        rows = find_value(tensordict, ("tokens", "full"))
         if isinstance(rows, list) and len({row.shape[-1] for row in rows}) > 1:
             raise invalid(
                 "tokens",
