@@ -48,7 +48,7 @@ class CausalLM:
         # transformers 5.24 renamed past_key_values, and the cache_params of state-space models, to cache.
         names = ("past_key_values", "cache", "cache_params")
         self._cache_name = next((name for name in names if name in self._accepted), None)
-        embedded = _number_of_embeddings(base)
+        embedded: int | None = getattr(_embeddings(base), "num_embeddings", None)
         self.vocab_size: int = self._width_of_logits(embedded) or text.vocab_size
         self.readable = min(self.vocab_size, embedded or self.vocab_size)
 
@@ -102,17 +102,19 @@ class CausalLM:
 
     @contextmanager
     def nudged(self) -> Iterator[None]:
-        """Round the embeddings of ids otherwise inside: each number by one step of its dtype, up or down."""
+        """Round the embeddings of ids otherwise inside, if they are known: each number by one step, up or down."""
 
         def nudge(module: nn.Module, args: Any, out: Tensor) -> Tensor:
             signs = torch.randint(2, out.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-            return out * (1 + torch.finfo(out.dtype).eps * signs).to(out)
+            return out * (1 + torch.finfo(out.dtype).eps * signs.to(out))
 
-        hook = self.base.get_input_embeddings().register_forward_hook(nudge)
+        embeddings = _embeddings(self.base)
+        hook = None if embeddings is None else embeddings.register_forward_hook(nudge)
         try:
             yield
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
 
     def inputs(self, rows: Ragged, side: Side) -> dict[str, Tensor | None]:
         """Return `rows` padded on that side: `input_ids`, `attention_mask`, `position_ids`, each int64[rows, width].
@@ -228,12 +230,13 @@ class CausalLM:
             return weight.shape[0] if isinstance(weight, Tensor) else None
 
 
-def _number_of_embeddings(base: Any) -> int | None:
-    """Return how many ids the model has embeddings for; None if it does not say so."""
+def _embeddings(base: Any) -> nn.Module | None:
+    """Return the module that embeds ids; None if the model does not say which it is."""
     try:
-        return getattr(base.get_input_embeddings(), "num_embeddings", None)
+        found: nn.Module | None = base.get_input_embeddings()
     except NotImplementedError:
         return None
+    return found
 
 
 def is_device_failure(error: Exception) -> bool:

@@ -108,7 +108,6 @@ class _Verdict:
         rounded: a dtype shorter than that of the weights to which all its logits are rounded, because its forward
             turns autocast on, for example; None if there is none.
         scale: standard deviation of its logits.
-        warned: the last resorts that the user was told of.
     """
 
     structure: Any
@@ -121,7 +120,6 @@ class _Verdict:
     refusal: str = ""
     rounded: torch.dtype | None = None
     scale: float = 0.0
-    warned: set[str] = field(default_factory=set)
 
 
 class SelfTest:
@@ -136,6 +134,7 @@ class SelfTest:
         # The latest first. There are several because adapters may be switched on and off between calls.
         self._verdicts: list[_Verdict] = []
         self._checkpoint: Callable[[], object] = lambda: None
+        self._told: set[str] = set()
 
     @property
     def row(self) -> Tensor:
@@ -161,7 +160,7 @@ class SelfTest:
         if weights != verdict.weights:
             verdict.weights, verdict.changes = weights, verdict.changes + 1
             if verdict.changes.bit_count() == 1:
-                known, verdict = None, _Verdict(now, weights, verdict.changes, warned=verdict.warned)
+                known, verdict = None, _Verdict(now, weights, verdict.changes)
         others = [other for other in self._verdicts if other.structure != now]
         if known is None:
             # If this fails for want of memory, or with Ctrl-C, nothing was found out.
@@ -267,9 +266,9 @@ class SelfTest:
             what: what is done.
             cost: how much slower that is.
         """
-        if what in self._now.warned:
+        if what in self._told:
             return
-        self._now.warned.add(what)
+        self._told.add(what)
         causes = [record.fault for record in self._now.records.values() if record.fault]
         if not self._engine.accepts_cache:
             causes.append("its forward takes no cache")
