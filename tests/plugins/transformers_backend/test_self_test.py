@@ -282,12 +282,12 @@ def _neighbour(states: Any, ids: Any, embed: Any) -> Any:
     return states + 1e-3 * states.roll(1, 0)
 
 
-def _last_column(states: Any, ids: Any, embed: Any) -> Any:
+def _first_column(states: Any, ids: Any, embed: Any) -> Any:
     return states + 1e-3 * embed(ids[:, :1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("leak", [_neighbour, _last_column])
+@pytest.mark.parametrize("leak", [_neighbour, _first_column])
 def test_a_thousandth_of_another_row_or_of_padding_is_not_rounding(open_model: Open, leak: Any, dtype: Any) -> None:
     model = tiny_model("llama").to(dtype)
     plain, embed = model.model.forward, model.model.embed_tokens.weight
@@ -301,6 +301,25 @@ def test_a_thousandth_of_another_row_or_of_padding_is_not_rounding(open_model: O
 
     model.model.forward = forward
     assert cached(open_model(model), ForwardPasses(model)) is not True
+
+
+def test_rows_of_one_length_among_others_are_decoded_again_if_they_differ(open_model: Open) -> None:
+    """They are not padded, and decoding them without a mask is wrong beyond 24 tokens. Padded rows are right."""
+    model = tiny_model("qwen2")
+    plain = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        past = cache_in(kwargs)
+        if past is not None and past.get_seq_length() > 24 and kwargs.get("attention_mask") is None:
+            out.last_hidden_state = -out.last_hidden_state
+        return out
+
+    model.model.forward = forward
+    prompts = [PROMPTS[0], PROMPTS[0][::-1], PROMPTS[0][:3]]
+    # The two long prompts are one batch, and the short one is another.
+    made = open_model(model, max_batch_tokens=64).generate(prompts, {"max_new_tokens": 12}, seeds=[1, 2, 3])
+    assert_answers(made, model, prompts, atol=2e-5)
 
 
 def test_a_way_is_kept_whose_rounding_is_that_of_the_plain_forward(open_model: Open) -> None:

@@ -47,7 +47,7 @@ _GROUPING: dict[DecodingWay, Grouping] = {
 _NO_CACHE = (
     "about 4 times as long for answers of 32 tokens, and more for longer ones: each token reads its whole row again"
 )
-#: What is said of the slower ways, and what they take.
+#: For each slower way, what the warning says is done, and how long that takes.
 _SLOWER: dict[DecodingWay, tuple[str, str]] = {
     "cached": (
         "only prompts of the same length are decoded together",
@@ -102,13 +102,16 @@ class Decoder:
         lengths = request.prompts.lengths
         columns = int((lengths + answer_limits(request, self._engine.max_context)).max())
         with self._engine.evaluating():
-            if not self._may_run("cached", depth=2):
-                self._self_test.warn_once(*_SLOWER["uncached"])
-                return False
-            prompt = request.prompts.split()[int(lengths.argmax())].cpu()
-            row = prompt.repeat(-(-columns // len(prompt)))[:columns]
-            ends = self._continued("cached", 2, Ragged.from_list([row]))
-            return self._self_test.confirm("cached", columns, (OwnRow(row, found) for _, found in ends))
+            may_run = partial(self._may_run, depth=2, columns=columns)
+            right = self._self_test.choose(("cached", "uncached"), may_run, lambda way: columns) == "cached"
+            if right:
+                prompt = request.prompts.split()[int(lengths.argmax())].cpu()
+                row = prompt.repeat(-(-columns // len(prompt)))[:columns]
+                ends = self._continued("cached", 2, Ragged.from_list([row]))
+                right = self._self_test.confirm("cached", columns, (OwnRow(row, found) for _, found in ends))
+        if not right:
+            self._self_test.warn_once(*_SLOWER["uncached"])
+        return right
 
     def _answers(
         self, prompts: PromptBatch, request: GenerateRequest, call: Call
@@ -178,15 +181,21 @@ class Decoder:
         # Tokens that were streamed cannot be taken back, so all that decoding does is tried before.
         depth = 1 if request.on_tokens is None else 2
         ways = _WAYS if len(lengths.unique()) > 1 else _WAYS[1:]
-        way = self._self_test.choose(ways, partial(self._may_run, depth=depth), lambda way: columns)
+        may_run = partial(self._may_run, depth=depth, columns=columns)
+        way = self._self_test.choose(ways, may_run, lambda way: columns)
         if way != ways[0]:
             self._self_test.warn_once(*_SLOWER[way])
         return way
 
-    def _may_run(self, way: DecodingWay, *, depth: int) -> bool:
+    def _may_run(self, way: DecodingWay, *, depth: int, columns: int) -> bool:
         if way.startswith("cached") and not self._engine.accepts_cache:
             return False
         padded = way == "cached and padded"
+        # A batch whose rows happen to be of one length is not padded, so that way has to be right as well.
+        if padded and depth > 1 and not self._may_run("cached", depth=depth, columns=columns):
+            return False
+        if padded and self._self_test.is_refuted("cached", columns):
+            return False
         return self._self_test.may_run(way, partial(self._continued, way, depth), padded=padded, depth=depth)
 
     def _continued(self, way: DecodingWay, depth: int, rows: Ragged) -> Iterator[tuple[int, Tensor]]:

@@ -52,7 +52,7 @@ def load_model(
 
 
 def refuse_gguf(path: str | os.PathLike[str], tokenizer: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse a GGUF file whose tokenizer would be read from it: transformers ignores the pre-tokenizer it names.
+    """Refuse to read a tokenizer from a GGUF file: transformers ignores the file's pre-tokenizer, so ids are wrong.
 
     Raises:
         InvalidRequestError: `path` is such a file, or `model_kwargs` names one and there is no `tokenizer`.

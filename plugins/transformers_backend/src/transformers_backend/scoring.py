@@ -39,7 +39,7 @@ PACKED: tuple[RowLayout, ...] = ("fused", "packed")
 #: The layouts of the plain backend.
 PLAIN_LAYOUTS: tuple[RowLayout, ...] = ("padded", "equal", "alone")
 
-#: What is said of the slower ones.
+#: What the warning says is done in the slower ones.
 _SLOWER: dict[RowLayout, str] = {
     "equal": "only rows of the same length are scored together",
     "alone": "each row is scored by itself",

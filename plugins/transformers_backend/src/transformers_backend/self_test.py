@@ -7,10 +7,10 @@ on trial rows   before its first use: a row with special ids, the same row cut s
                 together. That shows positions, masks, the head and a model that is not causal.
 on own rows     in the first call that is wider than what was compared: the numbers of that call itself.
 
-How large a difference is rounding follows from the plain forward: from its resolution, and, where that does not
-suffice, from how far its numbers move when the embeddings of the row are rounded otherwise. What a short dtype could
-hide, a mask that leaks a thousandth of a neighbour, shows in the row that is read twice beside different rows and
-padding: its numbers are equal to the last bit.
+The plain forward decides how large a difference may be: its dtype does, and where that does not suffice, how far its
+numbers move when the embeddings of the row are rounded otherwise. A short dtype could hide a mask that leaks a
+thousandth of a neighbour. There, the row that is read twice, beside different rows and padding, must get the same
+numbers to the last bit.
 
 A way that differs is not used, and the next one in order is tried; the last is the plain forward itself.
 """
@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 #: such steps from float64 at most positions.
 _STEPS = 64.0
 #: How many times as much as the plain forward moves when its embeddings are rounded otherwise, in float32 and in a
-#: shorter dtype. The cached steps of linear attention sum in another order. In a short dtype a way whose error is twice
-#: the plain forward's is 1.6 times as far from it as that moves.
+#: shorter dtype. Linear attention sums in another order when it decodes with a cache. In a short dtype, a way with
+#: twice the plain forward's error differs from it by 1.6 times as much as that moves.
 _TIMES_NOISE, _TIMES_SHORT_NOISE = 12.0, 1.7
 #: The share of positions for which that has to hold together. In float32 it holds for each position by itself: a few
 #: positions of a real model are a thousand times as sensitive to rounding as most.
@@ -197,7 +197,7 @@ class SelfTest:
             CapabilityError: the model is not causal.
         """
         for way in ways[:-1]:
-            if may_run(way) and columns(way) < self._record(name(way)).refuted:
+            if may_run(way) and not self.is_refuted(name(way), columns(way)):
                 return way
         if not self._now.causal:
             self._examine()
@@ -230,17 +230,20 @@ class SelfTest:
                 record.confirmed = max(record.confirmed, columns if depth == 2 else 0)
         return record.refuted > 0
 
+    def is_refuted(self, way: str, columns: int) -> bool:
+        """Return whether `way` differed from the plain forward on a forward pass as wide as this."""
+        return columns >= self._record(way).refuted
+
     def is_confirmed(self, way: str, columns: int) -> bool:
-        """Return whether `way` was compared on a forward pass as wide as this."""
-        record = self._record(way)
-        return columns <= self._lengths.end_of(record.confirmed) and columns < record.refuted
+        """Return whether `way` was compared on a forward pass as wide as this, and agreed."""
+        return columns <= self._lengths.end_of(self._record(way).confirmed) and not self.is_refuted(way, columns)
 
     def confirm(self, way: str, columns: int, rows: Iterable[OwnRow]) -> bool:
         """Return whether rows that were read in a pass of so many columns have the numbers of the plain forward, and
         remember it.
         """
-        if self.is_confirmed(way, columns) or columns >= self._record(way).refuted:
-            return columns < self._record(way).refuted
+        if self.is_confirmed(way, columns) or self.is_refuted(way, columns):
+            return not self.is_refuted(way, columns)
         with self._engine.evaluating():
             agreed = self._agree(list(rows))
         self.settle(way, columns, "" if agreed else OTHER_NUMBERS)
@@ -270,18 +273,13 @@ class SelfTest:
             return
         self._told.add(what)
         causes = [record.fault for record in self._now.records.values() if record.fault]
-        if not self._engine.accepts_cache:
-            causes.append("its forward takes no cache")
+        advice = "if another release of transformers behaves otherwise, use that one; please report the model type"
         if self._engine.adapter_reads_ids:
-            causes = ["its adapter reads the ids of each call (aLoRA)"]
-        _log.warning(
-            "%s: %s, which takes %s. The cause: %s. If another release of transformers behaves otherwise, use that "
-            "one; please report the model type",
-            type(self._engine.base).__name__,
-            what,
-            cost,
-            "; ".join(causes),
-        )
+            causes, advice = ["its adapter reads the ids of each call (aLoRA)"], "another kind of adapter is faster"
+        elif not self._engine.accepts_cache:
+            causes.append("its forward takes no cache")
+        name = type(self._engine.base).__name__
+        _log.warning("%s: %s, which takes %s. Cause: %s; %s", name, what, cost, "; ".join(causes), advice)
 
     # The comparison ---------------------------------------------------------------------------------------------------
 
@@ -311,7 +309,7 @@ class SelfTest:
             if not self._is_rounding(torch.cat(apart), lambda: self._noise(self.row, plain)[torch.cat(noisy)]):
                 return OTHER_NUMBERS
             if self.is_short and not torch.equal(found[0], found[3]) and self._leaks(run, rows, found):
-                return "get other numbers beside other rows or padding"
+                return "get other numbers when the rows or the padding beside them change"
         return ""
 
     def _leaks(self, run: TailLogits, rows: Ragged, found: dict[int, Tensor]) -> bool:
@@ -454,7 +452,7 @@ class SelfTest:
     # How a number is rounded ------------------------------------------------------------------------------------------
 
     def _largest_noise(self) -> float:
-        """Return what is never put down to rounding."""
+        """Return the largest difference that may count as rounding."""
         if self.is_short:
             return 0.5 * self._now.scale
         # Where activations are quantized, the rounding of a sum may move one of them to the next level.

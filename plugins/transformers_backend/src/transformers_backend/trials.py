@@ -29,7 +29,8 @@ def trial_rows(engine: CausalLM, tokenizer: Any, *, with_specials: bool = True) 
     generator = torch.Generator().manual_seed(0)
     ids = _readable(engine.base.config, engine.readable)
     row, other = ids[torch.randint(len(ids), (2, longest), generator=generator)]
-    row, half = row[: max(1, longest - 3)], row[: max(1, longest // 2)]
+    row = row[: max(2, longest - 3)]
+    half = row[: max(1, min(longest // 2, len(row) - 1))]
     if with_specials:
         for place, special in zip((3, 6), _specials(engine, tokenizer), strict=False):
             row[place : place + 1] = special

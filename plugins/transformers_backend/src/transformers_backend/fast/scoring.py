@@ -188,8 +188,8 @@ class FastScorer(Scorer):
 
 
 def _name(layout: RowLayout) -> str:
-    """Return what the self test calls a layout of which only the body is read as in the model's own forward."""
-    return layout if layout in PACKED else f"{layout}, without a head,"
+    """Return the name under which the self test remembers a layout whose logits are made apart from the body."""
+    return layout if layout in PACKED else f"{layout} (body and head apart)"
 
 
 def _never(shared: int, rest: int) -> bool:
