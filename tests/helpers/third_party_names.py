@@ -1,8 +1,8 @@
 """What core and the plugins use of other libraries under names that may change without an error.
 
-Those are private names, and public names that are looked up: one that is gone then counts as a model, a version or an
-option that has no such thing, and a slower way is taken, or a wrong one. `tests/test_library_names.py` looks each of
-them up in the libraries that are installed, so that a rename fails a test of `make test-newest`.
+Those are private names, and public names that are looked up. If a library drops one, the code takes the model, version
+or option for one without it, and goes a slower way or a wrong one. `tests/test_third_party_names.py` looks each of them
+up in the libraries that are installed, so that a rename fails a test of `make test-newest`.
 """
 
 from __future__ import annotations
