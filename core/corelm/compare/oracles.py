@@ -18,6 +18,7 @@ from corelm.rendering.render import render
 from corelm.spec.message import Message
 from corelm.spec.records import TokenizeRequest, TokenizeResult
 from corelm.support.eos import eos_token_ids
+from corelm.tensors.log_probs import log_probs
 
 Rows = Sequence[Sequence[int]]
 #: One tensor a row, float32[len(row) - 1, vocabulary]: entry t holds the logits that predict the id at t + 1.
@@ -126,7 +127,7 @@ def chosen(tables: Sequence[Tensor], rows: Rows) -> list[Tensor]:
     for table, row in zip(tables, rows, strict=True):
         numbers = torch.full((len(row),), torch.nan)
         if len(row) > 1:
-            numbers[1:] = table.log_softmax(-1).gather(-1, torch.tensor(list(row[1:]))[:, None])[:, 0]
+            numbers[1:] = log_probs(table).gather(-1, torch.tensor(list(row[1:]))[:, None])[:, 0]
         found.append(numbers)
     return found
 

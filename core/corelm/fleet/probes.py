@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from corelm.backend.backend import Backend
 from corelm.spec.probes import Probe, ProbeScores
+from corelm.tensors.log_probs import log_probs
 from corelm.validate import count, invalid, shown
 
 #: Tokens of the long probes, of which the first `_SHARED` are the same in both. Engines cache blocks of 16, 64 or 128
@@ -170,7 +171,7 @@ def _scores_of_logits(model: Any, row: Probe, vocab_size: int, device: torch.dev
     if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape or logits.shape[-1] < vocab_size:
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise invalid("model", f"expected logits [1, {len(row)}, at least {vocab_size}] for a probe, got {shape}")
-    logprobs = logits[0, :-1].float().log_softmax(-1)
+    logprobs = log_probs(logits[0, :-1].float())
     chosen: list[float] = logprobs.gather(-1, ids[0, 1:, None].to(logprobs.device))[:, 0].tolist()
     return tuple(chosen)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm.errors import described
+from corelm.tensors.log_probs import log_probs
 from corelm.validate import invalid
 
 #: The noise of other weights, relative to the spread of each parameter: the distributions change, and stay as wide.
@@ -132,4 +133,4 @@ class PlainOracle:
         return self._model.state_dict()
 
     def _table(self, ids: list[int], temperature: float) -> Tensor:
-        return (self.logits(ids) / temperature).log_softmax(-1)
+        return log_probs(self.logits(ids) / temperature)

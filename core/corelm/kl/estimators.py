@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import InvalidRequestError
+from corelm.tensors.log_probs import log_probs
 from corelm.tensors.ragged import Ragged
 from corelm.validate import count, invalid, one_of
 
@@ -255,7 +256,7 @@ def _of_logits(divergence: Callable[[Tensor, Tensor], Tensor], gen: Tensor, ref:
             f"got shapes {tuple(gen.shape)} and {tuple(ref.shape)}",
         )
     mask, dtype = counted_positions(mask, gen[..., 0]), _dtype(gen, ref)
-    found = divergence(gen[mask].to(dtype).log_softmax(-1), ref[mask].to(dtype).log_softmax(-1))
+    found = divergence(log_probs(gen[mask].to(dtype)), log_probs(ref[mask].to(dtype)))
     return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from corelm import Backend
 from corelm.errors import CapabilityError
+from corelm.tensors.log_probs import log_probs
 from corelm.testing.base import ConformanceBase, needs, not_applicable
 from corelm.testing.reference import LONGEST, OPENINGS, seeded
 from corelm.testing.trials import DECLARABLE, TRIALS, in_range, legal, use
@@ -169,7 +170,7 @@ class LogProbPromises(ConformanceBase):
         batch = backend.score_logprobs(rows, return_logits=True, temperature=temperature)
         assert batch.logits is not None
         for row, logits in zip(rows, batch.logits.split(), strict=True):
-            chosen = logits.detach().cpu().float().log_softmax(-1).gather(-1, torch.tensor(row)[:, None])[:, 0]
+            chosen = log_probs(logits.detach().cpu().float()).gather(-1, torch.tensor(row)[:, None])[:, 0]
             self.assert_close(chosen[1:], self.oracle(row, 1.0)[1:], "logits, normalised")
 
     @needs("score", "gradients")

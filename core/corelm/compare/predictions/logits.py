@@ -10,6 +10,7 @@ from torch import Tensor
 
 from corelm.compare.cases import Case, Prediction
 from corelm.compare.oracles import chosen
+from corelm.tensors.log_probs import log_probs
 
 #: Positions that a constant is fitted on.
 _FITTED_ON = 256
@@ -27,7 +28,7 @@ def scaled(case: Case) -> Iterator[Prediction]:
         return
 
     def left(scale: float) -> float:
-        return _distance((table * scale).log_softmax(-1), ids, numbers)
+        return _distance(log_probs(table * scale), ids, numbers)
 
     scale = _least(left)
     if abs(scale - 1.0) < 1e-3:
@@ -90,7 +91,7 @@ def renormalized(case: Case) -> Iterator[Prediction]:
     if case.tables is None:
         return
     table, ids, numbers = flat(case)
-    ranked, order = table.log_softmax(-1).sort(-1, descending=True)
+    ranked, order = log_probs(table).sort(-1, descending=True)
     mass = ranked.logcumsumexp(-1)
     rank = (order == ids[:, None]).int().argmax(-1)
     own = ranked.gather(-1, rank[:, None])[:, 0]
