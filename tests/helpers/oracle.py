@@ -1,6 +1,7 @@
 """The oracle: a model's log-probs, computed in the simplest way and without any code of core.
 
-One sequence at a time, no padding, no cache, every position, all logits, float32 log-softmax.
+One sequence at a time, no padding, no cache, every position, all logits, and a log-softmax in float64: in float32 it is
+off by up to 4e-5 over a large vocabulary.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def logprobs(model: nn.Module, ids: Sequence[int], temperature: float = 1.0) -> 
     """Return float32[len(ids)]: the log-probability of every token given those before it; entry 0 is 0."""
     out = torch.zeros(len(ids))
     if len(ids) > 1:
-        table = (next_logits(model, ids[:-1]) / temperature).log_softmax(-1)
-        out[1:] = table[torch.arange(len(ids) - 1), torch.tensor(list(ids[1:]))]
+        table = (next_logits(model, ids[:-1]).double() / temperature).log_softmax(-1)
+        out[1:] = table[torch.arange(len(ids) - 1), torch.tensor(list(ids[1:]))].float()
     return out
 
 

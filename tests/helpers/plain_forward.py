@@ -89,7 +89,7 @@ def own_loss(model: nn.Module, rows: Rows, temperature: float = 1.0) -> Tensor:
     loss = torch.zeros(())
     for row in rows:
         if len(row) > 1:
-            table = (oracle.own_logits(model, row)[:-1].float() / temperature).log_softmax(-1)
+            table = (oracle.own_logits(model, row)[:-1].double() / temperature).log_softmax(-1)
             loss = loss + table.gather(-1, torch.tensor(row[1:])[:, None]).sum()
     return loss
 
