@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import corelm
 from corelm import Backend
-from helpers.real_checks import Rows, rows_of
+from helpers.real_checks import Rows, plain_model, rows_of
 from helpers.real_model import real_model
 
 
@@ -35,13 +34,13 @@ def rows(tokenizer: Any) -> Rows:
 @pytest.fixture(scope="session")
 def model(folder: Path) -> Any:
     """The model for plain forwards. Nothing changes it."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return plain_model(folder)
 
 
 @pytest.fixture
 def copy(folder: Path) -> Any:
     """A model that a test may change."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return plain_model(folder)
 
 
 @pytest.fixture(scope="session")

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import corelm
-from helpers import oracle
+from corelm import Backend
+from helpers import oracle, real_checks
+from helpers.command_line import corelm_command, write_rows
+from helpers.command_line import rows as read_rows
 from helpers.peft_models import with_lora
-from helpers.real_checks import Rows, check_greedy, check_scores
+from helpers.plain_forward import gradients, own_loss
+from helpers.real_checks import Rows, check_greedy, check_numbers, check_scores
 
 pytestmark = pytest.mark.nightly
+
+
+def test_numbers_for_all_prompts_are_those_of_the_plain_forward(backend: Backend, model: Any, rows: Rows) -> None:
+    assert len(rows) == 40
+    check_numbers(backend, model, rows, 12)
+
+
+def test_gradients_are_those_of_float64(copy: Any, tokenizer: Any, rows: Rows) -> None:
+    """Autograd of the plain float32 forward is 1e-3 off where tokens are nearly sure: its `log_softmax` is."""
+    exact = deepcopy(copy).double()
+    with corelm.get_backend("transformers", copy, tokenizer=tokenizer) as backend:
+        for some in ([rows[0]], [rows[8]], [rows[0], rows[3], rows[11], rows[-8]]):
+            found = gradients(copy, backend.score_logprobs(some, grad=True).logprobs.values.sum())
+            expected = gradients(exact, own_loss(exact, some))
+            assert found.keys() == expected.keys()
+            for name, gradient in expected.items():
+                assert float((found[name] - gradient).norm()) < 1e-4 * float(gradient.norm()), name
 
 
 def test_an_adapter_gives_the_numbers_of_merged_weights(copy: Any, model: Any, tokenizer: Any, rows: Rows) -> None:
@@ -21,6 +45,57 @@ def test_an_adapter_gives_the_numbers_of_merged_weights(copy: Any, model: Any, t
     merged = deepcopy(adapted).merge_and_unload()
     assert float((oracle.logprobs(merged, few[1]) - oracle.logprobs(model, few[1])).abs().max()) > 0.01
     with corelm.get_backend("transformers", adapted, tokenizer=tokenizer) as backend:
-        check_scores(backend, merged, few)
-        check_greedy(backend, merged, few, 6)
+        check_numbers(backend, merged, few, 6)
         check_scores(backend, model, few, adapter=False)
+
+
+def test_changed_weights_are_those_of_the_next_call(copy: Any, tokenizer: Any, folder: Path, rows: Rows) -> None:
+    few = rows[:6]
+    before = oracle.logprobs(copy, few[1])
+    with (
+        corelm.get_backend("transformers", copy, tokenizer=tokenizer) as in_place,
+        corelm.get_backend("transformers", folder, dtype="float32") as updated,
+    ):
+        for backend in (in_place, updated):
+            check_scores(backend, copy, few)
+        with torch.no_grad():
+            for layer in copy.model.layers:
+                layer.mlp.down_proj.weight.mul_(1.03)
+        assert float((oracle.logprobs(copy, few[1]) - before).abs().max()) > 0.01
+        updated.update_weights(copy.state_dict())
+        for backend in (in_place, updated):
+            check_scores(backend, copy, few)
+            check_greedy(backend, copy, few, 6)
+
+
+def test_compare_tells_rounding_and_has_no_bias_of_its_own(folder: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": text} for text in real_checks.TEXTS[:4]])
+    ran = corelm_command(
+        *("compare", "--model", folder, "--input", tmp_path / "prompts.jsonl", "--max-new-tokens", 6, "--json"),
+        *("--backend", "transformers", "--option", "dtype=float32"),
+        *("--backend", "transformers", "--option", "dtype=bfloat16"),
+    )
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)
+    assert found["verdict"] == "rounding"
+    (exact,) = (gap for gap in found["gaps"] if (gap["kind"], gap["other"]) == ("oracle", "transformers 1"))
+    # With a float32 log_softmax in the plain forward, the mean would be 8e-6.
+    assert abs(exact["mean"]) < 5e-6 and exact["max_abs"] < real_checks.MOST
+
+
+def test_the_command_scores_a_file(folder: Path, model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    files = (tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    chat = [*real_checks.CHATS[1], {"role": "assistant", "content": "It is 56."}]
+    lines = [{"text": text} for text in real_checks.TEXTS[:4]]
+    write_rows(files[0], [*lines, {"prompt": "Paris is", "completion": " a city"}, {"messages": chat}])
+    options = ("--backend", "transformers", "--model", folder, "--option", "dtype=float32")
+    ran = corelm_command("score", *options, "--per-token", "--input", files[0], "--output", files[1])
+    assert ran.exit_code == 0, ran.output
+    texts = [tokenizer(line["text"]).input_ids for line in lines]
+    prompt, whole = (tokenizer(text).input_ids for text in ("Paris is", "Paris is a city"))
+    opened = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True).input_ids
+    # The answer's turn ends with the id that ends an answer.
+    said = [*opened, *tokenizer("It is 56.").input_ids, tokenizer.eos_token_id]
+    pairs = [*((row, 1) for row in texts), (whole, len(prompt)), (said, len(opened))]
+    for (row, start), line in zip(pairs, read_rows(files[1]), strict=True):
+        real_checks.close(torch.tensor(line["log_probs"]), oracle.logprobs(model, row)[start:], str(row))

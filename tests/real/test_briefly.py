@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import corelm
 from corelm import Backend
 from corelm.errors import InvalidRequestError
-from helpers.real_checks import Rows, check_greedy, check_kept_ids, check_sampled, check_scores, check_stream
+from helpers.real_checks import FEW, Rows, check_numbers
 from helpers.real_model import gguf_file
 
 TEXTS = (
@@ -25,7 +26,8 @@ TEXTS = (
 def test_texts_come_back_and_each_digit_is_a_token_of_the_file(tokenizer: Any) -> None:
     from gguf import GGUFReader
 
-    entries = GGUFReader(gguf_file()).fields["tokenizer.ggml.tokens"].contents()
+    fields = GGUFReader(gguf_file()).fields
+    entries, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
     assert tokenizer.get_vocab() == {entry: number for number, entry in enumerate(entries)}
     # GGUF has the bytes of a token as the characters that GPT-2 gave them.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -37,9 +39,25 @@ def test_texts_come_back_and_each_digit_is_a_token_of_the_file(tokenizer: Any) -
         assert tokenizer.decode(ids) == text
         digits = [entries[token] for token in ids if any(each.isdigit() and each.isascii() for each in entries[token])]
         assert digits == [each for each in text if each.isdigit() and each.isascii()]
+    # Numbers of all scripts are tokens of their own, which the file's merges make of the bytes of each.
+    rank_of = {tuple(each.split(" ")): rank for rank, each in enumerate(merges)}
+    char_of = {byte: char for char, byte in byte_of.items()}
+    for text in ("1234567890", "½ ³ ٣", "Ⅷ ४२ ²"):
+        bytes_of_each = ["".join(char_of[byte] for byte in char.encode()) for char in text]
+        expected = [token for each in bytes_of_each for token in merged(each, rank_of)]
+        assert [entries[token] for token in tokenizer(text).input_ids] == expected, text
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi 42"}], add_generation_prompt=True).input_ids
     special = [entries[token] for token in chat if entries[token].startswith("<|")]
     assert special == ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
+
+
+def merged(word: str, rank_of: dict[tuple[str, ...], int]) -> list[str]:
+    """Return the tokens that merges make of a word: the first of them wherever it fits, again and again."""
+    parts = list(word)
+    while ranks := [(rank_of[pair], at) for at, pair in enumerate(pairwise(parts)) if pair in rank_of]:
+        _, at = min(ranks)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
 
 
 def test_it_knows_something(backend: Backend, tokenizer: Any, rows: Rows) -> None:
@@ -48,15 +66,7 @@ def test_it_knows_something(backend: Backend, tokenizer: Any, rows: Rows) -> Non
 
 
 def test_numbers_are_those_of_the_plain_forward(backend: Backend, model: Any, rows: Rows) -> None:
-    few = [rows[0], rows[3], rows[11], rows[22], rows[-10]]
-    check_scores(backend, model, few)
-    check_greedy(backend, model, few, 6)
-    check_sampled(backend, model, few[:3], 4)
-    check_stream(backend, few[:2], 4)
-
-
-def test_kept_ids_are_those_of_top_k_and_top_p(backend: Backend, model: Any, rows: Rows) -> None:
-    check_kept_ids(backend, model, [rows[1], rows[4], rows[7]], 6)
+    check_numbers(backend, model, [rows[number] for number in FEW], 4)
 
 
 def test_a_gguf_file_is_refused_at_once() -> None:
