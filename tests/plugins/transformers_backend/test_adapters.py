@@ -171,6 +171,30 @@ def test_gradient_checkpointing_runs_layers_when_the_adapter_is_switched_back(op
     assert_is(backend, False, tiny_model())
 
 
+def test_log_probs_without_a_gradient_are_refused_with_the_cause(open_model: Open) -> None:
+    model = wrapped().train()
+    backend = open_model(model)
+
+    def score() -> Tensor:
+        return backend.score_logprobs(ROWS, grad=True).logprobs.values.sum()
+
+    wanted = gradients(model, score())
+    model.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    # This release of transformers enables it with checkpointing; a trainer that wraps layers itself does not.
+    model.disable_input_require_grads()
+    with pytest.raises(InvalidRequestError, match=r"reentrant.*enable_input_require_grads") as caught:
+        score()
+    assert caught.value.field == "grad"
+    model.enable_input_require_grads()
+    assert_same_gradients(gradients(model, score()), wanted)
+    model.requires_grad_(False)
+    model.disable_input_require_grads()
+    with pytest.raises(InvalidRequestError, match="no parameter of the model requires one"):
+        score()
+    model.get_input_embeddings().weight.requires_grad_()
+    score().backward()
+
+
 def test_merged_adapters_cannot_be_switched(open_model: Open) -> None:
     model = wrapped()
     backend = open_model(model)
