@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from corelm.errors import EngineError
+from corelm.errors import EngineError, InvalidRequestError
 from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import tiny_model
 
@@ -56,3 +56,6 @@ def test_the_smallest_temperature_is_greedy(open_model: Open) -> None:
     assert (
         backend.generate(ROWS, SAMPLING | {"temperature": 1e-30}, logprobs="none").ids.tolist() == greedy.ids.tolist()
     )
+    backend.score_logprobs(ROWS, temperature=1e-30)
+    with pytest.raises(InvalidRequestError, match="1e-30"):
+        backend.score_logprobs(ROWS, temperature=1e-31)
