@@ -52,6 +52,17 @@ def positive(field: str, given: Any) -> float:
     return number(field, given, 0.0, above=True)
 
 
+def factor(field: str, given: Any, *, zero: bool = False) -> float:
+    """Return `given` as a float that engines can multiply and divide logits by in float32, or 0 if `zero` is legal."""
+    value = number(field, given, 0.0, above=not zero)
+    if value and not 1e-30 <= value <= 1e30:
+        expected = "0 or a number" if zero else "a number"
+        raise invalid(
+            field, f"expected {expected} from 1e-30 to 1e+30, because engines compute in float32, got {shown(given)}"
+        )
+    return value
+
+
 def count(field: str, given: Any, low: int | None = 0, high: int | None = None) -> int:
     """Return `given` as an int from `low` to `high`; None sets no bound. 3.0 is 3; True and texts are refused."""
     expected = "a whole number" + ("" if low is None else f" of at least {low}")

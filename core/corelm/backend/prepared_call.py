@@ -316,7 +316,7 @@ def prepare_scoring(
     sequences = arguments.rows_of_ids(sequences, "sequences", engine)
     capabilities = engine.capabilities
     # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
-    temperature = validate.positive("temperature", temperature)
+    temperature = validate.factor("temperature", temperature)
     engine.require("score", "score_logprobs needs an engine that scores")
     if temperature != 1.0:
         engine.require("score_temperature", f"its scores ignore the temperature; leave out temperature={temperature}")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from corelm.validate import count, did_you_mean, flag, invalid, is_index, number, shown, token_ids, unencodable
+from corelm.validate import count, did_you_mean, factor, flag, invalid, is_index, number, shown, token_ids, unencodable
 
 ALIASES = {
     "max_tokens": "max_new_tokens",
@@ -74,7 +74,7 @@ class SamplingParams:
     Attributes:
         max_new_tokens: answer length limit in tokens; None fills the model's context.
         min_new_tokens: no stop id and no stop string ends an answer before this many tokens.
-        temperature: 0 is greedy. Default 1.0.
+        temperature: 0 is greedy; else 1e-30 to 1e30, because engines compute in float32. Default 1.0.
         top_k: keep this many of the likeliest tokens; None, 0 or -1 keeps all. Applied first.
         top_p: keep the smallest set of the likeliest tokens whose probabilities sum to at least this. Applied second.
         min_p: keep the tokens that are at least this fraction as likely as the likeliest one. Applied last.
@@ -133,7 +133,7 @@ class SamplingParams:
             flag("do_sample", self.do_sample)
         if temperature is None:
             temperature = 0.0 if self.do_sample is False else 1.0
-        temperature = number("temperature", temperature, 0.0)
+        temperature = factor("temperature", temperature, zero=True)
         put("temperature", temperature)
         sampled = temperature > 0
         if self.do_sample is not None and self.do_sample != sampled:
@@ -153,9 +153,10 @@ class SamplingParams:
             raise invalid("min_new_tokens", f"{self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
         put("top_p", number("top_p", self.top_p, 0.0, 1.0, above=True))
         put("min_p", number("min_p", self.min_p, 0.0, 1.0))
-        put("repetition_penalty", number("repetition_penalty", self.repetition_penalty, 0.0, above=True))
-        for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
-            put(name, number(name, getattr(self, name)))
+        put("repetition_penalty", factor("repetition_penalty", self.repetition_penalty))
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(name, number(name, getattr(self, name), -1e30, 1e30))
+        put("length_penalty", number("length_penalty", self.length_penalty))
         put("num_beams", count("num_beams", self.num_beams, 1, LARGEST))
         if self.num_samples is not None:
             put("num_samples", count("num_samples", self.num_samples, 1, LARGEST))

@@ -30,11 +30,6 @@ from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 from transformers_backend import TransformersBackend
 
 ROWS = random_rows(1, 40, 9)
-TARGETS = {
-    "attention": ["q_proj", "v_proj"],
-    "head": ["q_proj", "lm_head"],
-    "embeddings": ["embed_tokens", "down_proj"],
-}
 
 
 @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.nightly)], ids=["fast", "plain"])
@@ -63,11 +58,8 @@ def assert_is(backend: Backend, adapter: Any, model: Any) -> None:
     assert_answers(out, model, ROWS)
 
 
-@pytest.mark.parametrize(
-    "targets", ["head", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("attention", "embeddings"))]
-)
-def test_a_model_that_was_loaded_here_takes_adapters(owned: Backend, targets: str, tmp_path: Path) -> None:
-    one, two = wrapped(targets=TARGETS[targets]), wrapped(seed=1, targets=["k_proj"], rank=8)
+def test_a_model_that_was_loaded_here_takes_adapters(owned: Backend, tmp_path: Path) -> None:
+    one, two = wrapped(targets=["q_proj", "lm_head"]), wrapped(seed=1, targets=["k_proj"], rank=8)
     two.save_pretrained(tmp_path / "two")
     before = oracle.logprobs(owned.engine.plugin.engine.base, ROWS[1])
     assert owned.load_adapter("one", one) == "1" and owned.load_adapter("two", tmp_path / "two", version="b") == "b"
@@ -179,6 +171,30 @@ def test_gradient_checkpointing_runs_layers_when_the_adapter_is_switched_back(op
     assert_is(backend, False, tiny_model())
 
 
+def test_log_probs_without_a_gradient_are_refused_with_the_cause(open_model: Open) -> None:
+    model = wrapped().train()
+    backend = open_model(model)
+
+    def score() -> Tensor:
+        return backend.score_logprobs(ROWS, grad=True).logprobs.values.sum()
+
+    wanted = gradients(model, score())
+    model.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    # This release of transformers enables it with checkpointing; a trainer that wraps layers itself does not.
+    model.disable_input_require_grads()
+    with pytest.raises(InvalidRequestError, match=r"reentrant.*enable_input_require_grads") as caught:
+        score()
+    assert caught.value.field == "grad"
+    model.enable_input_require_grads()
+    assert_same_gradients(gradients(model, score()), wanted)
+    model.requires_grad_(False)
+    model.disable_input_require_grads()
+    with pytest.raises(InvalidRequestError, match="no parameter of the model requires one"):
+        score()
+    model.get_input_embeddings().weight.requires_grad_()
+    score().backward()
+
+
 def test_merged_adapters_cannot_be_switched(open_model: Open) -> None:
     model = wrapped()
     backend = open_model(model)
@@ -220,12 +236,6 @@ def bad_adapters(folder: Path) -> dict[str, tuple[Any, Any, str]]:
         "an empty folder": (empty, None, "no readable adapter"),
         "a broken file": (broken, None, "no readable adapter"),
         "no file": (half, None, "no readable adapter"),
-        "virtual tokens": (
-            state,
-            peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-            "virtual tokens",
-        ),
-        "pissa": (state, {**lora_config().to_dict(), "init_lora_weights": "pissa"}, "changes the base weights"),
         "no type": (state, {"r": 4}, "does not fit"),
     }
 
@@ -320,9 +330,3 @@ def test_beams_use_the_adapters_and_ignore_generation_configs(open_model: Open) 
     model.generation_config.repetition_penalty = 9.0
     (answer,) = open_model(model).generate(ids, sampling, logprobs="none").ids.tolist()
     assert answer == wanted[0, ids.shape[1] :].tolist()
-
-
-def test_virtual_tokens_are_refused(open_model: Open) -> None:
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(CapabilityError, match="LoRA"):
-        open_model(peft.get_peft_model(tiny_model(), config))

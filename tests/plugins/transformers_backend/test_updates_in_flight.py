@@ -179,3 +179,13 @@ def test_callers_of_a_batcher_each_get_the_runs_of_their_own_rows(open_model: Op
     with DynamicBatcher(updated.backend) as batcher:
         assert place(updated.answers(tiny_model(seed=1).state_dict(), ask=batcher))
         assert batcher.generate(PROMPTS, LONG).weight_versions == ("new",) * 3
+
+
+def test_weights_of_nan_in_the_middle_of_an_answer_are_errors_of_its_rows(open_model: Open) -> None:
+    updated = Updated(open_model, tiny_model())
+    broken = {name: torch.full_like(each, float("nan")) for name, each in tiny_model().state_dict().items()}
+    with pytest.raises(EngineError, match="NaN in the weights") as caught:
+        updated.answers(broken)
+    assert caught.value.rows == (0, 1, 2) and caught.value.usable
+    updated.backend.update_weights(tiny_model().state_dict())
+    assert_answers(updated.backend.generate(PROMPTS, {**LONG, "max_new_tokens": 4}), tiny_model(), PROMPTS)

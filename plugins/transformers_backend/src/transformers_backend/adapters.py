@@ -1,8 +1,8 @@
 """`Adapters`: adapters of PEFT that are loaded, replaced and unloaded by name, and the one that a call runs with.
 
-PEFT changes `requires_grad` when it switches an adapter, and the owner of a model relies on what is active. So a call
-switches the layers themselves, and puts everything back. An adapter is never changed in place: a new one is added under
-a name of its own, and the old one is removed when that has worked.
+PEFT itself switches, because each of its methods does it in its own way. It also changes `requires_grad`, and the owner
+of a model relies on what is active, so a call puts both back. An adapter is never changed in place: a new one is added
+under a name of its own, and the old one is removed when that has worked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from transformers_backend.engine import CausalLM, is_device_failure, runs_layers
 #: How the names begin that PEFT knows these adapters by.
 PREFIX = "corelm_adapter_"
 #: Ways to begin a LoRA that also change the base weights, by the beginnings of their names.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+#: Other options of a LoRA that change the base weights.
+_OPTIONS_THAT_CHANGE_BASE = ("kasa_config", "layer_replication", "target_parameters")
+#: Kinds of adapters that PEFT's switch for layers does not reach.
+_NOT_SWITCHED = {
+    "ADAPTION_PROMPT": "an adaption prompt replaces modules of the model when it is switched",
+    "XLORA": "X-LoRA mixes several adapters that have no names of their own",
+}
 
 
 class Adapters:
@@ -47,33 +54,33 @@ class Adapters:
 
         Raises:
             InvalidRequestError: there is no such adapter, or adapters are merged into the weights.
-            CapabilityError: layers would run again in the backward pass, when the adapter is no longer switched on.
+            CapabilityError: an adapter of the model cannot be switched, or layers would run again in the backward pass,
+                when the adapter is no longer switched on.
         """
         if request.adapter is None:
             yield
             return
         name = None if request.adapter is False else self._name_in_peft(request.adapter)
-        layers = _layers(self._engine.module)
-        if any(getattr(layer, "merged_adapters", None) for layer in layers):
-            raise InvalidRequestError(
-                "adapter: adapters are merged into the weights of the model object, so that they cannot be switched; "
-                "call model.unmerge_adapter() first",
-                field="adapter",
-            )
-        if isinstance(request, ScoreRequest) and request.grad and runs_layers_again(self._engine.module):
+        module: Any = self._engine.module
+        if module is self._engine.base:
+            yield
+            return
+        for each, config in module.peft_config.items():
+            _refuse_unswitchable(config, self._engine.base, active=each == name)
+        if isinstance(request, ScoreRequest) and request.grad and runs_layers_again(module):
             raise CapabilityError(
                 "adapter= and gradient checkpointing exclude each other: layers run again in the backward pass, when "
                 "the adapter is switched back. Call model.set_adapter yourself and leave adapter= out",
                 capability="adapters",
             )
+        trained = {parameter: parameter.requires_grad for parameter in module.parameters()}
         with self._kept():
-            for layer in layers:
-                layer._disable_adapters = name is None
-                if name is not None:
-                    layer._active_adapter = [name]
-            if name is not None:
-                for holder in self._holders():
-                    holder.active_adapter = name
+            if name is None:
+                module.base_model.disable_adapter_layers()
+            else:
+                module.set_adapter(name)
+                module.base_model.enable_adapter_layers()
+            _set_trained(module, trained)
             yield
 
     def update(self, request: WeightUpdate) -> None:
@@ -123,32 +130,43 @@ class Adapters:
             field="adapter",
         )
 
-    def _holders(self) -> list[Any]:
-        """Return the objects of PEFT that know the active adapter, apart from its layers."""
-        module: Any = self._engine.module
-        return [] if module is self._engine.base else [module, module.base_model]
-
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Put back afterwards which adapters are active, and what is trained. Layers that are new are switched off."""
-        module = self._engine.module
-        layers = {layer: (layer._active_adapter, layer._disable_adapters) for layer in _layers(module)}
-        active = [(holder, holder.active_adapter) for holder in self._holders()]
+        """Put back afterwards which adapters are active, and what is trained. Layers that are new are switched off.
+
+        Raises:
+            InvalidRequestError: adapters are merged into the weights.
+        """
+        module: Any = self._engine.module
+        layers = {layer: (layer.active_adapter, layer.disable_adapters) for layer in _layers(module)}
+        if any(layer.merged_adapters for layer in layers):
+            raise InvalidRequestError(
+                "adapter: adapters are merged into the weights of the model object, so that they cannot be switched; "
+                "call model.unmerge_adapter() first",
+                field="adapter",
+            )
+        holders = [] if module is self._engine.base else [module, module.base_model]
+        active = [(holder, holder.active_adapter) for holder in holders]
         trained = {parameter: parameter.requires_grad for parameter in module.parameters()}
         parts = set(module.modules())
         try:
             yield
         finally:
+            known = getattr(self._engine.module, "peft_config", {})
             for layer in _layers(self._engine.module):
                 # In a layer that is new, no adapter of the owner has anything to do.
-                layer._active_adapter, layer._disable_adapters = layers.get(layer, ([], True))
+                name, disabled = layers.get(layer, (layer.active_adapter, True))
+                if layer.disable_adapters != disabled:
+                    layer.enable_adapters(not disabled)
+                if layer.active_adapter != name and _are_in(known, name):
+                    layer.set_adapter(name)
             for holder, name in active:
-                holder.active_adapter = name
+                if _are_in(known, name):
+                    holder.active_adapter = name
             for part in self._engine.module.modules():
                 if part not in parts:
                     part.training = self._engine.base.training
-            for parameter in self._engine.module.parameters():
-                parameter.requires_grad_(trained.get(parameter, False))
+            _set_trained(self._engine.module, trained)
 
     def _added(self, request: WeightUpdate) -> str:
         """Add the adapter under a new name, and return that name."""
@@ -162,21 +180,19 @@ class Adapters:
         try:
             # New adapters begin with random values.
             with self._kept(), torch.random.fork_rng(cuda):
-                config = _config(values)
+                config = _config(values, self._engine.base)
                 if self._engine.module is self._engine.base:
                     self._engine.module, self._wrapped_here = peft.get_peft_model(self._engine.base, config, name), True
                 else:
                     wrapper: Any = self._engine.module
                     wrapper.add_adapter(name, config)
-                report: Any = peft.set_peft_model_state_dict(self._engine.module, state, adapter_name=name)
-                missing = [each for each in report.missing_keys if f".{name}" in each]
-                problems = [f"unexpected {each!r}" for each in report.unexpected_keys]
-                problems += [f"missing {each.replace(f'.{name}', '')!r}" for each in missing]
-                if problems:
+                if problems := _load(self._engine.module, state, name):
                     raise ValueError(first_few(problems))
         except BaseException as error:
             self._delete(name)
-            if not isinstance(error, Exception) or isinstance(error, CapabilityError) or is_device_failure(error):
+            if not isinstance(error, Exception) or is_device_failure(error):
+                raise
+            if isinstance(error, (CapabilityError, InvalidRequestError)):
                 raise
             raise InvalidRequestError(
                 f"{field}: this adapter does not fit {type(self._engine.base).__name__}: {described(error)}. Give one "
@@ -194,9 +210,6 @@ class Adapters:
             if self._wrapped_here and not module.peft_config:
                 # PEFT cannot run a model that it has wrapped without an adapter.
                 self._engine.module, self._wrapped_here = module.unload(), False
-        if self._wrapped_here and module.active_adapter not in module.peft_config:
-            for holder in self._holders():
-                holder.active_adapter = next(iter(module.peft_config))
 
 
 def may_have_adapters(engine: CausalLM, *, owns_model: bool) -> bool:
@@ -218,22 +231,77 @@ def _layers(module: nn.Module) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
 
 
-def _config(values: Mapping[str, Any]) -> Any:
+def _set_trained(module: nn.Module, trained: Mapping[nn.Parameter, bool]) -> None:
+    """Let these parameters require gradients as they did; others do not."""
+    for parameter in module.parameters():
+        parameter.requires_grad_(trained.get(parameter, False))
+
+
+def _load(model: Any, state: Mapping[str, Tensor], name: str) -> list[str]:
+    """Load the tensors of an adapter that was added under this name, and return what does not fit.
+
+    A file need not hold what PEFT makes itself, such as the random projections of VeRA, so what PEFT would save is
+    compared with it. It may hold base weights: those of embeddings that an adapter changes, and biases.
+    """
+    import peft
+
+    own = model.state_dict()
+    saved = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    base = state.keys() & own.keys()
+    if changed := [key for key in sorted(base) if not torch.equal(state[key].to(own[key]), own[key])]:
+        return [f"other base weights {key!r}" for key in changed]
+    report: Any = peft.set_peft_model_state_dict(
+        model, {key: tensor for key, tensor in state.items() if key not in base}, adapter_name=name
+    )
+    problems = [f"unexpected {each!r}" for each in report.unexpected_keys]
+    if any(f".{name}" in each for each in report.missing_keys):
+        problems += [f"missing {each!r}" for each in saved if each not in state]
+    return problems
+
+
+def _refuse_unswitchable(config: Any, base: nn.Module, *, active: bool = False) -> None:
+    """Refuse an adapter without which the model is not the base model again, or that cannot be chosen for one call.
+
+    Args:
+        config: PEFT's configuration of it.
+        base: the model inside PEFT's wrapper.
+        active: whether it is the adapter to run with.
+
+    Raises:
+        CapabilityError: it is one.
+    """
+    why = _NOT_SWITCHED.get(config.peft_type) or ("" if active else _changes_base(config, base))
+    if config.is_prompt_learning:
+        why = "it adds virtual tokens, which are not supported"
+    if why:
+        raise CapabilityError(
+            f"an adapter cannot be switched on and off: {why}. Use a plain LoRA (save_pretrained writes one if it is "
+            "given path_initial_model_for_weight_conversion), or open the PEFT model itself and leave adapter= out",
+            capability="adapters",
+        )
+
+
+def _changes_base(config: Any, base: nn.Module) -> str:
+    """Return how an adapter changes the base weights in place; "" if it does not."""
+    begun, bias = getattr(config, "init_lora_weights", True), getattr(config, "bias", "none")
+    options = [name for name in _OPTIONS_THAT_CHANGE_BASE if getattr(config, name, None)]
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
+        options.append(f"init_lora_weights={begun!r}")
+    if bias != "none" and any(name.endswith(".bias") and "lora_" not in name for name, _ in base.named_parameters()):
+        options.append(f"bias={bias!r}")
+    return f"{options[0]} changes the base weights" if options else ""
+
+
+def _are_in(known: Mapping[str, Any], names: str | list[str]) -> bool:
+    return {names} <= known.keys() if isinstance(names, str) else {*names} <= known.keys()
+
+
+def _config(values: Mapping[str, Any], base: nn.Module) -> Any:
     """Return PEFT's configuration of an adapter that is to be used and not trained."""
     import peft
 
     config = peft.PeftConfig.from_peft_type(**values)
-    if config.is_prompt_learning:
-        raise CapabilityError(
-            "this adapter adds virtual tokens, which are not supported; use LoRA", capability="adapters"
-        )
-    begun = getattr(config, "init_lora_weights", True)
-    if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
-        raise CapabilityError(
-            f"init_lora_weights={begun!r} changes the base weights, so the adapter does not fit those of the engine; "
-            "save it as a plain LoRA (path_initial_model_for_weight_conversion of save_pretrained)",
-            capability="adapters",
-        )
+    _refuse_unswitchable(config, base)
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True
     config.inference_mode = True

@@ -184,7 +184,9 @@ class TransformersBackend:
                     made = self.decoder.generate(request, call)
             except Aborted:
                 made = aborted_result(request)
-            return replace(made, version_runs=updates.runs)
+            # A row that failed has no tokens, which could be of later weights.
+            runs = zip(updates.runs, made.errors or [""] * len(updates.runs), strict=True)
+            return replace(made, version_runs=tuple(run[:1] if failed else run for run, failed in runs))
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:

@@ -8,12 +8,14 @@ they were.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from corelm.errors import EngineError, spelled_out
 from corelm.spec import GenerateRequest, Ragged, TokenChunk
 from corelm.support import TopIds
 from transformers_backend.calls import Call
@@ -21,7 +23,7 @@ from transformers_backend.continuation import GrowingRows
 from transformers_backend.ending import AnswerEnding
 from transformers_backend.masses import KeptIds, log_softmax_at
 from transformers_backend.memory import DecodingLimits
-from transformers_backend.protocol import PromptBatch, SampledAnswers
+from transformers_backend.protocol import NOT_NUMBERS, PromptBatch, SampledAnswers
 from transformers_backend.sampling import Drawn, Sampler
 
 
@@ -186,8 +188,15 @@ def _fitting(limits: DecodingLimits, columns: int) -> int:
 
 
 def _hand_over(on_tokens: Callable[[TokenChunk], None], rows: Tensor, drawn: Drawn, ended: Mapping[int, bool]) -> None:
-    """Hand over one token of each row. `ended` has the rows that it ended, False for a length limit."""
+    """Hand over one token of each row. `ended` has the rows that it ended, False for a length limit.
+
+    Raises:
+        EngineError: the logits of some rows are not numbers, so that their tokens are none.
+    """
     assert drawn.read is not None
+    if odd := [row for row, logprob in zip(rows.tolist(), drawn.read[1], strict=True) if math.isnan(logprob)]:
+        problems = dict.fromkeys(odd, NOT_NUMBERS)
+        raise EngineError(spelled_out(problems), usable=True, problems=problems)
     for place, (row, token, logprob) in enumerate(zip(rows.tolist(), *drawn.read, strict=True)):
         reason = {None: None, True: "stop", False: "length"}[ended.get(place)]
         on_tokens(TokenChunk(row=row, ids=[token], logprobs=[logprob], finish_reason=reason))

@@ -13,7 +13,7 @@ from corelm.errors import CapabilityError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
 from transformers_backend.calls import Call
 from transformers_backend.engine import CausalLM
-from transformers_backend.protocol import answer_limits
+from transformers_backend.protocol import answer_limits, without_answers
 
 _HONOURED = {"temperature", "num_beams", "length_penalty", "early_stopping", "min_new_tokens", "engine_kwargs"}
 
@@ -51,7 +51,7 @@ def beam_search(engine: CausalLM, request: GenerateRequest, call: Call, *, use_c
     stop_ids = sorted(request.stop_ids)
     options = dict(sampling.engine_kwargs)
     criteria = options.pop("stopping_criteria", ())
-    answers, reasons = [], []
+    answers, reasons, failed = [], [], set()
     with engine.evaluating(), _empty_generation_config(engine.base):
         for row, (prompt, limit) in enumerate(zip(request.prompts.split(), limits, strict=True)):
             call.deadline.check()
@@ -75,12 +75,16 @@ def beam_search(engine: CausalLM, request: GenerateRequest, call: Call, *, use_c
                 stopping_criteria=[*criteria, _look_at(call, row)],
                 **options,
             )
+            # The search itself reads scores that are not numbers, and says nothing.
+            if bool(engine.last_logits(found[:, :-1]).isnan().any()):
+                failed.add(row)
             answer = found[0, len(prompt) :].cpu()
             answers.append(answer)
             cut = row in call.aborted and len(answer) < limit
             reasons.append("stop" if int(answer[-1]) in request.stop_ids else "abort" if cut else "length")
     device = request.prompts.values.device
-    return GenerateResult(ids=Ragged.from_list(answers).to(device), logprobs=None, finish_reasons=tuple(reasons))
+    result = GenerateResult(ids=Ragged.from_list(answers).to(device), logprobs=None, finish_reasons=tuple(reasons))
+    return without_answers(result, failed) if failed else result
 
 
 def _look_at(call: Call, row: int) -> Callable[..., Tensor]:

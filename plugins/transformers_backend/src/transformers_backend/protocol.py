@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -166,16 +166,14 @@ def _refuse_crossing(lengths: Tensor, limits: Tensor, rope_switch: int | None) -
 def generation_result(
     request: GenerateRequest, answers: Sequence[tuple[PromptBatch, SampledAnswers]]
 ) -> GenerateResult:
-    """Return the answers of all batches in the order of the prompts."""
+    """Return the answers of all batches in the order of the prompts, and an error for each whose logits were NaN."""
     order = torch.cat([batch.rows for batch, _ in answers]).argsort()
     found = [each for _, each in answers]
     device = request.prompts.values.device
-    logprobs = None
-    if request.logprobs != "none":
-        logprobs = Ragged.cat([each.logprobs for each in found]).select(order).to(device)
-    return GenerateResult(
+    logprobs = Ragged.cat([each.logprobs for each in found]).select(order)
+    result = GenerateResult(
         ids=Ragged.cat([each.ids for each in found]).select(order).to(device),
-        logprobs=logprobs,
+        logprobs=None if request.logprobs == "none" else logprobs.to(device),
         finish_reasons=tuple(
             "abort" if aborted else "stop" if stopped else "length"
             for aborted, stopped in zip(
@@ -187,6 +185,29 @@ def generation_result(
         **_kept(request, found, order),
         **_top(request, found, order),
         **Provenance.label(request.logprobs, request.sampling),
+    )
+    odd = logprobs.values.isnan()
+    return without_answers(result, set(logprobs.row_index[odd].tolist())) if bool(odd.any()) else result
+
+
+#: Why a row has no answer.
+NOT_NUMBERS = (
+    "the logits are NaN or infinite, so that no token can be chosen by them; look for NaN in the weights, and if "
+    "they overflow in half precision, load the model with dtype='float32'"
+)
+
+
+def without_answers(result: GenerateResult, rows: Collection[int]) -> GenerateResult:
+    """Return the result with the error `NOT_NUMBERS` in place of the answers of these rows."""
+    failed = [row in rows for row in range(len(result.ids))]
+    stop = result.ids.lengths * ~torch.tensor(failed)
+    names = ("ids", "logprobs", "kept_ids", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
+    columns = {name: getattr(result, name) for name in names}
+    return replace(
+        result,
+        **{name: each.slice(torch.zeros_like(stop), stop) for name, each in columns.items() if each is not None},
+        finish_reasons=tuple("error" if bad else why for bad, why in zip(failed, result.finish_reasons, strict=True)),
+        errors=tuple(NOT_NUMBERS if bad else "" for bad in failed),
     )
 
 

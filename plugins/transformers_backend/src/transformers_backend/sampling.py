@@ -32,7 +32,7 @@ class Drawn:
 
     Attributes:
         ids: int64[rows].
-        logprobs: float32[rows].
+        logprobs: float32[rows]; NaN where the scores are not numbers to choose by.
         read: the same as Python numbers, if they were asked for.
         kept: the ids that truncation left, if they were asked for.
         top: the most probable ids, if they were asked for.
@@ -109,7 +109,9 @@ class Sampler:
         enough: Tensor | None
         if self._uniforms is None:
             ids = argmax(scores)
-            logprobs, enough = torch.zeros(len(ids), device=logits.device), None
+            best = scores.gather(-1, ids[:, None])[:, 0]
+            # 0, or NaN if the best is not a finite number.
+            logprobs, enough = best - best, None
             left, candidates = logprobs[:, None], ids[:, None]
         else:
             if self._divides:

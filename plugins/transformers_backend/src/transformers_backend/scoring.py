@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from corelm.errors import InvalidRequestError
 from corelm.spec import Ragged, ScoreRequest, ScoreResult
 from transformers_backend.batches import Grouping, groups_of, micro_batches
 from transformers_backend.calls import Aborted, Call
-from transformers_backend.engine import CausalLM
+from transformers_backend.engine import CausalLM, runs_layers_again
 from transformers_backend.protocol import (
     ScoredTokens,
     SequenceBatch,
@@ -86,6 +87,7 @@ class Scorer:
 
         Raises:
             CapabilityError: the model is not causal.
+            InvalidRequestError: a gradient was asked for, and none reaches a parameter.
             TimeoutError: the request's timeout has passed.
         """
         self.path = None
@@ -103,7 +105,12 @@ class Scorer:
                 for batch in batches:
                     for part in self._score_batch(batch, request, call):
                         parts.append(part.to(device) if wide else part)
-            return scoring_result(request, scored, [part.to(device) for part in parts], self._engine.vocab_size)
+            result = scoring_result(request, scored, [part.to(device) for part in parts], self._engine.vocab_size)
+        if request.grad and parts and not result.logprobs.values.requires_grad:
+            raise InvalidRequestError(
+                f"grad: the log-probs have no gradient: {_why_no_gradient(self._engine.module)}", field="grad"
+            )
+        return result
 
     def weights_changed(self) -> None:
         """Forget what was found out about the old weights; the plain way finds out nothing."""
@@ -216,3 +223,15 @@ def grouping_of(layout: RowLayout) -> Grouping:
 def tokens_per_pass(engine: CausalLM, max_batch_tokens: int) -> int:
     """Return how many tokens, padding included, share a forward pass that scores."""
     return min(max_batch_tokens, _CPU_TOKENS) if engine.device.type == "cpu" else max_batch_tokens
+
+
+def _why_no_gradient(module: nn.Module) -> str:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return "no parameter of the model requires one; call model.requires_grad_(), or wrap it in an adapter to train"
+    if runs_layers_again(module):
+        return (
+            "reentrant gradient checkpointing passes none on where the embeddings are frozen, as with LoRA; call "
+            "model.enable_input_require_grads(), or enable checkpointing with "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
+    return "no parameter that requires one is in use; make the adapter that is trained the active one"

@@ -95,6 +95,9 @@ class _Structure:
 
 
 def _frozen(value: Any) -> Hashable:
+    # PEFT writes one name or a list of it, and keeps a switch that was never used on the class.
+    if not value or isinstance(value, str):
+        return (value,) if value else ()
     if isinstance(value, dict):
         return tuple(value.items())
     return tuple(value) if isinstance(value, list) else value
