@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as module_code
 
-#: What a module's own dictionary may hold that changes what its forward does: hooks, a replaced forward, and the
-#: adapters of PEFT that are switched on.
-_WATCHED = ("_forward_hooks", "_forward_pre_hooks", "forward", "_active_adapter", "_disable_adapters", "is_causal")
+#: What a module's own dictionary may hold that changes what its forward does: hooks, a replaced or compiled forward,
+#: and the adapters of PEFT that are switched on.
+_WATCHED = "_forward_hooks _forward_pre_hooks forward _compiled_call_impl is_causal _active_adapter _disable_adapters"
 
 
 def fingerprint(module: nn.Module) -> tuple[Any, int]:
@@ -28,7 +28,7 @@ def fingerprint(module: nn.Module) -> tuple[Any, int]:
         part = waiting.pop()
         own = vars(part)
         parts.append(id(part))
-        for name in _WATCHED:
+        for name in _WATCHED.split():
             if value := own.get(name):
                 # Hooks are known by their numbers, which torch never gives twice.
                 special.append((len(parts), name, tuple(value) if isinstance(value, (dict, list)) else value))
