@@ -23,6 +23,22 @@ from corelm.spec import GenerateResult
 from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 
+
+def test_an_engine_tells_facts_about_itself():
+    engine = Fake()
+    backend = Backend.from_plugin(engine, "fake")
+    assert backend.info == {}
+    engine.info = {"decoding": "cached"}
+    found = backend.info
+    engine.info["decoding"] = "uncached"
+    assert found == {"decoding": "cached"} and backend.info == {"decoding": "uncached"}
+    with pytest.raises(TypeError):
+        found["decoding"] = "other"
+    backend.close()
+    with pytest.raises(BackendClosedError):
+        _ = backend.info
+
+
 # Retries, turns, closing ---------------------------------------------------------------------------------------------
 
 

@@ -120,6 +120,21 @@ def test_an_engine_that_cannot_be_imported_is_found_with_what_it_asks_for(doctor
     assert "new-engine asks for torch==1.0, found" in found["text"]
 
 
+def test_an_engine_that_its_plugin_finds_slow_is_a_warning(doctor, distribution):
+    plugin = """
+from toy_backend import ToyBackend
+class Slow(ToyBackend):
+    @classmethod
+    def engine_warning(cls):
+        return "answers are decoded without a cache"
+"""
+    points = "[corelm.backends]\nslow = slow_backend:Slow\n[corelm.engines]\nslow = slow_engine\n"
+    distribution("slow-backend", points=points, slow_backend=plugin, slow_engine="")
+    found = [each for each in bad(doctor("slow", status=0), "warning") if each["about"] == "backend 'slow'"]
+    assert len(found) == 1 and "decoded without a cache" in found[0]["text"]
+    assert "slow-backend was tested with" in found[0]["remedy"]
+
+
 def test_two_distributions_with_one_backend_and_metadata_that_cannot_be_read(doctor, distribution):
     path = distribution("new-backend", points="[corelm.backends]\ntoy = toy_backend:ToyBackend\n")
     broken = path / "broken-1.0.dist-info"

@@ -42,6 +42,7 @@ THIRD_PARTY = {
     "sglang_backend: _share_filename_cpu_": "torch shares memory by name in public only for a whole process",
     "sglang_backend: _shared_incref": "as _share_filename_cpu_",
     "corelm.tensors: _pytree": "torch has no public name for its pytrees; lazy_rows tries out what it uses of them",
+    "transformers_backend: _compiled_call_impl": "torch has no public mark of a module that is compiled in place",
     "transformers_backend: _forward_hooks": "torch has no public way to tell whether a module has hooks",
     "transformers_backend: _global_forward_hooks": "as _forward_hooks, for hooks on all modules",
     "transformers_backend: _global_forward_pre_hooks": "as _forward_hooks, for hooks on all modules",
@@ -238,7 +239,7 @@ LOOKED_UP = (
     ),
     LookedUp("peft", _made("peft.LoraConfig"), "init_lora_weights alora_invocation_tokens"),
     # torch.
-    LookedUp("torch", lambda: torch.nn.Linear(2, 2), f"{_HOOKS} _parameters _modules"),
+    LookedUp("torch", lambda: torch.nn.Linear(2, 2), f"{_HOOKS} _parameters _modules _compiled_call_impl"),
     LookedUp("torch", lambda: torch.nn.modules.module, "_global_forward_hooks _global_forward_pre_hooks"),
     LookedUp("torch", lambda: torch.zeros(1), "_version"),
     LookedUp("torch", lambda: torch.zeros(1).untyped_storage(), "_share_filename_cpu_ _shared_incref"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -95,6 +96,18 @@ class Backend(EngineControls, AnswerStreams):
     def capabilities(self) -> Capabilities:
         """What the engine can do."""
         return self.engine.capabilities
+
+    @property
+    def info(self) -> Mapping[str, str]:
+        """Short facts that the engine tells about itself, as they are now: ``{"decoding": "cached and padded"}``.
+
+        Empty for an engine that tells none, and for one in another process.
+
+        Raises:
+            BackendClosedError: the backend was closed.
+        """
+        self.engine.hooks.require_open()
+        return MappingProxyType(dict(getattr(self.engine.plugin, "info", {})))
 
     @property
     def tokenizer(self) -> Any:

@@ -12,6 +12,11 @@ from it, without importing anything, whether the engine is installed::
 
         capabilities: Capabilities                   # what the engine can do; set once it is open
         tokenizer: Any                               # a transformers tokenizer, or an object as described below
+        # Optional:
+        info: Mapping[str, str]                      # short facts about the open engine, see `Backend.info`
+
+        @classmethod
+        def engine_warning(cls) -> str: ...          # what is slow with the installed engine, for `corelm doctor`
 
         @hookimpl
         def generate(self, request): ...

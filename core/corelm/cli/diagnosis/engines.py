@@ -23,8 +23,9 @@ except CoreLMError as error:
 """
 _ENGINE = """
 import importlib
+from corelm.backend.registry import load_backend
 importlib.import_module({0!r})
-found = ""
+found = getattr(load_backend({1!r})[0], "engine_warning", str)()
 """
 
 
@@ -57,7 +58,7 @@ def _backend(info: BackendInfo) -> Finding:
             about, "ok", f"{info.label}; {module} is not installed here" + (f": {line}, if you need it" if line else "")
         )
     try:
-        probe(_ENGINE.format(module))
+        warning = probe(_ENGINE.format(module, info.name))
     except ProbeError as error:
         fits = "; ".join(_misfits(module))
         return Finding(
@@ -66,6 +67,9 @@ def _backend(info: BackendInfo) -> Finding:
             f"{info.software()}: importing {module} failed: {error}" + (f" ({fits})" if fits else ""),
             "install the versions that the engine asks for, best in an environment that has no other engine",
         )
+    if warning:
+        remedy = f"install a release of {module} that {info.distribution} was tested with"
+        return Finding(about, "warning", f"{info.software()}: {warning}", remedy)
     return Finding(about, "ok", info.software())
 
 

@@ -34,7 +34,7 @@ from transformers_backend.beams import beam_search
 from transformers_backend.calls import Aborted, Call, Calls
 from transformers_backend.capabilities import read_capabilities
 from transformers_backend.decoding import Decoder
-from transformers_backend.engine import CausalLM
+from transformers_backend.engine import CausalLM, cache_name
 from transformers_backend.in_flight import CallUpdates, UpdateGate
 from transformers_backend.memory import DEFAULT_TOKENS, give_back, naming_max_batch_tokens
 from transformers_backend.protocol import aborted_result
@@ -74,7 +74,7 @@ class TransformersBackend:
     ) -> None:
         decoder_class, scorer_class = _accelerated() if fast else (Decoder, Scorer)
         self.engine = engine
-        self.self_test = SelfTest(engine, tokenizer)
+        self.self_test = SelfTest(engine, tokenizer, fast=fast)
         self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
         self.scorer = scorer_class(engine, self.self_test, max_batch_tokens or DEFAULT_TOKENS)
         self.adapters = Adapters(engine)
@@ -170,6 +170,20 @@ class TransformersBackend:
             owns_model=module is not model,
             recompute_kv_on_update=flag("recompute_kv_on_update", recompute_kv_on_update),
         )
+
+    @classmethod
+    def engine_warning(cls) -> str:
+        """Return what makes every model of the installed transformers slow here; "" if nothing does."""
+        from transformers import LlamaForCausalLM
+
+        if cache_name(LlamaForCausalLM) is not None:
+            return ""
+        return "answers are decoded without a cache, because this plugin does not know its name in a model's forward"
+
+    @property
+    def info(self) -> dict[str, str]:
+        """How it decodes and scores, as far as that was found out, with the cause of a slower way."""
+        return {name: how for name, how in (("decoding", self.decoder.info), ("scoring", self.scorer.info)) if how}
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -33,7 +33,7 @@ from transformers_backend.protocol import (
     no_answers,
 )
 from transformers_backend.sampling import Sampler
-from transformers_backend.self_test import TAIL, OwnRow, SelfTest
+from transformers_backend.self_test import TAIL, TAKES_NO_CACHE, OwnRow, SelfTest
 
 #: How prompts are decoded, fastest first. Each is tried on the model before it is used; the last always is right.
 DecodingWay = Literal["cached and padded", "cached", "uncached", "uncached, one at a time"]
@@ -79,6 +79,14 @@ class Decoder:
         self._self_test = self_test
         self._max_batch_tokens = max_batch_tokens
         self._cache_bytes: CacheBytes | None = None
+
+    @property
+    def info(self) -> str:
+        """How it decodes, with the cause if that is a slower way; "" before the first batch."""
+        if self.way is None:
+            return "" if self._engine.accepts_cache else f"uncached: {TAKES_NO_CACHE}"
+        told = self._self_test.told.get(_SLOWER[self.way][0]) if self.way in _SLOWER else None
+        return f"{self.way}: {told}" if told else self.way
 
     def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
         """Answer every prompt. An aborted row ends with the step of decoding under way.

@@ -28,6 +28,8 @@ class CausalLM:
             None for most models.
         passes_positions: whether the model is given `position_ids`. `SelfTest` turns it off for a model that counts
             its positions in another way.
+        keeps_last_logits: whether the model is asked for the logits of the last positions only. `SelfTest` turns it off
+            for a model that makes other logits then.
         padding: 0 or 1: even rows are padded with this id, odd rows with the other. Nothing must depend on it.
     """
 
@@ -37,6 +39,7 @@ class CausalLM:
         text = base.config.get_text_config()
         self._accepted = _forward_parameters(base)
         self.passes_positions = "position_ids" in self._accepted
+        self.keeps_last_logits = "logits_to_keep" in self._accepted
         # Some models state -1 for "no limit".
         limit = getattr(text, "max_position_embeddings", None)
         self.max_context: int | None = limit if limit and limit > 0 else None
@@ -45,9 +48,7 @@ class CausalLM:
         without_router = {"output_router_logits": False} if "output_router_logits" in self._accepted else {}
         self.padding = 0
         self._always = {"return_dict": True, **without_router}
-        # transformers 5.24 renamed past_key_values, and the cache_params of state-space models, to cache.
-        names = ("past_key_values", "cache", "cache_params")
-        self._cache_name = next((name for name in names if name in self._accepted), None)
+        self._cache_name = cache_name(base)
         embedded: int | None = getattr(_embeddings(base), "num_embeddings", None)
         self.vocab_size: int = self._width_of_logits(embedded) or text.vocab_size
         self.readable = min(self.vocab_size, embedded or self.vocab_size)
@@ -72,6 +73,13 @@ class CausalLM:
         return any(getattr(configs.get(name), "alora_invocation_tokens", None) for name in active)
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether weights or activations are quantized."""
+        if getattr(self.base, "is_quantized", False) or getattr(self.base, "hf_quantizer", None) is not None:
+            return True
+        return any(type(part).__module__.startswith(("torch.ao.", "torchao.")) for part in self.base.modules())
+
+    @property
     def counts_positions_itself(self) -> bool:
         """Whether the model takes `position_ids`, but other ones than 0, 1, 2, …, as RoBERTa does."""
         return "position_ids" in self._accepted and not self.passes_positions
@@ -80,11 +88,6 @@ class CausalLM:
     def accepts_cache(self) -> bool:
         """Whether the model's forward takes a cache."""
         return self._cache_name is not None
-
-    @property
-    def keeps_last_logits(self) -> bool:
-        """Whether the model can be asked for the logits of the last position only."""
-        return "logits_to_keep" in self._accepted
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -168,7 +171,7 @@ class CausalLM:
             ) from error
 
     def _rows_logits(self, ids: Tensor, last: int | None = None) -> Tensor:
-        keep = {"logits_to_keep": last} if last and self.keeps_last_logits else {}
+        keep = {"logits_to_keep": last} if last and last < ids.shape[-1] and self.keeps_last_logits else {}
         logits: Tensor = self.forward(None, None, input_ids=ids.to(self.device), use_cache=False, **keep).logits
         return logits if last is None else logits[:, -last:]
 
@@ -254,6 +257,13 @@ def runs_layers_again(module: nn.Module) -> bool:
         or (part.training and getattr(part, "gradient_checkpointing", False))
         for part in module.modules()
     )
+
+
+def cache_name(base: Any) -> str | None:
+    """Return the name of the argument by which the forward of a model, or of a class of models, takes a cache."""
+    # transformers 5.24 renamed past_key_values, and the cache_params of state-space models, to cache.
+    names = ("past_key_values", "cache", "cache_params")
+    return next((name for name in names if name in _forward_parameters(base)), None)
 
 
 def _forward_parameters(base: Any) -> frozenset[str]:

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as module_code
 
-#: What a module's own dictionary may hold that changes what its forward does: hooks, a replaced forward, and the
-#: adapters of PEFT that are switched on; X-LoRA as a whole is "disabled".
+#: What a module's own dictionary may hold that changes what its forward does: hooks, a replaced or compiled forward,
+#: and the adapters of PEFT that are switched on; X-LoRA as a whole is "disabled".
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "disabled")
-_WATCHED = ("_forward_hooks", "_forward_pre_hooks", "forward", "is_causal", *_OF_ADAPTERS)
+_WATCHED = ("_forward_hooks", "_forward_pre_hooks", "forward", "_compiled_call_impl", "is_causal", *_OF_ADAPTERS)
 
 
 def fingerprint(module: nn.Module) -> tuple[Any, int]:

@@ -49,6 +49,8 @@ _SLOWER: dict[RowLayout, str] = {
 _CPU_TOKENS = 4096
 #: Number of float32 logits that a softmax sees at a time: 128 MiB.
 _SLICE_ELEMENTS = 2**25
+#: Rows of fewer tokens show little of how they were read.
+_ENOUGH = 8
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,14 @@ class Scorer:
         self._engine = engine
         self._self_test = self_test
         self._max_batch_tokens = max_batch_tokens
+
+    @property
+    def info(self) -> str:
+        """How it laid out the rows of its latest call, with the cause if that is a slower way; "" before the first."""
+        if self.path is None:
+            return ""
+        told = self._self_test.told.get(_SLOWER.get(self.path.layout, ""))
+        return f"{self.path.layout}: {told}" if told else self.path.layout
 
     def score(self, request: ScoreRequest, call: Call) -> ScoreResult:
         """Score every position of every sequence from `score_from` on. Rows that are aborted before their turn are not.
@@ -151,7 +161,7 @@ class Scorer:
         read: Callable[[], Tensor],
         logits_of: Callable[[Tensor, int], Tensor],
     ) -> bool:
-        """Return whether the longest of these rows and the last one have the numbers of the plain forward.
+        """Return whether the longest of these rows and the last of some length have the numbers of the plain forward.
 
         Args:
             way: how they were read.
@@ -169,7 +179,10 @@ class Scorer:
             with self._engine.evaluating():
                 made = read()
         parts = rows.split()
-        numbers = sorted({int(rows.lengths.argmax()), len(parts) - 1})
+        longest = int(rows.lengths.argmax())
+        others = [number for number in range(len(parts)) if number != longest]
+        enough = [number for number in others if len(parts[number]) >= _ENOUGH]
+        numbers = [longest, *(enough or sorted(others, key=lambda number: len(parts[number])))[-1:]]
         ends = (OwnRow(parts[row], logits_of(made, row)[: len(parts[row])][-TAIL:]) for row in numbers)
         return self._self_test.confirm(way, columns, ends)
 

@@ -23,38 +23,31 @@ _ORDINARY_SPECIALS = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token
 def trial_rows(engine: CausalLM, tokenizer: Any, *, with_specials: bool = True) -> Ragged:
     """Return four rows of random ids: the first half of row 2, the longest row, row 2, and the first half again.
 
-    Row 2 has the padding id and the end of a text inside.
+    Row 2 has the padding id and the end of a text inside, as far as the tokenizer or the model names them.
     """
+    config = engine.base.config
     longest = min(LONGEST, engine.max_context or LONGEST, engine.rope_switch or LONGEST)
-    generator = torch.Generator().manual_seed(0)
-    ids = _readable(engine.base.config, engine.readable)
-    row, other = ids[torch.randint(len(ids), (2, longest), generator=generator)]
+    readable = torch.ones(engine.readable, dtype=torch.bool)
+    for name, value in config.to_dict().items():
+        # An image token, for example, needs an image.
+        other = name.endswith(("_token_id", "_token_index")) and name not in _ORDINARY_SPECIALS
+        if other and isinstance(value, int) and 0 <= value < engine.readable:
+            readable[value] = False
+    ids = readable.nonzero()[:, 0]
+    row, other = ids[torch.randint(len(ids), (2, longest), generator=torch.Generator().manual_seed(0))]
     row = row[: max(2, longest - 3)]
     half = row[: max(1, min(longest // 2, len(row) - 1))]
-    if with_specials:
-        for place, special in zip((3, 6), _specials(engine, tokenizer), strict=False):
+    for place, name in ((3, "pad_token_id"), (6, "eos_token_id")) if with_specials else ():
+        named = (getattr(source, name, None) for source in (tokenizer, config.get_text_config()))
+        special = next((each for each in named if isinstance(each, int) and 0 <= each < engine.readable), None)
+        if special is not None:
             row[place : place + 1] = special
     return Ragged.from_list([half, other, row, half])
 
 
-def _readable(config: Any, vocab_size: int) -> Tensor:
-    """Return the ids that stand for text: an image token, for example, needs an image."""
-    ids = torch.ones(vocab_size, dtype=torch.bool)
-    for name, value in config.to_dict().items():
-        other = name.endswith(("_token_id", "_token_index")) and name not in _ORDINARY_SPECIALS
-        if other and isinstance(value, int) and 0 <= value < vocab_size:
-            ids[value] = False
-    return ids.nonzero()[:, 0]
-
-
-def _specials(engine: CausalLM, tokenizer: Any) -> Iterator[int]:
-    """Yield the padding id and the id that ends a text, as far as the model and the tokenizer name them."""
-    for name in ("pad_token_id", "eos_token_id"):
-        for source in (tokenizer, engine.base.config.get_text_config()):
-            value = getattr(source, name, None)
-            if isinstance(value, int) and 0 <= value < engine.readable:
-                yield value
-                break
+def random_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's random numbers, which change when a model draws some."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 class LengthClasses:
@@ -83,15 +76,11 @@ class LengthClasses:
 
 
 def _numbers(value: Any) -> Iterator[int]:
-    if isinstance(value, dict):
-        for each in value.values():
+    """Yield the whole numbers in a configuration."""
+    if isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
             yield from _numbers(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _numbers(each)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        yield value
-    elif isinstance(value, float) and value.is_integer():
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and value % 1 == 0:
         yield int(value)
 
 

@@ -49,6 +49,7 @@ class ScoringHead:
 
     def forget(self) -> None:
         """Probe again before the next use: with other weights another formula may show."""
+        self._split.forget()
         self._probed.clear()
         self._products.clear()
         self._answers.clear()
@@ -183,8 +184,8 @@ class ScoringHead:
             self._answers = {key: each for key, each in self._answers.items() if key[0] != autocast}
             self._held = {each for each in self._held if each[0] != autocast}
             with engine.evaluating(), self._without_cache():
-                row = self._self_test.row
-                known = self._probed[autocast] = (state, probe_head(engine, self._split, self._module(), row))
+                row, plain = self._self_test.row, None if autocast else self._self_test.plain
+                known = self._probed[autocast] = (state, probe_head(engine, self._split, self._module(), row, plain))
         return known[1]
 
     def _without_cache(self) -> torch.autocast:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from corelm.spec import Ragged
-from transformers_backend.engine import CausalLM
+from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.fast.layouts import padded_batches
 from transformers_backend.fast.reading import BodyReader
 from transformers_backend.fast.split import SplitForward
@@ -46,14 +46,17 @@ class HeadFormula:
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
-def probe_head(engine: CausalLM, split: SplitForward, module: nn.Linear | None, row: Tensor) -> HeadFormula:
+def probe_head(
+    engine: CausalLM, split: SplitForward, module: nn.Linear | None, row: Tensor, known: Tensor | None
+) -> HeadFormula:
     """Return how this model's logits can be computed in parts.
 
     Args:
         module: the head if it is a plain linear layer, else None.
         row: int64[n], ids to try.
+        known: see `SplitForward.whole`.
     """
-    hidden = _hidden_if_sliceable(engine, split, row)
+    hidden = _hidden_if_sliceable(engine, split, row, known)
     if hidden is None:
         return HeadFormula("whole")
     if module is None or module.weight.shape[1] != hidden.shape[1]:
@@ -78,16 +81,14 @@ def _product_dtype(hidden: Tensor, weight: Tensor, autocast: torch.dtype | None)
     return hidden.dtype if hidden.dtype == weight.dtype else None
 
 
-def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor) -> Tensor | None:
+def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor, known: Tensor | None) -> Tensor | None:
     """Return the hidden states ``[n, hidden]`` of `row`, or None if slices of them give other logits than the whole."""
-    whole = engine.plain_logits(row).float()
-    rows = Ragged.from_list([row])
     try:
-        hidden = split.hidden(**engine.inputs(rows, "right"))[0]
-        parts = torch.cat([split.logits(part).float() for part in hidden.split(5)])
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
+        hidden, whole = split.whole(row, known)
+        parts, whole = torch.cat([split.logits(part).float() for part in hidden.split(5)]), whole.float()
+    except Exception as error:
+        if is_device_failure(error):
+            raise
         # A forward that is not a body and a head may fail in any way when it is cut in two.
         return None
     eps = max(torch.finfo(dtype).eps for dtype in (engine.base.dtype, split.autocast) if dtype is not None)

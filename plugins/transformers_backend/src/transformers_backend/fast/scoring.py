@@ -67,6 +67,8 @@ class FastScorer(Scorer):
         # The object remembers what became of its trials.
         self._joint = cache(joint)
         self._split = SplitForward(engine)
+        # The head is tried on states of the forward that the self test makes anyway.
+        self_test.read = self._split.plain_logits
         self._head = ScoringHead(engine, self._split, self_test)
         self._reader = BodyReader(engine, self._split)
 
@@ -84,11 +86,12 @@ class FastScorer(Scorer):
         joint = self._joint_attention()
         may = {"fused": joint is not None, "packed": self._packs_one_by_one()}
         layouts: tuple[RowLayout, ...] = (*(layout for layout in PACKED if may[layout]), *PLAIN_LAYOUTS)
-        # Rows that share their start would also share its dropout.
-        pays = _never if body_drops_out(self._engine, self._reader) else self._sharing_pays
 
         @cache
         def parts(layout: RowLayout) -> list[ReadBatch]:
+            # Rows that share their start would also share its dropout.
+            drops_out = layout in PACKED and body_drops_out(self._engine, self._reader)
+            pays = _never if drops_out else self._sharing_pays
             # The widest first: it is compared with the plain forward before anything is handed over.
             return sorted(self._read_batches(batch.inputs, layout, pays), key=lambda part: -part.columns)
 

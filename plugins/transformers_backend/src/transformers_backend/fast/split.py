@@ -51,6 +51,8 @@ class SplitForward:
         self.autocast: torch.dtype | None = None
         self._engine = engine
         self._output_class: Any = None
+        # The latest row in the plain forward: what the body returned, and the logits.
+        self._plain: tuple[list[Any], Tensor] | None = None
 
     def hidden(self, **inputs: Any) -> Tensor:
         """Return the body's last hidden states, ``[rows, width, hidden]``.
@@ -61,25 +63,48 @@ class SplitForward:
         Raises:
             CannotSplit: the model has no body that can be told apart.
         """
-        outputs: list[Any] = []
-        read = self.body().forward
-
-        def body(*args: Any, **kwargs: Any) -> Any:
-            outputs.append(read(*args, **kwargs))
-            # The logits are thrown away, so the head gets one column only. A bare head takes none, and is not read.
-            columns = 0 if is_bare(self._engine.base.get_output_embeddings()) else 1
-            return type(outputs[-1])(last_hidden_state=outputs[-1].last_hidden_state[:, :columns])
-
-        with self._replaced(body):
+        # The logits are thrown away, so the head gets one column only. A bare head takes none, and is not read.
+        columns = 0 if is_bare(self._engine.base.get_output_embeddings()) else 1
+        with self._recorded(lambda out: type(out)(last_hidden_state=out.last_hidden_state[:, :columns])) as outputs:
             self._engine.forward(use_cache=False, **inputs)
-        if len(outputs) != 1:
+        return self._states(outputs)
+
+    def forget(self) -> None:
+        """Read the next row again: the latest may have been read with other weights."""
+        self._plain = None
+
+    def plain_logits(self, ids: Tensor) -> Tensor:
+        """Return the logits of a row as `CausalLM.plain_logits` does, and remember the states for `whole`."""
+        self.forget()
+        try:
+            self.body()
+        except Exception:
+            # A model may not say at all, and in any way, what its body is.
+            return self._engine.plain_logits(ids)
+        with self._recorded(lambda out: out) as outputs:
+            logits = self._engine.plain_logits(ids)
+        self._plain = outputs, logits
+        return logits
+
+    def whole(self, ids: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the last hidden states ``[n, hidden]`` and the logits ``[n, vocab]`` of a row from one plain forward.
+
+        Args:
+            ids: the row.
+            known: what `plain_logits` returned for it, if that is still right. If it was the latest, nothing is read.
+
+        Raises:
+            CannotSplit: see `hidden`.
+        """
+        if known is None or self._plain is None or self._plain[1] is not known:
+            self.plain_logits(ids)
+        if self._plain is None:
             raise CannotSplit
-        self._output_class = type(outputs[0])
-        hidden: Tensor = outputs[0].last_hidden_state
-        return hidden
+        outputs, logits = self._plain
+        return self._states(outputs)[0], logits
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[n, vocab]`` of hidden states ``[n, hidden]``. Call `hidden` at least once before."""
+        """Return the logits ``[n, vocab]`` of hidden states ``[n, hidden]``, which this object has returned."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self._engine.device)
 
         def body(*args: Any, **kwargs: Any) -> Any:
@@ -104,6 +129,26 @@ class SplitForward:
         if body is None:
             raise CannotSplit
         return body
+
+    def _states(self, outputs: list[Any]) -> Tensor:
+        if len(outputs) != 1:
+            raise CannotSplit
+        self._output_class = type(outputs[0])
+        states: Tensor = outputs[0].last_hidden_state
+        return states
+
+    @contextmanager
+    def _recorded(self, shown: Callable[[Any], Any]) -> Iterator[list[Any]]:
+        """Yield what the body returns inside; the head sees what `shown` makes of it."""
+        outputs: list[Any] = []
+        read = self.body().forward
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(read(*args, **kwargs))
+            return shown(outputs[-1])
+
+        with self._replaced(body):
+            yield outputs
 
     @contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
