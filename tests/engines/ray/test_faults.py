@@ -71,6 +71,7 @@ def test_actors_that_are_killed_under_load_change_no_answer(open_toys: Open) -> 
         assert [backend.generate(PROMPTS, SAMPLING).ids.tolist() for _ in range(4)] == [renewed] * 4
 
 
+@pytest.mark.nightly
 def test_every_row_is_answered_once_and_right_whatever_happens_to_the_actors(tmp_path: Path) -> None:
     def open_fleet(folder: Path, count: int) -> Any:
         options: dict[str, Any] = {"replicas": count, "num_cpus": 0.2, "fleet_limits": LIMITS}
@@ -118,6 +119,7 @@ CALL
 LONG = 'backend.generate([[72]] * 20_000, {"max_new_tokens": 400, "min_new_tokens": 400})'
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, None])
 def test_a_program_that_ends_leaves_nothing(how: signal.Signals | None) -> None:
     source = PROGRAM.replace("PATHS", repr(sys.path)).replace("CALL", LONG if how else "")

@@ -146,6 +146,7 @@ backend.close()
 """
 
 
+@pytest.mark.nightly
 def test_two_programs_share_an_actor(open_toys: Open) -> None:
     backend = open_toys(actor_name="programs")
     address = ray.get_runtime_context().gcs_address
@@ -218,6 +219,7 @@ def test_an_engine_that_opens_just_after_a_driver_gave_up_waiting(monkeypatch: p
     assert actor.status()["drivers"] == 1
 
 
+@pytest.mark.nightly
 def test_the_page_of_the_engines_says_what_transformers_in_an_actor_declares(model: Path) -> None:
     with corelm.get_backend("ray", model, inner="transformers", num_cpus=0.2, dtype="float32") as backend:
         assert_page_says("ray", backend)

@@ -35,6 +35,7 @@ def test_the_kl_is_that_of_a_reference_in_this_process(model: Path) -> None:
     assert (ours.mode, ours.temperature) == (theirs.mode, theirs.temperature)
 
 
+@pytest.mark.nightly
 def test_the_section_about_ray_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

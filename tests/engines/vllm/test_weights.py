@@ -81,6 +81,7 @@ def one_by_one(model: nn.Module, stop: int | None = None) -> Iterator[tuple[str,
         yield name, memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["sync", "async"])
 def test_an_iterator_is_loaded_if_it_is_complete(open_vllm: Open, engine: str) -> None:
     with open_vllm(engine=engine) as backend:
@@ -91,6 +92,7 @@ def test_an_iterator_is_loaded_if_it_is_complete(open_vllm: Open, engine: str) -
         assert matches_model(backend, model_of(1)) and not matches_model(backend, model_of(0))
 
 
+@pytest.mark.nightly
 def test_experts_are_not_replaced_on_a_cpu(open_vllm: Open, tmp_path: Path) -> None:
     """Loading them again, also from a folder, leaves vLLM 0.32 with wrong answers."""
     model_of(0, "qwen3-moe").save_pretrained(tmp_path)  # type: ignore[operator]
@@ -148,6 +150,7 @@ def test_a_path_that_is_not_a_folder_of_safetensors_is_refused(shared: Backend, 
     assert caught.value.field == "path" and matches_model(shared, model_of(0))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["sync", "async"])
 @pytest.mark.parametrize("has_weights", [True, False])
 def test_an_engine_without_weights_answers_once_it_was_given_some(
