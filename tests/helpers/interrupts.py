@@ -32,13 +32,21 @@ def interrupt_everywhere(call: Callable[[], Any], step: int = 1) -> Iterator[int
         number += step
 
 
+def _in_finalizer(frame: Any) -> bool:
+    """Return whether Python would print an exception that is raised here and ignore it."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
 def _interrupted(call: Callable[[], Any], number: int) -> bool:
     seen = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
         nonlocal seen
-        seen += event in ("call", "c_return") and frame.f_code.co_filename.startswith(_FILES)
-        if seen == number:
+        counts = event in ("call", "c_return") and frame.f_code.co_filename.startswith(_FILES)
+        seen += counts
+        if counts and seen == number and not _in_finalizer(frame):
             # Python also ends the profiling.
             raise KeyboardInterrupt
 

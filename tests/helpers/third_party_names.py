@@ -42,7 +42,6 @@ THIRD_PARTY = {
     "sglang_backend: _share_filename_cpu_": "torch shares memory by name in public only for a whole process",
     "sglang_backend: _shared_incref": "as _share_filename_cpu_",
     "corelm.tensors: _pytree": "torch has no public name for its pytrees; lazy_rows tries out what it uses of them",
-    "transformers_backend: _compiled_call_impl": "torch has no public mark of a module that is compiled in place",
     "transformers_backend: _forward_hooks": "torch has no public way to tell whether a module has hooks",
     "transformers_backend: _global_forward_hooks": "as _forward_hooks, for hooks on all modules",
     "transformers_backend: _global_forward_pre_hooks": "as _forward_hooks, for hooks on all modules",
@@ -50,8 +49,6 @@ THIRD_PARTY = {
     "transformers_backend: _linear_pointwise": "torch has no public name for oneDNN's product of plain tensors",
     "transformers_backend: _attn_implementation": "transformers has no public name for the attention in use",
     "transformers_backend: _attn_implementation_internal": "as _attn_implementation",
-    "transformers_backend: _active_adapter": "peft's set_adapter also changes what is trained",
-    "transformers_backend: _disable_adapters": "as _active_adapter, of enable_adapters",
     "transformers_backend: _checkpoint_wrapped_module": "torch has no public mark of activation checkpointing",
 }
 
