@@ -100,13 +100,10 @@ def test_an_answer_that_continues_a_turn_is_read_with_it():
     rest = JSON_CALL.removeprefix("<tool_call>\n")
     found = message(said(rest, chat=chat, continue_final_message=True))
     assert found.content == "I add." and found.tool_calls == (ADD,)
-    chat = (ASKED, {"role": "assistant", "content": "Hm"})
-    found = message(
-        said(
-            "m.\n</think>\n\n3", chat=chat, continue_final_message=True, chat_template=QWEN_XML, response_parser="qwen"
-        )
-    )
-    assert (found.content, found.extra) == ("3", {"reasoning_content": "Hmm."})
+    chat = (ASKED, {"role": "assistant", "content": "I", "reasoning_content": "Hmm."})
+    continued = {"continue_final_message": True, "chat_template": QWEN_XML, "response_parser": "qwen"}
+    found = message(said(f" add.\n{XML_CALL}", chat=chat, **continued))
+    assert (found.content, found.extra) == ("I add.", {"reasoning_content": "Hmm."}) and found.tool_calls
 
 
 def test_a_call_may_end_with_a_stop_string_that_is_its_mark():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,13 +11,11 @@ import corelm
 from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError, TemplateError
 from corelm.rendering import template as module
-from corelm.rendering import time_limit
-from corelm.rendering.time_limit import Stopped, Watch
 from corelm.spec import SamplingParams
 from helpers import chat_templates as ct
 from helpers.each import each
 from helpers.refusals import refused
-from helpers.rendering import ANSWER, MORE, QUESTION, TOKENIZER, own, rendered, sampled
+from helpers.rendering import MORE, QUESTION, TOKENIZER, own, rendered, sampled
 
 #: Half of an emoji, as a cut text ends.
 CUT = "How nice \ud83d"
@@ -151,84 +146,7 @@ def test_the_conversation_that_uses_up_the_private_characters_is_named() -> None
         rendered([[QUESTION]], reads_tools, template_kwargs={"tools": [{"name": PRIVATE}]})
 
 
-# Templates without end -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop renderings at once. For tests in which no conversation is rendered."""
-    monkeypatch.setattr(module, "SECONDS", 0.01)
-    monkeypatch.setattr(time_limit, "EVERY", 0.01)
-
-
-def rendering_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "corelm-rendering"]
-
-
-@pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Stop every rendering that contains the word Italy, at once. Return the limits of the renderings, in seconds."""
-    found: list[float] = []
-    call = Watch.call
-
-    def stopping(watch: Watch, seconds: float, function: Any) -> Any:
-        found.append(seconds)
-        if "Italy" in str(function.args):
-            raise Stopped(f"did not end within {seconds:g} seconds")
-        return call(watch, seconds, function)
-
-    monkeypatch.setattr(Watch, "call", stopping)
-    return found
-
-
-SLOW_NEXT_TO_OTHERS = [[QUESTION], [QUESTION, sampled("Paris.<|im_end|>"), MORE], [QUESTION]]
-
-
-def test_the_row_whose_rendering_is_stopped_is_named(limits: list[float]) -> None:
-    for want_assistant in (True, False):
-        with refused(TemplateError, rows=(1,)):
-            rendered(SLOW_NEXT_TO_OTHERS, ct.CHATML, True, want_assistant=want_assistant)
-    with refused(TemplateError, rows=(1,)):
-        History.from_chats(SLOW_NEXT_TO_OTHERS).apply_chat_template(TOKENIZER, chat_template=ct.CHATML)
-
-
-def test_a_template_without_end_is_stopped_and_not_tried_for_every_row(at_once: None) -> None:
-    with pytest.raises(TemplateError, match="not rendered, because the chat template was stopped 8 times") as caught:
-        rendered([[QUESTION]] * 40, ENDLESS)
-    assert caught.value.rows == tuple(range(40)) and not rendering_threads()
-
-
-@pytest.mark.parametrize("slow", [3, 7])
-def test_slow_conversations_do_not_fail_the_others(limits: list[float], slow: int) -> None:
-    with refused(TemplateError, rows=tuple(range(slow))) as caught:
-        rendered([[MORE]] * slow + [[QUESTION]] * 2, ct.CHATML, True)
-    assert limits[-slow - 2 :] == [10.0] * 3 + [1.0] * (slow - 1)
-    if slow > 3:
-        assert "less than 10 seconds because others were stopped before" in caught.value.problems[slow - 1]
-
-
-def test_any_number_of_slow_conversations_may_follow_one_that_was_rendered(limits: list[float]) -> None:
-    with refused(TemplateError, rows=tuple(range(1, 21))):
-        rendered([[QUESTION], *[[MORE]] * 20, [QUESTION]], ct.CHATML, True)
-
-
-def test_a_conversation_whose_parts_are_slow_uses_up_nothing_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a conversation are rendered to find the assistant's turns. Without them, turns are found otherwise."""
-    chats = [[QUESTION, ANSWER] * 4 + [QUESTION], [MORE, ANSWER]]
-    expected = rendered(chats, ct.CHATML)
-    call, stopped = Watch.call, []
-
-    def stopping(watch: Watch, seconds: float, function: Any) -> Any:
-        chat = function.args[0]
-        if chat and chat[0] == QUESTION and len(chat) < 9:
-            stopped.append(len(chat))
-            raise Stopped(f"did not end within {seconds:g} seconds")
-        return call(watch, seconds, function)
-
-    monkeypatch.setattr(Watch, "call", stopping)
-    found = rendered(chats, ct.CHATML)
-    assert len(stopped) == 8 and found.ids.tolist() == expected.ids.tolist()
-    assert found.assistant.tolist() == expected.assistant.tolist()
+# Templates that write too much ----------------------------------------------------------------------------------------
 
 
 def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,94 +160,3 @@ def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPa
     ):
         with refused(TemplateError, rows=(0, 1)):
             rendered([[QUESTION], [MORE]], source)
-
-
-def test_a_policy_answers_the_rows_next_to_a_slow_one(limits: list[float], backend: Any) -> None:
-    options = {"sampling_params": {"max_new_tokens": 3}, "on_error": "skip", "chat_template": ct.CHATML}
-    td = LLMPolicy(backend, **options)(TensorDict(history=History.from_chats([[QUESTION], [MORE], [QUESTION]])))
-    assert [bool(error) for error in td["errors"]] == [False, True, False]
-    assert "did not end within" in td["errors"][1] and not rendering_threads()
-
-
-# The watch itself ----------------------------------------------------------------------------------------------------
-
-
-def spin() -> None:
-    while True:
-        pass
-
-
-def test_a_late_call_is_stopped_and_the_work_goes_on() -> None:
-    watch = Watch()
-
-    def work() -> list[str]:
-        found = []
-        for seconds, call in ((0.15, spin), (60, lambda: "fine"), (0.15, spin), (60, lambda: "fine as well")):
-            try:
-                found.append(watch.call(seconds, call))
-            except Stopped:
-                found.append("stopped")
-        return found
-
-    assert watch.run(work) == ["stopped", "fine", "stopped", "fine as well"]
-    assert not rendering_threads()
-
-
-def test_a_call_that_ends_as_it_is_stopped_stops_nothing_else() -> None:
-    watch = Watch()
-
-    def work() -> list[str]:
-        for _ in range(8):
-            with suppress(Stopped):
-                # Every call ends about when the watch looks for late ones.
-                watch.call(0.01, lambda: time.sleep(0.09))
-            sum(range(10_000))
-        return ["all eight", watch.call(60, lambda: "and the next")]
-
-    assert watch.run(work) == ["all eight", "and the next"] and not rendering_threads()
-
-
-def test_a_call_that_catches_the_stop_is_stopped_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_limit, "AGAIN", 0.01)
-    stops: list[BaseException] = []
-
-    def stubborn() -> str:
-        for _ in range(2):
-            try:
-                spin()
-            except BaseException as stop:
-                stops.append(stop)
-        return "unharmed"
-
-    watch = Watch()
-    with pytest.raises(Stopped):
-        watch.run(lambda: watch.call(0.05, stubborn))
-    assert len(stops) == 2 and not rendering_threads()
-
-
-def test_what_the_work_returns_and_raises_reaches_the_caller() -> None:
-    assert Watch().run(lambda: 5) == 5
-    with pytest.raises(KeyError, match="missing"):
-        Watch().run(lambda: {}["missing"])
-
-
-@pytest.mark.parametrize("moment", ["start", "join"])
-def test_an_interrupted_caller_leaves_no_thread(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    watch = Watch()
-    method = getattr(threading.Thread, moment)
-
-    def interrupted(thread: threading.Thread, *timeout: float) -> None:
-        method(thread, *timeout)
-        raise KeyboardInterrupt
-
-    def work() -> None:
-        for _ in range(100):
-            watch.call(60, spin)
-
-    monkeypatch.setattr(threading.Thread, moment, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        watch.run(work)
-    monkeypatch.undo()
-    for thread in rendering_threads():
-        thread.join(10)
-    assert not rendering_threads()

@@ -178,8 +178,8 @@ def test_no_id_changes_from_turn_to_turn(template: str, opening: str, with_histo
         # Cut off: the template closes the turn.
         (ct.CHATML, "Par", "<|im_end|>\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n"),
         (ct.INSTRUCT, "Par", " <|im_end|>[INST] And of Italy? [/INST]"),
-        # The turn ends with another EOS than the template's, which therefore stays.
-        (ct.CHATML, "Par<|eot|>", "<|im_end|>\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n"),
+        # The turn ends with another EOS than the template's: it stands for that.
+        (ct.CHATML, "Par<|eot|>", "\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n"),
         # The template next writes the turn's last id, which is not an EOS.
         (ct.BARE, "Par\n", "\nuser: And of Italy?\nassistant: "),
     ],

@@ -143,16 +143,14 @@ class History(TensorClass["nocast"]):
         text, so sampled ids are not kept. `LLMPolicy` keeps them.
 
         Raises:
-            TemplateError: there is no template, or it fails, or is stopped; `rows` are the conversations at fault.
+            TemplateError: there is no template, or it fails; `rows` are the conversations at fault.
             InvalidRequestError: text to be tokenized cannot be encoded; `rows` are the conversations at fault.
         """
         template = Template.find(tokenizer, chat_template, kwargs)
         chats = [[message.for_template() for message in chat] for chat in self.chats]
         if tokenize:
             check_encodable(chats)
-        found = template.watch.run(
-            lambda: map_chats(lambda chat: template(chat, add_generation_prompt, tokenize), chats)
-        )
+        found = map_chats(lambda chat: template(chat, add_generation_prompt, tokenize), chats)
         return nested(iter(found), tuple(self.batch_size))
 
     # Storage ---------------------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ class CoreLM(TemplateLM):
         template = Template.find(self.tokenizer, None, options)
 
         def rendered(chat: list[dict[str, str]]) -> str:
-            text: str = template.watch.run(lambda: template(chat, add_generation_prompt))
+            text: str = template(chat, add_generation_prompt)
             return text
 
         try:

@@ -113,7 +113,7 @@ class ChatRenderer:
         groups: dict[tuple[bool, str], list[int]] = {}
         for row in range(len(chats)):
             own = "" if tools is None else repr(tools[row])
-            groups.setdefault((_goes_on(begun[row]), own), []).append(row)
+            groups.setdefault((begun[row] is not None, own), []).append(row)
         if len(groups) <= 1:
             return self._alike(chats, None if not tools else tools[0], begun)
         parts = []
@@ -139,7 +139,7 @@ class ChatRenderer:
         )
 
     def begin(self, chats: Sequence[Chat]) -> tuple[list[Message | None], Problems]:
-        """Return the assistant turns that end a prompt, with their ids, and the prompts that cannot be continued."""
+        """Return the assistant turns that end a prompt, without their EOS, and the prompts that cannot be continued."""
         begun: list[Message | None] = [None] * len(chats)
         problems: Problems = {}
         if not self.prompt or self.continue_final_message is None:
@@ -155,10 +155,6 @@ class ChatRenderer:
                 problems[row] = "its last turn calls tools or has no text, so it cannot be continued; remove that turn"
                 continue
             ids = last.token_ids if self.prefer_tokens else None
-            if ids is None:
-                # As `render` reads what users typed: the text of a special token is ordinary characters.
-                encoded = self.backend.tokenize([last.content], add_special_tokens=False, parse_special=False)
-                ids = tuple(encoded.ids.tolist()[0])
             while ids and ids[-1] in self.backend.eos_token_ids:
                 ids = ids[:-1]
             begun[row] = replace(last, token_ids=ids)
@@ -166,30 +162,19 @@ class ChatRenderer:
 
     def _alike(self, chats: Sequence[Chat], tools: Tools, begun: Sequence[Message | None]) -> RenderedChats:
         kwargs = self.template_kwargs if tools is None else {**self.template_kwargs, "tools": tools}
-        goes_on = bool(begun) and _goes_on(begun[0])
-        prefer_tokens = self.prefer_tokens
-        retokenized: tuple[bool, ...] | None = None
-        # An assistant turn without ids is begun by the generation prompt.
-        given = [chat[:-1] if turn is not None else chat for chat, turn in zip(chats, begun, strict=True)]
-        if goes_on:
-            # A conversation whose last turn has ids ends with the last of them.
-            if not prefer_tokens:
-                retokenized = tuple(any(turn.token_ids is not None for turn in chat) for chat in chats)
-                given = [tuple(replace(turn, token_ids=None) for turn in chat) for chat in given]
-                prefer_tokens = True
-            given = [(*chat, turn) for chat, turn in zip(given, begun, strict=True) if turn is not None]
+        continues = bool(begun) and begun[0] is not None
+        given = [chat if turn is None else (*chat[:-1], turn) for chat, turn in zip(chats, begun, strict=True)]
         rendered = render(
             given,
             tokenizer=self.backend.tokenizer,
             tokenize=self.backend.tokenize,
             eos_ids=self.backend.eos_token_ids,
-            add_generation_prompt=self.prompt and not goes_on,
+            add_generation_prompt=self.prompt and not continues,
+            continue_final_message=continues,
             template_kwargs=kwargs,
-            prefer_tokens=prefer_tokens,
+            prefer_tokens=self.prefer_tokens,
             **self.options,
         )
-        return rendered if retokenized is None else replace(rendered, retokenized=retokenized)
-
-
-def _goes_on(turn: Message | None) -> bool:
-    return turn is not None and bool(turn.token_ids)
+        # The ids of a turn that is continued were taken from it before.
+        lost = (not self.prefer_tokens and any(turn.token_ids is not None for turn in chat) for chat in chats)
+        return replace(rendered, retokenized=tuple(lost))

@@ -26,6 +26,9 @@ from corelm.support.stop_strings import text_before_stop
 
 _log = logging.getLogger(__name__)
 
+#: Number of ids before an answer with which it is decoded where it continues a given text.
+_CONTEXT = 16
+
 #: Turns an answer's text into a message, as a `Message` or a dict. The caller adds the ids.
 ResponseParser = Callable[[str], Message | Mapping[str, Any]]
 
@@ -119,7 +122,10 @@ class AnswerReader:
         messages, problems = [], {}
         for row, (turn, parsed) in enumerate(zip(turns, parse, strict=True)):
             try:
-                messages.append(replace(Message.from_dict(parsed()), token_ids=turn.token_ids))
+                made = Message.from_dict(parsed())
+                # What was given with the beginning of a turn, such as its thinking, is not in the text of the answer.
+                extra = {**turn.extra, **made.extra}
+                messages.append(replace(made, token_ids=turn.token_ids, begun=turn.begun, extra=extra))
             except Exception as error:
                 problems[row] = described(error)
                 messages.append(turn)
@@ -130,7 +136,7 @@ def _turns(
     rows: InputRows, said: tuple[str, ...], batch: GenerateResult, sampling: SamplingParams, backend: Backend
 ) -> tuple[Message, ...]:
     """Return the turns that the answers make, with their texts as the contents."""
-    continued = continued_turns(rows.begun, said, batch, sampling, backend)
+    continued = continued_turns(rows, said, batch, sampling, backend)
     return tuple(
         continued.get(row) or Message("assistant", text, token_ids=tuple(ids))
         for row, (text, ids) in enumerate(zip(said, batch.ids.tolist(), strict=True))
@@ -163,12 +169,16 @@ def _before_turns(rows: InputRows, asked: tuple[str, ...], backend: Backend) -> 
         return asked
     ids = rows.ids.tolist()
     before = {
-        row: ids[row][: max(len(ids[row]) - len(turn.token_ids or ()), 0)]
+        row: ids[row][: max(len(ids[row]) - len(turn.token_ids), 0)]
         for row, turn in enumerate(rows.begun)
-        if turn is not None and row not in rows.problems
+        if turn is not None and turn.token_ids is not None and row not in rows.problems
     }
     texts = dict(zip(before, backend.detokenize(list(before.values()), skip_special_tokens=False), strict=True))
-    return tuple(texts.get(row, text) for row, text in enumerate(asked))
+    given = ("" if turn is None or turn.token_ids is not None else (turn.content or "").strip() for turn in rows.begun)
+    return tuple(
+        texts.get(row, text.rstrip().removesuffix(said) if said else text)
+        for row, (text, said) in enumerate(zip(asked, given, strict=True))
+    )
 
 
 def warn_unparsed(problems: Problems) -> None:
@@ -190,28 +200,30 @@ def warn_unparsed(problems: Problems) -> None:
 
 
 def continued_turns(
-    begun: tuple[Message | None, ...] | None,
-    answers: tuple[str, ...],
-    batch: GenerateResult,
-    sampling: SamplingParams,
-    backend: Backend,
+    rows: InputRows, answers: tuple[str, ...], batch: GenerateResult, sampling: SamplingParams, backend: Backend
 ) -> dict[int, Message]:
-    """Return, by row, each turn that was continued, as one message with its answer: the text and the ids of both.
-
-    Args:
-        begun: for each row the turn that the answer continues, with its ids, or None.
-        answers: their texts.
+    """Return, by row, each turn that was continued, as one message with its answer: the text of both, and the ids that
+    were sampled.
     """
     made: dict[int, Message] = {}
-    for row, (turn, then) in enumerate(zip(begun or (), batch.ids.tolist(), strict=False)):
+    if rows.begun is None:
+        return made
+    asked = rows.ids.tolist()
+    for row, (turn, then) in enumerate(zip(rows.begun, batch.ids.tolist(), strict=True)):
         if turn is None:
             continue
-        first, content = list(turn.token_ids or ()), turn.content or ""
+        own = turn.token_ids
+        content, first = turn.content or "", asked[row][-_CONTEXT:] if own is None else list(own)
         # The ids of a row that was skipped may be illegal, so they cannot be decoded.
         if then:
             texts = backend.detokenize([first, then, first + then], skip_special_tokens=sampling.skip_special_tokens)
             content = _continued_text(content, answers[row], *texts)
-        made[row] = replace(turn, content=content, token_ids=(*first, *then))
+        made[row] = replace(
+            turn,
+            content=content,
+            token_ids=(*(own or ()), *then),
+            begun=turn.to_dict() if own is None else turn.begun,
+        )
     return made
 
 

@@ -1,33 +1,33 @@
 """Conversations to token ids, without changing an id that was sampled.
 
-A sampled turn keeps its ids. While the template renders, a placeholder stands for the whole turn; then the text around
-the placeholder is tokenized, and the ids replace the placeholder.
+The template writes the whole conversation, with all that its messages say. If that text begins with the prompt of the
+last sampled turn and what was sampled, the new prompt is the ids of that prompt, the sampled ids, and the tokenized
+rest of the text::
 
-The text before a sampled turn is the same as when that turn was sampled. The template may render it differently now: it
-may drop the thinking of a past turn, or add an empty thinking block to it. So this text is rendered from the messages
-before that turn, with the generation prompt, as it was then::
+    prompt(turn 2) = prompt(turn 1) + ids(turn 1) + what the template writes after turn 1
 
-    prompt(turn 2) = prompt(turn 1) + ids(turn 1) + what the template writes after turn 1 when it prompts for turn 2
+The text may begin otherwise: a template may drop the thinking of a past turn, or write calls in its own form. Then the
+rest begins where the text of that turn ends (`Layout.turn`). A prompt therefore always begins with the ids of the turns
+before it; with ``prefer_tokens=False`` all is rendered anew, and `RenderedChats.retokenized` says so.
 
-This holds as long as the earlier messages, the template and its variables stay the same; a template that reads the
-clock breaks it. Segments are tokenized separately, so no token spans the edge of a sampled turn. A tokenizer that puts
-a space before every text also puts one after a sampled turn.
+The end of a turn is written once: where the sampled ids end with an EOS or another special token, that stands for the
+template's own end of turn. Segments are tokenized separately, so no token spans the edge of a sampled turn. A tokenizer
+that puts a space before every text also puts one after a sampled turn. If a message contains the text of a special
+token, that text is a separate segment and is read as ordinary characters.
 
-If a message contains the text of a special token, that text is a separate segment and is read as ordinary characters. A
-conversation without sampled turns and special tokens is one segment, tokenized exactly as the tokenizer would do it.
-
-Assistant masks: in a sampled turn, exactly the sampled ids are True, the EOS included. In other turns, a token is True
-if it has a character inside the template's ``{% generation %}`` blocks. A template without such blocks gives True from
-the generation prompt to the turn's EOS (see `AssistantSpans`).
+Assistant masks: in a sampled turn, exactly the sampled ids are True. In other turns, a token is True if it has a
+character inside the template's ``{% generation %}`` blocks, or, in a template without such blocks, between the
+generation prompt and the end of the turn, as `Layout.turn` finds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ def render(
     tokenize: Tokenize,
     *,
     add_generation_prompt: bool,
+    continue_final_message: bool = False,
     eos_ids: Collection[int],
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -83,17 +84,18 @@ def render(
     Args:
         add_generation_prompt: True for a prompt to sample from. False for a conversation to score: if its last turn is
             sampled, it ends with the last sampled id.
-        eos_ids: the ids that end a turn. If a sampled turn already ends with the id that the template writes after it,
-            the template's copy is left out.
+        continue_final_message: True for a prompt whose answer continues its last turn: it ends with what the template
+            writes up to the end of that turn's content, or with the turn's ids if it was sampled.
+        eos_ids: the ids that end a turn. Where a sampled turn ends with one of them, or with another special token, the
+            template's own end of that turn is left out.
         chat_template: the template to use instead of the tokenizer's own.
         template_kwargs: variables for the template, such as `tools`.
         prefer_tokens: False renders sampled turns from their text, like every other turn.
         want_assistant: False skips the assistant masks.
 
     Raises:
-        TemplateError: there is no template, or it fails, or is stopped, or it loses or alters a sampled turn; or masks
-            are wanted, and it has no ``{% generation %}`` markers and rewrites earlier turns. `rows` are the
-            conversations at fault.
+        TemplateError: there is no template, or it fails, or it leaves out what a message says, or does not show where a
+            turn is that was sampled or belongs in a mask. `rows` are the conversations at fault.
         InvalidRequestError: text cannot be encoded: that of a conversation (`rows` are those at fault), of the
             template, or of its variables.
         CapabilityError: masks need character offsets, and `tokenize` returns none.
@@ -102,18 +104,18 @@ def render(
     segments = cut(
         chats,
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         eos_ids=eos_ids,
         chat_template=chat_template,
         template_kwargs=template_kwargs,
         prefer_tokens=prefer_tokens,
         want_assistant=want_assistant,
     )
-    rows = [[segment for segment in row if segment.text or segment.ids] for row in segments]
-    ids, assistant = _join(rows, tokenizer, tokenize, {*eos_ids, *special_tokens(tokenizer)}, want_assistant)
+    ids, assistant = _join(segments, tokenizer, tokenize, want_assistant)
     return RenderedChats(
         ids=ids,
         assistant=assistant,
-        texts=tuple(["".join([segment.text for segment in row]) for row in rows]),
+        texts=tuple(["".join([segment.text for segment in row]) for row in segments]),
         retokenized=tuple(not prefer_tokens and any(turn.token_ids is not None for turn in chat) for chat in chats),
     )
 
@@ -123,6 +125,7 @@ def segments_of(
     tokenizer: Any,
     *,
     add_generation_prompt: bool,
+    continue_final_message: bool = False,
     eos_ids: Collection[int],
     chat_template: str | None,
     template_kwargs: Mapping[str, Any] | None,
@@ -146,17 +149,18 @@ def segments_of(
         template,
         marks,
         contents=contents,
-        special_texts=[text for text in specials.values() if text],
-        eos_texts=[text for eos in sorted(eos_ids) if (text := tokenizer.decode([eos]))],
+        specials=specials,
+        eos_ids=eos_ids,
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         prefer_tokens=prefer_tokens,
         want_assistant=want_assistant,
     )
-    return template.watch.run(lambda: map_chats(segmenter.segments, segmenter.prepare(chats, messages)))
+    return map_chats(list, segmenter.segments(chats, messages))
 
 
 def _join(
-    rows: list[list[Segment]], tokenizer: Any, tokenize: Tokenize, end_ids: Collection[int], want_assistant: bool
+    rows: list[list[Segment]], tokenizer: Any, tokenize: Tokenize, want_assistant: bool
 ) -> tuple[Ragged, Ragged | None]:
     """Join the segments of every row to its ids and mask. One call tokenizes all texts, a second all literal ones."""
     segments = [segment for row in rows for segment in row]
@@ -170,36 +174,25 @@ def _join(
     def in_order(*parts: Ragged) -> Ragged:
         return parts[0] if position is None else Ragged.cat(parts).select(position)
 
-    encoded = _encode(tokenize, texts, offsets=any(segment.spans for segment in texts))
-    literal_ids = _encode(tokenize, literals, parse_special=False).ids
+    text_ids, inside_text = _encode_remembered(tokenize, texts, tokenizer) if turns else _encode(tokenize, texts)
+    literal_ids, inside_literal = _encode(tokenize, literals, parse_special=False)
     sampled = Ragged.from_list([segment.ids or () for segment in turns])
-    repeated = _repeated_end_ids(texts, encoded.ids, tokenizer, end_ids)
-    ids = in_order(_drop_first(repeated, encoded.ids), literal_ids, sampled)
+    ids = in_order(text_ids, literal_ids, sampled)
     row_of = torch.repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64))
     lengths = torch.zeros(len(rows), dtype=torch.int64).index_add_(0, row_of, ids.lengths)
     if not want_assistant:
         return Ragged(ids.values, lengths), None
 
-    inside = torch.tensor([bool(segment.spans) for segment in literals], dtype=torch.bool)
-    assistant = in_order(
-        _drop_first(repeated, _assistant_mask(texts, encoded)),
-        Ragged(inside[literal_ids.row_index], literal_ids.lengths),
-        Ragged.full(sampled.lengths, True, torch.bool),
-    )
+    assistant = in_order(inside_text, inside_literal, Ragged.full(sampled.lengths, True, torch.bool))
     return Ragged(ids.values, lengths), Ragged(assistant.values, lengths)
 
 
-def _drop_first(counts: Tensor, rows: Ragged) -> Ragged:
-    """Drop the first ``counts[r]`` positions of every row r."""
-    return rows.slice(counts, rows.lengths) if bool(counts.any()) else rows
-
-
-def _encode(
-    tokenize: Tokenize, segments: list[Segment], *, parse_special: bool = True, offsets: bool = False
-) -> TokenizeResult:
+def _encode(tokenize: Tokenize, segments: list[Segment], *, parse_special: bool = True) -> tuple[Ragged, Ragged]:
+    """Return the ids of segments, int64, and which of them are the assistant's, bool."""
     if not segments:
-        return TokenizeResult(ids=Ragged.from_list([]))
+        return Ragged.from_list([]), Ragged(torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64))
     texts = tuple(segment.text for segment in segments)
+    offsets = any(segment.spans for segment in segments)
     batch = tokenize(texts, add_special_tokens=False, parse_special=parse_special, offsets=offsets)
     if offsets and batch.offsets is None:
         raise CapabilityError(
@@ -207,27 +200,46 @@ def _encode(
             "tokenizer returns none; use a fast tokenizer, or do not ask for masks",
             capability="offsets",
         )
-    return batch
+    return batch.ids, _assistant_mask(segments, batch)
 
 
-def _repeated_end_ids(segments: list[Segment], ids: Ragged, tokenizer: Any, end_ids: Collection[int]) -> Tensor:
-    """int64[segments]: number of leading ids that only repeat the end-of-turn token of the sampled turn before them."""
-    out = [0] * len(segments)
-    if all(segment.after is None for segment in segments):
-        return torch.tensor(out, dtype=torch.int64)
-    # All at once: there are as many segments as sampled turns, and a slice of a tensor costs as much as 100 ids here.
-    starts, flat = ids.offsets.tolist(), ids.values.tolist()
-    for row, segment in enumerate(segments):
-        if segment.after not in end_ids:
-            continue
-        # Some templates write whitespace before the EOS. Every token has at least one character, so the EOS is among
-        # the first `blank + 1` ids.
-        blank = len(segment.text) - len(segment.text.lstrip())
-        first = flat[starts[row] : min(starts[row] + blank + 1, starts[row + 1])]
-        at = first.index(segment.after) if segment.after in first else -1
-        if at == 0 or (at > 0 and not tokenizer.decode(first[:at]).strip()):
-            out[row] = at + 1
-    return torch.tensor(out, dtype=torch.int64)
+@dataclass(slots=True)
+class _Encoded:
+    """Segments that a tokenizer encoded around sampled turns: the next prompt of a conversation has them again.
+
+    Attributes:
+        tokens: how many tokens were added to the tokenizer; with others, texts have other ids.
+        rows: ids and mask of each segment.
+        size: number of ids.
+    """
+
+    tokens: int = -1
+    rows: dict[Segment, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    size: int = 0
+
+
+_encoded: WeakKeyDictionary[Any, _Encoded] = WeakKeyDictionary()
+#: How many ids are remembered for a tokenizer before all are forgotten.
+_REMEMBERED = 2**24
+
+
+def _encode_remembered(tokenize: Tokenize, segments: list[Segment], tokenizer: Any) -> tuple[Ragged, Ragged]:
+    """Return what `_encode` returns, but encode only what is new to this tokenizer."""
+    tokens = len(getattr(tokenizer, "added_tokens_decoder", ()))
+    try:
+        known = _encoded.setdefault(tokenizer, _Encoded(tokens))
+    except TypeError:
+        return _encode(tokenize, segments)
+    if known.tokens != tokens or known.size > _REMEMBERED:
+        known = _encoded[tokenizer] = _Encoded(tokens)
+    new = [segment for segment in dict.fromkeys(segments) if segment not in known.rows]
+    ids, mask = _encode(tokenize, new)
+    known.rows |= dict(zip(new, zip(ids.split(), mask.split(), strict=True), strict=True))
+    known.size += len(ids.values)
+    rows = [known.rows[segment] for segment in segments]
+    lengths = torch.tensor([len(row) for row, _ in rows], dtype=torch.int64)
+    values = [torch.cat([row[at] for row in rows]) if rows else ids.values for at in range(2)]
+    return Ragged(values[0], lengths), Ragged(values[1].bool(), lengths)
 
 
 def _assistant_mask(segments: list[Segment], batch: TokenizeResult) -> Ragged:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from corelm.errors import TemplateError
-from corelm.rendering.assistant_spans import AssistantSpans, Span
-from corelm.rendering.template import Marks, Template, json_escape, map_strings, read_marks, with_placeholder
+from corelm.rendering.layout import Layout, Span, Writer
+from corelm.rendering.template import Marks, Template, map_strings
 from corelm.spec.message import Chat, Message
-from corelm.validate import unencodable
+from corelm.validate import nested_texts
+
+#: How many messages are remembered for a template before all are forgotten.
+_REMEMBERED = 200_000
 
 
 class Segment(NamedTuple):
@@ -22,43 +26,54 @@ class Segment(NamedTuple):
         ids: the ids of a sampled turn; None for text that is still to be tokenized.
         literal: True if the text of a special token is to be read as ordinary characters.
         spans: ``[start, stop)`` of the assistant's characters in the text, ascending.
-        after: the last id of the sampled turn that directly precedes this segment.
     """
 
     text: str
     ids: tuple[int, ...] | None = None
     literal: bool = False
     spans: tuple[Span, ...] = ()
-    after: int | None = None
 
 
-class RenderPlan(NamedTuple):
-    """A conversation as the template receives it, with placeholders for sampled turns and typed special tokens.
+@dataclass(slots=True)
+class _Prefix:
+    """The first messages of conversations, and what is known of the prompt that ends with them.
 
     Attributes:
-        chat: the conversation.
-        messages: its messages for the template, placeholders in them.
-        sampled: indices of the sampled turns.
-        typed_specials: the special tokens that messages contain as text, in the order of their placeholders.
-        stops: the turns up to which the conversation is rendered, in order; None renders all of it.
-        renderings: maps a stop to its text, for the stops that are already rendered.
+        longer: prefixes of one message more, by what that message says.
+        between: the segments from the sampled turn before, or from the beginning, to the end of the prompt for a turn
+            that was sampled next, by how that turn was begun.
+        answers: the texts of turns that were sampled next, by their ids.
+        size: for no messages at all, the number of prefixes.
     """
 
-    chat: Chat
-    messages: list[dict[str, Any]]
-    sampled: Sequence[int]
-    typed_specials: Sequence[str]
-    stops: Sequence[int | None]
-    renderings: dict[int | None, str]
+    longer: dict[Any, _Prefix] = field(default_factory=dict)
+    between: dict[str | None, list[Segment]] = field(default_factory=dict)
+    answers: dict[tuple[int, ...], str] = field(default_factory=dict)
+    size: int = 0
+
+
+class _Sampled(NamedTuple):
+    """A sampled turn: its number, the text of its prompt, and its own text with special tokens."""
+
+    number: int
+    before: str
+    text: str
+
+
+#: For each tokenizer, the prompts that it wrote, by template and settings. Without them each prompt of a long rollout
+#: would render all the prompts before it.
+_known: WeakKeyDictionary[Any, dict[Any, _Prefix]] = WeakKeyDictionary()
 
 
 class Segmenter:
     """Cuts conversations into segments, all with the same template and settings.
 
     Args:
+        template: renders them.
+        marks: characters that no message contains.
         contents: every text in the messages of all conversations, joined.
-        special_texts: the texts of the tokenizer's special tokens.
-        eos_texts: the texts that end a turn.
+        specials: the special tokens of the tokenizer.
+        eos_ids: the ids that end a turn.
     """
 
     def __init__(
@@ -67,167 +82,165 @@ class Segmenter:
         marks: Marks,
         *,
         contents: str,
-        special_texts: Sequence[str],
-        eos_texts: Sequence[str],
+        specials: Mapping[int, str],
+        eos_ids: Collection[int],
         add_generation_prompt: bool,
+        continue_final_message: bool,
         prefer_tokens: bool,
         want_assistant: bool,
     ) -> None:
-        self.marks = marks
-        self.reads_marks = want_assistant and template.marks_assistant
-        self.compares_renderings = want_assistant and not self.reads_marks
-        self.template = template.with_marks(marks if self.reads_marks else None)
-        self.assistant_spans = AssistantSpans(self.template, partial(self._placeholder, "Turn"), eos_texts)
-        self.add_generation_prompt = add_generation_prompt
-        self.prefer_tokens = prefer_tokens
-        self._special = re.compile("|".join(map(re.escape, sorted(special_texts, key=len, reverse=True))) or "(?!)")
+        texts = sorted(filter(None, specials.values()), key=len, reverse=True)
+        special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        eos_texts = [text for eos in sorted(eos_ids) if (text := template.tokenizer.decode([eos]))]
+        self._root = _remembered(template, (want_assistant, *sorted(eos_ids), *sorted(specials.items())))
+        self._special, self._slot = special, marks.slot
         # Most batches contain none, and then the messages need not be searched one by one.
-        self._has_typed_specials = self._special.search(contents) is not None
-        self._escaped_slot = json_escape(marks.slot)
-        # The names have letters of both cases, so that a filter such as `upper` visibly alters a placeholder.
-        self._placeholders = re.compile(f"{marks.slot}(Turn|Text)([0-9]+){marks.slot}")
+        self._has_typed_specials = special.search(contents) is not None
+        self._typed: list[str] = []
+        tools = template.kwargs.get("tools")
+        if any(map(special.search, nested_texts("template_kwargs", tools))):
+            template = replace(template, kwargs={**template.kwargs, "tools": self._with_slots(tools, self._typed)})
+        self._writer = Writer(template, marks, special, eos_texts, wants_masks=want_assistant)
+        self._tokenizer = template.tokenizer
+        self._end_ids = {*eos_ids, *specials}
+        self._prompt = add_generation_prompt
+        self._continues = continue_final_message
+        self._prefer_tokens = prefer_tokens
+        self._wants_masks = want_assistant
 
-    def prepare(self, chats: Sequence[Chat], messages: Sequence[list[dict[str, Any]]]) -> list[RenderPlan]:
-        """Return a plan for each conversation, given its messages for the template; `segments` takes the plans."""
-        plans = list(map(self._plan, chats, messages))
-        for prompt in (False, True):
-            jobs = [(plan, stop) for plan in plans for stop in plan.stops if self._wants_prompt(stop) is prompt]
-            texts = self.template.render_all([plan.messages[:stop] for plan, stop in jobs], prompt) or ()
-            for (plan, stop), text in zip(jobs, texts, strict=False):
-                plan.renderings[stop] = text
-        return plans
+    def segments(self, chats: Sequence[Chat], messages: Sequence[list[dict[str, Any]]]) -> list[Iterator[Segment]]:
+        """Return the segments of each conversation, given its messages for the template.
 
-    def segments(self, plan: RenderPlan) -> list[Segment]:
-        """Return the segments of a conversation, in order.
-
-        Raises:
-            TemplateError: the template fails, loses a sampled turn, or does not tell which text is the assistant's.
+        Iterating raises TemplateError: the template fails or does not show where a turn is.
         """
-        segments: list[Segment] = []
-        previous = None
-        for stop in plan.stops:
-            between = self._segments_between(plan, previous, stop)
-            for segment in between:
-                if what := unencodable(segment.text):
-                    raise TemplateError(f"the chat template writes text that cannot be encoded: {what}")
-            segments += between
-            if stop is not None:
-                turn = plan.chat[stop]
-                segments.append(Segment(self._sampled_text(turn), ids=turn.token_ids))
-            previous = stop
-        return segments
+        plans = [self._plan(each) for each in messages]
+        # One call renders many conversations in half the time.
+        whole = [row for row, chat in enumerate(chats) if self._prompt or not (chat and self._is_sampled(chat[-1]))]
+        texts = self._writer.template.render_all([plans[row][0] for row in whole], self._prompt) or ()
+        raw = dict(zip(whole, texts, strict=False))
+        return [self._cut(chat, *plans[row], raw.get(row)) for row, chat in enumerate(chats)]
 
-    def _plan(self, chat: Chat, messages: list[dict[str, Any]]) -> RenderPlan:
-        sampled = [turn for turn, message in enumerate(chat) if self.prefer_tokens and message.token_ids is not None]
-        if not sampled and not self._has_typed_specials:
-            # The common case.
-            return RenderPlan(chat, messages, (), (), (None,), {})
-        typed_specials: list[str] = []
+    def _is_sampled(self, message: Message) -> bool:
+        return self._prefer_tokens and message.token_ids is not None
 
-        def replace(special: re.Match[str]) -> str:
-            typed_specials.append(special[0])
-            return self._placeholder("Text", len(typed_specials) - 1)
+    def _plan(
+        self, messages: list[dict[str, Any]], known: Sequence[str] | None = None
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return messages with slots for the special tokens that users typed, and these special tokens.
 
-        messages = list(messages)
-        for turn in sampled:
-            messages[turn] = with_placeholder(messages[turn], self._placeholder("Turn", turn))
-        if self._has_typed_specials:
-            messages = map_strings(messages, lambda text: self._special.sub(replace, text))
-        # Text before a sampled turn is rendered as it was in that turn's prompt; text after the last sampled turn is
-        # rendered from all messages.
-        ends_sampled = bool(sampled) and sampled[-1] == len(chat) - 1
-        stops = [*sampled, *([] if ends_sampled and not self.add_generation_prompt else [None])]
-        return RenderPlan(chat, messages, sampled, typed_specials, stops, {})
-
-    def _wants_prompt(self, stop: int | None) -> bool:
-        """Return whether a rendering up to `stop` ends with the generation prompt."""
-        return stop is not None or self.add_generation_prompt
-
-    def _segments_between(self, plan: RenderPlan, previous: int | None, stop: int | None) -> list[Segment]:
-        """Return what the template writes after the sampled turn `previous` when it prompts for the turn `stop`."""
-        text, spans = self._render(plan, previous, stop)
-        at, after = 0, None
-        if previous is not None:
-            placeholder = self._placeholder("Turn", previous)
-            at = text.index(placeholder) + len(placeholder)
-            # Only the ids of a sampled turn are the assistant's, not what the template writes around them.
-            spans = [span for span in spans if span[0] >= at]
-            ids = plan.chat[previous].token_ids
-            after = ids[-1] if ids else None
-        if not plan.typed_specials:
-            # No other placeholder comes after `at`.
-            return [Segment(text[at:], spans=_clip(spans, at, len(text)), after=after)]
-        segments = []
-        for found in self._placeholders.finditer(text, at):
-            segments.append(Segment(text[at : found.start()], spans=_clip(spans, at, found.start()), after=after))
-            inside = bool(_clip(spans, *found.span()))
-            special = plan.typed_specials[int(found[2])]
-            segments.append(Segment(special, literal=True, spans=((0, len(special)),) if inside else ()))
-            at, after = found.end(), None
-        return [*segments, Segment(text[at:], spans=_clip(spans, at, len(text)), after=after)]
-
-    def _render(self, plan: RenderPlan, previous: int | None, stop: int | None) -> tuple[str, list[Span]]:
-        """Render the messages before `stop`, or all of them. Return the text and the assistant's characters in it.
-
-        The characters are those after the turn `previous`.
+        Args:
+            known: special tokens that have slots in other messages.
         """
-        text = plan.renderings.get(stop)
-        if text is None:
-            text = self.template(plan.messages[:stop], self._wants_prompt(stop))
-        spans: list[Span] = []
-        if self.reads_marks:
-            text, spans = read_marks(text, self.marks)
-        self._check_placeholders(text, plan.sampled if stop is None else [turn for turn in plan.sampled if turn < stop])
-        if self.compares_renderings:
-            messages, prompt = plan.messages[:stop], self._wants_prompt(stop)
-            first = 0 if previous is None else previous + 1
-            turns = [turn for turn in range(first, len(messages)) if messages[turn]["role"] == "assistant"]
-            spans = self.assistant_spans.find(messages, prompt, text, turns)
-        return text, spans
+        typed = [*(self._typed if known is None else known)]
+        return (self._with_slots(messages, typed) if self._has_typed_specials else messages), typed
 
-    def _check_placeholders(self, text: str, sampled: Sequence[int]) -> None:
-        """Check that every sampled turn occurs once and in order, and that no placeholder was altered."""
-        if not sampled and self.marks.slot not in text and self._escaped_slot not in text:
+    def _with_slots(self, value: Any, typed: list[str]) -> Any:
+        """Return nested texts with slots for special tokens, which are added to `typed`."""
+
+        def slot(special: re.Match[str]) -> str:
+            typed.append(special[0])
+            return f"{self._slot}Text{len(typed) - 1}{self._slot}"
+
+        return map_strings(value, lambda text: self._special.sub(slot, text))
+
+    def _cut(
+        self, chat: Chat, messages: list[dict[str, Any]], typed: Sequence[str], raw: str | None
+    ) -> Iterator[Segment]:
+        prefix, before = self._root, ""
+        previous: _Sampled | None = None
+        for number, message in enumerate(chat):
+            if self._is_sampled(message):
+                begun = None if message.begun is None else repr(message.begun)
+                if begun not in prefix.between:
+                    prefix.between[begun] = [*self._prompt_of(chat, messages, typed, number, previous)]
+                yield from prefix.between[begun]
+                before += "".join(segment.text for segment in prefix.between[begun])
+                ids = message.token_ids or ()
+                if ids not in prefix.answers:
+                    prefix.answers[ids] = self._decoded(ids)
+                previous = _Sampled(number, before, prefix.answers[ids])
+                before += previous.text
+                yield Segment(previous.text, ids=ids)
+            key = _key(message)
+            if key not in prefix.longer:
+                prefix.longer[key] = _Prefix()
+                self._root.size += 1
+            prefix = prefix.longer[key]
+        if self._prompt or previous is None or previous.number + 1 < len(chat):
+            layout = Layout(self._writer, messages, self._prompt, typed, raw)
+            rest = [*self._after(layout, chat, previous, layout.beginning() if self._continues else None)]
+            if self._prompt:
+                # The next turn is sampled from this prompt.
+                prefix.between[None] = rest
+            yield from rest
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        try:
+            return str(self._tokenizer.decode(list(ids)))
+        except Exception:
+            # Ids that no token has are refused later, by row.
+            return ""
+
+    def _prompt_of(
+        self,
+        chat: Chat,
+        messages: Sequence[dict[str, Any]],
+        typed: Sequence[str],
+        number: int,
+        previous: _Sampled | None,
+    ) -> Iterator[Segment]:
+        """Yield the end of the prompt that a turn was sampled from, after the sampled turn before it."""
+        given = chat[number].begun
+        if given is None:
+            yield from self._after(Layout(self._writer, messages[:number], True, typed), chat, previous)
             return
-        found = [int(slot[2]) for slot in self._placeholders.finditer(text) if slot[1] == "Turn"]
-        rest = self._placeholders.sub("", text)
-        altered = self.marks.slot in rest or self._escaped_slot in rest
-        if found != list(sampled):
-            lost = [turn for turn in sampled if found.count(turn) != 1]
-            what = f"drops, repeats or alters message {lost[0]}" if lost else "writes messages in another order"
-            raise TemplateError(
-                f"the chat template {what}, so the sampled ids of the conversation cannot be put back; pass a "
-                "chat_template= that writes contents unchanged, or prefer_tokens=False to render sampled turns from "
-                "their text"
-            )
-        if altered:
-            raise TemplateError(
-                "the chat template alters the contents of messages, and a message contains the text of a special "
-                "token, which could then become that token; pass a chat_template= that writes contents unchanged, or "
-                "change the text of the message"
-            )
+        begun, typed = self._plan([Message.from_dict(given).for_template()], typed)
+        layout = Layout(self._writer, [*messages[:number], *begun], False, typed)
+        yield from self._after(layout, chat, previous, layout.beginning())
 
-    def _placeholder(self, kind: str, number: int) -> str:
-        return f"{self.marks.slot}{kind}{number}{self.marks.slot}"
+    def _after(
+        self, layout: Layout, chat: Chat, previous: _Sampled | None, stop: int | None = None
+    ) -> Iterator[Segment]:
+        """Yield what the template writes after a sampled turn, or all of it.
 
-    def _sampled_text(self, turn: Message) -> str:
-        """Return the text of a sampled turn.
-
-        The ids are decoded if the output was parsed (into tool calls or thinking): the content then lacks a part of it.
+        Args:
+            layout: the conversation up to the next sampled turn.
+            stop: where the text is cut; None for nowhere.
         """
-        if turn.content is None or turn.tool_calls or turn.extra:
-            return str(self.template.tokenizer.decode(list(turn.token_ids or ()), skip_special_tokens=True))
-        return turn.content
+        text, literals, spans, _ = layout.written
+        start = first = 0
+        if previous is not None:
+            first = previous.number + 1
+            start, ended = self._end_of(layout, chat[previous.number], previous)
+            # Around a sampled turn, the template's words are not the assistant's.
+            spans = [span for span in spans if span[0] > start or (ended and span[0] == start)]
+        if self._wants_masks and not self._writer.reads_marks:
+            given = [at for at in range(first, len(layout.messages)) if layout.messages[at]["role"] == "assistant"]
+            spans = [(turn.start, turn.stop) for turn in map(layout.turn, given)]
+        text = text[:stop]
+        literals = [span for span in literals if start <= span[0] < len(text)]
+        edges = [start, *chain.from_iterable(literals), len(text)]
+        for at, (begin, end) in enumerate(pairwise(edges)):
+            if begin < end:
+                literal, inside = at % 2 == 1, _clip(spans, begin, end)
+                # A special token that was typed is in a mask as a whole.
+                inside = ((0, end - begin),) if literal and inside else inside
+                yield Segment(text[begin:end], literal=literal, spans=inside)
 
-
-def _clip(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """Return the parts of `spans` inside ``[start, stop)``, counted from `start`."""
-    if not spans:
-        return ()
-    if not start and spans[-1][1] <= stop:
-        # The case of a conversation that is one segment.
-        return tuple([span for span in spans if span[0] < span[1]])
-    return tuple([(max(a, start) - start, min(b, stop) - start) for a, b in spans if a < stop and b > start and a < b])
+    def _end_of(self, layout: Layout, message: Message, sampled: _Sampled) -> tuple[int, bool]:
+        """Return where a sampled turn ends in the text, and whether it has an end marker: that is not written again."""
+        ids, text = message.token_ids or (), layout.written.text
+        kept = len(ids)
+        while kept and ids[kept - 1] in self._end_ids:
+            kept -= 1
+        end = self._decoded(ids[kept:])
+        said, content = sampled.before + sampled.text, message.content or ""
+        # The content may have been edited since, or hold the characters of the end marker.
+        whole = not content.endswith(end) if end else content.strip() in sampled.text
+        if whole and (end or content.strip() or message.tool_calls or message.extra) and text.startswith(said):
+            return len(said), bool(end)
+        turn = layout.turn(sampled.number, sampled=True)
+        return (turn.stop, True) if end else (turn.end, False)
 
 
 def special_tokens(tokenizer: Any) -> Mapping[int, str]:
@@ -235,3 +248,27 @@ def special_tokens(tokenizer: Any) -> Mapping[int, str]:
     named = zip(getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ()), strict=True)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {**dict(named), **{token_id: token.content for token_id, token in added.items() if token.special}}
+
+
+def _clip(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+    """Return the parts of `spans` inside ``[start, stop)``, counted from `start`."""
+    return tuple((max(a, start) - start, min(b, stop) - start) for a, b in spans if a < stop and b > start and a < b)
+
+
+def _remembered(template: Template, settings: Any) -> _Prefix:
+    """Return what is known of the prompts of a template with these settings."""
+    try:
+        known = _known.setdefault(template.tokenizer, {})
+    except TypeError:
+        return _Prefix()
+    key = template.source, repr(template.kwargs), settings
+    if key not in known or known[key].size > _REMEMBERED:
+        known[key] = _Prefix()
+    return known[key]
+
+
+def _key(message: Message) -> Any:
+    calls = repr(message.tool_calls) if message.tool_calls else None
+    extra = repr(message.extra) if message.extra else None
+    begun = repr(message.begun) if message.begun else None
+    return message.role, message.content, calls, message.tool_call_id, message.name, message.token_ids, begun, extra

@@ -1,10 +1,9 @@
 """`Template`: find a tokenizer's chat template, render conversations with it, and locate the assistant's text.
 
 A chat template is a program, often downloaded with a model. transformers runs it in jinja's sandbox, which keeps it
-from files and modules but not from running for ever. Here a rendering is stopped after `SECONDS`, and a text of more
-than `MOST_CHARACTERS` is refused. Two things are not bounded: the memory that a template takes while it renders, and a
-single call to C, such as ``9**9**9``, which cannot be stopped. Render templates that you do not trust at all in a
-process that the operating system limits.
+from files, modules and long ranges; a text of more than `MOST_CHARACTERS` is refused. Neither the time nor the memory
+that a rendering takes is bounded: render templates that you do not trust at all in a process that the operating system
+limits.
 """
 
 from __future__ import annotations
@@ -13,28 +12,16 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from corelm.errors import TemplateError, refuse
 from corelm.rendering.chatml import named_template
-from corelm.rendering.time_limit import Stopped, Watch
 from corelm.validate import invalid, nested_texts, shown, unencodable
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Seconds that one rendering of a conversation may take. Most take a few milliseconds.
-SECONDS = 10.0
-#: Seconds that each conversation adds to this where one call renders several.
-SECONDS_EACH = 0.02
-#: After so many renderings of one call were stopped, each further rendering gets `SECONDS_LATER`.
-PATIENT_STOPS = 3
-#: Seconds for each of these renderings: far more than a healthy one takes, so slow neighbours do not fail it.
-SECONDS_LATER = 1.0
-#: If so many were stopped and none ended by itself, the template is at fault, and no others are tried.
-MOST_STOPPED = 8
 #: The longest text that a template may write: more than ten million tokens.
 MOST_CHARACTERS = 2**26
 
@@ -44,26 +31,28 @@ _TOOLS = re.compile(r"\btools\b")
 
 
 class Marks(NamedTuple):
-    """Three characters that occur nowhere in a batch of conversations.
+    """Four characters that occur nowhere in a batch of conversations.
 
     They come from Unicode's private use area: a template does not strip them as whitespace, and they have no case.
 
     Attributes:
-        slot: stands on both sides of a placeholder.
-        start: stands before the assistant's text.
-        stop: stands after the assistant's text.
+        slot: stands on both sides of a placeholder for the text of a special token.
+        edge: stands on both sides of the number of a message, where its content begins or ends.
+        start: stands at the beginning of a ``{% generation %}`` block.
+        stop: stands at its end.
     """
 
     slot: str
+    edge: str
     start: str
     stop: str
 
     @classmethod
     def find_unused(cls, everything: str, chats: Sequence[Sequence[dict[str, Any]]] = ()) -> Marks:
-        """Return the first three such characters that `everything` contains neither literally nor in JSON's escape.
+        """Return the first four such characters that `everything` contains neither literally nor in JSON's escape.
 
         Raises:
-            TemplateError: fewer than three are left; `rows` is the one of `chats` that contains the most.
+            TemplateError: fewer than four are left; `rows` is the one of `chats` that contains the most.
         """
         escapes = "\\u" in everything
         free = (
@@ -72,12 +61,12 @@ class Marks(NamedTuple):
             if mark not in everything and not (escapes and json_escape(mark) in everything)
         )
         try:
-            return cls(next(free), next(free), next(free))
+            return cls(next(free), next(free), next(free), next(free))
         except StopIteration:
             used = [sum("\ue000" <= one <= "\uf8ff" for one in {*joined_strings([chat])}) for chat in chats]
             most = max(used, default=0)
             what = (
-                "rendering needs three characters of Unicode's private use area (U+E000 to U+F8FF) that no "
+                "rendering needs four characters of Unicode's private use area (U+E000 to U+F8FF) that no "
                 f"conversation contains; this one contains {most:,} of the 6,400, so remove some"
             )
             if not most:
@@ -91,19 +80,6 @@ def json_escape(text: str) -> str:
     return json.dumps(text)[1:-1]
 
 
-@dataclass(slots=True)
-class Tally:
-    """How the renderings of a call ended.
-
-    Attributes:
-        ended: how many ended by themselves, with a text or an error.
-        stopped: how many were stopped.
-    """
-
-    ended: int = 0
-    stopped: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Template:
     """A chat template and the variables it is rendered with.
@@ -112,15 +88,11 @@ class Template:
         tokenizer: its `apply_chat_template` renders.
         source: the jinja text; None if only the tokenizer has it.
         kwargs: variables for the template (`tools`, `enable_thinking`, …).
-        watch: stops a rendering that takes too long, if it is made under ``watch.run``.
-        tally: how the renderings ended; all copies share it.
     """
 
     tokenizer: Any
     source: str | None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    watch: Watch = field(default_factory=Watch)
-    tally: Tally = field(default_factory=Tally)
 
     @classmethod
     def find(cls, tokenizer: Any, chat_template: str | None, kwargs: Mapping[str, Any]) -> Template:
@@ -169,29 +141,12 @@ class Template:
         """Render one conversation.
 
         Raises:
-            TemplateError: the template failed (its error is the cause), was stopped, or wrote too much.
+            TemplateError: the template failed (its error is the cause) or wrote too much.
         """
-        tally = self.tally
-        if tally.stopped >= MOST_STOPPED and not tally.ended:
-            raise TemplateError(
-                f"not rendered, because the chat template was stopped {tally.stopped} times before and never ended by "
-                "itself"
-            )
-        seconds = SECONDS if tally.stopped < PATIENT_STOPS else min(SECONDS, SECONDS_LATER)
         try:
-            rendered = self._apply(list(chat), add_generation_prompt, tokenize, seconds)
-        except Stopped as error:
-            tally.stopped += 1
-            hurried = (
-                f"; it had less than {SECONDS:g} seconds because others were stopped before, so render it without them"
-                if seconds < SECONDS
-                else ""
-            )
-            raise TemplateError(f"the chat template {error} and was stopped; it may loop for ever{hurried}") from None
+            rendered = self._apply(list(chat), add_generation_prompt, tokenize)
         except Exception as error:
-            tally.ended += 1
             raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
-        tally.ended += 1
         if not tokenize and not isinstance(rendered, str):
             raise TemplateError(f"the tokenizer rendered a {type(rendered).__name__} instead of a text")
         if not tokenize and len(rendered) > MOST_CHARACTERS:
@@ -207,23 +162,17 @@ class Template:
             # The tokenizer refuses an empty conversation by itself, but accepts it among others.
             return None
         try:
-            texts = self._apply(
-                list(map(list, chats)), add_generation_prompt, False, SECONDS + SECONDS_EACH * len(chats)
-            )
+            texts = self._apply(list(map(list, chats)), add_generation_prompt, False)
         except Exception:
             return None
         same = isinstance(texts, list) and len(texts) == len(chats)
         good = same and all(isinstance(text, str) and len(text) <= MOST_CHARACTERS for text in texts)
-        if not good:
-            return None
-        self.tally.ended += len(chats)
-        return texts
+        return texts if good else None
 
-    def _apply(self, chat: list[Any], add_generation_prompt: bool, tokenize: bool, seconds: float) -> Any:
+    def _apply(self, chat: list[Any], add_generation_prompt: bool, tokenize: bool) -> Any:
         template = {} if self.source is None else {"chat_template": self.source}
-        call = partial(self.tokenizer.apply_chat_template, chat, tokenize=tokenize)
-        call = partial(call, add_generation_prompt=add_generation_prompt, **template, **self.kwargs)
-        return self.watch.call(seconds, call)
+        apply = self.tokenizer.apply_chat_template
+        return apply(chat, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **template, **self.kwargs)
 
     @property
     def marks_assistant(self) -> bool:
@@ -254,34 +203,6 @@ class Template:
         return replace(self, source=_GENERATION.sub(rewrite, self.source))
 
 
-def read_marks(text: str, marks: Marks) -> tuple[str, list[tuple[int, int]]]:
-    """Remove the marks from a rendering. Return the text and ``[start, stop)`` of the assistant's characters in it.
-
-    Raises:
-        TemplateError: the marks do not come in pairs, because the template cuts up text that it has rendered.
-    """
-    before, *blocks = text.split(marks.start)
-    parts, spans, at = [before], [], len(before)
-    for block in blocks:
-        inside, stop, after = block.partition(marks.stop)
-        if not stop or marks.stop in after:
-            break
-        spans.append((at, at + len(inside)))
-        parts += inside, after
-        at += len(inside) + len(after)
-    if len(spans) < len(blocks) or marks.stop in before:
-        raise TemplateError(
-            "the start and end of the chat template's {% generation %} blocks did not come out in pairs; "
-            "pass a chat_template= whose blocks write straight to the output"
-        )
-    return "".join(parts), spans
-
-
-def with_placeholder(message: Mapping[str, Any], placeholder: str) -> dict[str, Any]:
-    """Return the message with a placeholder for everything it says, including tool calls and thinking."""
-    return {**{key: message[key] for key in ("role", "name") if key in message}, "content": placeholder}
-
-
 def joined_strings(chats: Sequence[Sequence[dict[str, Any]]]) -> str:
     """Return every str in the messages, keys included, one per line."""
     messages = chain.from_iterable(chats)
@@ -309,11 +230,11 @@ def check_encodable(chats: Sequence[Sequence[dict[str, Any]]]) -> None:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the same nesting with `change` applied to every str value; keys and everything else stay as they are."""
+    """Return the same nesting with `change` applied to every str, keys included; everything else stays as it is."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: map_strings(item, change) for key, item in value.items()}
+        return {map_strings(key, change): map_strings(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [map_strings(item, change) for item in value]
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from corelm.errors import InvalidRequestError, described
 from corelm.validate import invalid, nested_texts, shown, token_ids
 
 #: The keys of a message that are fields of `Message`; every other key goes into `Message.extra`.
-FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "token_ids")
+FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "token_ids", "begun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Message:
         tool_call_id: for a tool's turn, the id of the call that it answers.
         name: for a tool's turn, the name of the tool; for others, the name of the speaker.
         token_ids: for a sampled turn, the ids that the engine returned, including the EOS.
+        begun: for a turn whose beginning was given and whose rest was sampled (`continue_final_message`), the turn as
+            it was given, as a dict. `token_ids` then holds the rest.
         extra: other values that the template reads (`reasoning_content`, …), each under its own key.
 
     Raises:
@@ -38,6 +41,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     token_ids: tuple[int, ...] | None = None
+    begun: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,6 +63,10 @@ class Message:
                 raise _type_error(name, "a str or None", value)
         if self.token_ids is not None:
             object.__setattr__(self, "token_ids", token_ids("token_ids", self.token_ids))
+        if self.begun is not None:
+            if not isinstance(self.begun, Mapping):
+                raise _type_error("begun", "a dict with the turn as it was given, or None", self.begun)
+            nested_texts("begun", self.begun)  # refuses what cannot be walked
         # The check for Mapping alone takes ten times as long for a dict.
         if not isinstance(self.extra, (dict, Mapping)):
             raise _type_error("extra", "a mapping", self.extra)
@@ -109,21 +117,42 @@ class Message:
             message["name"] = self.name
         if self.token_ids is not None:
             message["token_ids"] = list(self.token_ids)
+        if self.begun is not None:
+            message["begun"] = deepcopy(dict(self.begun))
         if self.extra:
             message |= deepcopy(dict(self.extra))
         return message
 
     def for_template(self) -> dict[str, Any]:
-        """Return the dict that a chat template reads, without ids and without None, which templates print."""
+        """Return the dict that a chat template reads, without ids and without None, which templates print.
+
+        Arguments of calls that are JSON texts of objects, as OpenAI's protocol has them, become these objects.
+        """
         if self.content is not None and not (self.tool_calls or self.tool_call_id or self.name or self.extra):
             # Fast path: a batch has thousands of messages, and most are like this.
             return {"role": self.role, "content": self.content}
         message = self.to_dict()
         message.pop("token_ids", None)
+        message.pop("begun", None)
+        message["tool_calls"] = [_with_object(call) for call in self.tool_calls] if self.tool_calls else None
         return {key: value for key, value in message.items() if value is not None}
 
 
 Chat = tuple[Message, ...]
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object, if they are the JSON text of one."""
+    made = deepcopy(dict(call))
+    holder = made["function"] if isinstance(made.get("function"), dict) else made
+    if isinstance(given := holder.get("arguments"), str):
+        try:
+            found = json.loads(given)
+        except ValueError:
+            return made
+        if isinstance(found, dict):
+            holder["arguments"] = found
+    return made
 
 
 def _copy(name: str, value: Any) -> Any:
