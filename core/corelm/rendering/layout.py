@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class TurnMarkers:
 
     prompt: str | None = None
     end: str | None = None
-    headers: dict[str, str | None] | None = None
+    headers: dict[str, str | None] = field(default_factory=dict)
 
 
 class Writer:
@@ -90,7 +90,7 @@ class Writer:
         self.template = template.with_marks(marks if self.reads_marks else None)
         self.special = special
         self.end_texts = end_texts
-        self.markers = TurnMarkers(headers={})
+        self.markers = TurnMarkers()
         self._escaped_slot = json_escape(marks.slot)
         # The name of a slot has letters of both cases, so that a filter such as `upper` visibly alters it.
         self._marked = re.compile(
@@ -449,7 +449,6 @@ class Layout:
 
     def _header(self, number: int) -> str | None:
         headers, role = self._writer.markers.headers, self.messages[number - 1]["role"]
-        assert headers is not None
         if role not in headers:
             headers[role] = self._after(self.messages[:number], True)
         return headers[role]

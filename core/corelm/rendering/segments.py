@@ -14,8 +14,8 @@ from corelm.rendering.template import Marks, Template, map_strings
 from corelm.spec.message import Chat, Message
 from corelm.validate import nested_texts
 
-#: How many messages are remembered for a template before all are forgotten.
-_REMEMBERED = 200_000
+#: How many characters of conversations are remembered for a template before all are forgotten.
+_REMEMBERED = 2**27
 
 
 class Segment(NamedTuple):
@@ -43,7 +43,7 @@ class _Prefix:
         between: the segments from the sampled turn before, or from the beginning, to the end of the prompt for a turn
             that was sampled next, by how that turn was begun.
         answers: the texts of turns that were sampled next, by their ids.
-        size: for no messages at all, the number of prefixes.
+        size: for no messages at all, the number of characters in all prefixes.
     """
 
     longer: dict[Any, _Prefix] = field(default_factory=dict)
@@ -153,6 +153,7 @@ class Segmenter:
                 begun = None if message.begun is None else repr(message.begun)
                 if begun not in prefix.between:
                     prefix.between[begun] = [*self._prompt_of(chat, messages, typed, number, previous)]
+                    self._root.size += sum(len(segment.text) for segment in prefix.between[begun])
                 yield from prefix.between[begun]
                 before += "".join(segment.text for segment in prefix.between[begun])
                 ids = message.token_ids or ()
@@ -164,7 +165,7 @@ class Segmenter:
             key = _key(message)
             if key not in prefix.longer:
                 prefix.longer[key] = _Prefix()
-                self._root.size += 1
+                self._root.size += len(message.content or "")
             prefix = prefix.longer[key]
         if self._prompt or previous is None or previous.number + 1 < len(chat):
             layout = Layout(self._writer, messages, self._prompt, typed, raw)
