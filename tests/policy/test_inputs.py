@@ -1,14 +1,19 @@
 """What a policy reads: bare and nested values, dense and ragged tokens, with and without masks, and empty batches."""
 
+import copy
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from tokenizers import processors
+from toy_backend import Bigram
 
 import corelm
 from corelm import History, LLMPolicy, Masks, Text, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError
 from helpers.each import each
 from helpers.refusals import refused
+from helpers.rendering import TOKENIZER
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
 
@@ -343,3 +348,20 @@ def test_missing_keys_of_the_input_and_of_the_mask_are_named(backend):
         policy(TensorDict(ids=torch.ones(2, 2, dtype=torch.int64)))
     with refused(InvalidRequestError, field="attention_mask_key"):
         LLMPolicy(backend, input_mode="text", attention_mask_key="mask")
+
+
+def test_a_text_that_begins_with_the_bos_gets_no_second_one():
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.bos_token = "<|start|>"
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", bos)]
+    )
+    model = Bigram(torch.zeros(len(tokenizer), len(tokenizer)))
+    with corelm.get_backend("toy", model, tokenizer=tokenizer) as backend:
+        policy = LLMPolicy(backend, generate=False, input_mode="text", inplace=False)
+        rows = policy(TensorDict(text=["Rome", "<|start|>Rome", "<|start|>"], batch_size=[3]))["tokens"].full
+        assert rows[0].tolist() == rows[1].tolist() and rows[0].tolist().count(bos) == 1
+        pairs = Text(prompt=["<|start|>Rome"], response=[" is"], batch_size=[1])
+        both = policy(TensorDict(text=pairs, batch_size=[1]))
+        assert both["tokens"].full[0].tolist().count(bos) == 1

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from corelm.policy.rows import InputRows
 from corelm.policy.values import batch_of, differing_rows, find_value, leaves, nested_field
 from corelm.rendering.completions import NO_COMPLETION, NO_PROMPT, Boundary, encode_completions
 from corelm.rendering.render import Tokenize
+from corelm.spec.records import TokenizeResult
 from corelm.validate import as_list
 
 if TYPE_CHECKING:
@@ -165,7 +167,7 @@ def spelled_by(
         return False
     if [one + other for one, other in zip(prompts, responses, strict=True)] != [read.texts[row] for row in rows]:
         return False
-    if differing_rows(parts.prompt.select(rows), backend.tokenize(prompts, **options).ids):
+    if differing_rows(parts.prompt.select(rows), with_one_bos(backend)(prompts, **options).ids):
         return False
     assert parts.response is not None
     decoded = (backend.detokenize(parts.response.select(rows), skip_special_tokens=skip) for skip in (True, False))
@@ -178,3 +180,26 @@ def unscorable(rows: InputRows) -> Problems:
     assert prompts is not None
     found: Problems = dict.fromkeys((rows.ids.lengths <= prompts).nonzero().flatten().tolist(), NO_COMPLETION)
     return {**found, **dict.fromkeys((prompts == 0).nonzero().flatten().tolist(), NO_PROMPT)}
+
+
+def with_one_bos(backend: Backend) -> Tokenize:
+    """Return what tokenizes texts for a backend. A text that begins with the BOS itself, as rendered prompts and
+    `text.full` do, gets no second one.
+    """
+    bos = getattr(backend.tokenizer, "bos_token_id", None)
+
+    def tokenize(texts: Sequence[str], **options: Any) -> TokenizeResult:
+        batch = backend.tokenize(texts, **options)
+        starts, lengths, values = batch.ids.offsets[:-1], batch.ids.lengths, batch.ids.values
+        long = (lengths > 1).nonzero()[:, 0]
+        twice = long[(values[starts[long]] == bos) & (values[starts[long] + 1] == bos)] if bos is not None else long[:0]
+        if not len(twice):
+            return batch
+        drop = torch.zeros_like(lengths)
+        drop[twice] = 1
+        kept = torch.ones_like(values, dtype=torch.bool)
+        kept[starts[twice]] = False
+        offsets = None if batch.offsets is None else batch.offsets[kept]
+        return replace(batch, ids=batch.ids.slice(drop, lengths), offsets=offsets)
+
+    return tokenize

@@ -23,7 +23,7 @@ from corelm.containers.classes import ChatHistory, Masks, Text, Tokens, ragged
 from corelm.containers.history import History
 from corelm.containers.keys import key_parts, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, TemplateError, refuse
-from corelm.policy.completions import are_completions, read_texts, spelled_by, unscorable, with_full
+from corelm.policy.completions import are_completions, read_texts, spelled_by, unscorable, with_full, with_one_bos
 from corelm.policy.conversations import ChatRenderer, tools_of
 from corelm.policy.mask_keys import mask_next_to, no_pads
 from corelm.policy.mistakes import hint_for, input_hint
@@ -184,7 +184,7 @@ class InputReader:
         held = find_value(td, self.top)
         if part == "full" and not isinstance(held, Tokens) and are_completions(held):
             boundary, key = self.completion_boundary, key_parts(self.top)
-            return read_texts(td, key, held, backend.tokenize, boundary, options, on_error)
+            return read_texts(td, key, held, with_one_bos(backend), boundary, options, on_error)
         value = self._value(td, part, bare=(str, list, Tensor))
         if isinstance(value, Tensor) and value.numel() == 0:
             # tensordict turns an empty list into an empty tensor.
@@ -204,7 +204,7 @@ class InputReader:
         good = [text for row, text in enumerate(texts) if row not in problems]
         return InputRows(
             batch_size=batch_of(td, shape, self.key(part)),
-            ids=read.ragged(backend.tokenize(good, **options).ids),
+            ids=read.ragged(with_one_bos(backend)(good, **options).ids),
             texts=read.values(good, ""),
             problems=problems,
         )
