@@ -208,3 +208,25 @@ def test_given_turns_are_rendered_a_few_times_however_many_they_are() -> None:
         Counting.rendered = 0
         _, trained = read(backend, chat, generate=False)
         assert trained == "Yes.<|end|>" * 40 and Counting.rendered < 3 * len(chat)
+
+
+def test_nulls_of_a_data_sets_column_are_left_out() -> None:
+    def tool(name: str, **parameters: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": {"properties": parameters}}}
+
+    def asked(name: str, **arguments: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, RESULT]
+
+    city, days = {"type": "string"}, {"type": ["integer", "null"], "default": None}
+    rows = [(asked("f", city="Rome"), [tool("f", city=city)]), (asked("g", days=None), [tool("g", days=days)])]
+    column = [
+        (asked("f", city="Rome", days=None), [tool("f", city={**city, "default": None}, days=None)]),
+        (asked("g", city=None, days=None), [tool("g", city=None, days=days)]),
+    ]
+    with opened("{{ tools | tojson }}" + TURNS.replace("END", "<|end|>")) as (backend, _):
+        texts = [
+            [read(backend, chat, template_kwargs={"tools": tools})[0] for chat, tools in each]
+            for each in (rows, column)
+        ]
+        assert texts[0] == texts[1] and '"days": null' in texts[0][1]

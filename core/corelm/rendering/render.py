@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError
+from corelm.rendering.arrow_nulls import without_foreign_arguments
 from corelm.rendering.segments import Segment, Segmenter, special_tokens
 from corelm.rendering.template import Marks, Template, check_encodable, joined_strings, map_chats
 from corelm.spec.message import Chat
@@ -138,8 +139,8 @@ def segments_of(
     there.
     """
     template = Template.find(tokenizer, chat_template, template_kwargs or {})
-    specials = special_tokens(tokenizer)
-    messages = [[message.for_template() for message in chat] for chat in chats]
+    specials, tools = special_tokens(tokenizer), template.kwargs.get("tools")
+    messages = [without_foreign_arguments([message.for_template() for message in chat], tools) for chat in chats]
     contents = joined_strings(messages)
     if unencodable(contents):
         check_encodable(messages)

@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from corelm.errors import TemplateError, refuse
+from corelm.rendering.arrow_nulls import without_nulls
 from corelm.rendering.chatml import named_template
 from corelm.validate import invalid, nested_texts, shown, unencodable
 
@@ -113,6 +114,8 @@ class Template:
             for text in nested_texts("template_kwargs", {name: value}):
                 if what := unencodable(text):
                     raise invalid("template_kwargs", f"{name}: {what}")
+        if kwargs.get("tools"):
+            kwargs = {**kwargs, "tools": without_nulls(kwargs["tools"])}
         if chat_template is not None:
             chat_template = named_template(chat_template, getattr(tokenizer, "chat_template", None))
         if not hasattr(tokenizer, "chat_template"):
