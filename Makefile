@@ -21,9 +21,12 @@ TEST := tests/spec tests/tensors tests/kl tests/containers tests/rendering tests
 # What make check runs: all folders but those that need an engine or a harness, or hold no tests.
 CHECK := $(filter-out $(addprefix tests/,engines harnesses families helpers packages mutants __pycache__), \
 	$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
-# Where the newest libraries are tried.
+# Where the newest libraries are tried. SELECT=1 keeps the files about what transformers and PEFT do.
+PLUGIN := tests/plugins/transformers_backend
 NEWEST := tests/test_third_party_names.py tests/tensors tests/containers tests/kl tests/policy tests/testing/test_kit.py tests/interop \
-	tests/plugins/transformers_backend tests/plugins/openai_backend/test_protocol.py tests/serving/test_chat.py \
+	tests/plugins/openai_backend/test_protocol.py tests/serving/test_chat.py \
+	$(if $(SELECT),$(addprefix $(PLUGIN)/test_,adapters.py conformance.py families.py generation.py opening.py peft_methods.py \
+	scoring.py self_test.py weights.py wrapped.py) $(PLUGIN)/fast/test_cache.py,$(PLUGIN)) \
 	$(addprefix tests/harnesses/test_,trl.py trl_rollouts.py lm_eval.py inspect_ai.py)
 
 # Run the tests in one process per core, but not in more than eight: each takes more than 1 GB.
