@@ -46,7 +46,7 @@ class DistillationLoss(TensorDictModuleBase):
         kind: `forward_kl` is KL(teacher‖student), `reverse_kl` is KL(student‖teacher), `js` the generalised
             Jensen-Shannon divergence.
         beta: of `js`, above 0 and below 1: the weight of the teacher in the mixture.
-        assistant_only: count the tokens of ``masks.all_assistant_mask``; if False, every token that was scored.
+        assistant_only: count the assistant's tokens in the response; if False, every token that was scored.
         mask_key: as in `KLComputation`.
         teacher_log_probs_key: the teacher's `LogProbs`.
         student_log_probs_key: the student's, if there is no `student`.

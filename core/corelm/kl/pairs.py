@@ -33,12 +33,14 @@ class PairKeys:
         ref: the field `full` of the reference's `LogProbs`.
         masks: the `Masks` that the policy wrote.
         mask: bool, shaped like ``tokens.full``: a field of a `Masks`, or a dense tensor. None selects every token.
+        in_response: whether only tokens of the response count, where `masks` says which these are.
     """
 
     gen: NestedKey
     ref: NestedKey
     masks: NestedKey
     mask: NestedKey | None
+    in_response: bool = False
 
     def __post_init__(self) -> None:
         for key in (self.gen, self.ref):
@@ -49,9 +51,9 @@ class PairKeys:
     def selecting(
         gen: NestedKey, ref: NestedKey, masks: NestedKey, assistant_only: bool, mask: NestedKey | None
     ) -> PairKeys:
-        """Return the keys; without `mask`, `assistant_only` selects the assistant mask of `masks`."""
+        """Return the keys; without `mask`, `assistant_only` selects the assistant's tokens in the response."""
         if mask is None and assistant_only:
-            mask = (*key_parts(masks), "all_assistant_mask")
+            return PairKeys(gen, ref, masks, (*key_parts(masks), "all_assistant_mask"), in_response=True)
         return PairKeys(gen, ref, masks, mask)
 
     @property
@@ -113,7 +115,12 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
     device = gen_values.values.device
     mask = gen_scored.to(device) & ref_scored.to(device)
     if keys.mask is not None:
-        mask &= _read_selection(td, here, view, keys, layout).to(device)
+        mask &= _read_selection(td, here, view, keys.mask, keys.gen, layout).to(device)
+    own = find_entry(td, keys.masks, first=here)[0] if keys.in_response else None
+    if isinstance(own, Masks) and "all_response_mask" in own.keys():
+        # The assistant's turns in a prompt are examples. Once they are scored, they would count as sampled.
+        response = (*key_parts(keys.masks), "all_response_mask")
+        mask &= _read_selection(td, here, view, response, keys.gen, layout).to(device)
     if not allow_mismatch:
         check_supports(view, {"gen": keys.gen, "ref": keys.ref}, mask, layout)
     values, others = gen_values.values, ref_values.values.to(device)
@@ -258,25 +265,24 @@ def _read_values(
 
 
 def _read_selection(
-    td: TensorDictBase, here: TensorDictBase, view: TensorDict, keys: PairKeys, layout: TokenLayout
+    td: TensorDictBase, here: TensorDictBase, view: TensorDict, key: NestedKey, gen: NestedKey, layout: TokenLayout
 ) -> Tensor:
-    """Return bool[total]: which positions the mask selects."""
-    assert keys.mask is not None
-    *path, name = key_parts(keys.mask)
+    """Return bool[total]: which positions the mask under `key` selects."""
+    *path, name = key_parts(key)
     container = find_entry(td, tuple(path), first=here)[0] if path else None
     if isinstance(container, Masks) and name not in container.keys():
         fields = ", ".join(sorted(set(container.keys()) - {"padded"}))
         raise MissingKeyError(
             f"the masks have no field {name!r}, only {fields}; pass mask_key= to use another one, or count every "
             "scored token with assistant_only=False",
-            field=str(keys.mask),
+            field=str(key),
         )
     if isinstance(container, Masks) and not layout.padded:
         selected = ragged(TensorDict({"own": container}, batch_size=td.batch_size), ("own", name), masks="own")
-        refuse(_length_problems(selected.lengths, layout.lengths, keys.mask, keys.gen), str(keys.mask))
-        return _bool(selected.values, keys.mask)
-    mask = getattr(container, name) if isinstance(container, Masks) else find_entry(td, keys.mask, first=here)[0]
-    return _bool(layout.flat(mask, keys.mask), keys.mask)
+        refuse(_length_problems(selected.lengths, layout.lengths, key, gen), str(key))
+        return _bool(selected.values, key)
+    mask = getattr(container, name) if isinstance(container, Masks) else find_entry(td, key, first=here)[0]
+    return _bool(layout.flat(mask, key), key)
 
 
 def _bool(mask: Tensor, key: Any) -> Tensor:

@@ -68,7 +68,7 @@ class KLComputation(TensorDictModuleBase):
         coeff: a number, or a controller whose `value` is read at every call.
         detach: detach `kl_key` and the reward from the gradient. Pass False for a loss.
         add_to_reward: subtract coeff · KL from the reward. Pass False if there is no reward.
-        assistant_only: count the tokens of ``masks.all_assistant_mask``; if False, every token that both scored.
+        assistant_only: count the assistant's tokens in the response; if False, every token that both scored.
         mask_key: count the tokens of another mask instead, regardless of `assistant_only`: a field of a `Masks` such as
             ``("masks", "all_response_mask")``, or a dense bool tensor shaped like ``tokens.full``.
         allow_mismatch: compare log-probs even if they are of different distributions.
