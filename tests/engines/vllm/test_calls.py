@@ -96,6 +96,7 @@ def test_abort_ends_every_request_with_that_name_and_no_other(shared: Backend) -
             assert len(answer) < LONG["max_new_tokens"] if reason == "abort" else len(answer) == LONG["max_new_tokens"]
 
 
+@pytest.mark.nightly
 def test_prompts_that_do_not_fit_into_one_step_are_answered(open_vllm: Callable[..., Backend]) -> None:
     """Together the prompts are longer than what the engine reads in one step, and every answer has a seed."""
     prompts = random_rows(*[40] * 8)

@@ -13,6 +13,8 @@ from corelm.errors import StaleWeightsError
 from engines.vllm.conftest import Open
 from helpers.tiny_models import tiny_model
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def backend(open_vllm: Open) -> Any:

@@ -186,6 +186,7 @@ def test_an_engine_without_weights_that_could_not_be_given_any_is_not_opened(
         open_vllm(tmp_path, engine="sync", load_format="dummy")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("when", ["drain", "abort"])
 def test_answers_in_flight_are_made_with_the_old_weights_only(open_vllm: Open, when: When) -> None:
     prompts = random_rows(4, 5, 6)
