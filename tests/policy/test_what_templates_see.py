@@ -160,13 +160,16 @@ def test_an_answer_continues_what_the_template_writes(template: str, more: dict[
         assert again["tokens"].prompt[0].tolist()[: len(known)] == known
 
 
-def test_arguments_that_are_json_become_objects() -> None:
+def test_arguments_are_objects_or_texts_as_the_template_wants_them() -> None:
     as_text = {"type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": "Rome"})}}
-    with opened(TURNS.replace("END", "<|end|>")) as (backend, _):
-        texts = [
-            read(backend, [QUESTION, {"role": "assistant", "tool_calls": [one]}, RESULT])[0] for one in (CALL, as_text)
-        ]
-        assert texts[0] == texts[1]
+    joins = TURNS.replace("m.tool_calls | tojson", "'call ' + m.tool_calls[0].function.arguments")
+    for template, written in ((TURNS, '"arguments": {"city": "Rome"}'), (joins, 'call {"city": "Rome"}')):
+        with opened(template.replace("END", "<|end|>")) as (backend, _):
+            texts = [
+                read(backend, [QUESTION, {"role": "assistant", "tool_calls": [one]}, RESULT])[0]
+                for one in (CALL, as_text)
+            ]
+            assert texts[0] == texts[1] and written in texts[0]
 
 
 @each("where", ["name of an argument", "description of a tool"])

@@ -22,6 +22,7 @@ generation prompt and the end of the turn, as `Layout.turn` finds them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +33,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, TemplateError
 from corelm.rendering.arrow_nulls import without_foreign_arguments
 from corelm.rendering.segments import Segment, Segmenter, special_tokens
 from corelm.rendering.template import Marks, Template, check_encodable, joined_strings, map_chats
@@ -141,6 +142,7 @@ def segments_of(
     template = Template.find(tokenizer, chat_template, template_kwargs or {})
     specials, tools = special_tokens(tokenizer), template.kwargs.get("tools")
     messages = [without_foreign_arguments([message.for_template() for message in chat], tools) for chat in chats]
+    messages = _with_wanted_arguments(template, messages)
     contents = joined_strings(messages)
     if unencodable(contents):
         check_encodable(messages)
@@ -158,6 +160,36 @@ def segments_of(
         want_assistant=want_assistant,
     )
     return map_chats(list, segmenter.segments(chats, messages))
+
+
+def _with_wanted_arguments(template: Template, chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Return messages with the arguments of calls as JSON texts if the template fails on objects, as DeepSeek's do."""
+    for chat in chats:
+        if first := next((at for at, message in enumerate(chat, 1) if message.get("tool_calls")), None):
+            begun = chat[:first]
+            if not _renders(template, begun) and _renders(template, list(map(_with_texts, begun))):
+                return [list(map(_with_texts, each)) for each in chats]
+            break
+    return chats
+
+
+def _renders(template: Template, chat: list[dict[str, Any]]) -> bool:
+    try:
+        template.with_marks(None)(chat, False)
+    except TemplateError:
+        return False
+    return True
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    def text(call: Any) -> Any:
+        holder = call.get("function", call)
+        if not isinstance(holder, dict) or not isinstance(holder.get("arguments"), dict):
+            return call
+        holder = {**holder, "arguments": json.dumps(holder["arguments"], ensure_ascii=False)}
+        return {**call, "function": holder} if "function" in call else holder
+
+    return {**message, "tool_calls": list(map(text, message["tool_calls"]))} if message.get("tool_calls") else message
 
 
 def _join(
