@@ -69,7 +69,9 @@ def test_several_environments(backend, model, several):
     assert len(rows) == 8
     check_conversations(rows, model)
     asked = {row["text"].prompt.removeprefix("<|im_start|>user\n").split("<|im_end|>")[0] for row in rows}
-    assert asked == {question for questions in QUESTIONS for question in questions}
+    known = {question for questions in QUESTIONS for question in questions}
+    # On threads, whichever environment is ready first is asked.
+    assert asked == known if several != "on threads" else asked <= known
 
 
 def test_a_collector_that_fills_a_replay_buffer(backend, model):
