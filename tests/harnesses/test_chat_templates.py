@@ -130,6 +130,7 @@ class Template:
         model = Bigram(torch.zeros(len(self.tokenizer), len(self.tokenizer)))
         self.backend = corelm.get_backend("toy", model, tokenizer=self.tokenizer, max_context=100_000)
         self.options: dict[str, Any] = {}
+        self.compared = 0
 
     def own(self, chat: list[dict[str, Any]], prompt: bool, **more: Any) -> str | None:
         """Return what the template writes; None if it refuses the conversation."""
@@ -172,6 +173,7 @@ class Template:
             assert prompt[: len(known)] == known, f"the prompt of message {at} does not begin with the turns before"
             if canonical is not None and canonical.startswith(self.tokenizer.decode(known)):
                 assert text == canonical, at
+                self.compared += 1
             trained = self.tokenizer.decode([one for one, is_said in zip(prompt, mask, strict=True) if is_said])
             for said in (each["content"] for each in chat[:at] if each["role"] in ("user", "tool")):
                 assert said in text and said not in trained, (at, text)
@@ -202,7 +204,7 @@ class Template:
 def check(sources: dict[str, str]) -> list[str]:
     """Try all templates. Return what was refused."""
     assert len(sources) > 60
-    refused = []
+    refused, compared = [], 0
     for name, source in sources.items():
         template = Template(source)
         for kind, chat in CHATS.items():
@@ -217,6 +219,8 @@ def check(sources: dict[str, str]) -> list[str]:
                 except AssertionError as error:
                     raise AssertionError(f"{name}, {kind}: {what.__name__}") from error
         template.backend.close()
+        compared += template.compared
+    assert compared > 400
     return refused
 
 

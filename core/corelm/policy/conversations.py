@@ -175,6 +175,8 @@ class ChatRenderer:
             prefer_tokens=self.prefer_tokens,
             **self.options,
         )
-        # The ids of a turn that is continued were taken from it before.
+        if not continues:
+            return rendered
+        # `begin` took the ids of the turn that is continued.
         lost = (not self.prefer_tokens and any(turn.token_ids is not None for turn in chat) for chat in chats)
         return replace(rendered, retokenized=tuple(lost))

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def without_nulls(schema: Any) -> Any:
-    """Return tools, or a part of one, without the keys whose null JSON Schema does not allow."""
+    """Drop keys of tools, or of a part of one, whose value is null where JSON Schema allows no null."""
     if isinstance(schema, Mapping):
         return {key: without_nulls(value) for key, value in schema.items() if value is not None or _may_be(key, schema)}
     return [each if each is None else without_nulls(each) for each in schema] if isinstance(schema, list) else schema
@@ -24,7 +24,7 @@ def _may_be(key: str, schema: Mapping[str, Any]) -> bool:
 
 
 def without_foreign_arguments(messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
-    """Return messages whose calls lack the nulls under names that are no parameters of the tool that is called.
+    """Drop null arguments of calls that the called tool does not declare.
 
     Args:
         messages: for the template.

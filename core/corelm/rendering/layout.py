@@ -343,7 +343,7 @@ class Layout:
         return Turn(start, self._before_end(said, stop), stop)
 
     def _stop_of_call(self, number: int) -> int | None:
-        """Return where a turn ends whose last call ends as it does where no other message follows."""
+        """Locate the end of a turn by what the template writes after its last call when no message follows."""
         at, after = self._edges.get((number, _CALL)), self._after(self.messages[: number + 1], False, _CALL)
         if at is None or after is None:
             return None

@@ -8,7 +8,7 @@ rest of the text::
 
 The text may begin otherwise: a template may drop the thinking of a past turn, or write calls in its own form. Then the
 rest begins where the text of that turn ends (`Layout.turn`). A prompt therefore always begins with the ids of the turns
-before it; with ``prefer_tokens=False`` all is rendered anew, and `RenderedChats.retokenized` says so.
+before it. ``prefer_tokens=False`` renders every turn from its text instead, and sets `RenderedChats.retokenized`.
 
 The end of a turn is written once: where the sampled ids end with an EOS or another special token, that stands for the
 template's own end of turn. Segments are tokenized separately, so no token spans the edge of a sampled turn. A tokenizer
@@ -143,7 +143,8 @@ def segments_of(
     specials, tools = special_tokens(tokenizer), template.kwargs.get("tools")
     messages = [without_foreign_arguments([message.for_template() for message in chat], tools) for chat in chats]
     messages = _with_wanted_arguments(template, messages)
-    contents = joined_strings(messages)
+    begun = [message.begun for chat in chats for message in chat if message.begun]
+    contents = "\n".join([joined_strings(messages), *nested_texts("history", begun)])
     if unencodable(contents):
         check_encodable(messages)
     others = nested_texts("template_kwargs", [template.source, template.kwargs, list(specials.values())])
@@ -238,7 +239,7 @@ def _encode(tokenize: Tokenize, segments: list[Segment], *, parse_special: bool 
 
 @dataclass(slots=True)
 class _Encoded:
-    """Segments that a tokenizer encoded around sampled turns: the next prompt of a conversation has them again.
+    """Segments that a backend encoded around sampled turns: the next prompt of a conversation has them again.
 
     Attributes:
         tokens: how many tokens were added to the tokenizer; with others, texts have other ids.
@@ -252,19 +253,21 @@ class _Encoded:
 
 
 _encoded: WeakKeyDictionary[Any, _Encoded] = WeakKeyDictionary()
-#: How many ids are remembered for a tokenizer before all are forgotten.
+#: How many ids are remembered for a backend before all are forgotten.
 _REMEMBERED = 2**24
 
 
 def _encode_remembered(tokenize: Tokenize, segments: list[Segment], tokenizer: Any) -> tuple[Ragged, Ragged]:
-    """Return what `_encode` returns, but encode only what is new to this tokenizer."""
+    """Encode segments as `_encode` does, and reuse the ids of those that this backend encoded before."""
     tokens = len(getattr(tokenizer, "added_tokens_decoder", ()))
+    # Two backends may share a tokenizer, and a plugin may tokenize in its own way.
+    owner = getattr(tokenize, "__self__", tokenize)
     try:
-        known = _encoded.setdefault(tokenizer, _Encoded(tokens))
+        known = _encoded.setdefault(owner, _Encoded(tokens))
     except TypeError:
         return _encode(tokenize, segments)
     if known.tokens != tokens or known.size > _REMEMBERED:
-        known = _encoded[tokenizer] = _Encoded(tokens)
+        known = _encoded[owner] = _Encoded(tokens)
     new = [segment for segment in dict.fromkeys(segments) if segment not in known.rows]
     ids, mask = _encode(tokenize, new)
     known.rows |= dict(zip(new, zip(ids.split(), mask.split(), strict=True), strict=True))

@@ -16,6 +16,8 @@ from corelm.validate import nested_texts
 
 #: How many characters of conversations are remembered for a template before all are forgotten.
 _REMEMBERED = 2**27
+#: For how many templates, each with its variables, a tokenizer's conversations are remembered.
+_MOST_SETTINGS = 4096
 
 
 class Segment(NamedTuple):
@@ -159,6 +161,7 @@ class Segmenter:
                 ids = message.token_ids or ()
                 if ids not in prefix.answers:
                     prefix.answers[ids] = self._decoded(ids)
+                    self._root.size += len(ids)
                 previous = _Sampled(number, before, prefix.answers[ids])
                 before += previous.text
                 yield Segment(previous.text, ids=ids)
@@ -263,6 +266,9 @@ def _remembered(template: Template, settings: Any) -> _Prefix:
     except TypeError:
         return _Prefix()
     key = template.source, repr(template.kwargs), settings
+    # Conversations with tools of their own have a key each.
+    if key not in known and (len(known) >= _MOST_SETTINGS or sum(each.size for each in known.values()) > _REMEMBERED):
+        known.clear()
     if key not in known or known[key].size > _REMEMBERED:
         known[key] = _Prefix()
     return known[key]
