@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from corelm import Backend
-from helpers.real_checks import FEW, Rows, check_numbers, plain_model, rows_of
+from helpers.real_engine import RealModelPromises
 from helpers.real_model import real_model
 
 
@@ -20,20 +19,5 @@ def backend(open_vllm: Callable[..., Backend]) -> Iterator[Backend]:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def plain() -> Any:
-    return plain_model(real_model())
-
-
-@pytest.fixture(scope="module")
-def rows(backend: Backend) -> Rows:
-    return rows_of(backend.tokenizer)
-
-
-def test_numbers_are_those_of_the_plain_forward(backend: Backend, plain: Any, rows: Rows) -> None:
-    check_numbers(backend, plain, [rows[number] for number in FEW], 6)
-
-
-@pytest.mark.nightly
-def test_numbers_for_all_prompts_are_those_of_the_plain_forward(backend: Backend, plain: Any, rows: Rows) -> None:
-    check_numbers(backend, plain, rows, 12)
+class TestRealModel(RealModelPromises):
+    pass
