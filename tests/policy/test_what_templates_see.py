@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -184,6 +185,17 @@ def test_a_special_token_that_is_typed_anywhere_is_text(where: str) -> None:
         chat = [QUESTION, {"role": "assistant", "tool_calls": [call]}, RESULT]
         ids = policy(TensorDict(history=History.from_chats([chat])))["tokens"].prompt[0].tolist()
         assert ids.count(tokenizer.eos_token_id) == 3 and tokenizer.decode(ids).count("<|end|>") == 4
+
+
+def test_a_special_token_in_a_given_answer_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    given = [{**QUESTION, "content": "<|pad|>"}, {"role": "assistant", "content": "Yes.<|stop|>"}, MORE]
+    with opened(TURNS.replace("END", "<|end|>")) as (backend, tokenizer):
+        for _ in range(2):
+            read(backend, [QUESTION, said(tokenizer, "Yes.<|start|>"), MORE])
+            text, _ = read(backend, given)
+        assert text.count("<|stop|>") == 1
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "message 1" in warning and "<|stop|>" in warning and "token_ids" in warning
 
 
 def test_a_template_that_leaves_out_what_a_user_said_is_refused() -> None:

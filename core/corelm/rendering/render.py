@@ -23,6 +23,8 @@ generation prompt and the end of the turn, as `Layout.turn` finds them.
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +42,11 @@ from corelm.rendering.template import Marks, Template, check_encodable, joined_s
 from corelm.spec.message import Chat
 from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
-from corelm.validate import nested_texts, unencodable
+from corelm.validate import nested_texts, shown, unencodable
+
+_log = logging.getLogger(__name__)
+#: The special tokens that `_warn_of_spelled` has warned about.
+_warned: set[str] = set()
 
 
 class Tokenize(Protocol):
@@ -114,12 +120,33 @@ def render(
         want_assistant=want_assistant,
     )
     ids, assistant = _join(segments, tokenizer, tokenize, want_assistant)
+    if any(segment.literal for row in segments for segment in row):
+        _warn_of_spelled(chats, special_tokens(tokenizer).values(), prefer_tokens)
     return RenderedChats(
         ids=ids,
         assistant=assistant,
         texts=tuple(["".join([segment.text for segment in row]) for row in segments]),
         retokenized=tuple(not prefer_tokens and any(turn.token_ids is not None for turn in chat) for chat in chats),
     )
+
+
+def _warn_of_spelled(chats: Sequence[Chat], specials: Collection[str], prefer_tokens: bool) -> None:
+    """Warn, once per special token, that it is read as characters where an assistant's turn spells it out."""
+    special = re.compile("|".join(map(re.escape, sorted(filter(None, specials), key=len, reverse=True))))
+    for number, message in ((at, each) for chat in chats for at, each in enumerate(chat) if each.role == "assistant"):
+        if prefer_tokens and message.token_ids is not None:
+            continue
+        for text in nested_texts("history", message.for_template()):
+            for found in set(special.findall(text)) - _warned:
+                _warned.add(found)
+                _log.warning(
+                    "message %d: the assistant's turn %s spells out the special token %s, which is read as ordinary "
+                    "characters; if the token is meant, give the turn its token_ids, or give what the token encloses "
+                    "as reasoning_content or tool_calls and let the template write it",
+                    number,
+                    shown(text),
+                    found,
+                )
 
 
 def segments_of(
