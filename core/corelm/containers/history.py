@@ -57,6 +57,9 @@ class History(TensorClass["nocast"]):
         ``text.full``; an empty one is a generation prompt and is left out. Texts of other templates are refused: a
         rendering does not tell what the template added.
 
+        A text does not tell who wrote a marker: if a user typed ``<|im_end|>`` and ``<|im_start|>assistant``, that is a
+        turn here, as it is to a model that reads the text. A policy's ``history.full`` keeps it as the user's text.
+
         Raises:
             InvalidRequestError: a text is not ChatML; `rows` are the texts at fault.
         """
