@@ -411,7 +411,8 @@ class Layout:
     def _generation_prompt(self) -> str | None:
         markers = self._writer.markers
         if markers.prompt is None:
-            first = next(at for at, each in enumerate(self.messages) if each["role"] == "assistant")
+            roles = [each["role"] for each in self.messages]
+            first = roles.index("assistant") if "assistant" in roles else len(roles)
             opening, write = self.messages[:first], self._writer.try_write
             with_prompt, without = write(opening, True, self.typed), write(opening, False, self.typed)
             if with_prompt is not None and without is not None and with_prompt.startswith(without):
@@ -447,11 +448,17 @@ class Layout:
             same += 1
         return after[: len(after) - same]
 
+    def header_before(self, number: int) -> tuple[int, str] | None:
+        """Return where the content before a turn ends, and what follows it in the prompt for that turn."""
+        at, header = self.content_end(number - 1), self._header(number)
+        return None if at is None or header is None else (at, header)
+
     def _header(self, number: int) -> str | None:
-        headers, role = self._writer.markers.headers, self.messages[number - 1]["role"]
-        if role not in headers:
-            headers[role] = self._after(self.messages[:number], True)
-        return headers[role]
+        headers, roles = self._writer.markers.headers, [message["role"] for message in self.messages]
+        if number and (role := roles[number - 1]) not in headers:
+            first = next(at for at in range(1, len(roles)) if roles[at - 1 : at + 1] == [role, roles[number]])
+            headers[role] = self._after(self.messages[:first], True)
+        return headers.get(roles[number - 1]) if number else None
 
     def _after(self, messages: Messages, prompt: bool, side: int = _END) -> str | None:
         """Return what the template writes after a mark in the last message."""

@@ -26,18 +26,16 @@ import json
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from corelm.errors import CapabilityError, TemplateError
 from corelm.rendering.arrow_nulls import without_foreign_arguments
-from corelm.rendering.segments import Segment, Segmenter, special_tokens
+from corelm.rendering.segments import Memory, Segment, Segmenter, special_tokens
 from corelm.rendering.template import Marks, Template, check_encodable, joined_strings, map_chats
 from corelm.spec.message import Chat
 from corelm.spec.records import TokenizeResult
@@ -264,42 +262,21 @@ def _encode(tokenize: Tokenize, segments: list[Segment], *, parse_special: bool 
     return batch.ids, _assistant_mask(segments, batch)
 
 
-@dataclass(slots=True)
-class _Encoded:
-    """Segments that a backend encoded around sampled turns: the next prompt of a conversation has them again.
-
-    Attributes:
-        tokens: how many tokens were added to the tokenizer; with others, texts have other ids.
-        rows: ids and mask of each segment.
-        size: number of ids.
-    """
-
-    tokens: int = -1
-    rows: dict[Segment, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    size: int = 0
-
-
-_encoded: WeakKeyDictionary[Any, _Encoded] = WeakKeyDictionary()
-#: How many ids are remembered for a backend before all are forgotten.
-_REMEMBERED = 2**24
+#: For each backend, the ids and masks of segments around sampled turns, which the next prompt of a conversation has
+#: again. Two backends may share a tokenizer, and a plugin may tokenize in its own way. Ids are counted.
+_memory = Memory(2**24)
 
 
 def _encode_remembered(tokenize: Tokenize, segments: list[Segment], tokenizer: Any) -> tuple[Ragged, Ragged]:
     """Encode segments as `_encode` does, and reuse the ids of those that this backend encoded before."""
-    tokens = len(getattr(tokenizer, "added_tokens_decoder", ()))
-    # Two backends may share a tokenizer, and a plugin may tokenize in its own way.
-    owner = getattr(tokenize, "__self__", tokenize)
-    try:
-        known = _encoded.setdefault(owner, _Encoded(tokens))
-    except TypeError:
-        return _encode(tokenize, segments)
-    if known.tokens != tokens or known.size > _REMEMBERED:
-        known = _encoded[owner] = _Encoded(tokens)
-    new = [segment for segment in dict.fromkeys(segments) if segment not in known.rows]
-    ids, mask = _encode(tokenize, new)
-    known.rows |= dict(zip(new, zip(ids.split(), mask.split(), strict=True), strict=True))
-    known.size += len(ids.values)
-    rows = [known.rows[segment] for segment in segments]
+    known = _memory.of(getattr(tokenize, "__self__", tokenize))
+    # With tokens added to the tokenizer, texts have other ids.
+    keys = [(len(getattr(tokenizer, "added_tokens_decoder", ())), segment) for segment in segments]
+    new = [key for key in dict.fromkeys(keys) if key not in known]
+    ids, mask = _encode(tokenize, [segment for _, segment in new])
+    known |= zip(new, zip(ids.split(), mask.split(), strict=True), strict=True)
+    _memory.grow(len(ids.values))
+    rows = [known[key] for key in keys]
     lengths = torch.tensor([len(row) for row, _ in rows], dtype=torch.int64)
     values = [torch.cat([row[at] for row in rows]) if rows else ids.values for at in range(2)]
     return Ragged(values[0], lengths), Ragged(values[1].bool(), lengths)

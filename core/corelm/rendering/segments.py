@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import chain, count, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from corelm.errors import TemplateError
 from corelm.rendering.layout import Layout, Span, Writer
 from corelm.rendering.template import Marks, Template, map_strings
 from corelm.spec.message import Chat, Message
 from corelm.validate import nested_texts
-
-#: How many characters of conversations are remembered for a template before all are forgotten.
-_REMEMBERED = 2**27
-#: For how many templates, each with its variables, a tokenizer's conversations are remembered.
-_MOST_SETTINGS = 4096
 
 
 class Segment(NamedTuple):
@@ -36,22 +33,38 @@ class Segment(NamedTuple):
     spans: tuple[Span, ...] = ()
 
 
-@dataclass(slots=True)
-class _Prefix:
-    """The first messages of conversations, and what is known of the prompt that ends with them.
+class Memory:
+    """What was made for each of some objects, as long as they live. All is forgotten once it is too much.
 
-    Attributes:
-        longer: prefixes of one message more, by what that message says.
-        between: the segments from the sampled turn before, or from the beginning, to the end of the prompt for a turn
-            that was sampled next, by how that turn was begun.
-        answers: the texts of turns that were sampled next, by their ids.
-        size: for no messages at all, the number of characters in all prefixes.
+    Args:
+        most: how much is too much, in what the caller counts.
     """
 
-    longer: dict[Any, _Prefix] = field(default_factory=dict)
-    between: dict[str | None, list[Segment]] = field(default_factory=dict)
-    answers: dict[tuple[int, ...], str] = field(default_factory=dict)
-    size: int = 0
+    def __init__(self, most: int) -> None:
+        self._most, self._size = most, 0
+        self._of: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+    def of(self, owner: Any) -> dict[Any, Any]:
+        """Return what was made for an object, a dict to add to."""
+        try:
+            return self._of.setdefault(owner, {})
+        except TypeError:  # it cannot be referenced weakly
+            return {}
+
+    def grow(self, size: int) -> None:
+        """Count what was added."""
+        self._size += size
+        if self._size > self._most:
+            self._size = 0
+            self._of.clear()
+
+
+#: For each tokenizer, what it wrote for turns that were sampled, so that a long rollout does not render all its prompts
+#: for each new one. It holds numbers for beginnings of conversations, by that of the beginning one message shorter and
+#: by that message; segments, by the beginning that a turn was sampled after and how that turn was begun; and texts, by
+#: the ids that were sampled. Characters are counted.
+_memory = Memory(2**27)
+_numbers = count()
 
 
 class _Sampled(NamedTuple):
@@ -60,11 +73,6 @@ class _Sampled(NamedTuple):
     number: int
     before: str
     text: str
-
-
-#: For each tokenizer, the prompts that it wrote, by template and settings. Without them each prompt of a long rollout
-#: would render all the prompts before it.
-_known: WeakKeyDictionary[Any, dict[Any, _Prefix]] = WeakKeyDictionary()
 
 
 class Segmenter:
@@ -94,7 +102,9 @@ class Segmenter:
         texts = sorted(filter(None, specials.values()), key=len, reverse=True)
         special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         eos_texts = [text for eos in sorted(eos_ids) if (text := template.tokenizer.decode([eos]))]
-        self._root = _remembered(template, (want_assistant, *sorted(eos_ids), *sorted(specials.items())))
+        self._known = _memory.of(template.tokenizer)
+        settings = want_assistant, *sorted(eos_ids), *sorted(specials.items())
+        self._root = self._remembered((template.source, repr(template.kwargs), settings), partial(next, _numbers))
         self._special, self._slot = special, marks.slot
         # Most batches contain none, and then the messages need not be searched one by one.
         self._has_typed_specials = special.search(contents) is not None
@@ -145,38 +155,78 @@ class Segmenter:
 
         return map_strings(value, lambda text: self._special.sub(slot, text))
 
+    def _remembered(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            made = self._known.setdefault(key, make())
+            _memory.grow(len(repr((key, made))))
+        return self._known[key]
+
     def _cut(
         self, chat: Chat, messages: list[dict[str, Any]], typed: Sequence[str], raw: str | None
     ) -> Iterator[Segment]:
-        prefix, before = self._root, ""
-        previous: _Sampled | None = None
+        keys: dict[int, Any] = {}
+        beginning = self._root
         for number, message in enumerate(chat):
             if self._is_sampled(message):
-                begun = None if message.begun is None else repr(message.begun)
-                if begun not in prefix.between:
-                    prefix.between[begun] = [*self._prompt_of(chat, messages, typed, number, previous)]
-                    self._root.size += sum(len(segment.text) for segment in prefix.between[begun])
-                yield from prefix.between[begun]
-                before += "".join(segment.text for segment in prefix.between[begun])
-                ids = message.token_ids or ()
-                if ids not in prefix.answers:
-                    prefix.answers[ids] = self._decoded(ids)
-                    self._root.size += len(ids)
-                previous = _Sampled(number, before, prefix.answers[ids])
+                keys[number] = beginning, repr(message.begun)
+            beginning = self._remembered((beginning, *_key(message)), partial(next, _numbers))
+        if self._prompt or len(chat) - 1 not in keys:
+            # The next turn may be sampled from this prompt.
+            keys[len(chat)] = (beginning, repr(None)) if self._prompt else None
+        prompt = cache(partial(self._prompt_for, chat, messages, typed, raw))
+        new = [number for number in keys if number == len(chat) or keys[number] not in self._known]
+        # Of many prompts, a few are rendered. If the last text shows these as they are, it shows all of them.
+        few = {new[len(new) >> half] for half in range(1, len(new).bit_length() + 1)} if len(new) > 4 else set(new)
+        for rendered in (few | set(new[-1:]), set(new)):
+            if (row := self._row(chat, keys, prompt, new, rendered)) is not None:
+                yield from row
+                return
+
+    def _row(
+        self,
+        chat: Chat,
+        keys: Mapping[int, Any],
+        prompt: Callable[[int], tuple[Layout, int | None]],
+        new: Collection[int],
+        rendered: Collection[int],
+    ) -> list[Segment] | None:
+        """Return the segments of a conversation.
+
+        Args:
+            keys: the numbers of turns whose prompts are wanted, and what these prompts are remembered by.
+            prompt: renders one.
+            new: those that are not remembered.
+            rendered: those of them that are rendered. The others are read off the text of the last one: None if that
+                does not show them, or shows one of those that are rendered otherwise.
+        """
+        *_, last = keys
+        made: dict[int, list[Segment]] = {}
+        row: list[Segment] = []
+        before, previous = "", None
+        for number, key in keys.items():
+            part = None
+            if number not in new:
+                part = self._known[key]
+            elif number in rendered:
+                layout, stop = prompt(number)
+                part = [*self._after(layout, chat, previous, number, stop)]
+            if number in new and number != last and len(rendered) < len(new):
+                shown = self._shown(prompt(last)[0], chat, previous, number)
+                if shown is None or (part is not None and part != shown):
+                    return None
+                part = shown
+            made[number] = part = part or []
+            row += part
+            before += "".join(segment.text for segment in part)
+            if number < len(chat):
+                ids = chat[number].token_ids or ()
+                previous = _Sampled(number, before, self._remembered(("text", ids), partial(self._decoded, ids)))
+                row.append(Segment(previous.text, ids=ids))
                 before += previous.text
-                yield Segment(previous.text, ids=ids)
-            key = _key(message)
-            if key not in prefix.longer:
-                prefix.longer[key] = _Prefix()
-                self._root.size += len(message.content or "")
-            prefix = prefix.longer[key]
-        if self._prompt or previous is None or previous.number + 1 < len(chat):
-            layout = Layout(self._writer, messages, self._prompt, typed, raw)
-            rest = [*self._after(layout, chat, previous, layout.beginning() if self._continues else None)]
-            if self._prompt:
-                # The next turn is sampled from this prompt.
-                prefix.between[None] = rest
-            yield from rest
+        for number in new:
+            if keys[number] is not None:
+                self._remembered(keys[number], partial(made.get, number))
+        return row
 
     def _decoded(self, ids: Sequence[int]) -> str:
         try:
@@ -185,31 +235,55 @@ class Segmenter:
             # Ids that no token has are refused later, by row.
             return ""
 
-    def _prompt_of(
-        self,
-        chat: Chat,
-        messages: Sequence[dict[str, Any]],
-        typed: Sequence[str],
-        number: int,
-        previous: _Sampled | None,
-    ) -> Iterator[Segment]:
-        """Yield the end of the prompt that a turn was sampled from, after the sampled turn before it."""
-        given = chat[number].begun
-        if given is None:
-            yield from self._after(Layout(self._writer, messages[:number], True, typed), chat, previous)
-            return
-        begun, typed = self._plan([Message.from_dict(given).for_template()], typed)
-        layout = Layout(self._writer, [*messages[:number], *begun], False, typed)
-        yield from self._after(layout, chat, previous, layout.beginning())
-
-    def _after(
-        self, layout: Layout, chat: Chat, previous: _Sampled | None, stop: int | None = None
-    ) -> Iterator[Segment]:
-        """Yield what the template writes after a sampled turn, or all of it.
+    def _prompt_for(
+        self, chat: Chat, messages: Sequence[dict[str, Any]], typed: Sequence[str], raw: str | None, number: int
+    ) -> tuple[Layout, int | None]:
+        """Render what a turn is sampled after. Return it and where it is cut, None for nowhere.
 
         Args:
-            layout: the conversation up to the next sampled turn.
+            raw: the rendering of all messages, if it was made before.
+            number: that of the turn.
+        """
+        if number == len(chat):
+            layout = Layout(self._writer, messages, self._prompt, typed, raw)
+            return layout, layout.beginning() if self._continues else None
+        begun = chat[number].begun
+        try:
+            if begun is None:
+                return Layout(self._writer, messages[:number], True, typed), None
+            given, typed = self._plan([Message.from_dict(begun).for_template()], typed)
+            layout = Layout(self._writer, [*messages[:number], *given], False, typed)
+            return layout, layout.beginning()
+        except TemplateError as error:
+            raise TemplateError(
+                f"message {number}: the prompt that it was sampled from cannot be rendered: {error}; pass "
+                "prefer_tokens=False to render its text instead"
+            ) from error.__cause__
+
+    def _shown(self, layout: Layout, chat: Chat, previous: _Sampled | None, number: int) -> list[Segment] | None:
+        """Return the segments before a sampled turn as a longer conversation shows them; None if it does not."""
+        try:
+            found = layout.header_before(number)
+            return None if found is None else [*self._after(layout, chat, previous, number, *found)]
+        except TemplateError:
+            return None
+
+    def _after(
+        self,
+        layout: Layout,
+        chat: Chat,
+        previous: _Sampled | None,
+        number: int,
+        stop: int | None = None,
+        header: str = "",
+    ) -> Iterator[Segment]:
+        """Yield what the template writes between a sampled turn, or the beginning, and another turn.
+
+        Args:
+            layout: a conversation that has both.
+            number: that of the other turn.
             stop: where the text is cut; None for nowhere.
+            header: what follows there.
         """
         text, literals, spans, _ = layout.written
         start = first = 0
@@ -218,11 +292,17 @@ class Segmenter:
             start, ended = self._end_of(layout, chat[previous.number], previous)
             # Around a sampled turn, the template's words are not the assistant's.
             spans = [span for span in spans if span[0] > start or (ended and span[0] == start)]
+        if stop is not None and stop < start:
+            raise TemplateError(f"message {number}: the chat template does not write the turns in order")
         if self._wants_masks and not self._writer.reads_marks:
-            given = [at for at in range(first, len(layout.messages)) if layout.messages[at]["role"] == "assistant"]
+            given = [
+                at
+                for at in range(first, min(number, len(layout.messages)))
+                if layout.messages[at]["role"] == "assistant"
+            ]
             spans = [(turn.start, turn.stop) for turn in map(layout.turn, given)]
-        text = text[:stop]
-        literals = [span for span in literals if start <= span[0] < len(text)]
+        text = text[:stop] + header
+        literals = [span for span in literals if start <= span[0] < len(text) - len(header)]
         edges = [start, *chain.from_iterable(literals), len(text)]
         for at, (begin, end) in enumerate(pairwise(edges)):
             if begin < end:
@@ -259,23 +339,7 @@ def _clip(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     return tuple((max(a, start) - start, min(b, stop) - start) for a, b in spans if a < stop and b > start and a < b)
 
 
-def _remembered(template: Template, settings: Any) -> _Prefix:
-    """Return what is known of the prompts of a template with these settings."""
-    try:
-        known = _known.setdefault(template.tokenizer, {})
-    except TypeError:
-        return _Prefix()
-    key = template.source, repr(template.kwargs), settings
-    # Conversations with tools of their own have a key each.
-    if key not in known and (len(known) >= _MOST_SETTINGS or sum(each.size for each in known.values()) > _REMEMBERED):
-        known.clear()
-    if key not in known or known[key].size > _REMEMBERED:
-        known[key] = _Prefix()
-    return known[key]
-
-
 def _key(message: Message) -> Any:
-    calls = repr(message.tool_calls) if message.tool_calls else None
-    extra = repr(message.extra) if message.extra else None
-    begun = repr(message.begun) if message.begun else None
-    return message.role, message.content, calls, message.tool_call_id, message.name, message.token_ids, begun, extra
+    """Return what tells messages apart. Texts and ids are compared fast, and dicts cannot be hashed."""
+    more = repr((message.tool_calls, message.begun, message.extra))
+    return message.role, message.content, message.tool_call_id, message.name, message.token_ids, more
