@@ -136,12 +136,36 @@ def test_the_template_sees_the_calls_of_a_sampled_turn() -> None:
 def test_thinking_that_was_cut_off_is_closed_and_past_thinking_is_kept() -> None:
     with opened(THINKING) as (backend, tokenizer):
         cut = said(tokenizer, "Let me", content="", reasoning_content="Let me")
-        prompt, _ = read(backend, [QUESTION, cut, RESULT])
-        assert "<think>Let me</think><|end|>" in prompt
+        for after in (RESULT, MORE):
+            assert "<think>Let me</think><|end|>" in read(backend, [QUESTION, cut, after])[0]
         whole = said(tokenizer, "I see.</think>Yes.<|end|>", content="Yes.", reasoning_content="I see.")
         assert "<think>I see.</think>Yes.<|end|>\n<|start|>user<|msg|>And?" in read(backend, [QUESTION, whole, MORE])[0]
         anew = read(backend, [QUESTION, whole, MORE], prefer_tokens=False)[0]
         assert "I see." not in anew
+
+
+#: Writes thinking only into the prompt, as templates of DeepSeek R1 do.
+PROMPTED = TURNS.replace("END", "<|end|>").replace("<|msg|>{% endif %}", "<|msg|><think>\n{% endif %}")
+
+
+@each(
+    "template, sampled, closed",
+    [
+        (THINKING, "Let me", "<think>Let me</think><|end|>"),
+        (PROMPTED, "Let me", "<think>\nLet me\n</think>\n\n<|end|>"),
+        (THINKING.replace("<think>{% endif %}", "{% endif %}"), "<think>Let me", "<think>Let me</think><|end|>"),
+        # Not inside of it: answered, ended by the model, or never begun.
+        (THINKING, "Hm.</think>So", "<think>Hm.</think>So<|end|>"),
+        (THINKING, "Let me<|end|>", "<think>Let me<|end|>"),
+        (THINKING.replace("<think>{% endif %}", "{% endif %}"), "Let me", "<|msg|>Let me<|end|>"),
+    ],
+)
+def test_thinking_that_was_cut_off_is_closed_without_a_parser(template: str, sampled: str, closed: str) -> None:
+    with opened(template) as (backend, tokenizer):
+        for after in (RESULT, MORE):
+            prompt, trained = read(backend, [QUESTION, said(tokenizer, sampled), after])
+            assert f"{closed}\n<|start|>{after['role']}<|msg|>{after['content']}<|end|>\n" in prompt
+            assert trained == sampled
 
 
 @each("template", [TURNS.replace("END", "<|end|>"), THINKING])
@@ -158,7 +182,8 @@ def test_an_answer_continues_what_the_template_writes(template: str, more: dict[
         first = policy(TensorDict(history=History.from_chats([chat])), seed=1)
         again = policy.replace(continue_final_message=False)(TensorDict(history=first["history"].full.append(MORE)))
         known = first["tokens"].full[0].tolist()
-        assert again["tokens"].prompt[0].tolist()[: len(known)] == known
+        ids = again["tokens"].prompt[0].tolist()
+        assert ids[: len(known)] == known and tokenizer.decode(ids[len(known) :]).startswith("<|end|>\n<|start|>user")
 
 
 def test_arguments_are_objects_or_texts_as_the_template_wants_them() -> None:

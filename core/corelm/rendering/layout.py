@@ -66,10 +66,13 @@ class TurnMarkers:
         end: what follows the assistant's text at the end of its turn, None if not known: up to the last special token,
             or all of it if there is none.
         headers: for the role of the message before: what stands between its content and the assistant's text.
+        thinking: what follows the message before at the beginning of thinking, and what ends thinking; both empty if
+            the template writes none.
     """
 
     prompt: str | None = None
     end: str | None = None
+    thinking: tuple[str, str] | None = None
     headers: dict[str, str | None] = field(default_factory=dict)
 
 
@@ -411,9 +414,7 @@ class Layout:
     def _generation_prompt(self) -> str | None:
         markers = self._writer.markers
         if markers.prompt is None:
-            roles = [each["role"] for each in self.messages]
-            first = roles.index("assistant") if "assistant" in roles else len(roles)
-            opening, write = self.messages[:first], self._writer.try_write
+            opening, write = self.messages[: self._first_assistant()], self._writer.try_write
             with_prompt, without = write(opening, True, self.typed), write(opening, False, self.typed)
             if with_prompt is not None and without is not None and with_prompt.startswith(without):
                 markers.prompt = with_prompt[len(without) :]
@@ -438,6 +439,43 @@ class Layout:
                     markers.end = after[:last] if last else after
                     break
         return markers.end
+
+    def end_of_thinking(self, before: str, answer: str) -> str:
+        """Return what is missing after an answer that was cut off inside its thinking, and "" if it was not.
+
+        Args:
+            before: the text of the prompt that it was sampled from.
+            answer: its own text, as it was sampled.
+        """
+        markers, prompt = self._writer.markers, self._generation_prompt() or ""
+        if not before.endswith(prompt):
+            return ""
+        if markers.thinking is None:
+            markers.thinking = self._thinking(prompt)
+        (begin, end), said = markers.thinking, prompt + answer
+        tag = self._writer.special.search(end)
+        closed = (end[: tag.end()] if tag else end).strip() in said[len(begin.rstrip()) :]
+        return "" if closed or not said.startswith(begin.rstrip()) else end
+
+    def _thinking(self, prompt: str) -> tuple[str, str]:
+        first, edge = self._first_assistant(), self._writer.marks.edge
+        thought, content = (f"{edge}{first}-{side}{edge}" for side in (_BEGIN, _END))
+        turn = {"role": "assistant", "content": content, "reasoning_content": thought}
+        without = self._writer.try_write(self.messages[:first], False, self.typed)
+        try:
+            text, _, _, edges = self._writer.write([*self.messages[:first], turn], False, self.typed)
+        except TemplateError:
+            text, edges = "", {}
+        begin, end = edges.get((first, _BEGIN)), edges.get((first, _END))
+        if begin is not None and end is not None and without is not None and text.startswith(without):
+            return text[len(without) : begin], text[begin:end]
+        # Many templates write thinking into prompts only.
+        tag = re.search(r"([<\[])(\w*think\w*)([>\]])(\s*)$", prompt, re.IGNORECASE)
+        return (prompt, "{3}{0}/{1}{2}{3}{3}".format(*tag.groups())) if tag else ("", "")
+
+    def _first_assistant(self) -> int:
+        roles = [each["role"] for each in self.messages]
+        return roles.index("assistant") if "assistant" in roles else len(roles)
 
     def _without_prompt(self, after: str, number: int) -> str:
         """Return what follows a turn without the generation prompt of a template that writes one unasked."""

@@ -290,6 +290,9 @@ class Segmenter:
         if previous is not None:
             first = previous.number + 1
             start, ended = self._end_of(layout, chat[previous.number], previous)
+            missing = "" if ended else layout.end_of_thinking(previous.before, previous.text)
+            if not text.startswith(missing, start):
+                yield Segment(missing)
             # Around a sampled turn, the template's words are not the assistant's.
             spans = [span for span in spans if span[0] > start or (ended and span[0] == start)]
         if stop is not None and stop < start:
