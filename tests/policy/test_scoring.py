@@ -76,3 +76,5 @@ def test_prefer_tokens_false_reports_the_rows_rendered_from_text(backend):
     assert "retokenized" in again.out_keys
     mixed = History.of([first["history"].full.chats[0], first["history"].prompt.chats[1]], (2,))
     assert again(TensorDict(history=mixed))["retokenized"].tolist() == [True, False]
+    going_on = policy.replace(prefer_tokens=False, continue_final_message=True)
+    assert going_on(TensorDict(history=mixed), seed=1)["retokenized"].tolist() == [True, False]

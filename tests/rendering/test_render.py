@@ -130,7 +130,7 @@ def test_rows_are_independent_and_texts_are_tokenized_in_one_call() -> None:
 
 def test_an_empty_batch_gives_empty_results() -> None:
     none = rendered([], ct.CHATML)
-    assert (len(none.ids), len(none.assistant), none.texts, none.retokenized) == (0, 0, (), ())
+    assert (len(none.ids), len(none.assistant), none.texts) == (0, 0, ())
 
 
 # Sampled turns keep their ids ----------------------------------------------------------------------------------------
@@ -224,12 +224,10 @@ def test_the_ids_of_a_parsed_turn_include_its_calls_and_thinking(content: str | 
     assert ours.texts == (text,)
 
 
-def test_prefer_tokens_false_renders_the_text_and_reports_retokenized() -> None:
+def test_prefer_tokens_false_renders_the_text() -> None:
     chat = [QUESTION, sampled("Paris.<|im_end|>"), MORE]
     plain = [{key: m[key] for key in ("role", "content")} for m in chat]
     oracle = own(plain, ct.CHATML_MARKED, True, return_assistant_tokens_mask=True)
     ours = rendered([chat, plain], ct.CHATML_MARKED, True, prefer_tokens=False)
     assert ours.ids.tolist() == [oracle["input_ids"]] * 2
     assert ours.assistant.tolist() == [[bool(m) for m in oracle["assistant_masks"]]] * 2
-    assert ours.retokenized == (True, False)
-    assert rendered([chat, plain], ct.CHATML_MARKED, True).retokenized == (False, False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,16 +126,12 @@ class ChatRenderer:
         places = [row for rows in groups.values() for row in rows]
         order = sorted(range(len(places)), key=places.__getitem__)
 
-        def joined(get: Callable[[RenderedChats], Sequence[Any]]) -> tuple[Any, ...]:
-            values = [value for part in parts for value in get(part)]
-            return tuple(values[at] for at in order)
-
+        texts = [text for part in parts for text in part.texts]
         masks = [part.assistant for part in parts if part.assistant is not None]
         return RenderedChats(
             ids=Ragged.cat([part.ids for part in parts]).select(order),
             assistant=Ragged.cat(masks).select(order) if len(masks) == len(parts) else None,
-            texts=joined(lambda part: part.texts),
-            retokenized=joined(lambda part: part.retokenized),
+            texts=tuple(texts[at] for at in order),
         )
 
     def begin(self, chats: Sequence[Chat]) -> tuple[list[Message | None], Problems]:
@@ -164,7 +160,7 @@ class ChatRenderer:
         kwargs = self.template_kwargs if tools is None else {**self.template_kwargs, "tools": tools}
         continues = bool(begun) and begun[0] is not None
         given = [chat if turn is None else (*chat[:-1], turn) for chat, turn in zip(chats, begun, strict=True)]
-        rendered = render(
+        return render(
             given,
             tokenizer=self.backend.tokenizer,
             tokenize=self.backend.tokenize,
@@ -175,8 +171,3 @@ class ChatRenderer:
             prefer_tokens=self.prefer_tokens,
             **self.options,
         )
-        if not continues:
-            return rendered
-        # `begin` took the ids of the turn that is continued.
-        lost = (not self.prefer_tokens and any(turn.token_ids is not None for turn in chat) for chat in chats)
-        return replace(rendered, retokenized=tuple(lost))

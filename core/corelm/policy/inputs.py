@@ -167,6 +167,7 @@ class InputReader:
                 # Conversations are refused for several reasons, each with an error of its own.
                 problems |= {served[row]: what for row, what in error.problems.items()}
         read = ServedRows.without(problems, len(chats))
+        sampled = {row for row in served if any(turn.token_ids is not None for turn in chats[row])}
         return InputRows(
             batch_size=shape,
             ids=read.ragged(rendered.ids),
@@ -175,7 +176,7 @@ class InputReader:
             begun=tuple(begun) if any(turn is not None for turn in begun) else None,
             tools=None if tools is None else tuple(tools),
             assistant=None if rendered.assistant is None else read.ragged(rendered.assistant),
-            retokenized=None if self.prefer_tokens else read.values(rendered.retokenized, False),
+            retokenized=None if self.prefer_tokens else tuple(row in sampled for row in range(len(chats))),
             problems=problems,
         )
 

@@ -8,7 +8,7 @@ rest of the text::
 
 The text may begin otherwise: a template may drop the thinking of a past turn, or write calls in its own form. Then the
 rest begins where the text of that turn ends (`Layout.turn`). A prompt therefore always begins with the ids of the turns
-before it. ``prefer_tokens=False`` renders every turn from its text instead, and sets `RenderedChats.retokenized`.
+before it. ``prefer_tokens=False`` renders every turn from its text instead.
 
 The end of a turn is written once: where the sampled ids end with an EOS or another special token, that stands for the
 template's own end of turn. Segments are tokenized separately, so no token spans the edge of a sampled turn. A tokenizer
@@ -63,13 +63,11 @@ class RenderedChats:
         ids: int64.
         assistant: bool, as long as `ids`: True where a token is the assistant's; None if it was not asked for.
         texts: the rendering as text, including the text of sampled turns.
-        retokenized: True for a row whose sampled turns were rendered from their text and lost their ids.
     """
 
     ids: Ragged
     assistant: Ragged | None
     texts: tuple[str, ...]
-    retokenized: tuple[bool, ...]
 
 
 def render(
@@ -124,7 +122,6 @@ def render(
         ids=ids,
         assistant=assistant,
         texts=tuple(["".join([segment.text for segment in row]) for row in segments]),
-        retokenized=tuple(not prefer_tokens and any(turn.token_ids is not None for turn in chat) for chat in chats),
     )
 
 
