@@ -100,17 +100,16 @@ def test_texts_that_look_like_placeholders_are_kept() -> None:
 # Conversations that cannot be rendered -------------------------------------------------------------------------------
 
 
-@each("template", [ct.SHOUTING, ct.CHATML.replace("m.content +", "m.content * 2 +")])
-def test_the_ids_of_a_sampled_turn_replace_what_the_template_makes_of_its_text(template: str) -> None:
-    turn = sampled("Paris.<|im_end|>")
+def test_the_ids_of_a_sampled_turn_replace_what_the_template_makes_of_its_text() -> None:
+    template, turn = ct.SHOUTING, sampled("Paris.<|im_end|>")
     prompt = own([QUESTION], template, True)["input_ids"] + turn["token_ids"]
     following = ids_of([QUESTION, turn, MORE], template, True)
     assert following[: len(prompt)] == prompt
     assert TOKENIZER.decode(following[len(prompt) :]) == "\n" + own([MORE], template, True, tokenize=False)
 
 
-def test_a_template_that_loses_a_sampled_turn_is_refused() -> None:
-    template = ct.FORGETFUL
+@each("template", [ct.FORGETFUL, ct.CHATML.replace("m.content +", "m.content * 2 +")])
+def test_a_template_that_loses_or_repeats_a_sampled_turn_is_refused(template: str) -> None:
     turn = sampled("Paris.<|im_end|>")
     with pytest.raises(TemplateError, match=r"message 1.*prefer_tokens=False") as caught:
         rendered([[QUESTION, MORE], [QUESTION, turn, MORE]], template, True)

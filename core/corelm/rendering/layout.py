@@ -254,7 +254,7 @@ class Layout:
         Raises:
             TemplateError: the text does not show it.
         """
-        found = self._by_edges(number, sampled) or self._by_renderings(number)
+        found = self._find(number, sampled)
         if found is None:
             raise TemplateError(
                 f"message {number}: the chat template leaves this turn out, or writes it otherwise once other messages "
@@ -293,25 +293,22 @@ class Layout:
     def _edges(self) -> dict[tuple[int, int], int]:
         return self._writer.edges(self.messages, self._prompt, self.typed, self.written.text)
 
-    def _by_edges(self, number: int, sampled: bool) -> Turn | None:
-        """Find a turn between the contents of the messages around it."""
-        edges, text, last = self._edges, self.written.text, number + 1 == len(self.messages)
-        if not edges:
-            return None
-        message, own = self.messages[number], self.content_end(number)
-        content = message.get("content") or ""
+    def _find(self, number: int, sampled: bool) -> Turn | None:
+        edges, text, message = self._edges, self.written.text, self.messages[number]
+        content, calls, own = message.get("content") or "", message.get("tool_calls"), self.content_end(number)
         if own is not None and own > edges.get((number + 1, _BEGIN), own):
             # The results of its calls stand inside the turn, before its content.
             own = None
-        if content.strip() and own is None:
+        marks = [at for at in (own, edges.get((number, _CALL))) if at is not None]
+        if not edges or (content.strip() and not marks):
             return None
         # The nearest contents before and after it. A template may move others, such as those of the system.
-        low = next((at for other in range(number - 1, -1, -1) if (at := self.content_end(other)) is not None), 0)
-        if own is not None and low > own:
-            low = max((at for at in map(self.content_end, range(number)) if at is not None and at <= own), default=0)
-        limit = low if own is None else own
+        ends = map(self.content_end, range(number - 1, -1, -1))
+        low = next((at for at in ends if at is not None and at <= min(marks, default=at)), 0)
         begins = (edges.get((other, _BEGIN), -1) for other in range(number + 1, len(self.messages)))
-        high = next((at for at in begins if at >= limit), len(text))
+        high = next((at for at in begins if at >= max(marks, default=low)), len(text))
+        if own is None and content.strip() and content.strip() in text[low:high]:
+            return None
         start = self._after_header(number, low, high if own is None else own)
         if start is None and own is not None and text[:own].endswith(content):
             start = own - len(content)
@@ -319,50 +316,50 @@ class Layout:
             start = low
         if start is None:
             return None
-        # Calls may follow the content.
-        said = start if own is None else own
-        gap, end = text[said:high], self._end_marker()
-        if last and not self._prompt:
-            stop = said + (len(gap.rstrip()) if self._writer.special.search(gap) else len(gap))
-            return Turn(start, self._before_end(said, stop), stop)
-        if own is not None and not message.get("tool_calls") and end is not None and text.startswith(end, own):
-            if not end and self._generation_prompt() == "":
-                # `_without_prompt` takes an end that all roles share for a part of the prompt.
-                end = next((each for each in self._writer.end_texts if text.startswith(each, own)), "")
-            return Turn(start, own, own + len(end))
-        if not last and (number + 1, _BEGIN) not in edges:
-            return None
-        header = self._writer.special.match(self._generation_prompt() or "")
-        if header and header[0] in gap:
-            stop = said + len(gap[: gap.rfind(header[0])].rstrip())
-        elif end and end.strip() and end.strip() in gap:
-            stop = said + gap.rfind(end.strip()) + len(end.strip())
-        elif (stop_of_call := self._stop_of_call(number)) is not None:
-            stop = stop_of_call
-        elif found := [gap.rfind(each) + len(each) for each in self._writer.end_texts if each in gap]:
-            stop = said + max(found)
+        said = max([start, *marks])
+        if own is None or calls:
+            stop = self._stop(number, said, high)
+        elif (end := self._end_marker()) is not None and text.startswith(end, own):
+            stop = own + len(end)
         else:
+            stop = self._stop(number, own, high)
+        if stop is None:
             return None
-        return Turn(start, self._before_end(said, stop), stop)
+        return Turn(start, said + len(self._before_end(text[said:stop])) if own is None or calls else own, stop)
 
-    def _stop_of_call(self, number: int) -> int | None:
-        """Locate the end of a turn by what the template writes after its last call when no message follows."""
-        at, after = self._edges.get((number, _CALL)), self._after(self.messages[: number + 1], False, _CALL)
-        if at is None or after is None:
+    def _stop(self, number: int, said: int, high: int) -> int | None:
+        """Return where a turn stops between what it says last and the next content."""
+        gap, header = self.written.text[said:high], self._writer.special.match(self._generation_prompt() or "")
+        last = number + 1 == len(self.messages)
+        if last and not self._prompt:
+            return said + len(self._trimmed(gap))
+        if not last and (number + 1, _BEGIN) not in self._edges:
             return None
-        text, after = self.written.text, self._without_prompt(after, number)
-        for rest in (after, after.rstrip(), after.rstrip().removesuffix((self._end_marker() or "").strip())):
-            if rest and text.startswith(rest, at):
-                return at + len(rest)
-        return None
+        if header and header[0] in gap:
+            return said + len(gap[: gap.rfind(header[0])].rstrip())
+        # What the template writes there when no message follows.
+        through = self.messages[: number + 1]
+        tail = self._after(through, False, _CALL if (number, _CALL) in self._edges else _END)
+        if (
+            tail is None
+            and (whole := self._writer.try_write(through, False, self.typed) or "")[:said] == self.written.text[:said]
+        ):
+            tail = whole[said:]
+        tail = self._trimmed(self._without_prompt(tail or "", number))
+        return next(
+            (said + len(rest) for rest in (tail, self._before_end(tail)) if rest and gap.startswith(rest)), None
+        )
 
-    def _before_end(self, said: int, stop: int) -> int:
-        """Return where the end markers before `stop` begin."""
-        text = self.written.text[said:stop]
+    def _trimmed(self, text: str) -> str:
+        """Return a text that may end with special tokens without whitespace after these."""
+        return text.rstrip() if self._writer.special.search(text) else text
+
+    def _before_end(self, text: str) -> str:
+        """Return a text without end markers."""
         ends = [each for each in (self._end_marker() or "", *self._writer.end_texts) if each.strip()]
         while end := next((each for each in ends if text.endswith(each)), None):
             text = text[: -len(end)]
-        return said + len(text)
+        return text
 
     def _after_header(self, number: int, low: int, high: int) -> int | None:
         """Return where the header of an assistant's turn ends.
@@ -389,26 +386,6 @@ class Layout:
                 return at + end
         return None
 
-    def _by_renderings(self, number: int) -> Turn | None:
-        """Find a turn between two beginnings of the text."""
-        text, write = self.written.text, self._writer.try_write
-        before = write(self.messages[:number], True, self.typed)
-        through = write(self.messages[: number + 1], False, self.typed)
-        if before is None and number == 0:
-            before = ""
-        if before is None or through is None or not text.startswith(before) or not through.startswith(before):
-            return None
-        if self._writer.special.search(through, len(before)):
-            through = through.rstrip()
-        if text.startswith(through):
-            return Turn(len(before), self._before_end(len(before), len(through)), len(through))
-        # Its end may be another one if other turns follow.
-        for end in sorted(self._writer.end_texts, key=len, reverse=True):
-            if through.endswith(end) and text.startswith(through.removesuffix(end)):
-                stop = len(through) - len(end)
-                return Turn(len(before), stop, stop)
-        return None
-
     # What the first turns show ------------------------------------------------------------------------------------
 
     def _generation_prompt(self) -> str | None:
@@ -416,8 +393,12 @@ class Layout:
         if markers.prompt is None:
             opening, write = self.messages[: self._first_assistant()], self._writer.try_write
             with_prompt, without = write(opening, True, self.typed), write(opening, False, self.typed)
-            if with_prompt is not None and without is not None and with_prompt.startswith(without):
-                markers.prompt = with_prompt[len(without) :]
+            if with_prompt is not None and without is not None:
+                # A template may write an end instead of the prompt.
+                pairs = enumerate(zip(with_prompt, without, strict=False))
+                same = next((at for at, (one, other) in pairs if one != other), min(len(with_prompt), len(without)))
+                cut = (found.start() for found in self._writer.special.finditer(with_prompt) if same < found.end())
+                markers.prompt = with_prompt[min(same, next(cut, same)) :]
         return markers.prompt
 
     def _end_marker(self) -> str | None:
@@ -434,9 +415,7 @@ class Layout:
                 after = self._after(self.messages[: first + 1], prompt)
                 opening = self._generation_prompt() if prompt else ""
                 if after is not None and opening is not None and after.endswith(opening):
-                    after = self._without_prompt(after[: len(after) - len(opening)], first)
-                    *_, last = [0, *(found.end() for found in self._writer.special.finditer(after))]
-                    markers.end = after[:last] if last else after
+                    markers.end = self._trimmed(self._without_prompt(after[: len(after) - len(opening)], first))
                     break
         return markers.end
 
@@ -484,7 +463,10 @@ class Layout:
         header, same = self._header(number) or "", 0
         while same < min(len(after), len(header)) and after[-1 - same] == header[-1 - same]:
             same += 1
-        return after[: len(after) - same]
+        # Where all roles share an end, that is no part of the prompt.
+        prompt = after[len(after) - same :]
+        shared = max([prompt.rfind(each) + len(each) for each in self._writer.end_texts if each in prompt], default=0)
+        return after[: len(after) - same + shared]
 
     def header_before(self, number: int) -> tuple[int, str] | None:
         """Return where the content before a turn ends, and what follows it in the prompt for that turn."""
