@@ -337,18 +337,12 @@ class Layout:
             return None
         if header and header[0] in gap:
             return said + len(gap[: gap.rfind(header[0])].rstrip())
-        # What the template writes there when no message follows.
-        through = self.messages[: number + 1]
-        tail = self._after(through, False, _CALL if (number, _CALL) in self._edges else _END)
-        if (
-            tail is None
-            and (whole := self._writer.try_write(through, False, self.typed) or "")[:said] == self.written.text[:said]
-        ):
-            tail = whole[said:]
-        tail = self._trimmed(self._without_prompt(tail or "", number))
-        return next(
-            (said + len(rest) for rest in (tail, self._before_end(tail)) if rest and gap.startswith(rest)), None
-        )
+        tail = self._tail(number, _CALL if self._edges.get((number, _CALL)) == said else _END)
+        if tail is None:
+            whole = self._writer.try_write(self.messages[: number + 1], False, self.typed) or ""
+            tail = self._trimmed(whole[said:]) if whole.startswith(self.written.text[:said]) else ""
+        rests = [rest for rest in (tail, self._before_end(tail)) if rest and gap.startswith(rest)]
+        return said + len(rests[0]) if rests else None
 
     def _trimmed(self, text: str) -> str:
         """Return a text that may end with special tokens without whitespace after these."""
@@ -368,23 +362,15 @@ class Layout:
             low: where the nearest content before the turn ends.
             high: where its own content ends, or that of the next message begins.
         """
-        text, prompt = self.written.text, self._generation_prompt()
-        if prompt is None:
+        header, prompt = self._header(number), self._generation_prompt() or ""
+        if header is None or (number - 1, _END) not in self._edges:
             return None
-        header, opening = prompt, 0
-        anchored = (number - 1, _END) in self._edges
-        if anchored and (known := self._header(number)) is not None:
-            header, opening = known, len(known) - len(prompt)
         # The generation prompt may also open a block of thinking, which an earlier turn lacks.
         parts = re.finditer(f"\n+|{self._writer.special.pattern}", header)
+        opening = len(header) - len(prompt)
         ends = [len(header), *(found.end() for found in parts if opening < found.end() < len(header))]
-        for end in sorted(ends, reverse=True):
-            at = low if anchored and text.startswith(header[:end], low) else -1
-            if not anchored and end and self.messages[number].get("content"):
-                at = text.rfind(header[:end], low, high)
-            if at >= 0 and at + end <= high:
-                return at + end
-        return None
+        shown = (low + end for end in sorted(ends, reverse=True) if self.written.text.startswith(header[:end], low))
+        return next((at for at in shown if at <= high), None)
 
     # What the first turns show ------------------------------------------------------------------------------------
 
@@ -411,13 +397,16 @@ class Layout:
             )
             if (first := next(spoken, None)) is None:
                 return None
-            for prompt in (True, False):
-                after = self._after(self.messages[: first + 1], prompt)
-                opening = self._generation_prompt() if prompt else ""
-                if after is not None and opening is not None and after.endswith(opening):
-                    markers.end = self._trimmed(self._without_prompt(after[: len(after) - len(opening)], first))
-                    break
+            markers.end = self._tail(first, _END)
         return markers.end
+
+    def _tail(self, number: int, side: int) -> str | None:
+        """Return what the template writes after a mark in a turn when no message follows, up to the end of the turn."""
+        for prompt in (self._generation_prompt() or "", ""):
+            after = self._after(self.messages[: number + 1], bool(prompt), side)
+            if after is not None and after.endswith(prompt):
+                return self._trimmed(self._without_prompt(after.removesuffix(prompt), number))
+        return None
 
     def end_of_thinking(self, before: str, answer: str) -> str:
         """Return what is missing after an answer that was cut off inside its thinking, and "" if it was not.
