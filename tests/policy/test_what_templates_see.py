@@ -242,6 +242,30 @@ def test_a_rollout_renders_one_conversation_a_turn() -> None:
         assert Counting.rendered == len(chat)
 
 
+#: Writes the tools before the last question, as templates of Mistral do: each prompt begins otherwise.
+MOVING = (
+    "{% for m in messages %}{% if m.role == 'user' and loop.index0 > messages | length - 3 %}<tools>{% endif %}"
+    + TURNS.replace("END", "<|end|>").removeprefix("{% for m in messages %}")
+)
+
+
+@each("template, most", [(TURNS.replace("END", "<|end|>"), 6), (THINKING, 8), (MOVING, 99)])
+@each("generate", [True, False])
+def test_a_long_prompt_is_the_same_where_nothing_is_remembered(template: str, most: int, generate: bool) -> None:
+    chat = [QUESTION]
+    with opened(template) as (backend, tokenizer):
+        for turn in range(20):
+            read(backend, chat)
+            chat += [said(tokenizer, f"Yes, {turn}.<|end|>"), {"role": "user", "content": f"And {turn}?"}]
+        if not generate:
+            chat = chat[:-1]
+        warm = read(backend, chat, generate=generate)
+    with opened(template) as (backend, _):
+        Counting.rendered = 0
+        assert read(backend, chat, generate=generate) == warm
+        assert Counting.rendered < most * len(chat)
+
+
 def test_given_turns_are_rendered_a_few_times_however_many_they_are() -> None:
     chat = [QUESTION, {"role": "assistant", "content": "Yes."}] * 40
     with opened(TURNS.replace("END", "<|end|>")) as (backend, _):

@@ -148,13 +148,9 @@ def segments_of(
     chats: Sequence[Chat],
     tokenizer: Any,
     *,
-    add_generation_prompt: bool,
-    continue_final_message: bool = False,
-    eos_ids: Collection[int],
     chat_template: str | None,
     template_kwargs: Mapping[str, Any] | None,
-    prefer_tokens: bool,
-    want_assistant: bool,
+    **options: Any,
 ) -> list[list[Segment]]:
     """Render conversations and cut them into segments, which are still to be tokenized. See `render`.
 
@@ -171,17 +167,7 @@ def segments_of(
         check_encodable(messages)
     others = nested_texts("template_kwargs", [template.source, template.kwargs, list(specials.values())])
     marks = Marks.find_unused("\n".join([contents, *others]), messages)
-    segmenter = Segmenter(
-        template,
-        marks,
-        contents=contents,
-        specials=specials,
-        eos_ids=eos_ids,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        prefer_tokens=prefer_tokens,
-        want_assistant=want_assistant,
-    )
+    segmenter = Segmenter(template=template, marks=marks, contents=contents, specials=specials, **options)
     return map_chats(list, segmenter.segments(chats, messages))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain, count, pairwise
 from typing import Any, NamedTuple
@@ -75,50 +75,45 @@ class _Sampled(NamedTuple):
     text: str
 
 
+@dataclass(kw_only=True)
 class Segmenter:
     """Cuts conversations into segments, all with the same template and settings.
 
-    Args:
+    Attributes:
         template: renders them.
         marks: characters that no message contains.
         contents: every text in the messages of all conversations, joined.
         specials: the special tokens of the tokenizer.
-        eos_ids: the ids that end a turn.
+
+    The others are arguments of `render`.
     """
 
-    def __init__(
-        self,
-        template: Template,
-        marks: Marks,
-        *,
-        contents: str,
-        specials: Mapping[int, str],
-        eos_ids: Collection[int],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        prefer_tokens: bool,
-        want_assistant: bool,
-    ) -> None:
+    template: Template
+    marks: Marks
+    contents: str
+    specials: Mapping[int, str]
+    eos_ids: Collection[int]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    prefer_tokens: bool
+    want_assistant: bool
+
+    def __post_init__(self) -> None:
+        template, specials, eos_ids = self.template, self.specials, self.eos_ids
         texts = sorted(filter(None, specials.values()), key=len, reverse=True)
         special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         eos_texts = [text for eos in sorted(eos_ids) if (text := template.tokenizer.decode([eos]))]
         self._known = _memory.of(template.tokenizer)
-        settings = want_assistant, *sorted(eos_ids), *sorted(specials.items())
+        settings = self.want_assistant, *sorted(eos_ids), *sorted(specials.items())
         self._root = self._remembered((template.source, repr(template.kwargs), settings), partial(next, _numbers))
-        self._special, self._slot = special, marks.slot
+        self._special = special
         # Most batches contain none, and then the messages need not be searched one by one.
-        self._has_typed_specials = special.search(contents) is not None
+        self._has_typed_specials = special.search(self.contents) is not None
         self._typed: list[str] = []
         tools = template.kwargs.get("tools")
         if any(map(special.search, nested_texts("template_kwargs", tools))):
             template = replace(template, kwargs={**template.kwargs, "tools": self._with_slots(tools, self._typed)})
-        self._writer = Writer(template, marks, special, eos_texts, wants_masks=want_assistant)
-        self._tokenizer = template.tokenizer
-        self._end_ids = {*eos_ids, *specials}
-        self._prompt = add_generation_prompt
-        self._continues = continue_final_message
-        self._prefer_tokens = prefer_tokens
-        self._wants_masks = want_assistant
+        self._writer = Writer(template, self.marks, special, eos_texts, wants_masks=self.want_assistant)
 
     def segments(self, chats: Sequence[Chat], messages: Sequence[list[dict[str, Any]]]) -> list[Iterator[Segment]]:
         """Return the segments of each conversation, given its messages for the template.
@@ -127,13 +122,17 @@ class Segmenter:
         """
         plans = [self._plan(each) for each in messages]
         # One call renders many conversations in half the time.
-        whole = [row for row, chat in enumerate(chats) if self._prompt or not (chat and self._is_sampled(chat[-1]))]
-        texts = self._writer.template.render_all([plans[row][0] for row in whole], self._prompt) or ()
+        whole = [
+            row
+            for row, chat in enumerate(chats)
+            if self.add_generation_prompt or not (chat and self._is_sampled(chat[-1]))
+        ]
+        texts = self._writer.template.render_all([plans[row][0] for row in whole], self.add_generation_prompt) or ()
         raw = dict(zip(whole, texts, strict=False))
         return [self._cut(chat, *plans[row], raw.get(row)) for row, chat in enumerate(chats)]
 
     def _is_sampled(self, message: Message) -> bool:
-        return self._prefer_tokens and message.token_ids is not None
+        return self.prefer_tokens and message.token_ids is not None
 
     def _plan(
         self, messages: list[dict[str, Any]], known: Sequence[str] | None = None
@@ -151,7 +150,7 @@ class Segmenter:
 
         def slot(special: re.Match[str]) -> str:
             typed.append(special[0])
-            return f"{self._slot}Text{len(typed) - 1}{self._slot}"
+            return f"{self.marks.slot}Text{len(typed) - 1}{self.marks.slot}"
 
         return map_strings(value, lambda text: self._special.sub(slot, text))
 
@@ -170,9 +169,9 @@ class Segmenter:
             if self._is_sampled(message):
                 keys[number] = beginning, repr(message.begun)
             beginning = self._remembered((beginning, *_key(message)), partial(next, _numbers))
-        if self._prompt or len(chat) - 1 not in keys:
+        if self.add_generation_prompt or len(chat) - 1 not in keys:
             # The next turn may be sampled from this prompt.
-            keys[len(chat)] = (beginning, repr(None)) if self._prompt else None
+            keys[len(chat)] = (beginning, repr(None)) if self.add_generation_prompt else None
         prompt = cache(partial(self._prompt_for, chat, messages, typed, raw))
         new = [number for number in keys if number == len(chat) or keys[number] not in self._known]
         # Of many prompts, a few are rendered. If the last text shows these as they are, it shows all of them.
@@ -230,7 +229,7 @@ class Segmenter:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         try:
-            return str(self._tokenizer.decode(list(ids)))
+            return str(self.template.tokenizer.decode(list(ids)))
         except Exception:
             # Ids that no token has are refused later, by row.
             return ""
@@ -245,8 +244,8 @@ class Segmenter:
             number: that of the turn.
         """
         if number == len(chat):
-            layout = Layout(self._writer, messages, self._prompt, typed, raw)
-            return layout, layout.beginning() if self._continues else None
+            layout = Layout(self._writer, messages, self.add_generation_prompt, typed, raw)
+            return layout, layout.beginning() if self.continue_final_message else None
         begun = chat[number].begun
         try:
             if begun is None:
@@ -297,7 +296,7 @@ class Segmenter:
             spans = [span for span in spans if span[0] > start or (ended and span[0] == start)]
         if stop is not None and stop < start:
             raise TemplateError(f"message {number}: the chat template does not write the turns in order")
-        if self._wants_masks and not self._writer.reads_marks:
+        if self.want_assistant and not self._writer.reads_marks:
             given = [
                 at
                 for at in range(first, min(number, len(layout.messages)))
@@ -318,7 +317,7 @@ class Segmenter:
         """Return where a sampled turn ends in the text, and whether it has an end marker: that is not written again."""
         ids, text = message.token_ids or (), layout.written.text
         kept = len(ids)
-        while kept and ids[kept - 1] in self._end_ids:
+        while kept and (ids[kept - 1] in self.eos_ids or ids[kept - 1] in self.specials):
             kept -= 1
         end = self._decoded(ids[kept:])
         said, content = sampled.before + sampled.text, message.content or ""
