@@ -133,6 +133,20 @@ def test_the_template_sees_the_calls_of_a_sampled_turn() -> None:
         assert read(backend, given, generate=False)[1] == "<call>weather</call>It is.<|end|>"
 
 
+@each("more", [{}, {"prefer_tokens": False}])
+def test_calls_are_in_the_mask_where_the_prompt_is_written_unasked(more: dict[str, Any]) -> None:
+    asks = (
+        "{% for m in messages %}{% if m.role == 'user' %}[Q]{{ m.content }}[/Q]{% elif m.role == 'tool' %}"
+        "[R]{{ m.content }}[/R]{% elif m.tool_calls %}<|msg|>{{ m.tool_calls[0].function | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}<|start|>"
+    )
+    with opened(asks) as (backend, tokenizer):
+        call = said(tokenizer, "<|msg|>{}", content=None, tool_calls=[CALL])
+        chat = [QUESTION, call, RESULT, {"role": "assistant", "content": "It is."}, MORE]
+        written = "<|msg|>{}" if not more else '<|msg|>{"name": "weather", "arguments": {"city": "Rome"}}'
+        assert read(backend, chat, generate=False, **more)[1] == f"{written}It is."
+
+
 def test_thinking_that_was_cut_off_is_closed_and_past_thinking_is_kept() -> None:
     with opened(THINKING) as (backend, tokenizer):
         cut = said(tokenizer, "Let me", content="", reasoning_content="Let me")

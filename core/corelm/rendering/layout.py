@@ -365,10 +365,10 @@ class Layout:
         header, prompt = self._header(number), self._generation_prompt() or ""
         if header is None or (number - 1, _END) not in self._edges:
             return None
-        # The generation prompt may also open a block of thinking, which an earlier turn lacks.
-        parts = re.finditer(f"\n+|{self._writer.special.pattern}", header)
-        opening = len(header) - len(prompt)
-        ends = [len(header), *(found.end() for found in parts if opening < found.end() < len(header))]
+        # The prompt, which a template may also write unasked, may open a block of thinking that an earlier turn lacks.
+        parts = re.finditer(f"(?<=\n)(?!\n)|{self._writer.special.pattern}", header)
+        opening = len(header) - len(prompt or header)
+        ends = [len(header), *(at for found in parts for at in found.span() if opening < at < len(header))]
         shown = (low + end for end in sorted(ends, reverse=True) if self.written.text.startswith(header[:end], low))
         return next((at for at in shown if at <= high), None)
 
