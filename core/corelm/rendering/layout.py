@@ -337,6 +337,8 @@ class Layout:
             return None
         if header and header[0] in gap:
             return said + len(gap[: gap.rfind(header[0])].rstrip())
+        if found := [gap.rfind(end) + len(end) for end in self._ends() if end in gap]:
+            return said + max(found)
         tail = self._tail(number, _CALL if self._edges.get((number, _CALL)) == said else _END)
         if tail is None:
             whole = self._writer.try_write(self.messages[: number + 1], False, self.typed) or ""
@@ -348,10 +350,14 @@ class Layout:
         """Return a text that may end with special tokens without whitespace after these."""
         return text.rstrip() if self._writer.special.search(text) else text
 
+    def _ends(self) -> list[str]:
+        """Return what may end a turn."""
+        end = self._end_marker() or ""
+        return [each for each in (end, end.strip(), *self._writer.end_texts) if each.strip()]
+
     def _before_end(self, text: str) -> str:
         """Return a text without end markers."""
-        ends = [each for each in (self._end_marker() or "", *self._writer.end_texts) if each.strip()]
-        while end := next((each for each in ends if text.endswith(each)), None):
+        while end := next((each for each in self._ends() if text.endswith(each)), None):
             text = text[: -len(end)]
         return text
 
