@@ -368,15 +368,17 @@ class Layout:
             low: where the nearest content before the turn ends.
             high: where its own content ends, or that of the next message begins.
         """
-        header, prompt = self._header(number), self._generation_prompt() or ""
-        if header is None or (number - 1, _END) not in self._edges:
-            return None
-        # The prompt, which a template may also write unasked, may open a block of thinking that an earlier turn lacks.
-        parts = re.finditer(f"(?<=\n)(?!\n)|{self._writer.special.pattern}", header)
-        opening = len(header) - len(prompt or header)
-        ends = [len(header), *(at for found in parts for at in found.span() if opening < at < len(header))]
-        shown = (low + end for end in sorted(ends, reverse=True) if self.written.text.startswith(header[:end], low))
-        return next((at for at in shown if at <= high), None)
+        text, prompt = self.written.text, self._generation_prompt() or ""
+        if (header := self._header(number)) is not None and (number - 1, _END) in self._edges:
+            # The prompt, which a template may also write unasked, may open a block of thinking that the turn lacks.
+            parts = re.finditer(f"(?<=\n)(?!\n)|{self._writer.special.pattern}", header)
+            opening = len(header) - len(prompt or header)
+            ends = [len(header), *(at for found in parts for at in found.span() if opening < at < len(header))]
+            shown = (low + end for end in sorted(ends, reverse=True) if text.startswith(header[:end], low))
+            if (start := next((at for at in shown if at <= high), None)) is not None:
+                return start
+        at = text.rfind(prompt, low, high) if prompt.strip() else -1
+        return at + len(prompt) if at >= 0 else None
 
     # What the first turns show ------------------------------------------------------------------------------------
 
