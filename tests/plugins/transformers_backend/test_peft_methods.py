@@ -152,3 +152,55 @@ def test_what_cannot_be_switched_is_refused(name: str, folder: Path) -> None:
         corelm.get_backend("transformers", wrapped, tokenizer=tiny_tokenizer()) as backend,
     ):
         backend.score_logprobs(ROWS, adapter=False)
+
+
+@pytest.mark.parametrize("tied", [False])
+def test_adapters_may_be_in_different_layers(folder: Path) -> None:
+    one, two = (
+        trained("LNTuningConfig", {"target_modules": [name]}, seed)
+        for seed, name in enumerate(("input_layernorm", "post_attention_layernorm"))
+    )
+    with corelm.get_backend("transformers", folder) as backend:
+        backend.load_adapter("one", one)
+        backend.load_adapter("two", two)
+        for adapter, wanted in (("one", one), ("two", two), (None, model()), ("one", one)):
+            assert_scores(backend, wanted, ROWS, adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    ("options", "tied"),
+    [
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+        pytest.param({"trainable_token_indices": {"embed_tokens": TOKENS}}, True, marks=pytest.mark.nightly),
+    ],
+)
+def test_embeddings_that_were_saved_as_well_are_no_obstacle(
+    options: dict[str, Any], tied: bool, folder: Path, tmp_path: Path
+) -> None:
+    one = trained("LoraConfig", LAYERS | options, 1, tie_word_embeddings=tied)
+    one.save_pretrained(tmp_path / "one", save_embedding_layers=True)
+    with corelm.get_backend("transformers", folder) as backend:
+        backend.load_adapter("one", tmp_path / "one")
+        for adapter, wanted in (("one", one), (None, model(tie_word_embeddings=tied))):
+            assert_scores(backend, wanted, ROWS, adapter=adapter)
+
+
+@pytest.mark.parametrize("tied", [True])
+def test_a_second_adapter_of_tokens_is_refused_if_embeddings_are_tied(tied: bool, folder: Path) -> None:
+    one, two = (trained(*METHODS["trainable tokens"], seed, tie_word_embeddings=tied) for seed in (1, 2))
+    with corelm.get_backend("transformers", folder) as backend:
+        backend.load_adapter("one", one)
+        with pytest.raises(CapabilityError, match="unload"):
+            backend.load_adapter("two", two)
+        for adapter, wanted in (("one", one), (None, model(tie_word_embeddings=tied))):
+            assert_scores(backend, wanted, ROWS, adapter=adapter)
+
+
+def test_parameters_that_an_adapter_rewrites_are_named_as_the_cause() -> None:
+    kind, options, _ = REFUSED["parameters"]
+    wrapped = trained(kind, options, 1)
+    with (
+        corelm.get_backend("transformers", wrapped, tokenizer=tiny_tokenizer()) as backend,
+        pytest.raises(CapabilityError, match="target_parameters"),
+    ):
+        backend.score_logprobs(ROWS)

@@ -54,14 +54,15 @@ class Adapters:
 
         Raises:
             InvalidRequestError: there is no such adapter, or adapters are merged into the weights.
-            CapabilityError: an adapter of the model cannot be switched, or layers would run again in the backward pass,
-                when the adapter is no longer switched on.
+            CapabilityError: an adapter of the model cannot be switched, or rewrites weights while the model runs; or
+                layers would run again in the backward pass, when the adapter is no longer switched on.
         """
+        module: Any = self._engine.module
         if request.adapter is None:
+            _refuse_rewriting(module)
             yield
             return
         name = None if request.adapter is False else self._name_in_peft(request.adapter)
-        module: Any = self._engine.module
         if module is self._engine.base:
             yield
             return
@@ -80,6 +81,10 @@ class Adapters:
             else:
                 module.set_adapter(name)
                 module.base_model.enable_adapter_layers()
+                for layer in _layers(module):
+                    # Some kinds run an adapter in every layer that has any.
+                    if not any(name in getattr(layer, part, (name,)) for part in layer.adapter_layer_names):
+                        layer.enable_adapters(False)
             _set_trained(module, trained)
             yield
 
@@ -181,6 +186,13 @@ class Adapters:
             # New adapters begin with random values.
             with self._kept(), torch.random.fork_rng(cuda):
                 config = _config(values, self._engine.base)
+                tied = getattr(self._engine.base.config, "tie_word_embeddings", False)
+                if tied and config.peft_type == "TRAINABLE_TOKENS" and getattr(self._engine.module, "peft_config", {}):
+                    raise CapabilityError(
+                        "PEFT holds one adapter of trainable tokens if embeddings are tied, and no other next to it; "
+                        "unload that one first",
+                        capability="adapters",
+                    )
                 if self._engine.module is self._engine.base:
                     self._engine.module, self._wrapped_here = peft.get_peft_model(self._engine.base, config, name), True
                 else:
@@ -253,7 +265,13 @@ def _load(model: Any, state: Mapping[str, Tensor], name: str) -> list[str]:
     report: Any = peft.set_peft_model_state_dict(
         model, {key: tensor for key, tensor in state.items() if key not in base}, adapter_name=name
     )
-    problems = [f"unexpected {each!r}" for each in report.unexpected_keys]
+    # With `save_embedding_layers`, PEFT saves what it trained of embeddings twice.
+    twice = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=bool(report.unexpected_keys))
+    problems = [
+        f"unexpected {each!r}"
+        for each in report.unexpected_keys
+        if each not in twice or not torch.equal(state[each].to(twice[each]), twice[each])
+    ]
     if any(f".{name}" in each for each in report.missing_keys):
         problems += [f"missing {each!r}" for each in saved if each not in state]
     return problems
@@ -279,6 +297,22 @@ def _refuse_unswitchable(config: Any, base: nn.Module, *, active: bool = False) 
             "given path_initial_model_for_weight_conversion), or open the PEFT model itself and leave adapter= out",
             capability="adapters",
         )
+
+
+def _refuse_rewriting(module: Any) -> None:
+    """Refuse to run an adapter of PEFT that is written into the weights for each forward and taken out again.
+
+    Raises:
+        CapabilityError: one is active.
+    """
+    if any(getattr(config, "target_parameters", None) for config in getattr(module, "peft_config", {}).values()):
+        layers = [layer for layer in _layers(module) if type(layer).__name__ == "ParamWrapper"]
+        if any(not layer.disable_adapters and not layer.merged for layer in layers):
+            raise CapabilityError(
+                "target_parameters of a LoRA change the weights while the model runs, so nobody can tell whether they "
+                "were changed by others; call model.merge_and_unload() and open the result",
+                capability="adapters",
+            )
 
 
 def _changes_base(config: Any, base: nn.Module) -> str:
