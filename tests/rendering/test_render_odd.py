@@ -141,6 +141,17 @@ def test_a_special_token_is_refused_if_the_template_alters_contents(filtered: st
     assert ids_of([QUESTION], template) == own([QUESTION], template)["input_ids"]
 
 
+def test_a_prompt_that_cannot_be_rendered_names_its_turn_and_the_way_out() -> None:
+    asks = "{% if add_generation_prompt and messages[-1].role != 'user' %}{{ raise_exception('roles') }}{% endif %}"
+    chat = [QUESTION, sampled("Paris.<|im_end|>"), sampled("Or Rome.<|im_end|>"), MORE]
+    with pytest.raises(TemplateError, match=r"message 2: .*roles.*prefer_tokens=False") as caught:
+        rendered([[QUESTION], chat], asks + ct.CHATML, True)
+    assert caught.value.rows == (1,)
+    plain = [{key: turn[key] for key in ("role", "content")} for turn in chat]
+    ours = rendered([chat], asks + ct.CHATML, True, prefer_tokens=False)
+    assert ours.ids.tolist() == [own(plain, ct.CHATML, True)["input_ids"]]
+
+
 def test_a_template_that_raises_names_the_rows_and_keeps_the_cause() -> None:
     with refused(TemplateError, rows=(1, 2)) as caught:
         rendered([[QUESTION], [QUESTION, MORE], [QUESTION, QUESTION]], ct.STRICT)
