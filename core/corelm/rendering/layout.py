@@ -3,11 +3,8 @@
 A template is a program, and only its output says where a message went. `Layout` renders the conversation a second time,
 with marks at both ends of what users and tools say, and at the end of what the assistant says. If that changes nothing
 but the marks, it shows where every content begins and ends. What a template writes between two contents is the end of
-one turn and the header of the next. Three short renderings of the first turns show where the one ends and the other
-begins (`TurnMarkers`), and each use of them is compared with the text.
-
-Where marks do not show a turn, two more renderings do: that of the messages before it, with the generation prompt, and
-that of the messages up to it. Both must be beginnings of the whole text.
+one turn and the header of the next. Short renderings of the first turns show where the one ends and the other begins
+(`TurnMarkers`), and each use of them is compared with the text.
 """
 
 from __future__ import annotations
@@ -159,12 +156,11 @@ class Writer:
             _encodable(text), literals, spans, {key: place for key, place in edges.items() if place >= 0}
         )
 
-    def with_edges(self, messages: Messages, *, empty: bool, calls: bool) -> list[dict[str, Any]]:
-        """Return the messages with marks inside the whitespace around their contents.
+    def with_edges(self, messages: Messages, *, empty: bool) -> list[dict[str, Any]]:
+        """Return the messages with marks inside the whitespace around their contents, and in the last call of a turn.
 
         Args:
             empty: whether to put marks into contents without text.
-            calls: whether to put one into the last call of a turn, too.
         """
         marked, edge = [], self.marks.edge
         for number, message in enumerate(messages):
@@ -175,7 +171,7 @@ class Writer:
                 # Templates look at how the assistant's text begins.
                 begin = "" if message["role"] == "assistant" else f"{edge}{number}-{_BEGIN}{edge}"
                 message = {**message, "content": f"{head}{begin}{said}{edge}{number}-{_END}{edge}{tail}"}
-            if calls and message.get("tool_calls"):
+            if message.get("tool_calls"):
                 *others, last = message["tool_calls"]
                 message = {**message, "tool_calls": [*others, _marked_call(last, f"{edge}{number}-{_CALL}{edge}")]}
             marked.append(dict(message))
@@ -183,9 +179,9 @@ class Writer:
 
     def edges(self, messages: Messages, prompt: bool, typed: Sequence[str], text: str) -> dict[tuple[int, int], int]:
         """Return where contents begin and end in `text`, the rendering of `messages`; empty if marks change it."""
-        for empty, calls in ((True, True), (False, True), (False, False)):
+        for empty in (True, False):
             try:
-                marked = self.write(self.with_edges(messages, empty=empty, calls=calls), prompt, typed)
+                marked = self.write(self.with_edges(messages, empty=empty), prompt, typed)
             except TemplateError:
                 continue
             if marked.text == text:
@@ -238,7 +234,7 @@ class Layout:
             if said in text or self._writer.marks.slot in said:
                 continue
             # It may be written in another form, as JSON, for example.
-            marked = self._writer.with_edges(self.messages, empty=False, calls=False)
+            marked = self._writer.with_edges(self.messages, empty=False)
             if not any(key[0] == number for key in self._writer.write(marked, self._prompt, self.typed).edges):
                 raise TemplateError(
                     f"message {number}: the chat template leaves out its content; pass chat_template= with a template "
@@ -276,18 +272,12 @@ class Layout:
             TemplateError: the template does not write that content, or changes it.
         """
         last = len(self.messages) - 1
-        if (at := self.content_end(last)) is not None:
-            return at
-        # As transformers' apply_chat_template(continue_final_message=True) finds it.
-        content, text = self.messages[last]["content"], self.written.text
-        said = content.strip()
-        if not said or said not in text:
+        if (at := self.content_end(last)) is None:
             raise TemplateError(
                 f"message {last}: the chat template does not write its content as it is, so an answer cannot continue "
                 "it; pass chat_template= with a template that does, or remove that turn"
             )
-        at = text.rindex(said) + len(said)
-        return at + len(_kept(content, text, at))
+        return at
 
     @cached_property
     def _edges(self) -> dict[tuple[int, int], int]:
