@@ -156,11 +156,12 @@ class Writer:
             _encodable(text), literals, spans, {key: place for key, place in edges.items() if place >= 0}
         )
 
-    def with_edges(self, messages: Messages, *, empty: bool) -> list[dict[str, Any]]:
-        """Return the messages with marks inside the whitespace around their contents, and in the last call of a turn.
+    def with_edges(self, messages: Messages, *, empty: bool, calls: bool) -> list[dict[str, Any]]:
+        """Return the messages with marks inside the whitespace around their contents.
 
         Args:
             empty: whether to put marks into contents without text.
+            calls: whether to put one into the last call of a turn, too.
         """
         marked, edge = [], self.marks.edge
         for number, message in enumerate(messages):
@@ -171,7 +172,7 @@ class Writer:
                 # Templates look at how the assistant's text begins.
                 begin = "" if message["role"] == "assistant" else f"{edge}{number}-{_BEGIN}{edge}"
                 message = {**message, "content": f"{head}{begin}{said}{edge}{number}-{_END}{edge}{tail}"}
-            if message.get("tool_calls"):
+            if calls and message.get("tool_calls"):
                 *others, last = message["tool_calls"]
                 message = {**message, "tool_calls": [*others, _marked_call(last, f"{edge}{number}-{_CALL}{edge}")]}
             marked.append(dict(message))
@@ -179,9 +180,9 @@ class Writer:
 
     def edges(self, messages: Messages, prompt: bool, typed: Sequence[str], text: str) -> dict[tuple[int, int], int]:
         """Return where contents begin and end in `text`, the rendering of `messages`; empty if marks change it."""
-        for empty in (True, False):
+        for empty, calls in ((True, True), (False, True), (False, False)):
             try:
-                marked = self.write(self.with_edges(messages, empty=empty), prompt, typed)
+                marked = self.write(self.with_edges(messages, empty=empty, calls=calls), prompt, typed)
             except TemplateError:
                 continue
             if marked.text == text:
@@ -234,7 +235,7 @@ class Layout:
             if said in text or self._writer.marks.slot in said:
                 continue
             # It may be written in another form, as JSON, for example.
-            marked = self._writer.with_edges(self.messages, empty=False)
+            marked = self._writer.with_edges(self.messages, empty=False, calls=False)
             if not any(key[0] == number for key in self._writer.write(marked, self._prompt, self.typed).edges):
                 raise TemplateError(
                     f"message {number}: the chat template leaves out its content; pass chat_template= with a template "
