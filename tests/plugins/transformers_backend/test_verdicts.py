@@ -169,6 +169,6 @@ def test_a_forward_that_fails_is_refused_with_its_own_words(open_model: Open) ->
 
     backend = open_model(Picky(LlamaConfig(**SIZES)))
     with pytest.raises(
-        CapabilityError, match="one row of 13 ids and nothing else: ValueError: pixel_values are missing"
+        CapabilityError, match="one row of 8 ids and nothing else: ValueError: pixel_values are missing"
     ):
         backend.score_logprobs(ROWS)

@@ -56,7 +56,6 @@ class Verdict:
     records: defaultdict[str, Record] = field(default_factory=lambda: defaultdict(Record))  # by way
     causal: bool = False  # whether that is known: every way that agrees shows it
     examined: bool = False  # whether the cause of a way that failed was looked for
-    refusal: str = ""  # why the model cannot be used
     scale: float = 0.0  # the standard deviation of its logits
     # A dtype shorter than that of the weights to which all logits are rounded, because the forward turns autocast on,
     # for example.
