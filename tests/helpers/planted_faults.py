@@ -250,13 +250,13 @@ def states_of_a_pack_shifted(model: Any) -> None:
 
 
 def values_cached_in_8_bits(model: Any) -> None:
-    """The cache keeps three bits of each value of a prompt."""
+    """The cache keeps two bits of the fraction of each value of a prompt."""
 
     def shorten(plain: Any, args: Any, kwargs: Any) -> Any:
         out, past = plain(*args, **kwargs), cache_in(kwargs)
         if past is not None and out.last_hidden_state.shape[1] > 1:
             for layer in past.layers:
-                layer.values.copy_(layer.values.to(torch.float8_e4m3fn))
+                layer.values.copy_(layer.values.to(torch.float8_e5m2))
         return out
 
     _wrap(model.model, shorten)

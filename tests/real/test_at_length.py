@@ -71,7 +71,7 @@ def test_changed_weights_are_those_of_the_next_call(copy: Any, tokenizer: Any, f
             check_greedy(backend, copy, few, 6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("plant", planted_faults.PLANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_changes_no_number(
     copy: Any, tokenizer: Any, rows: Rows, plant: Callable[[Any], None], dtype: torch.dtype
@@ -81,12 +81,9 @@ def test_a_planted_fault_changes_no_number(
     for each in (model, exact):
         plant(each)
     # The second has nothing before its last token that could be read wrongly.
-    texts, prompts = (
-        [rows[28][:30], rows[0][:2], rows[0], rows[29][10:40], rows[3]],
-        [rows[28][:20], rows[0], rows[29][:20]],
-    )
+    texts, prompts = [rows[28][:27], rows[0][:2], rows[0], rows[3][:14]], [rows[28][:21], rows[0]]
     with corelm.get_backend("transformers", model, tokenizer=tokenizer) as backend:
-        planted_faults.check(backend, model, exact, texts, prompts, 6)
+        planted_faults.check(backend, model, exact, texts, prompts, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
