@@ -1,17 +1,22 @@
 """Faults that show only where a model is not run by its plain forward: each function puts one into a model like Llama.
 
 The plain forward of one row, without padding, mask, positions and cache, is what it was, or is itself what is right.
+`check` compares a backend with the model in float64, which has the same fault: no log-prob may be further off than
+twice what the plain forward is in the model's own dtype.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from helpers.plain_forward import cache_in
+from corelm import Backend
+from helpers.plain_forward import Rows, cache_in
 
 
 def _wrap(part: Any, change: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -156,6 +161,107 @@ def noise(model: Any) -> None:
     _wrap(model.model, add)
 
 
+def cache_of_an_earlier_call(model: Any) -> None:
+    """The cache has the first token of the very first prompts."""
+    kept: list[Tensor] = []
+
+    def mix(plain: Any, args: Any, kwargs: Any) -> Any:
+        out, past = plain(*args, **kwargs), cache_in(kwargs)
+        if past is not None and out.last_hidden_state.shape[1] > 1:
+            first = [layer.values[:, :, 0] for layer in past.layers]
+            if not kept:
+                kept.extend(each[-1].clone() for each in first)
+            for each, stale in zip(first, kept, strict=True):
+                each.copy_(stale)
+        return out
+
+    _wrap(model.model, mix)
+
+
+def window_of_cached_steps_one_short(model: Any) -> None:
+    """Where a cached step reads more than 24 tokens, it misses one of them."""
+
+    def attend(plain: Any, args: Any, kwargs: Any) -> Any:
+        past, states = cache_in(kwargs), kwargs["hidden_states"]
+        count = 0 if past is None else past.get_seq_length(plain.__self__.layer_idx) + 1
+        if count > 24 and states.shape[1] == 1:
+            seen, mask = torch.arange(count, device=states.device) != count - 24, kwargs.get("attention_mask")
+            if mask is None or mask.dtype is torch.bool:
+                kwargs["attention_mask"] = seen.expand(len(states), 1, 1, -1) if mask is None else mask & seen
+            else:
+                kwargs["attention_mask"] = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+        return plain(*args, **kwargs)
+
+    for layer in model.model.layers:
+        _wrap(layer.self_attn, attend)
+
+
+def columns_for_positions(model: Any) -> None:
+    """Where rows are padded, tokens are numbered by columns."""
+
+    def number(plain: Any, args: Any, kwargs: Any) -> Any:
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        if positions is not None and mask is not None:
+            kwargs["position_ids"] = torch.arange(mask.shape[1], device=mask.device)[None, -positions.shape[1] :]
+        return plain(*args, **kwargs)
+
+    _wrap(model.model, number)
+
+
+def attention_scaled_by_the_batch(model: Any) -> None:
+    """Attention is sharper by a hundredth where several rows are read together."""
+
+    def sharpen(plain: Any, args: Any, kwargs: Any) -> Any:
+        part, several = plain.__self__, kwargs["hidden_states"].shape[0] > 1
+        scaling = part.scaling
+        part.scaling = scaling * (1.01 if several else 1.0)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            part.scaling = scaling
+
+    for layer in model.model.layers:
+        _wrap(layer.self_attn, sharpen)
+
+
+def head_of_8_bits_for_many_rows(model: Any) -> None:
+    """The head's weights have 8 bits where more than four rows are read together."""
+
+    def multiply(plain: Any, args: Any, kwargs: Any) -> Any:
+        weight, (states,) = model.lm_head.weight, args
+        if len(states) <= 4 or states.ndim < 3:
+            return plain(states)
+        step = weight.abs().amax(1, keepdim=True) / 127
+        return functional.linear(states, (weight / step).round() * step)
+
+    _wrap(model.lm_head, multiply)
+
+
+def states_of_a_pack_shifted(model: Any) -> None:
+    """Where positions begin anew in a row, each token has the state of the one before."""
+
+    def shift(plain: Any, args: Any, kwargs: Any) -> Any:
+        out, positions = plain(*args, **kwargs), kwargs.get("position_ids")
+        if positions is not None and bool((positions[:, 1:] < positions[:, :-1]).any()):
+            out.last_hidden_state = out.last_hidden_state.roll(1, 1)
+        return out
+
+    _wrap(model.model, shift)
+
+
+def values_cached_in_8_bits(model: Any) -> None:
+    """The cache keeps two bits of the fraction of each value of a prompt."""
+
+    def shorten(plain: Any, args: Any, kwargs: Any) -> Any:
+        out, past = plain(*args, **kwargs), cache_in(kwargs)
+        if past is not None and out.last_hidden_state.shape[1] > 1:
+            for layer in past.layers:
+                layer.values.copy_(layer.values.to(torch.float8_e5m2))
+        return out
+
+    _wrap(model.model, shorten)
+
+
 #: All but `noise`, after which no number can be right.
 PLANTS: tuple[Callable[[Any], None], ...] = (
     leaking_mask,
@@ -168,4 +274,47 @@ PLANTS: tuple[Callable[[Any], None], ...] = (
     rope_by_the_length_of_the_batch,
     expert_capacity_of_a_batch,
     cache_without_a_first_token,
+    cache_of_an_earlier_call,
+    window_of_cached_steps_one_short,
+    columns_for_positions,
+    attention_scaled_by_the_batch,
+    head_of_8_bits_for_many_rows,
+    states_of_a_pack_shifted,
+    values_cached_in_8_bits,
 )
+
+
+def check(backend: Backend, model: Any, exact: Any, rows: Rows, prompts: Rows, length: int) -> None:
+    """Check the scores of rows, and the log-probs of sampled answers of this length.
+
+    Args:
+        model: what the backend runs.
+        exact: the same in a longer dtype.
+    """
+    scores = backend.score_logprobs(rows).logprobs.split()
+    _check("scores", [each[1:] for each in scores], [[_at_once(each, row) for row in rows] for each in (model, exact)])
+    made = backend.generate(
+        prompts, {"max_new_tokens": length, "ignore_eos": True}, seeds=list(range(1, len(prompts) + 1))
+    )
+    assert made.logprobs is not None
+    sequences = [(prompt + answer, len(prompt)) for prompt, answer in zip(prompts, made.ids.tolist(), strict=True)]
+    plain = [[_step_by_step(each, *sequence) for sequence in sequences] for each in (model, exact)]
+    _check("answers", list(made.logprobs.split()), plain)
+
+
+def _check(what: str, found: list[Tensor], plain: list[list[Tensor]]) -> None:
+    own, exact = (torch.cat(each) for each in plain)
+    off, allowed = (float((each - exact).square().mean().sqrt()) for each in (torch.cat(found).double().cpu(), own))
+    assert off <= 2 * allowed + 1e-5, (what, off, allowed)
+
+
+def _at_once(model: Any, row: Sequence[int]) -> Tensor:
+    """Return the log-probs of a row's tokens but the first, float64, from one plain forward."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([row[:-1]], device=model.device)).logits[0]
+    return logits.double().log_softmax(-1).cpu()[torch.arange(len(row) - 1), torch.tensor(row[1:])]
+
+
+def _step_by_step(model: Any, row: Sequence[int], start: int) -> Tensor:
+    """Return the log-probs of a row's tokens from `start` on, each from the plain forward of what comes before it."""
+    return torch.stack([_at_once(model, row[: end + 1])[-1] for end in range(start, len(row))])

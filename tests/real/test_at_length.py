@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch
 
 import corelm
 from corelm import Backend
-from helpers import oracle, real_checks
+from corelm.errors import CapabilityError
+from helpers import oracle, planted_faults, real_checks
 from helpers.command_line import corelm_command, write_rows
 from helpers.command_line import rows as read_rows
 from helpers.peft_models import with_lora
@@ -66,6 +69,31 @@ def test_changed_weights_are_those_of_the_next_call(copy: Any, tokenizer: Any, f
         for backend in (in_place, updated):
             check_scores(backend, copy, few)
             check_greedy(backend, copy, few, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plant", planted_faults.PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_changes_no_number(
+    copy: Any, tokenizer: Any, rows: Rows, plant: Callable[[Any], None], dtype: torch.dtype
+) -> None:
+    model = deepcopy(copy).to(dtype)
+    exact = copy.double() if dtype == torch.float32 else copy
+    for each in (model, exact):
+        plant(each)
+    # The second has nothing before its last token that could be read wrongly.
+    texts, prompts = [rows[28][:27], rows[0][:2], rows[0], rows[3][:14]], [rows[28][:21], rows[0]]
+    with corelm.get_backend("transformers", model, tokenizer=tokenizer) as backend:
+        planted_faults.check(backend, model, exact, texts, prompts, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_noise_is_refused(copy: Any, tokenizer: Any, rows: Rows, dtype: torch.dtype) -> None:
+    model = copy.to(dtype)
+    planted_faults.noise(model)
+    with corelm.get_backend("transformers", model, tokenizer=tokenizer) as backend:
+        for call in (backend.score_logprobs, partial(backend.generate, sampling={"max_new_tokens": 2})):
+            with pytest.raises(CapabilityError, match="each time it reads the same ids"):
+                call(rows[:3])
 
 
 def test_compare_tells_rounding_and_has_no_bias_of_its_own(folder: Path, tmp_path: Path) -> None:

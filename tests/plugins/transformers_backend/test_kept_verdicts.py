@@ -153,7 +153,7 @@ def test_a_way_that_fails_is_not_tried_again(folder: Path, open_model: Open, cap
             backend.generate(PROMPTS[:1], {"max_new_tokens": 4, "num_beams": 2, "temperature": 0.0}, logprobs="none")
         counts.append(passes.count)
         told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert len(told) == 1 and "without a cache" in told[0] and "cached rows of 16 tokens" in told[0]
+        assert len(told) == 1 and "without a cache" in told[0] and "cached rows of 8 tokens" in told[0]
     assert counts[1] < counts[0], counts
 
 

@@ -235,7 +235,7 @@ def test_beams_use_no_cache_if_cached_steps_differ(open_model: Open, caplog: pyt
     search = {"max_new_tokens": 6, "num_beams": 3, "temperature": 0.0}
     expected = open_model(sound).generate(PROMPTS, search, logprobs="none").ids.tolist()
     assert open_model(model).generate(PROMPTS, search, logprobs="none").ids.tolist() == expected
-    assert "cached rows of 16 tokens get other numbers" in caplog.text
+    assert "cached rows of 8 tokens get other numbers" in caplog.text
 
 
 def test_a_difference_that_begins_at_a_length_is_found_on_the_callers_own_rows(
@@ -359,7 +359,9 @@ def test_the_first_calls_read_few_rows_more_than_later_ones(open_model: Open) ->
         assert counts[0] - counts[1] <= 4, counts
 
 
-def test_a_way_that_is_new_after_some_steps_of_training_is_tried_with_the_present_weights(open_model: Open) -> None:
+def test_a_way_that_is_new_after_some_steps_of_training_is_tried_with_the_present_weights(
+    open_model: Open, fast: bool
+) -> None:
     """After three changes of the weights nothing is tried anew but what never was."""
     model = tiny_model("llama")
     backend = open_model(model)
@@ -368,7 +370,7 @@ def test_a_way_that_is_new_after_some_steps_of_training_is_tried_with_the_presen
         with torch.no_grad():
             model.lm_head.weight.mul_(1.5)
     assert_scores(backend, model, PROMPTS, atol=2e-5)
-    assert backend.info["scoring"] == PACKED
+    assert backend.info["scoring"] == (PACKED if fast else "padded")
 
 
 def test_decoding_without_a_cache_is_said_once_with_its_cause(

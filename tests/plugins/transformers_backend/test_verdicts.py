@@ -23,7 +23,7 @@ from helpers.plain_forward import (
     wide,
 )
 from helpers.scoring_path import scoring_path
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import random_rows, tiny_model
 
 
 @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.nightly)], ids=["fast", "plain"])
@@ -162,6 +162,21 @@ def test_a_row_that_overflows_leaves_the_fast_ways_alone(open_model: Open, fast:
     assert scoring_path(backend).layout != "padded" or not fast
 
 
+def test_a_model_whose_numbers_depend_on_the_length_of_the_row_is_refused(open_model: Open) -> None:
+    """As ProphetNet's do. Later ids of the same number change nothing."""
+    model = tiny_model("llama")
+    plain = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        out.last_hidden_state = out.last_hidden_state * (1 + 0.1 * out.last_hidden_state.shape[1])
+        return out
+
+    model.model.forward = forward
+    with pytest.raises(CapabilityError, match="not causal"):
+        open_model(model).score_logprobs(random_rows(30, 7, 19, 2))
+
+
 def test_a_forward_that_fails_is_refused_with_its_own_words(open_model: Open) -> None:
     class Picky(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,6 +184,6 @@ def test_a_forward_that_fails_is_refused_with_its_own_words(open_model: Open) ->
 
     backend = open_model(Picky(LlamaConfig(**SIZES)))
     with pytest.raises(
-        CapabilityError, match="one row of 13 ids and nothing else: ValueError: pixel_values are missing"
+        CapabilityError, match="one row of 8 ids and nothing else: ValueError: pixel_values are missing"
     ):
         backend.score_logprobs(ROWS)

@@ -167,14 +167,15 @@ class Decoder:
             yield batch, found
 
     def _confirmed(self, way: DecodingWay, batch: PromptBatch, found: SampledAnswers) -> bool:
-        """Return whether the log-probs of a batch are right, as far as these rows show: the longest, the most padded,
-        and of those with the longest answer the most padded.
+        """Return whether the log-probs of a batch are right, as far as these rows show: the last of the longest, the
+        first of the most padded, and of those with the longest answer the most padded.
         """
         assert found.raw is not None
         prompts, answers = batch.prompts.lengths, found.ids.lengths
         columns = _columns(prompts, answers)
         furthest = (answers * (columns + 1) - prompts).argmax()
-        rows = sorted({int((prompts + answers).argmax()), int(prompts.argmin()), int(furthest)})
+        longest = (prompts + answers).argsort(stable=True)[-1]
+        rows = sorted({int(longest), int(prompts.argmin()), int(furthest)})
         sequences = batch.prompts.to("cpu").join(found.ids).select(rows).split()
         pairs = zip(sequences, found.raw.select(rows).split(), strict=True)
         ends = (OwnRow(ids[:-1], raw[-2 * TAIL :], ids[-len(raw) :][-2 * TAIL :]) for ids, raw in pairs)

@@ -8,13 +8,14 @@ when                  what is tried                                  against wha
 a way is first used   trial rows together: a row with special ids,   the plain forward of the first of them
                       the same cut short, twice, and another row
 … in a short dtype    the row that is twice among them               itself beside other rows, to the last bit
-it fails              the row again; with other later ids; with      the plain forward of the row
-                      positions; the logits of its end only
+it fails              the row again; with other later ids, and       the plain forward of the row
+                      without; with positions; its last logits only
 a pass is the widest  two or three rows of the call itself           the plain forward of each of them
 ===================== ============================================== ===============================================
 
-Trial rows show positions, masks, the head, and a model that is not causal. The rounding of a dtype shorter than float32
-could hide a mask that leaks a thousandth of a neighbour.
+Trial rows show positions, masks, the head, and a model that is not causal. They are short, so that an id that a way
+loses is much of what a position reads: the rounding of a dtype shorter than float32 could hide a smaller part. It could
+also hide a mask that leaks a thousandth of a neighbour. Rows of a call show what begins at a length.
 
 The plain forward decides how large a difference may be: its dtype does, and where that does not suffice, how far its
 numbers move when the embeddings of the row are rounded otherwise. A way that differs is not used, and the next one in
@@ -27,7 +28,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -38,21 +39,18 @@ from corelm.spec import Ragged
 from transformers_backend import trials
 from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.fingerprint import fingerprint
-from transformers_backend.masses import log_softmax_at
 from transformers_backend.verdicts import Verdict, file_of
 
 _log = logging.getLogger(__name__)
 
 #: What a difference in float32 may be, in steps of float32 times the spread of the logits. A plain forward is 15 to 25
-#: such steps from float64 at most positions.
-_STEPS = 64.0
-#: How many times as much as the plain forward moves when its embeddings are rounded otherwise, in float32 and in a
-#: shorter dtype. Linear attention sums in another order when it decodes with a cache. In a short dtype, a way with
-#: twice the plain forward's error differs from it by 1.6 times as much as that moves.
+#: such steps from float64 at most positions, and 80 at a few.
+_STEPS = 96.0
+#: How many times as much as the plain forward moves when its embeddings are rounded otherwise: in float32, and at most
+#: in a shorter dtype. Linear attention sums in another order when it decodes with a cache. In a short dtype, a way with
+#: twice the plain forward's error differs from it by 0.8 times as much as that moves with 2 layers, and 1.6 with 30.
 _TIMES_NOISE, _TIMES_SHORT_NOISE = 12.0, 1.7
-#: The share of positions for which that has to hold together. It also holds for each position by itself in float32, and
-#: for their mean square in a shorter dtype: a few positions of a real model are a thousand times as sensitive to
-#: rounding as most.
+#: A difference at so many positions is compared with the spread of the logits, or with what a router makes of rounding.
 _MOST = 0.75
 #: Number of positions compared at the end of each row.
 TAIL = 16
@@ -61,33 +59,18 @@ _OTHER_NUMBERS = "get other numbers than the model's own forward of one row"
 #: How many states of the model's structure are remembered.
 _REMEMBERED = 4
 
-#: Given rows, yield the numbers of those that are to be compared, each with the logits of its last positions, ``[n,
-#: vocab]``. One row after another, because the logits of a large vocabulary take megabytes.
-TailLogits = Callable[[Ragged], Iterator[tuple[int, Tensor]]]
+#: Returns the number of each row that is to be compared, with the logits of its last positions, ``[n, vocab]``.
+TailLogits = Callable[[Ragged], Iterable[tuple[int, Tensor]]]
 Way = TypeVar("Way", bound=str)
 
 
 @dataclass(frozen=True, eq=False)
 class OwnRow:
-    """A row of the caller's, and what a way made of it.
+    """A row of the caller's, and what a way made of it."""
 
-    Attributes:
-        ids: int64[n], what the model read.
-        found: the logits of its last k positions, ``[k, vocab]``, or the log-probs of `targets` there, float32[k].
-        targets: int64[k], or None.
-    """
-
-    ids: Tensor
-    found: Tensor
-    targets: Tensor | None = None
-
-    def apart(self, wanted: Tensor) -> Tensor:
-        """Return how far it is from the logits of the plain forward, float32[k] on the CPU."""
-        if self.targets is None:
-            return trials.differences(self.found, wanted)
-        pairs = zip(wanted.split(1), self.targets.to(wanted.device).split(1), strict=True)
-        plain = torch.cat([log_softmax_at(logits.float(), target) for logits, target in pairs])
-        return trials.token_differences(self.found.to(plain), plain).cpu()
+    ids: Tensor  # int64[n], what the model read
+    found: Tensor  # the logits of its last k positions, ``[k, vocab]``, or the log-probs of `targets` there, float32[k]
+    targets: Tensor | None = None  # int64[k]
 
 
 class SelfTest:
@@ -141,7 +124,7 @@ class SelfTest:
                 trial; nothing was found out then.
 
         Raises:
-            CapabilityError: the model is known not to be causal, or its forward fails on one row of ids.
+            CapabilityError: its forward fails on one row of ids, or draws random numbers.
         """
         self._checkpoint, self._plain = checkpoint, None
         now, weights = fingerprint(self._engine.module)
@@ -158,9 +141,6 @@ class SelfTest:
         self._verdicts = [verdict, *others[: _REMEMBERED - 1]]
         for name, may in self._may.items():
             setattr(self._engine, name, may and name not in verdict.off)
-        if verdict.refusal:
-            # A new error for each call: its traceback holds that call's tensors.
-            raise CapabilityError(verdict.refusal, capability="model")
 
     def forget(self) -> None:
         """Try the model again before the next request, because its weights were replaced."""
@@ -213,7 +193,7 @@ class SelfTest:
             if fault:
                 self._refute(way, columns, fault)
             else:
-                now.causal, record.tried = True, depth
+                record.tried = depth
                 record.confirmed = max(record.confirmed, columns if depth == 2 else 0)
             now.keep()
         return record.refuted > 0
@@ -224,7 +204,8 @@ class SelfTest:
 
     def is_confirmed(self, way: str, columns: int) -> bool:
         """Return whether `way` was compared on a forward pass as wide as this, and agreed."""
-        return columns <= self._lengths.end_of(self._now.records[way].confirmed) and not self.is_refuted(way, columns)
+        _, last = self._lengths.around(self._now.records[way].confirmed)
+        return columns <= last and not self.is_refuted(way, columns)
 
     def confirm(self, way: str, columns: int, rows: Iterable[OwnRow]) -> bool:
         """Return whether rows that were read in a pass of so many columns have the numbers of the plain forward, and
@@ -234,8 +215,7 @@ class SelfTest:
             with self._engine.evaluating():
                 agreed = all(map(self._agrees, rows))
             if agreed:
-                record = self._now.records[way]
-                record.confirmed = max(record.confirmed, columns)
+                self._now.records[way].confirmed = columns
             else:
                 self._refute(way, columns, _OTHER_NUMBERS)
         return not self.is_refuted(way, columns)
@@ -244,7 +224,7 @@ class SelfTest:
         """Remember what a forward pass of so many columns did instead of agreeing."""
         record = self._now.records[way]
         # A way that failed on the short trial rows is not used at all.
-        record.refuted = min(record.refuted, self._lengths.start_of(columns)) if record.tried else 0
+        record.refuted = min(record.refuted, self._lengths.around(columns)[0]) if record.tried else 0
         record.fault = f"{way} rows of {columns} tokens {brief(fault)}"
         then = f"{record.refuted} tokens or more are run in a slower way" if record.refuted else "a slower way is used"
         _log.info("%s: %s, so %s", type(self._engine.base).__name__, record.fault, then)
@@ -273,23 +253,20 @@ class SelfTest:
             # The row cut short, and the beginning of another.
             shortest = int(rows.lengths.min())
             rows = Ragged.from_list([row[:shortest] for row in rows.split()])
-        apart, noisy, found = [], [], {}
         with self._plainly():
             try:
-                for number, tail in run(rows):
-                    length = int(rows.lengths[number])
-                    if torch.equal(rows.split()[number], self.row[:length]):
-                        places = slice(length - len(tail), length)
-                        apart.append(trials.differences(tail, plain[places]))
-                        noisy.append(torch.arange(length)[places])
-                        found[number] = tail
+                found = {number: tail for number, tail in run(rows) if number != trials.OTHER}
             except Exception as error:
                 if is_device_failure(error):
                     raise
                 # A model's code may fail in any way on inputs that it does not expect.
                 return f"fail with {type(error).__name__}: {error}"
-            if not self._is_rounding(torch.cat(apart), lambda: self._noise(self.row, plain)[torch.cat(noisy)]):
-                return _OTHER_NUMBERS
+            noise = cache(partial(self._noise, self.row, plain))
+            for number, tail in found.items():
+                end = int(rows.lengths[number])
+                at = slice(end - len(tail), end)
+                if not self._is_rounding(trials.differences(tail, plain[at]), noise, at):
+                    return _OTHER_NUMBERS
             if self.is_short and 0 in found and not torch.equal(found[0], found[3]) and self._leaks(run, rows, found):
                 return "get other numbers when the rows or the padding beside them change"
         return ""
@@ -303,9 +280,7 @@ class SelfTest:
         engine, (short, other, row, _) = self._engine, rows.split()
         changed = torch.cat([self.row[: len(short)], self.row[len(short) :].flip(0)])
         if not torch.equal(engine.plain_logits(changed)[: len(short)], self.plain[: len(short)]):
-            self._look_for_noise(self._now, torch.finfo(self._dtype()).eps ** 0.5 * self._now.scale)
-            if self._now.refusal:
-                raise CapabilityError(self._now.refusal, capability="model")
+            self._refuse_noise(torch.finfo(self._dtype()).eps ** 0.5 * self._now.scale)
             return False
         # They begin as before, so that rows that are sorted keep their places and share what they shared.
         others = [short, torch.cat([other[:1], other[1:].flip(0)]), changed[: len(row)], short]
@@ -317,40 +292,48 @@ class SelfTest:
         return not all(torch.equal(tail, found[number]) for number, tail in again.items())
 
     def _agrees(self, row: OwnRow) -> bool:
-        wanted = self._engine.plain_logits(row.ids, len(row.found))
-        apart, times = row.apart(wanted), 1.0
-        if row.targets is not None:
+        wanted, times = self._engine.plain_logits(row.ids, len(row.found)), 1.0
+        if row.targets is None:
+            apart = trials.differences(row.found, wanted)
+        else:
+            apart = trials.token_differences(row.found, wanted, row.targets)
             # Three of four normal deviates are below 1.15 standard deviations, but not of a few.
             apart, times = apart / 1.15, 1.0 if len(apart) >= 8 else 2.0
         return self._is_rounding(apart, lambda: times * self._noise(row.ids, wanted))
 
-    def _is_rounding(self, apart: Tensor, noise: Callable[[], Tensor]) -> bool:
+    def _is_rounding(self, apart: Tensor, noise: Callable[[], Tensor], at: slice = slice(None)) -> bool:
         """Return whether differences at some positions of a row are put down to rounding.
+
+        A few positions of a real model are a thousand times as sensitive to rounding as most. So each is compared with
+        what the plain forward moves there: by itself in float32, and in the mean square in a shorter dtype.
 
         Args:
             apart: float32[n].
-            noise: returns how far the plain forward moves there when it is rounded otherwise, float32[n].
+            noise: returns how far the plain forward of the row moves when it is rounded otherwise.
+            at: which of that are these positions.
         """
         scale, eps, short = self._now.scale, torch.finfo(self._dtype()).eps, self.is_short
         config = self._engine.base.config.get_text_config()
-        # In a short dtype, a router may choose other experts at single positions.
-        routed = short and getattr(config, "num_experts_per_tok", None) is not None
-        # Every layer rounds the states twice, and the errors add up as in a random walk.
-        floor = eps * scale * ((2 * (getattr(config, "num_hidden_layers", 0) or 1) + 1) ** 0.5 if short else _STEPS)
-        typical, worst = float(apart.quantile(_MOST)), float(apart.max())
-        together = float(apart.square().mean().sqrt()) if short else worst
-        if worst == float("inf"):
-            return False
-        if typical <= floor and (routed or together <= floor):
-            return True
-        moved = noise() * (_TIMES_SHORT_NOISE if short else _TIMES_NOISE)
         # Where activations are quantized, the rounding of a sum may move one of them to the next level.
         largest = scale * (0.5 if short else 0.2 if self._engine.is_quantized else eps**0.5)
-        limit = min(max(floor, float(moved.quantile(_MOST))), largest)
-        _log.debug("%.2g apart at most positions, %.2g allowed; %.2g at one", typical, limit, worst)
-        if short:
-            return typical <= limit and (routed or float((apart / moved.clamp_min(floor / 2)).square().mean()) <= 1.0)
-        return typical <= limit and bool((apart <= moved.clamp_min(floor)).all())
+        typical = apart.quantile(_MOST)
+        if not (typical <= largest and apart.isfinite().all()):
+            return False
+
+        def together(values: Tensor) -> float:
+            return float(values.square().mean().sqrt() if short else values.max())
+
+        # Every layer rounds the states twice, and the errors add up as in a random walk.
+        layers = getattr(config, "num_hidden_layers", 0) or 1
+        floor = eps * scale * ((2 * layers + 1) ** 0.5 if short else _STEPS)
+        times = min(_TIMES_SHORT_NOISE, ((layers + 5) / 12) ** 0.5) if short else _TIMES_NOISE
+        if short and getattr(config, "num_experts_per_tok", None) is not None:
+            # Rounding makes a router choose other experts at single positions, each time at others.
+            return bool(typical <= floor or typical <= times * noise()[at].quantile(_MOST))
+        if together(apart) <= floor:
+            return True
+        _log.debug("%.2g apart at most positions, %.2g at one; %.2g is allowed at each", typical, apart.max(), floor)
+        return together(apart / (times * noise()[at]).clamp_min(floor / 2 if short else floor)) <= 1.0
 
     def _noise(self, ids: Tensor, wanted: Tensor) -> Tensor:
         """Return how far the plain forward of a row moves from the logits of its last n positions, ``[n, vocab]``, when
@@ -381,7 +364,7 @@ class SelfTest:
             self._rows = trials.trial_rows(self._engine, self._tokenizer, with_specials=False)
             plain = self.plain
         if not all(map(torch.equal, before, trials.random_states(self._engine.device))):
-            self._look_for_noise(verdict, 0.0)
+            self._refuse_noise(0.0)
         verdict.scale = trials.spread(plain)
         if verdict.scale > 0.0:
             shorter = (each for each in (torch.bfloat16, torch.float16) if torch.equal(plain.to(each).to(plain), plain))
@@ -389,15 +372,16 @@ class SelfTest:
         if self._keeps and not verdict.changes:
             verdict.load(file_of(self._engine, self._rows, fast=self._fast))
 
-    def _look_for_noise(self, verdict: Verdict, limit: float) -> None:
-        """Find out whether the same ids get the same numbers twice, but for a difference up to this limit."""
+    def _refuse_noise(self, limit: float) -> None:
+        """Refuse a model that gives the same ids other numbers the second time, beyond a difference of this limit."""
         with self._plainly():
             again = float(trials.differences(self._engine.plain_logits(self.row), self.plain).max())
         if again > limit:
-            verdict.refusal = (
+            raise CapabilityError(
                 f"{type(self._engine.base).__name__} gives other log-probabilities each time it reads the same ids, by "
                 f"{again:.2g} on average. So none of them can be relied on. If its forward drops out or adds noise, "
-                "turn that off"
+                "turn that off",
+                capability="model",
             )
 
     def _examine(self) -> bool:
@@ -410,39 +394,35 @@ class SelfTest:
         if now.examined:
             return False
         self._checkpoint()
-        if not now.causal:
-            # Of the same length, so that every sum is made in the same order.
-            other = torch.cat([self.row[:half], self._rows.split()[1]])[: len(self.row)]
-            with self._plainly():
-                ahead = trials.differences(engine.plain_logits(other)[:half], self.plain[:half])
-            self._look_for_noise(now, limit := torch.finfo(self._dtype()).eps ** 0.5 * now.scale)
-            if not now.refusal and float(ahead.quantile(_MOST) if self.is_short else ahead.max()) > limit:
-                now.refusal = (
-                    f"{type(engine.base).__name__} is not causal: when later ids change, the log-probabilities of "
-                    f"earlier positions change by {float(ahead.max()):.2g} on average. So log p(token | earlier "
-                    "tokens) cannot be read from it. If its configuration has is_decoder or is_causal, load it with "
-                    "True; a quantized model must not scale activations by a whole row"
-                )
-            if now.refusal:
-                raise CapabilityError(now.refusal, capability="model")
-            now.causal = True
-        tried = [("passes_positions", self._with_positions)]
-        tried += [("keeps_last_logits", partial(self._last_logits, last)) for last in (1, half)]
+        limit = torch.finfo(self._dtype()).eps ** 0.5 * now.scale
+        self._refuse_noise(limit)
+        # As many other ids, so that every sum is made in the same order; and none, where XLM masks a single position.
+        other = torch.cat([self.row[:half], self._rows.split()[trials.OTHER]])[: len(self.row)]
+        with self._plainly():
+            changed = trials.differences(engine.plain_logits(other)[:half], self.plain[:half])
+            left = trials.differences(engine.plain_logits(self.row[:half]), self.plain[:half]).median()
+        ahead = float(torch.maximum(changed.quantile(_MOST) if self.is_short else changed.max(), left))
+        if ahead > limit:
+            raise CapabilityError(
+                f"{type(engine.base).__name__} is not causal: when later ids change or are left out, the "
+                f"log-probabilities of earlier positions change by {ahead:.2g} on average. So log p(token | earlier "
+                "tokens) cannot be read from it. If its configuration has is_decoder or is_causal, load it with True; "
+                "a quantized model must not scale activations by a whole row",
+                capability="model",
+            )
+        # As the plain forward, but with the positions 0, 1, 2, …
+        inputs = engine.inputs(self._rows.select(torch.tensor([2])), "right")
+        tried: list[tuple[str, TailLogits]] = [
+            ("passes_positions", lambda _: [(2, engine.forward(use_cache=False, **inputs).logits[0])]),
+            ("keeps_last_logits", lambda _: [(2, engine.plain_logits(self.row, 1))]),
+            ("keeps_last_logits", lambda _: [(2, engine.plain_logits(self.row, half))]),
+        ]
         off = {name for name, run in tried if getattr(engine, name) and self._fault_of(run)}
         for name in off:
             setattr(engine, name, False)
         now.off |= off
         now.examined = True
         return bool(off)
-
-    def _with_positions(self, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
-        """Read the trial row as the plain forward does, but with the positions 0, 1, 2, …"""
-        inputs = self._engine.inputs(rows.select(torch.tensor([2])), "right")
-        yield 2, self._engine.forward(use_cache=False, **inputs).logits[0]
-
-    def _last_logits(self, last: int, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
-        """Ask for the logits of so many last positions of it only."""
-        yield 2, self._engine.plain_logits(self.row, last)
 
     @property
     def is_short(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor
 
 from corelm.spec import Ragged
 from transformers_backend.engine import CausalLM
+from transformers_backend.masses import log_softmax_at
 
 #: Length of the longest trial row, if the model reads so many ids.
-LONGEST = 16
+LONGEST = 8
+#: The number of the trial row that is only there to be read beside the others.
+OTHER = 1
 #: Lengths beyond this are not in any configuration; powers of two go up to it.
 _NO_LENGTH = 2**24
 #: Ids that a model of text may read anywhere in a row.
@@ -21,9 +24,10 @@ _ORDINARY_SPECIALS = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token
 
 
 def trial_rows(engine: CausalLM, tokenizer: Any, *, with_specials: bool = True) -> Ragged:
-    """Return four rows of random ids: the first half of row 2, the longest row, row 2, and the first half again.
+    """Return four rows of random ids: the first half of row 2, another row, row 2, and the first half again.
 
-    Row 2 has the padding id and the end of a text inside, as far as the tokenizer or the model names them.
+    Row 2 is the longest. It has the padding id and the end of a text inside, as far as the tokenizer or the model names
+    them.
     """
     config = engine.base.config
     longest = min(LONGEST, engine.max_context or LONGEST, engine.rope_switch or LONGEST)
@@ -35,8 +39,8 @@ def trial_rows(engine: CausalLM, tokenizer: Any, *, with_specials: bool = True) 
             readable[value] = False
     ids = readable.nonzero()[:, 0]
     row, other = ids[torch.randint(len(ids), (2, longest), generator=torch.Generator().manual_seed(0))]
-    row = row[: max(2, longest - 3)]
-    half = row[: max(1, min(longest // 2, len(row) - 1))]
+    other = other[: max(1, longest - 2)]
+    half = row[: max(1, longest // 2)]
     for place, name in ((3, "pad_token_id"), (6, "eos_token_id")) if with_specials else ():
         named = (getattr(source, name, None) for source in (tokenizer, config.get_text_config()))
         special = next((each for each in named if isinstance(each, int) and 0 <= each < engine.readable), None)
@@ -58,30 +62,15 @@ class LengthClasses:
     """
 
     def __init__(self, config: Any) -> None:
-        numbers = {number for number in _numbers(config.to_dict()) if 1 < number < _NO_LENGTH}
+        numbers = {int(each) for each in re.findall(r"(?<![\w.-])\d+\b", repr(config.to_dict()))}
+        numbers = {number for number in numbers if 1 < number < _NO_LENGTH}
         numbers |= {2**power for power in range(1, _NO_LENGTH.bit_length())}
         self._ends = sorted(numbers | {number - 1 for number in numbers})
 
-    def end_of(self, length: int) -> int:
-        """Return the last length of the range that holds `length`."""
-        return self._ends[self._index(length)]
-
-    def start_of(self, length: int) -> int:
-        """Return the first length of the range that holds `length`."""
-        index = self._index(length)
-        return self._ends[index - 1] + 1 if index else 0
-
-    def _index(self, length: int) -> int:
-        return min(bisect_left(self._ends, length), len(self._ends) - 1)
-
-
-def _numbers(value: Any) -> Iterator[int]:
-    """Yield the whole numbers in a configuration."""
-    if isinstance(value, (dict, list, tuple)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _numbers(each)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool) and value % 1 == 0:
-        yield int(value)
+    def around(self, length: int) -> tuple[int, int]:
+        """Return the first and the last length of the range that holds `length`."""
+        index = min(bisect_left(self._ends, length), len(self._ends) - 1)
+        return self._ends[index - 1] + 1 if index else 0, self._ends[index]
 
 
 def spread(logits: Tensor) -> float:
@@ -89,11 +78,14 @@ def spread(logits: Tensor) -> float:
     return max(float(some[some.isfinite()].std(correction=0).nan_to_num()) for some in logits.float())
 
 
-def token_differences(found: Tensor, wanted: Tensor) -> Tensor:
-    """Return how far log-probabilities ``[n]`` are apart, at least 0; infinity where only one of two is finite."""
-    both = found.isfinite() & wanted.isfinite()
-    neither = ~found.isfinite() & ~wanted.isfinite()
-    return (found - wanted).abs().where(both, float("inf")).where(~neither, 0.0)
+def token_differences(found: Tensor, wanted: Tensor, tokens: Tensor) -> Tensor:
+    """Return how far log-probs of tokens, float32[n], are from those that logits ``[n, vocab]`` give, float32[n] on the
+    CPU; infinity where only one of two is finite.
+    """
+    plain = log_softmax_at(wanted.float(), tokens.to(wanted.device))
+    found = found.to(plain)
+    apart = (found - plain).abs().where(found.isfinite() == plain.isfinite(), float("inf"))
+    return apart.where(found.isfinite() | plain.isfinite(), 0.0).cpu()
 
 
 def differences(found: Tensor, wanted: Tensor) -> Tensor:

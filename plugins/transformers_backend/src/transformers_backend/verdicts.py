@@ -54,9 +54,7 @@ class Verdict:
     changes: int = 0  # how often the weights had changed
     off: set[str] = field(default_factory=set)  # what must be off in `CausalLM`, by the names of its attributes
     records: defaultdict[str, Record] = field(default_factory=lambda: defaultdict(Record))  # by way
-    causal: bool = False  # whether that is known: every way that agrees shows it
     examined: bool = False  # whether the cause of a way that failed was looked for
-    refusal: str = ""  # why the model cannot be used
     scale: float = 0.0  # the standard deviation of its logits
     # A dtype shorter than that of the weights to which all logits are rounded, because the forward turns autocast on,
     # for example.
@@ -69,12 +67,12 @@ class Verdict:
         try:
             kept = json.loads(file.read_text()) if file else {}
             ways = {way: (int(tried), str(fault)) for way, (tried, fault) in kept["ways"].items()}
-            causal, off, name = kept["causal"] is True, set(map(str, kept["off"])), kept["file"]
+            off, name = set(map(str, kept["off"])), kept["file"]
         except Exception:
             # A damaged file may fail in any way.
             return
         if file and name == file.name:
-            self.causal, self.off = causal, off
+            self.off = off
             for way, (tried, fault) in ways.items():
                 self.records[way] = Record(tried, refuted=0 if fault else math.inf, fault=fault)
 
@@ -83,7 +81,7 @@ class Verdict:
         if self.file is None:
             return
         ways = {way: (each.tried, "" if each.refuted else each.fault) for way, each in self.records.items()}
-        kept = {"file": self.file.name, "causal": self.causal, "off": sorted(self.off), "ways": ways}
+        kept = {"file": self.file.name, "off": sorted(self.off), "ways": ways}
         with suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.file.parent)

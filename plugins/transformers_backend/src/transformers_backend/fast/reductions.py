@@ -1,11 +1,7 @@
-"""How a tile of logits is reduced on a GPU, where every pass over a tile costs a good part of its matrix product.
+"""Kernels that reduce a tile of logits on a GPU, where every pass over a tile costs a good part of its matrix product.
 
-triton        one kernel reads the product once, and another turns it into its gradient (`triton_head`). Used where
-              Triton is installed and both agree with float64 on this device
-log_softmax   PyTorch's own kernel replaces the passes for the difference, the exponentials and their sum; the maximum
-              is read from the product, in the dtype of the head
-
-Both are for heads without a bias and without a cap. All others, and every head on a CPU, are reduced in `tiles`.
+They are for heads without a bias and without a cap, and used where Triton is installed and they agree with float64 on
+this device. All others, and every head on a CPU, are reduced in `tiles`.
 """
 
 from __future__ import annotations
@@ -31,13 +27,8 @@ class TileReduction(Protocol):
 
     In all methods `product` is ``[rows, width]`` in the dtype of the head, and a logit is ``factor · product``;
     `columns` is int64[rows], the column of each row's token, which may lie outside the tile; other tensors are
-    float32[rows], or float64 if the product is.
-
-    Attributes:
-        makes_gradients: whether `gradient_` is there.
+    float32[rows].
     """
-
-    makes_gradients: bool
 
     def fold(
         self, product: Tensor, factor: float, columns: Tensor, largest: Tensor, total: Tensor, chosen: Tensor
@@ -58,49 +49,18 @@ class TileReduction(Protocol):
         """
 
 
-class ByLogSoftmax:
-    """Reduces with PyTorch's log-softmax. It holds two tiles of float32 at once."""
-
-    makes_gradients = False
-
-    def fold(
-        self, product: Tensor, factor: float, columns: Tensor, largest: Tensor, total: Tensor, chosen: Tensor
-    ) -> None:
-        # A logit less its log-softmax is the log of the sum. Any finite logit would do, but float16 overflows, to minus
-        # infinity as well; of the largest, fewest digits are lost. It is read from the product, which is short.
-        largest_here, place = product.max(-1, keepdim=True)
-        if factor != 1.0:
-            product = product.to(total.dtype, copy=True).mul_(factor)
-        logit = (largest_here.to(total.dtype) * factor)[:, 0]
-        normalizer = logit - product.log_softmax(-1, dtype=total.dtype).gather(1, place)[:, 0]
-        # A tile of minus infinities adds nothing.
-        normalizer = torch.where(logit == -torch.inf, logit, normalizer)
-        inside = (columns >= 0) & (columns < product.shape[1])
-        found = product.gather(1, columns.clamp(0, product.shape[1] - 1)[:, None])[:, 0]
-        chosen.copy_(torch.where(inside, found.to(chosen.dtype), chosen))
-        larger = torch.maximum(largest, normalizer)
-        total.mul_((largest - larger).exp()).add_((normalizer - larger).exp())
-        largest.copy_(larger)
-
-    def gradient_(self, product: Tensor, factor: float, columns: Tensor, normalizer: Tensor, upstream: Tensor) -> None:
-        raise NotImplementedError("there is no kernel for it")
-
-
 @cache
 def reduction_for(device: torch.device, dtype: torch.dtype) -> TileReduction | None:
     """Return how products of this dtype are reduced on a device; None for the plain passes."""
-    if device.type != "cuda":
-        return None
     # Nobody has run the kernels on an AMD GPU.
-    if os.environ.get(VARIABLE) != "0" and dtype != torch.float64 and torch.version.hip is None:
-        try:
-            from transformers_backend.fast.triton_head import ByTriton
-        except ImportError as error:
-            _log.info("the head is reduced by PyTorch's log-softmax, because Triton cannot be imported: %s", error)
-        else:
-            if agrees(ByTriton(), device, dtype):
-                return ByTriton()
-    return ByLogSoftmax()
+    if device.type != "cuda" or os.environ.get(VARIABLE) == "0" or dtype == torch.float64 or torch.version.hip:
+        return None
+    try:
+        from transformers_backend.fast.triton_head import ByTriton
+    except ImportError as error:
+        _log.info("the head's kernels are not used, because Triton cannot be imported: %s", error)
+        return None
+    return ByTriton() if agrees(ByTriton(), device, dtype) else None
 
 
 def agrees(kernels: TileReduction, device: torch.device, dtype: torch.dtype) -> bool:
@@ -122,11 +82,10 @@ def agrees(kernels: TileReduction, device: torch.device, dtype: torch.dtype) -> 
             kernels.fold(tile, factor, tokens - start, largest, total, chosen)
         normalizer = largest + total.log()
         apart = float((chosen - normalizer - wanted).abs().max())
-        if kernels.makes_gradients:
-            for tile, start in zip(tiles, (0, widths[0]), strict=True):
-                kernels.gradient_(tile, factor, tokens - start, normalizer, upstream)
-            share = float((torch.cat(tiles, 1) - gradient).abs().max() / gradient.abs().max())
-            apart = max(apart, share * _NEAR / _NEAR_GRADIENT)
+        for tile, start in zip(tiles, (0, widths[0]), strict=True):
+            kernels.gradient_(tile, factor, tokens - start, normalizer, upstream)
+        share = float((torch.cat(tiles, 1) - gradient).abs().max() / gradient.abs().max())
+        apart = max(apart, share * _NEAR / _NEAR_GRADIENT)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:

@@ -199,7 +199,7 @@ def _gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the bare products of a tile: for the sum over tokens, and in the dtype of the head."""
     tokens, normalizer, upstream = tokens[rows], normalizer[rows], upstream[rows]
-    if form.reduction is not None and form.reduction.makes_gradients:
+    if form.reduction is not None:
         product, factor = tiles.product(rows, entries)
         form.reduction.gradient_(product, factor, tokens - entries.start, normalizer, upstream)
         return product, product

@@ -52,8 +52,6 @@ def _gradient(product, columns, normalizer, upstream, width, factor, BLOCK: tl.c
 class ByTriton:
     """Reduces contiguous tiles with these kernels. See `TileReduction`."""
 
-    makes_gradients = True
-
     def fold(
         self, product: Tensor, factor: float, columns: Tensor, largest: Tensor, total: Tensor, chosen: Tensor
     ) -> None:
