@@ -90,7 +90,13 @@ class Generator(Worker[Prompt]):
             top_logprobs=self.top_logprobs,
             adapter=self.options.adapter,
         )
-        texts, tokens, reasons = answer_texts(batch, sampling, self.engine), batch.ids.tolist(), batch.finish_reasons
+        before = [
+            () if prompt.chat is not None else row
+            for prompt, row in zip(prompts, rows_of_ids.tolist(), strict=True)
+            for _ in range(samples)
+        ]
+        texts = answer_texts(batch, sampling, self.engine, before)
+        tokens, reasons = batch.ids.tolist(), batch.finish_reasons
         messages = self._messages(prompts, rows_of_ids, batch, sampling)
         log_probs = None if batch.logprobs is None else batch.logprobs.tolist()
         provenance, other_ids = self.engine.provenance(batch), id_fields(batch)

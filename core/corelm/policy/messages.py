@@ -33,14 +33,26 @@ _CONTEXT = 16
 ResponseParser = Callable[[str], Message | Mapping[str, Any]]
 
 
-def answer_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
-    """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it."""
-    skip = sampling.skip_special_tokens
-    texts = batch.texts or tuple(backend.detokenize(batch.ids, skip_special_tokens=skip))
+def answer_texts(
+    batch: GenerateResult,
+    sampling: SamplingParams,
+    backend: Backend,
+    prompts: Sequence[Sequence[int]] | None = None,
+) -> tuple[str, ...]:
+    """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it.
+
+    Args:
+        prompts: the ids that each answer continues the text of, none for the message of a chat, which is a text of its
+            own; None if all answers are such.
+    """
+    if prompts is not None:
+        # The prompt of a row that failed may be illegal.
+        prompts = [ids if length else () for ids, length in zip(prompts, batch.ids.lengths.tolist(), strict=True)]
+    decode = partial(backend.detokenize, skip_special_tokens=sampling.skip_special_tokens, before=prompts)
+    texts = batch.texts or tuple(decode(batch.ids))
     if not sampling.stop:
         return texts
-    before = batch.ids.slice(torch.zeros_like(batch.ids.lengths), batch.ids.lengths - 1)
-    olds = backend.detokenize(before, skip_special_tokens=skip)
+    olds = decode(batch.ids.slice(torch.zeros_like(batch.ids.lengths), batch.ids.lengths - 1))
     return tuple(
         text_before_stop(text, old, sampling.stop) if reason == "stop" else text
         for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)

@@ -13,6 +13,7 @@ from corelm.policy.rows import InputRows
 from corelm.policy.scored_sets import provenance_of_scores
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
+from corelm.support.left_context import HALF_CHARACTER
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 
@@ -37,9 +38,10 @@ def generated(
     problems: Problems = {}
     errors = batch.errors or ("",) * len(batch.ids)
     if fields & {"text", "history"}:
-        said = answer_texts(batch, sampling, backend)
+        # The text of a message does not continue that of the prompt: templates write the space between them.
+        prompts = rows.ids.tolist()
+        said = answer_texts(batch, sampling, backend, prompts if rows.chats is None else None)
         asked = rows.texts or given_texts(rows.ids, backend)
-        texts = Parts(asked, said, _joined(asked, said))
         if rows.chats is not None:
             messages, problems = reader.read(rows, asked, said, batch, sampling, backend)
             errors = tuple(error or problems.get(row, "") for row, error in enumerate(errors))
@@ -49,6 +51,10 @@ def generated(
                 chat if turn is None else chat[:-1] for chat, turn in zip(rows.chats, begun, strict=True)
             )
             chats = Parts(rows.chats, replies, _joined(asked_before, replies))
+        if "text" in fields:
+            after = said if rows.chats is None else answer_texts(batch, sampling, backend, prompts)
+            # The answer may complete the last character of its prompt.
+            texts = Parts(asked, said, _joined(tuple(text.rstrip(HALF_CHARACTER) for text in asked), after))
     # True where the answers are: those positions are scored, and they are the assistant's.
     answered = rows.ids.join_mask(batch.ids)
     assistant = answered

@@ -201,6 +201,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             continue_from=None if continue_from is None else partial_answers(continue_from, rows, options),
             on_tokens=on_tokens,
             on_answer=bar,
+            new_turn=rows.chats is not None,
         )
 
     @no_inference_mode()

@@ -47,7 +47,9 @@ class _ChatReply:
         ask, service = self._ask, self._service
         prompt = await asyncio.to_thread(service.render, self._turn.messages, ask.tools, ask.template_kwargs)
         options = service.generate_options(ask.sampling, wanted=ask.logprobs, top_logprobs=ask.top_logprobs)
-        generation = self._exchange.add(Generation(service.backend, [prompt.ids], ask.sampling, **options))
+        generation = self._exchange.add(
+            Generation(service.backend, [prompt.ids], ask.sampling, new_turn=True, **options)
+        )
         # The tokens of a stream come without the most probable ids, and a parser needs the whole answer.
         if ask.stream and not service.parses and not ask.top_logprobs:
             await self._stream(generation, prompt)

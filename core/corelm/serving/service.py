@@ -229,9 +229,11 @@ class Service:
 
     # Its answers -----------------------------------------------------------------------------------------------------
 
-    def answers(self, result: GenerateResult, sampling: SamplingParams) -> list[Answer]:
-        """Return the answers of a result."""
-        return answers_of(result, sampling, self.backend)
+    def answers(
+        self, result: GenerateResult, sampling: SamplingParams, prompts: Sequence[Sequence[int]] | None = None
+    ) -> list[Answer]:
+        """Return the answers of a result: messages, or what continues the texts of `prompts`."""
+        return answers_of(result, sampling, self.backend, prompts)
 
     def messages(
         self,

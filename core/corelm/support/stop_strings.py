@@ -5,8 +5,9 @@ The rule, for every backend:
 - A stop string ends an answer with the token that completes it. That token stays in the ids; the text ends before the
   stop string.
 - One that was complete before the answer had ``min_new_tokens`` tokens does not count, then or later.
-- Text is what the ids decode to. With ``skip_special_tokens`` a special token adds none, so a stop string may stretch
-  across it, and one that contains a special token could never be found. Core refuses the latter; see `skipped_texts`.
+- Text is what the ids decode to after those of the prompt; see `StopStrings.after`. With ``skip_special_tokens`` a
+  special token adds none, so a stop string may stretch across it, and one that contains a special token could never be
+  found. Core refuses the latter; see `skipped_texts`.
 - A token may end in the middle of a character. The decoder shows such a piece as U+FFFD until the next token completes
   it, so U+FFFD at the end of a text is not yet text.
 
@@ -20,17 +21,13 @@ Choose by how the engine works:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from corelm.spec.records import GenerateRequest
 from corelm.spec.sampling import SamplingParams
-
-#: What an incomplete character decodes to.
-HALF_CHARACTER = "\ufffd"
-
-#: Ids to text, with ``skip_special_tokens`` already decided.
-Decode = Callable[[list[int]], str]
+from corelm.support.left_context import HALF_CHARACTER, Decode, decoder_after
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,18 @@ class StopStrings:
             return text
 
         return cls(sampling.stop, decode, sampling.min_new_tokens)
+
+    @classmethod
+    def of_rows(cls, request: GenerateRequest, tokenizer: Any) -> list[StopStrings]:
+        """Return the stop strings of each row of a request."""
+        stops = cls.of(request.sampling, tokenizer)
+        if not stops.stops:
+            return [stops] * len(request.prompts)
+        return [stops.after(prompt) for prompt in request.prompts.tolist()]
+
+    def after(self, prompt: Sequence[int]) -> StopStrings:
+        """Return the same for answers to a prompt: some decoders drop a space where the ids before it are missing."""
+        return replace(self, decode=decoder_after(self.decode, prompt)) if self.stops else self
 
     def first_end(self, ids: Sequence[int]) -> int | None:
         """Return the length of the answer up to and including the token that completes the first stop string.

@@ -101,14 +101,14 @@ def generation_result(
     Args:
         streams: what was streamed of each row. It is the answer of a row that was aborted without a reply.
     """
-    stops = StopStrings.of(request.sampling, info.tokenizer)
+    stops = StopStrings.of_rows(request, info.tokenizer)
 
     def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
         if entry is ABORTED and streams is not None:
             # What was reported of its other ids may be wrong, which is an error of this row alone.
             return row_outcome(row, lambda number, _: streams.aborted(number))
         return row_outcome(
-            entry, lambda reply, aborted: _row_answer(reply, aborted, payloads[row], request, stops, info)
+            entry, lambda reply, aborted: _row_answer(reply, aborted, payloads[row], request, stops[row], info)
         )
 
     return generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
@@ -154,7 +154,7 @@ def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: Ser
     """Return what streams the rows of a request, and what the client does with their events."""
     count, vocab_size = wanted(request, info.candidates), info.capabilities.vocab_size
     streams = RowStreams(request, info.tokenizer)
-    stops = StopStrings.of(request.sampling, info.tokenizer)
+    stops = StopStrings.of_rows(request, info.tokenizer)
     seen = [0] * len(payloads)
 
     def tell(row: int, reply: Any) -> None:
@@ -162,7 +162,7 @@ def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: Ser
         with suppress(RowError):
             choice = only_choice(reply)
             if choice.get("finish_reason") in ("stop", "length"):
-                streams.end(row, _row_answer(reply, False, payloads[row], request, stops, info))
+                streams.end(row, _row_answer(reply, False, payloads[row], request, stops[row], info))
             elif choice.get("finish_reason") is None:
                 # Only what is new is checked: with the whole answer, each token would cost as much as all before it.
                 ids, payload = choice["token_ids"], payloads[row]

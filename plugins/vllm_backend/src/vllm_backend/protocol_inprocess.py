@@ -108,11 +108,11 @@ def generation_result(
         info: what is known about the model.
         kept: the sets of kept ids of each row; none if they are not wanted.
     """
-    stops = StopStrings.of(request.sampling, info.tokenizer)
+    stops = StopStrings.of_rows(request, info.tokenizer)
     runs = [versions.of_no_tokens(request)] * len(outputs)
 
     def parse(output: Any, row: int) -> RowAnswer:
-        answer, completion = _row_answer(output, request, stops), output.outputs[0]
+        answer, completion = _row_answer(output, request, stops[row]), output.outputs[0]
         count = wanted(request, info.candidates)
         candidates = flat_candidates(completion.logprobs, 0, len(answer.ids), count) if count else None
         top = top_of_answer(request, answer.ids, candidates, info.capabilities.vocab_size)
@@ -165,13 +165,13 @@ def on_output(request: GenerateRequest, tokenizer: Any) -> Callable[[int, Any], 
     """
     if request.on_tokens is None:
         return _counting(request.on_answer)
-    streams, stops = RowStreams(request, tokenizer), StopStrings.of(request.sampling, tokenizer)
+    streams, stops = RowStreams(request, tokenizer), StopStrings.of_rows(request, tokenizer)
 
     def tell(row: int, output: Any) -> None:
         completion = output.outputs[0]
         with suppress(RowError):
             if output.finished:
-                streams.end(row, _row_answer(output, request, stops))
+                streams.end(row, _row_answer(output, request, stops[row]))
             else:
                 streams.tell(row, completion.token_ids, functools.partial(_answer_logprobs, completion, request))
 
