@@ -71,6 +71,17 @@ def test_calls_are_shown_as_text_without_a_parser(seen: Seen) -> None:
     assert message.content == CALL and message.tool_calls is None
 
 
+@pytest.mark.parametrize("asked", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_what_was_not_offered_is_not_called(asked: dict[str, Any]) -> None:
+    with (
+        scripted_bytes(CALL) as backend,
+        serving(backend, model_name="m", response_parser="hermes") as server,
+        client_of(server) as client,
+    ):
+        choice = client.chat.completions.create(model="m", messages=ASKED, **asked).choices[0]
+    assert choice.message.content == CALL and choice.message.tool_calls is None and choice.finish_reason == "stop"
+
+
 def test_without_a_choice_the_template_is_given_no_tools() -> None:
     with scripted_bytes("ok") as backend, serving(backend, model_name="m") as server, client_of(server) as client:
         for choice in ("auto", "none"):

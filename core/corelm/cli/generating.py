@@ -130,7 +130,7 @@ class Generator(Worker[Prompt]):
         """Return, for each answer to a conversation, what the parser made of it; {} where there is nothing to parse."""
         if self.parser is None:
             return [{}] * len(batch.ids)
-        texts, samples = whole_texts(batch, sampling, self.engine), sampling.num_samples or 1
+        (texts, typed), samples = whole_texts(batch, sampling, self.engine, self.parser), sampling.num_samples or 1
         before = self.engine.detokenize(ids, skip_special_tokens=False)
         found: list[dict[str, Any]] = []
         for index, text in enumerate(texts):
@@ -140,7 +140,7 @@ class Generator(Worker[Prompt]):
                 continue
             tools = self.options.template_kwargs.get("tools") if prompt.tools is None else prompt.tools
             try:
-                message = self.parser.parse(text, prefix=before[index // samples], tools=tools)
+                message = self.parser.parse(text, prefix=before[index // samples], tools=tools or (), typed=typed)
                 found.append({"message": message.to_dict()})
             except ResponseFormatError as error:
                 found.append({"message": None, "message_error": str(error)})

@@ -110,8 +110,12 @@ _HERMES_MARKS = ("<tool_call>", "<think>", "</think>")
 
 # Qwen3-Coder, Qwen3.5: the same tags around XML -----------------------------------------------------------------------
 
-#: Text up to the end of a parameter. An end counts where another parameter begins, or the call ends.
-_PARAMETER = r"<parameter=[^>\n]+>(?:(?!</parameter>\s*+(?:<parameter=|</function>)).)*+</parameter>\s*+"
+#: Text up to the end of a parameter. An end counts where another parameter begins, or the call ends. A line in it that
+#: begins another parameter says that the end is missing.
+_PARAMETER = (
+    r"<parameter=[^>\n]+>(?:(?!</parameter>\s*+(?:<parameter=|</function>)|\n<parameter=[^>\n]+>\n).)*+"
+    r"</parameter>\s*+"
+)
 _QWEN_XML = Dialect(
     where=r"<tool_call>\s*<function=",
     fields={
@@ -137,7 +141,7 @@ _QWEN_XML = Dialect(
 
 _ARGUMENT = (
     r"<arg_key>[^<]*</arg_key>\s*+<arg_value>"
-    r"(?:(?!</arg_value>\s*+(?:<arg_key>|</tool_call>)).)*+</arg_value>\s*+"
+    r"(?:(?!</arg_value>\s*+(?:<arg_key>|</tool_call>)|<arg_key>[^<]*</arg_key>\s*<arg_value>).)*+</arg_value>\s*+"
 )
 _GLM = Dialect(
     fields={

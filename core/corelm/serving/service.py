@@ -95,7 +95,9 @@ class Service:
         self.name = self.options.model_name or self.backend.model_name or self.backend.name
         self.texts = TokenTexts(self.backend.tokenizer)
         self._specials = special_tokens(self.backend.tokenizer)
-        self._reader = AnswerReader.of(self.options.response_parser, None, self.backend, opened_here=False)
+        self._reader = AnswerReader.of(
+            self.options.response_parser, self.options.template_kwargs.get("tools"), self.backend, opened_here=False
+        )
         self._open: set[Leaves] = set()
         self._health: asyncio.Task[bool] | None = None
 
