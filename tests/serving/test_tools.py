@@ -111,6 +111,23 @@ def test_reasoning_is_a_field_of_its_message() -> None:
     assert message.content == "Five." and message.reasoning_content.strip() == "A riddle."
 
 
+def test_a_stop_string_in_the_reasoning_does_not_end_the_answer(seen: Seen) -> None:
+    tokenizer = tiny_tokenizer()
+    said = "<think>\nObs: none.\n</think>\n\nIt is 4. Obs: more"
+    model = memorized(chat_ids(ASKED), tokenizer(said, add_special_tokens=False)["input_ids"])
+    with (
+        corelm.get_backend("transformers", model, tokenizer=tokenizer, wrappers=[seen]) as backend,
+        serving(backend, model_name="m", response_parser="hermes") as server,
+        client_of(server) as client,
+    ):
+        asked = {"model": "m", "messages": ASKED, "temperature": 0.0, "max_tokens": 100, "stop": ["Obs:"]}
+        choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == "It is 4. " and choice.message.reasoning_content == "Obs: none."
+    # The engine itself has stopped there.
+    assert tokenizer.decode(seen.answers[0][1]).endswith("It is 4. Obs:")
+
+
 def test_a_character_of_several_tokens_is_streamed_whole() -> None:
     text = "naïve — ✓ 日本 🙂"
     with scripted_bytes(text) as backend, serving(backend, model_name="m") as server, client_of(server) as client:

@@ -71,6 +71,8 @@ def test_top_k_none_zero_and_minus_one_keep_all_tokens(off):
         ("stop", [3]),
         ("stop", 5),
         ("ignore_eos", "false"),
+        ("stop", [str(number) for number in range(65)]),
+        ("reasoning_marks", "<think>"),
         ("skip_special_tokens", None),
         ("early_stopping", "banana"),
         ("engine_kwargs", None),

@@ -58,6 +58,7 @@ class Generator(Worker[Prompt]):
         # Here, so that a parser that the tokenizer does not have fails no line.
         if isinstance(name := self.options.response_parser, str):
             self.parser = parser_named(name, self.engine.tokenizer)
+            self.sampling = self.parser.sampling(self.sampling)
 
     def ask(self, lines: list[Prompt]) -> Outcome:
         return self._ask(lines, self.sampling)

@@ -100,6 +100,10 @@ class AnswerReader:
             raise
         return cls(parser=found, tools=() if tools is None else tools if isinstance(tools, (list, tuple)) else None)
 
+    def sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how to sample answers that are read here."""
+        return self.parser.sampling(sampling) if isinstance(self.parser, NamedParser) else sampling
+
     def read(
         self,
         rows: InputRows,

@@ -185,6 +185,8 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         if options.writes_in_place is True:
             must_replace(td, options)
         sampling = self._sampling if seed is None else SamplingParams.make(self._sampling, seed=seed)
+        if rows.chats is not None:
+            sampling = self._answers.sampling(sampling)
         if options.truncation == "left":
             rows = truncate_left(rows, room_for_prompts(sampling, engine.capabilities), self.backend)
         return rows, prepare_generation(

@@ -50,12 +50,14 @@ class ResponseFormat:
         call: the text that begins a call; an answer in which it stays as plain text is malformed. "" if there is none.
         think: what begins and ends the reasoning, where a generation prompt may write the beginning; None if no
             generation prompt does.
+        reasoning: what begins and ends the reasoning; None for `think`.
     """
 
     dialects: tuple[Dialect, ...]
     marks: tuple[str, ...]
     call: str = ""
     think: tuple[str, str] | None = None
+    reasoning: tuple[str, str] | None = None
 
 
 def _before(space: str) -> str:
@@ -295,7 +297,11 @@ FORMATS: Mapping[str, ResponseFormat] = {
         think=("<think>", "</think>"),
     ),
     "glm": ResponseFormat(dialects=(_GLM,), marks=_HERMES_MARKS, call="<tool_call>", think=("<think>", "</think>")),
-    "gpt_oss": ResponseFormat(dialects=(_HARMONY,), marks=("<|channel|>", "<|message|>")),
+    "gpt_oss": ResponseFormat(
+        dialects=(_HARMONY,),
+        marks=("<|channel|>", "<|message|>"),
+        reasoning=("<|channel|>analysis<|message|>", "<|end|>"),
+    ),
     "hermes": ResponseFormat(
         dialects=(_HERMES,), marks=_HERMES_MARKS, call="<tool_call>", think=("<think>", "</think>")
     ),

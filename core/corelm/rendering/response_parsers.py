@@ -18,6 +18,7 @@ from corelm.rendering.response_formats import FORMATS, STRAY, ResponseFormat
 from corelm.rendering.segments import special_tokens
 from corelm.rendering.template import map_strings
 from corelm.spec.message import FIELDS, Message
+from corelm.spec.sampling import SamplingParams
 from corelm.validate import did_you_mean, invalid
 
 #: The format that a tokenizer brings itself.
@@ -54,6 +55,18 @@ class NamedParser:
         if self.template is not None:
             return frozenset(self.template["fields"])
         return frozenset(key for dialect in FORMATS[self.name].dialects for key in dialect.fields) - {STRAY}
+
+    @property
+    def reasoning_marks(self) -> tuple[str, ...]:
+        """The texts that begin and end the reasoning; none if the format has none, or is the tokenizer's own."""
+        form = None if self.template is not None else FORMATS[self.name]
+        return () if form is None else form.reasoning or form.think or ()
+
+    def sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how to sample answers in this format: no stop string ends them in their reasoning."""
+        if not sampling.stop or sampling.reasoning_marks:
+            return sampling
+        return SamplingParams.make(sampling, reasoning_marks=self.reasoning_marks)
 
     def __call__(self, text: str) -> Message:
         """Return the message of an answer, if only its text is known. See `parse`."""
@@ -178,11 +191,9 @@ def _engine() -> Any:
     return chat_parsing
 
 
-def _allowed(template: Mapping[str, Any], calls: bool) -> Mapping[str, Any]:
+def _allowed(template: Mapping[str, Any], calls: bool) -> dict[str, Any]:
     """Return a response template, without calls if no tool was offered: they are text then."""
-    if calls:
-        return template
-    fields = {key: field for key, field in template["fields"].items() if key != "tool_calls"}
+    fields = {key: field for key, field in template["fields"].items() if calls or key != "tool_calls"}
     return {**template, "fields": fields}
 
 

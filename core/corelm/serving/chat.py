@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from corelm.serving.answers import Answer
@@ -39,7 +40,7 @@ class _ChatReply:
 
     def __init__(self, exchange: Exchange, ask: ChatAsk, turn: Any) -> None:
         self._exchange, self._service, self._connection = exchange, exchange.service, exchange.connection
-        self._ask, self._turn = ask, turn
+        self._ask, self._turn = replace(ask, sampling=self._service.chat_sampling(ask.sampling)), turn
         self._heading = Heading(exchange.service, "chatcmpl")
         self._headers = session_header(turn.session_id)
 

@@ -200,6 +200,10 @@ class Service:
             stop_token_ids=(*sampling.stop_token_ids, *ids),
         )
 
+    def chat_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how to sample answers that are read as messages."""
+        return self._reader.sampling(sampling)
+
     def generate_options(
         self, sampling: SamplingParams, *, wanted: bool, top_logprobs: int, mode: str | None = None
     ) -> dict[str, Any]:

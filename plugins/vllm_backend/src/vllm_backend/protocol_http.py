@@ -33,7 +33,7 @@ from corelm.support import (
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, cached_tokens, labels, prompt_logprobs
-from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
+from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
 from vllm_backend.top_ids import wanted
 from vllm_backend.top_ids_http import answer_top, most_probable, prompt_top
 
@@ -210,7 +210,7 @@ def _row_answer(
     ids = _answer_ids(choice, payload, info)
     reason = _finish_reason(choice, ids, payload, aborted, stops)
     logprobs = _logprobs_of(choice, ids, request)
-    length = answer_length(ids, stops) if reason == "stop" else len(ids)
+    length, reason = answer_end(ids, reason, stops)
     count = payload.get("logprobs") or 0
     top = answer_top(choice, request, ids[:length], count, info.capabilities.vocab_size)
     kept, mass = sampling_masks.kept_of(choice, ids[:length]) if request.return_support else ([], [])
@@ -253,8 +253,8 @@ def _finish_reason(choice: Any, ids: list[int], payload: Payload, aborted: bool,
     reason, earlier = choice.get("finish_reason"), ids[:-1]
     if reason == "repetition" and payload.get(REPETITION):
         return "stop"
-    # See `answer_length` for the exception.
-    goes_on = stops.occurs_in(earlier) and not stops.ends_in_half_a_character(earlier)
+    # See `answer_end` for the exception.
+    goes_on = stops.reasoning is None and stops.occurs_in(earlier) and not stops.ends_in_half_a_character(earlier)
     if goes_on and reason != "abort" and not payload["min_tokens"]:
         raise RowError(f"it goes on after one of the stop strings {list(stops.stops)}")
     ended = bool(ids) and (ids[-1] in payload["stop_token_ids"] or stops.occurs_in(ids))

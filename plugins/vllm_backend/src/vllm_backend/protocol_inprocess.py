@@ -27,7 +27,7 @@ from vllm_backend import engine_kwargs, kept_sets_protocol, versions
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.compat import refusals
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow
-from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
+from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
 from vllm_backend.top_ids import flat_candidates, top_ids, top_of_answer, wanted
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def generation_requests(
                 **(fields | kept_sets_protocol.parameters(keys[row], sampling) if keys else fields),
                 logprobs=None if request.logprobs == "none" else wanted(request, info.candidates),
                 # Decoding takes time, and only stop strings need the text.
-                detokenize=bool(sampling.stop),
+                detokenize=bool(fields["stop"]),
                 streams=request.on_tokens is not None,
                 lora=lora,
             )
@@ -139,7 +139,7 @@ def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> Ro
     if reason == "stop" and not ended and not request.sampling.engine_kwargs:
         raise unspelt_stop(completion.stop_reason)
     logprobs = _answer_logprobs(completion, request, 0, len(ids))
-    length = answer_length(ids, stops) if reason == "stop" else len(ids)
+    length, reason = answer_end(ids, reason, stops)
     return RowAnswer(ids[:length], logprobs[:length], reason, cached_tokens=output.num_cached_tokens)
 
 
