@@ -42,8 +42,6 @@ _log = logging.getLogger(__name__)
 
 #: The longest answer if neither the task nor the user says: what inspect's own local providers take.
 LONGEST_ANSWER = 2048
-#: Formats whose chat templates want the arguments of earlier calls as texts.
-WANT_TEXTS = ("deepseek_r1",)
 #: Samples that inspect works on at a time. An engine that batches by itself gains from more.
 CONNECTIONS, CONNECTIONS_OF_A_BATCHING_ENGINE = 64, 256
 
@@ -146,8 +144,7 @@ class CoreLMAPI(ModelAPI):
         """
         started = time.monotonic()
         policy = self._policy_for(convert.tools_of(tools, tool_choice), config)
-        as_text = policy.options.response_parser in WANT_TEXTS
-        chat = [convert.message_of(each, self._reasoning, arguments_as_text=as_text) for each in input]
+        chat = [convert.message_of(each, self._reasoning) for each in input]
         try:
             asyncio.get_running_loop()
         except RuntimeError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from corelm.serving.options import ServerOptions
 from corelm.serving.refusals import Refusal
 from corelm.serving.sessions import SessionStore
 from corelm.serving.token_texts import TokenTexts
-from corelm.spec.message import Chat, Message
+from corelm.spec.message import Chat, Message, new_call_id
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
@@ -269,7 +268,7 @@ class Service:
 def _with_call_ids(message: Message) -> Message:
     if not message.tool_calls:
         return message
-    calls = tuple({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", **call} for call in message.tool_calls)
+    calls = tuple({"id": new_call_id(), "type": "function", **call} for call in message.tool_calls)
     return replace(message, tool_calls=calls)
 
 

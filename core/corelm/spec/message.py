@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ class Message:
     def for_template(self) -> dict[str, Any]:
         """Return the dict that a chat template reads, without ids and without None, which templates print.
 
-        Arguments of calls that are JSON texts of objects, as OpenAI's protocol has them, become these objects.
+        Arguments of calls become objects, see `with_object`.
         """
         if self.content is not None and not (self.tool_calls or self.tool_call_id or self.name or self.extra):
             # Fast path: a batch has thousands of messages, and most are like this.
@@ -134,25 +135,38 @@ class Message:
         message = self.to_dict()
         message.pop("token_ids", None)
         message.pop("begun", None)
-        message["tool_calls"] = [_with_object(call) for call in self.tool_calls] if self.tool_calls else None
+        message["tool_calls"] = [with_object(call) for call in self.tool_calls] if self.tool_calls else None
         return {key: value for key, value in message.items() if value is not None}
 
 
 Chat = tuple[Message, ...]
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, if they are the JSON text of one."""
+def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object, if they are none, an empty text, or the JSON text of an object.
+
+    OpenAI's protocol has texts, and clients leave out what is empty.
+    """
     made = deepcopy(dict(call))
     holder = made["function"] if isinstance(made.get("function"), dict) else made
-    if isinstance(given := holder.get("arguments"), str):
+    given = holder.get("arguments")
+    if given is None and "name" in holder:
+        holder["arguments"] = {}
+    if isinstance(given, str):
         try:
-            found = json.loads(given)
-        except ValueError:
+            found = json.loads(given.strip() or "null")
+            # Python reads NaN, which no other program does.
+            json.dumps(found, allow_nan=False)
+        except (ValueError, RecursionError):
             return made
-        if isinstance(found, dict):
-            holder["arguments"] = found
+        if found is None or isinstance(found, dict):
+            holder["arguments"] = found or {}
     return made
+
+
+def new_call_id() -> str:
+    """Return the id of a call that has none: nine letters or digits, as the templates of Mistral demand."""
+    return uuid.uuid4().hex[:9]
 
 
 def _copy(name: str, value: Any) -> Any:
