@@ -14,6 +14,8 @@ from corelm.validate import invalid, nested_texts, shown, token_ids
 
 #: The keys of a message that are fields of `Message`; every other key goes into `Message.extra`.
 FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "token_ids", "begun")
+#: The types of the parts of a content that are text.
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Message:
         if not isinstance(self.role, str):
             raise _type_error("role", "a str", self.role)
         if self.content is not None and not isinstance(self.content, str):
-            parts = " (lists of parts, as used for images, are not supported)" if isinstance(self.content, list) else ""
+            parts = " (`Message.from_dict` joins lists of text parts)" if isinstance(self.content, list) else ""
             raise _type_error("content", f"a str or None{parts}", self.content)
         if self.tool_calls is not None:
             calls = self.tool_calls
@@ -83,7 +85,10 @@ class Message:
 
     @classmethod
     def from_dict(cls, message: Message | Mapping[str, Any]) -> Message:
-        """Build from a dict in the usual chat format; unknown keys go into `extra`. Return a `Message` as it is."""
+        """Build from a dict in the usual chat format; unknown keys go into `extra`. Return a `Message` as it is.
+
+        A content that is a list of text parts, as OpenAI's protocol has them, becomes their texts, one per line.
+        """
         if isinstance(message, Message):
             return message
         if not isinstance(message, Mapping):
@@ -91,6 +96,8 @@ class Message:
         known = {key: message[key] for key in FIELDS if key in message}
         if "role" not in known:
             raise InvalidRequestError(f"role is missing; the keys are: {', '.join(map(shown, message))}", field="role")
+        if isinstance(known.get("content"), (list, tuple)):
+            known["content"] = _joined_parts(known["content"])
         extra = {key: value for key, value in message.items() if key not in FIELDS}
         # A template would fail, or write "None", for what is most likely a misspelt key.
         if "content" not in known and not (known.get("tool_calls") or extra):
@@ -162,6 +169,25 @@ def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
         if found is None or isinstance(found, dict):
             holder["arguments"] = found or {}
     return made
+
+
+def _joined_parts(content: Sequence[Any]) -> str:
+    """Return the text of a list of text parts.
+
+    Raises:
+        InvalidRequestError: a part is not text.
+    """
+    texts = [
+        part["text"]
+        if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS and "text" in part
+        else part
+        for part in content
+    ]
+    for part in texts:
+        if not isinstance(part, str):
+            expected = 'expected a text, or a list of parts such as {"type": "text", "text": "…"}'
+            raise invalid("content", f"{expected}, got the part {shown(part)}; images are not supported")
+    return "\n".join(texts)
 
 
 def new_call_id() -> str:

@@ -95,7 +95,7 @@ class SamplingParams:
         seed: fixes the answers: each gets a seed derived from this one, its prompt's row and its number among that
             prompt's samples.
         num_beams: number of beams, if the engine has beam search; 1 samples. A search draws nothing: it takes only the
-            temperatures 0 and 1, which then mean the same, and neither top-k nor top-p nor min-p.
+            temperatures 0 and 1, which then mean the same, and neither top-k nor top-p nor min-p nor `num_samples`.
         length_penalty: exponent of the length in a beam's score: the sum of its log-probs divided by length ** penalty.
         early_stopping: end the beam search as soon as there are `num_beams` complete answers.
         do_sample: False is temperature 0. It follows from the temperature if it is not given.
@@ -180,6 +180,8 @@ class SamplingParams:
             flag(name, getattr(self, name))
         if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping):
             raise invalid("num_beams", "length_penalty and early_stopping belong to beam search; give num_beams > 1")
+        if self.num_beams > 1 and (self.num_samples or 1) > 1:
+            raise invalid("num_samples", "a beam search returns its best answer only; leave num_samples (n) out")
         if not isinstance(self.engine_kwargs, Mapping):
             raise invalid("engine_kwargs", f"expected a mapping, got {shown(self.engine_kwargs)}")
         put("engine_kwargs", dict(self.engine_kwargs))

@@ -141,11 +141,13 @@ class AnswerText:
 
 def _beginning_of_stop(text: str, stops: Sequence[str]) -> int:
     """Return how many characters at the end of `text` may begin a stop string."""
-    longest = max(map(len, stops), default=1) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        if any(len(stop) > length and stop.startswith(text[-length:]) for stop in stops):
-            return length
-    return 0
+    most = 0
+    for stop in stops:
+        at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+        while at >= 0 and not stop.startswith(text[at:]):
+            at = text.find(stop[0], at + 1)
+        most = max(most, len(text) - at if at >= 0 else 0)
+    return most
 
 
 def _byte_ids(tokenizer: Any) -> frozenset[int]:
