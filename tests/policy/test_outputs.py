@@ -205,6 +205,13 @@ def test_a_sampled_text_is_scored_as_it_was_sampled():
     assert scores[1:3] == corelm.ragged(sampled, ("log_probs", "response")).tolist()[0][:2]
 
 
+def test_an_answer_completes_the_character_that_its_prompt_has_begun():
+    with corelm.get_backend("toy", one_after_another(), tokenizer=words_of_sentencepiece()) as backend:
+        policy = LLMPolicy(backend, input_mode="tokens", sampling_params={"max_new_tokens": 2, "temperature": 0})
+        out = policy(TensorDict(tokens=TensorDict(prompt=torch.tensor([[2, 5]]), batch_size=[1]), batch_size=[1]))
+    assert (out["text"].prompt, out["text"].response, out["text"].full) == (["Hello"], ["é."], ["Helloé."])
+
+
 def test_a_message_begins_without_the_space_that_its_template_writes():
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with corelm.get_backend("toy", one_after_another(), tokenizer=words_of_sentencepiece(template)) as backend:
