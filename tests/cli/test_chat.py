@@ -114,6 +114,10 @@ def test_every_line_is_answered_in_one_conversation():
     assert result.stdout == "".join(f"{each['text'].response[0]}\n" for each in (first, second))
 
 
+def test_a_byte_order_mark_is_no_part_of_the_question():
+    assert talk("\ufeffWhere is the cat?\n").stdout == talk("Where is the cat?\n").stdout
+
+
 def test_the_history_and_the_system_prompt_reach_the_engine(telling):
     result = talk("one\ntwo\n/reset\nthree\n/exit\nnever\n", "--system", "Be brief.", backend="telling")
     assert result.exit_code == 0, result.output

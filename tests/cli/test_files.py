@@ -35,6 +35,18 @@ def test_a_run_resumes_where_it_stopped(files, cut):
     assert generate(files, "--seed", 5).exit_code == 0 and target.read_bytes() == whole
 
 
+def test_lines_of_other_programs_are_taken(files):
+    """With a byte order mark, an id of null, and contents in parts."""
+    chats = [
+        [{"role": "user", "content": content}] for content in ("Who sings?", [{"type": "text", "text": "Who sings?"}])
+    ]
+    write_rows(files[0], [{"id": None, "prompt": "Who sings"}, *({"messages": chat} for chat in chats)])
+    files[0].write_bytes(b"\xef\xbb\xbf" + files[0].read_bytes())
+    assert generate(files, "--temperature", 0).exit_code == 0
+    plain, said, in_parts = rows(files[1])
+    assert plain["id"] == 1 and said["response"] == in_parts["response"]
+
+
 def test_only_an_added_line_is_answered(files):
     generate(files, "--seed", 5)
     before = files[1].read_bytes()

@@ -24,6 +24,7 @@ class Echoing(ToyBackend):
         ids = Ragged.from_list([answer(row) for row in request.prompts.tolist()])
         return GenerateResult(ids=ids, logprobs=None, finish_reasons=("stop",) * len(ids))
 """
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -41,10 +42,11 @@ def asked(text: str) -> list[dict[str, str]]:
 def test_answers_to_conversations_are_written_as_messages(echoing, tmp_path):
     files = tmp_path / "lines.jsonl", tmp_path / "answers.jsonl"
     texts = [f"<think>Hm.</think>On it. {CALL}", "Just text.", CALL[:-20]]
-    write_rows(files[0], [*({"messages": asked(text)} for text in texts), {"prompt": "ECHO no conversation"}])
+    lines = [{"messages": asked(text), "tools": TOOLS} for text in texts]
+    write_rows(files[0], [*lines, {"prompt": "ECHO no conversation"}, {"messages": asked(CALL)}])
     result = generate(files, "--backend", echoing, "--response-parser", "hermes", "--max-new-tokens", "200")
     assert result.exit_code == 0, result.output
-    called, plain, cut, other = rows(files[1])
+    called, plain, cut, other, not_offered = rows(files[1])
     assert called["response"] == texts[0] and called["message"] == {
         "role": "assistant",
         "content": "On it. ",
@@ -54,6 +56,7 @@ def test_answers_to_conversations_are_written_as_messages(echoing, tmp_path):
     assert plain["message"] == {"role": "assistant", "content": "Just text."} and "message_error" not in plain
     assert cut["response"] == texts[2] and cut["message"] is None and "malformed" in cut["message_error"]
     assert "message" not in other
+    assert not_offered["message"] == {"role": "assistant", "content": CALL}
     assert settings_of(files[1])["settings"]["response_parser"] == "hermes"
 
 

@@ -58,6 +58,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "early_stopping": ([], True),
     "do_sample": (None, False),  # type: ignore[dict-item]  # --no-do-sample
     "skip_special_tokens": (None, False),  # type: ignore[dict-item]  # --no-skip-special-tokens
+    "reasoning_marks": (["<think>", "</think>"], ("<think>", "</think>")),
     "engine_kwargs": (["grammar=root", "depth=2"], {"grammar": "root", "depth": 2}),
 }
 NEEDS_BEAMS = ("length_penalty", "early_stopping")

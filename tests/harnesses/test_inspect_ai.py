@@ -266,6 +266,13 @@ def test_arguments_are_texts_where_templates_want_texts():
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("num_choices", [None, 2])
+def test_a_prompt_that_does_not_fit_the_context_is_no_error(num_choices):
+    model, engine = model_of("Yes.", engine={"max_context": 64})
+    output = ask(model, "word " * 200, config={"num_choices": num_choices})
+    assert output.stop_reason == "model_length" and "64" in output.completion and engine.requests == []
+
+
 def test_settings_are_passed_on():
     model, engine = model_of("Hi there")
     config = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 2, "stop_seqs": ["X"], "num_choices": 3}

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from corelm import History, LLMPolicy, Message, PolicyOptions
 from corelm.errors import InvalidRequestError, ResponseParserWarning
+from helpers import chat_templates as ct
 from helpers.each import each
 from helpers.refusals import refused
 from helpers.scripted import scripted
@@ -23,13 +24,15 @@ XML_CALL = (
 )
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": NUMBERS}}]
+READS_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 
 
 def said(answer, *, chat=(ASKED,), engine=None, tools=None, **options):
     """Return the result of one conversation whose answer is given."""
     backend, _ = scripted((lambda prompt: answer) if isinstance(answer, str) else answer, **(engine or {}))
     options = {"chat_template": HERMES, "response_parser": "hermes", "inplace": False, **options}
-    with LLMPolicy(backend, **options) as policy:
+    options["chat_template"] = READS_TOOLS + options["chat_template"]
+    with LLMPolicy(backend, **{"template_kwargs": {"tools": TOOLS}, **options}) as policy:
         entries = {"history": History.from_chats([list(chat)])}
         return policy(TensorDict(entries | ({} if tools is None else {"tools": tools}), batch_size=()))
 
@@ -49,7 +52,8 @@ def test_the_message_has_the_calls_and_the_ids_that_were_sampled(singly):
 
 def test_a_tool_loop_goes_on_from_the_sampled_ids():
     backend, engine = scripted(lambda prompt: "It is 3." if "<|im_start|>tool" in prompt else JSON_CALL, singly=True)
-    with LLMPolicy(backend, chat_template=HERMES, response_parser="hermes", inplace=False) as policy:
+    options = {"chat_template": READS_TOOLS + HERMES, "template_kwargs": {"tools": TOOLS}, "inplace": False}
+    with LLMPolicy(backend, response_parser="hermes", **options) as policy:
         first = policy(TensorDict(history=History.from_chats([[ASKED]])))
         (call,) = message(first).tool_calls
         result = json.dumps(sum(call["function"]["arguments"].values()))
@@ -70,12 +74,48 @@ def test_the_parser_sees_reasoning_that_the_prompt_began():
 
 @each("where", ["template_kwargs", "tools_key"])
 def test_the_types_of_arguments_are_those_of_the_tools(where):
-    given = {"template_kwargs": {"tools": TOOLS}} if where == "template_kwargs" else {"tools": [TOOLS]}
-    reads_tools = "{% if tools %}{{ tools | tojson }}{% endif %}" + QWEN_XML
-    options = {"chat_template": reads_tools, "response_parser": "qwen"}
+    given = {} if where == "template_kwargs" else {"tools": [TOOLS], "template_kwargs": {}}
+    options = {"chat_template": QWEN_XML, "response_parser": "qwen"}
     assert message(said(f"</think>{XML_CALL}", **options, **given)).tool_calls == (ADD,)
-    without = message(said(f"</think>{XML_CALL}", **options)).tool_calls[0]["function"]
-    assert without["arguments"] == {"a": "1", "b": "2"}
+
+
+def test_what_was_not_offered_is_not_called():
+    result = said(f"<think>\nEasy.\n</think>\n\nI add.\n{JSON_CALL}", template_kwargs={})
+    found = message(result)
+    assert found.content == f"I add.\n{JSON_CALL}" and found.tool_calls is None and result["errors"][0] == ""
+    assert found.extra == {"reasoning_content": "Easy."}
+
+
+def test_special_tokens_that_the_model_typed_are_text():
+    # <|start|>, <|end|> and the EOS <|im_end|> are special tokens of this tokenizer. Their letters are none.
+    text = "The marks are <|start|> and <|end|>, and a turn ends with <|im_end|>"
+    typed = said(text, engine={"singly": True})
+    assert message(typed).content == text
+    harmony = {"chat_template": HARMONY, "response_parser": "gpt_oss"}
+    begin = "<|channel|>final<|message|>"
+    assert message(said(f"{begin}Use <|end|>, then stop.", engine={"singly": True}, **harmony)).content == (
+        "Use <|end|>, then stop."
+    )
+    with pytest.warns(ResponseParserWarning, match="outside"):
+        said(f"{begin}Use <|end|>, then stop.", **harmony)
+
+
+def test_a_special_token_that_ends_an_answer_does_not_end_its_call():
+    stop = ct.tokenizer().convert_tokens_to_ids("<|end|>")
+    call = '{"name": "add", "parameters": {"a": 1, "b": 2}}<|end|>'
+    result = said(
+        call, response_parser="llama3_json", engine={"eos": False}, sampling_params={"stop_token_ids": [stop]}
+    )
+    assert message(result).tool_calls == (ADD,) and message(result).token_ids[-1] == stop
+
+
+@each("parameter", ["NaN", "1e999", "-Infinity"])
+def test_arguments_that_json_does_not_have_are_no_call(parameter):
+    text = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {parameter}}}}}\n</tool_call>'
+    with pytest.warns(ResponseParserWarning, match="row 0: ResponseFormatError"):
+        result = said(text)
+    assert message(result).content == text and not message(result).tool_calls
+    assert "not JSON" in result["errors"][0]
 
 
 def test_marks_that_are_special_tokens_are_seen_although_texts_leave_them_out():
@@ -113,7 +153,8 @@ def test_a_call_may_end_with_a_stop_string_that_is_its_mark():
 
 def test_several_samples_and_callers_are_read_alike():
     backend, _ = scripted(lambda prompt: JSON_CALL)
-    with LLMPolicy(backend, chat_template=HERMES, response_parser="hermes", batching=True, num_samples=2) as policy:
+    options = {"chat_template": READS_TOOLS + HERMES, "template_kwargs": {"tools": TOOLS}, "batching": True}
+    with LLMPolicy(backend, response_parser="hermes", num_samples=2, **options) as policy:
         out = policy(TensorDict(history=History.from_chats([[ASKED], [ASKED]])))
         assert [chat[0].tool_calls for chat in out["history"].response.chats] == [(ADD,)] * 4
 

@@ -13,6 +13,7 @@ from corelm import History, LLMPolicy, SamplingParams
 from corelm.errors import BackendClosedError, CapabilityError, InvalidRequestError
 from corelm.policy.inputs import Keys
 from helpers.refusals import refused
+from helpers.sentencepiece import WHOLE, one_after_another, words_of_sentencepiece
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, TOKENIZER, chat
 
 
@@ -187,3 +188,38 @@ def test_a_seed_fixes_each_answer_independently_of_the_other_rows(backend):
     first, second = (read(policy(TensorDict(text=starts[:3]))) for _ in range(2))
     torch.manual_seed(0)
     assert read(policy(TensorDict(text=starts[:3]))) == first != second
+
+
+def test_a_sampled_text_is_scored_as_it_was_sampled():
+    with corelm.get_backend("toy", one_after_another(), tokenizer=words_of_sentencepiece()) as backend:
+        policy = LLMPolicy(backend, input_mode="text", sampling_params={"max_new_tokens": 3, "temperature": 0})
+        sampled = policy(TensorDict(text=["Hello"]))
+        with policy.stream(TensorDict(text=["Hello"])) as stream:
+            streamed = "".join(chunk.text for chunk in stream)
+        given = TensorDict(text=sampled["text"].full)
+        scored = LLMPolicy(backend, input_mode="text", generate=False)(given)
+    assert sampled["text"].response == [streamed] and streamed.startswith(" my friend")
+    assert WHOLE.startswith(sampled["text"].full[0].rstrip("\ufffd"))
+    ids, scores = (corelm.ragged(scored, (name, "full")).tolist()[0] for name in ("tokens", "log_probs"))
+    assert ids[:3] == corelm.ragged(sampled, ("tokens", "full")).tolist()[0][:3]
+    assert scores[1:3] == corelm.ragged(sampled, ("log_probs", "response")).tolist()[0][:2]
+
+
+def test_an_answer_completes_the_character_that_its_prompt_has_begun():
+    with corelm.get_backend("toy", one_after_another(), tokenizer=words_of_sentencepiece()) as backend:
+        policy = LLMPolicy(backend, input_mode="tokens", sampling_params={"max_new_tokens": 2, "temperature": 0})
+        out = policy(TensorDict(tokens=TensorDict(prompt=torch.tensor([[2, 5]]), batch_size=[1]), batch_size=[1]))
+    assert (out["text"].prompt, out["text"].response, out["text"].full) == (["Hello"], ["é."], ["Helloé."])
+
+
+def test_a_message_begins_without_the_space_that_its_template_writes():
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with corelm.get_backend("toy", one_after_another(), tokenizer=words_of_sentencepiece(template)) as backend:
+        policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 2, "temperature": 0})
+        td = TensorDict(history=History.from_chats([[{"role": "user", "content": "Hello"}]]))
+        with policy.stream(td.clone()) as stream:
+            streamed = "".join(chunk.text for chunk in stream)
+        out = policy(td)
+    assert out["text"].full == ["Hello my friend"]
+    content = out["history"].response.chats[0][0].content
+    assert content == out["text"].response[0] == streamed == "my friend"

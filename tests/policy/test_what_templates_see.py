@@ -202,14 +202,27 @@ def test_an_answer_continues_what_the_template_writes(template: str, more: dict[
 
 def test_arguments_are_objects_or_texts_as_the_template_wants_them() -> None:
     as_text = {"type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": "Rome"})}}
-    joins = TURNS.replace("m.tool_calls | tojson", "'call ' + m.tool_calls[0].function.arguments")
-    for template, written in ((TURNS, '"arguments": {"city": "Rome"}'), (joins, 'call {"city": "Rome"}')):
+    joins, prints = (
+        TURNS.replace("m.tool_calls | tojson", f"'call ' {sign} m.tool_calls[0].function.arguments") for sign in "+~"
+    )
+    json_text = 'call {"city": "Rome"}'
+    for template, written in ((TURNS, '"arguments": {"city": "Rome"}'), (joins, json_text), (prints, json_text)):
         with opened(template.replace("END", "<|end|>")) as (backend, _):
             texts = [
                 read(backend, [QUESTION, {"role": "assistant", "tool_calls": [one]}, RESULT])[0]
                 for one in (CALL, as_text)
             ]
             assert texts[0] == texts[1] and written in texts[0]
+
+
+@each("given", ["", " ", "null", "{}", None, {}, ...])
+def test_a_call_without_arguments_has_an_empty_object(given: Any) -> None:
+    function = {"name": "now"} if given is ... else {"name": "now", "arguments": given}
+    call = {"type": "function", "function": function}
+    iterates = TURNS.replace("m.tool_calls | tojson", "m.tool_calls[0].function.arguments | items | list")
+    for template, written in ((TURNS, '"arguments": {}'), (iterates, "[]")):
+        with opened(template.replace("END", "<|end|>")) as (backend, _):
+            assert written in read(backend, [QUESTION, {"role": "assistant", "tool_calls": [call]}, RESULT])[0]
 
 
 @each("where", ["name of an argument", "description of a tool"])

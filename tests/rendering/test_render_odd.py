@@ -156,6 +156,11 @@ def test_a_template_that_raises_names_the_rows_and_keeps_the_cause() -> None:
     with refused(TemplateError, rows=(1, 2)) as caught:
         rendered([[QUESTION], [QUESTION, MORE], [QUESTION, QUESTION]], ct.STRICT)
     assert type(caught.value.__cause__).__module__ == "jinja2.exceptions"
+    # Two questions in a row: the second is at fault, whatever follows.
+    assert "message 1:" in str(caught.value)
+    with refused(TemplateError, rows=(0,)) as caught:
+        rendered([[QUESTION, ANSWER, QUESTION, QUESTION, ANSWER]], ct.STRICT)
+    assert "message 3:" in str(caught.value)
 
 
 def test_generation_blocks_that_are_cut_up_are_refused() -> None:

@@ -141,8 +141,15 @@ MALFORMED = {
         '<tool_call>{"name": "f", "args": {}}</tool_call>',
         "<tool_call>" + "[" * 5000 + "</tool_call>",
     ],
-    "qwen": ["<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>", "<tool_call><function=f>"],
-    "glm": ["<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>"],
+    "qwen": [
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call><function=f>",
+    ],
+    "glm": [
+        "<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    ],
     "llama3_json": ['{"name": "f", "parameters": {"a": 1', '{"name": "f", "parameters": {}} Done.'],
     "deepseek_r1": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"],
     "mistral": ["[TOOL_CALLS] f(1)", '[TOOL_CALLS][{"name": "f"', "[TOOL_CALLS]f[ARGS]{"],

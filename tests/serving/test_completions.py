@@ -6,9 +6,12 @@ import itertools
 
 import pytest
 import torch
+from toy_backend import Bigram
 
+import corelm
 from corelm import Backend
 from corelm.serving import ServerThread
+from helpers.sentencepiece import WHOLE, WORDS, one_after_another, words_of_sentencepiece
 from helpers.serving import Seen, client_of, http_of, serving
 
 PROMPTS = ["The cat is", "Où est", "A small bird sings"]
@@ -165,3 +168,45 @@ def test_seeds_give_the_same_answers_again_and_others_do_not(toy_server: ServerT
     with client_of(toy_server) as client:
         texts = [client.completions.create(**asked, seed=seed).choices[0].text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_an_answer_is_decoded_after_its_prompt() -> None:
+    tokenizer = words_of_sentencepiece()
+    assert tokenizer.decode(range(2, len(WORDS) + 2)) == WHOLE and tokenizer.decode([3]) == "my"
+    with (
+        corelm.get_backend("toy", one_after_another(), tokenizer=tokenizer) as backend,
+        serving(backend, model_name="m") as server,
+        client_of(server) as client,
+    ):
+        asked = {"model": "m", "prompt": "Hello", "max_tokens": 9, "temperature": 0}
+        (answer,) = client.completions.create(**asked, logprobs=1).choices
+        (echoed,) = client.completions.create(**asked, logprobs=1, echo=True).choices
+        chunks = list(client.completions.create(**asked, logprobs=0, stream=True))
+        (stopped,) = client.completions.create(**asked, stop=[" my friend"]).choices
+        (from_half,) = client.completions.create(**{**asked, "prompt": [2, 5]}, logprobs=0, echo=True).choices
+    assert "Hello" + answer.text == echoed.text == WHOLE
+    assert "".join(chunk.choices[0].text for chunk in chunks) == answer.text
+    assert (stopped.text, stopped.finish_reason) == ("", "stop")
+    # The answer completes the character that its prompt has begun.
+    assert from_half.text == "Helloé." and from_half.logprobs.text_offset == [0, 5, 5, 6, 7]
+    assert [at - len("Hello") for at in echoed.logprobs.text_offset[1:]] == answer.logprobs.text_offset
+    streamed = [at for chunk in chunks if (made := chunk.choices[0].logprobs) for at in made.text_offset]
+    assert streamed == answer.logprobs.text_offset == [0, 3, 10, 10, 11, 12]
+
+
+def test_offsets_count_what_clients_see_of_bytes_that_form_no_character() -> None:
+    # a, two bytes that begin characters, b, c
+    said = [*b"a\xc3\xe2bc"]
+    table = torch.zeros(260, 260)
+    for token, following in itertools.pairwise([*b"x", *said]):
+        table[token, following] = 50.0
+    with (
+        corelm.get_backend("toy", Bigram(table)) as backend,
+        serving(backend, model_name="m") as server,
+        client_of(server) as client,
+    ):
+        (choice,) = client.completions.create(
+            model="m", prompt="x", max_tokens=len(said), temperature=0, logprobs=0
+        ).choices
+    assert choice.text == "a\ufffd\ufffdbc"
+    assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]

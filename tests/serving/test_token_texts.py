@@ -65,11 +65,11 @@ def test_the_shapes_of_the_protocol_show_parts_of_characters() -> None:
     chat = chat_logprobs(texts, ids, logprobs, None)["content"]
     assert [each["bytes"] for each in chat] == [[116], [0xE2], [0x82], [0xAC], [101]]
     assert [each["logprob"] for each in chat] == logprobs
-    older = CompletionLogprobs(texts, silent=()).add(ids, logprobs, None)
+    older = CompletionLogprobs(texts, sentencepiece(), ()).add(ids, logprobs, None)
     assert older["tokens"] == ["t", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "e"]
     assert older["text_offset"] == [0, 1, 1, 1, 2]
     top = [[(each, logprob)] for each, logprob in zip(ids, logprobs, strict=True)]
-    by_id = CompletionLogprobs(texts, silent=(), by_id=True).add(ids, logprobs, top)
+    by_id = CompletionLogprobs(texts, sentencepiece(), (), by_id=True).add(ids, logprobs, top)
     assert by_id["tokens"] == [f"token_id:{each}" for each in ids] and by_id["text_offset"] == older["text_offset"]
     assert by_id["top_logprobs"] == [{name: logprob} for name, logprob in zip(by_id["tokens"], logprobs, strict=True)]
 
@@ -80,6 +80,6 @@ def test_of_tokens_with_one_text_the_most_probable_counts(ids: list[int]) -> Non
         def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
             return "a" * len(ids)
 
-    shape = CompletionLogprobs(TokenTexts(Twins()), silent=())
+    shape = CompletionLogprobs(TokenTexts(Twins()), Twins(), ())
     found = shape.add(ids, [-1.0, -3.0], [[(0, -1.0), (1, -3.0)]] * 2)
     assert found["top_logprobs"] == [{"a": -1.0}, {"a": -1.0}]

@@ -11,7 +11,7 @@ import corelm
 from corelm import Backend
 from helpers.scripted_bytes import scripted_bytes
 from helpers.serving import Seen, chat_ids, client_of, memorized, serving
-from helpers.tiny_models import tiny_tokenizer
+from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 ASKED = [{"role": "user", "content": "What is 2 and 3?"}]
 CALL = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"b": 3, "a": 2}}\n</tool_call>'
@@ -56,7 +56,7 @@ def test_a_tool_is_called_and_answered(made: Any, stream: bool, seen: Seen) -> N
         assert message["content"].strip() == "Let me see."
         (call,) = message["tool_calls"]
         assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 2, "b": 3}
-        assert call["id"].startswith("call_")
+        assert len(call["id"]) == 9 and call["id"].isalnum()
         result = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
         client.chat.completions.create(model="m", messages=[*ASKED, message, result], tools=TOOLS, max_tokens=10)
         first, second = seen.answers
@@ -65,10 +65,41 @@ def test_a_tool_is_called_and_answered(made: Any, stream: bool, seen: Seen) -> N
         assert (*first[0], *first[1]) == second[0][: len(first[0]) + len(first[1])]
 
 
+@pytest.mark.parametrize("given", ["", " ", "null", "{}", None])
+def test_an_earlier_call_may_have_no_arguments(given: str | None) -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments | items | list }}{% endfor %}"
+    template = f"{{% for m in messages %}}{{{{ m.content }}}}{calls}{{% endfor %}}"
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": given}}
+    chat = [
+        *ASKED,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "5"},
+    ]
+    seen = Seen()
+    with (
+        corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer(), wrappers=[seen]) as backend,
+        serving(backend, model_name="m", chat_template=template) as server,
+        client_of(server) as client,
+    ):
+        client.chat.completions.create(model="m", messages=chat, max_tokens=1)
+    assert tiny_tokenizer().decode(seen.answers[0][0]) == f"{ASKED[0]['content']}[]5"
+
+
 def test_calls_are_shown_as_text_without_a_parser(seen: Seen) -> None:
     with scripted_bytes(CALL) as backend, serving(backend, model_name="m") as server, client_of(server) as client:
         message = client.chat.completions.create(model="m", messages=ASKED, tools=TOOLS).choices[0].message
     assert message.content == CALL and message.tool_calls is None
+
+
+@pytest.mark.parametrize("asked", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_what_was_not_offered_is_not_called(asked: dict[str, Any]) -> None:
+    with (
+        scripted_bytes(CALL) as backend,
+        serving(backend, model_name="m", response_parser="hermes") as server,
+        client_of(server) as client,
+    ):
+        choice = client.chat.completions.create(model="m", messages=ASKED, **asked).choices[0]
+    assert choice.message.content == CALL and choice.message.tool_calls is None and choice.finish_reason == "stop"
 
 
 def test_without_a_choice_the_template_is_given_no_tools() -> None:
@@ -98,6 +129,23 @@ def test_reasoning_is_a_field_of_its_message() -> None:
     ):
         message = client.chat.completions.create(model="m", messages=ASKED).choices[0].message
     assert message.content == "Five." and message.reasoning_content.strip() == "A riddle."
+
+
+def test_a_stop_string_in_the_reasoning_does_not_end_the_answer(seen: Seen) -> None:
+    tokenizer = tiny_tokenizer()
+    said = "<think>\nObs: none.\n</think>\n\nIt is 4. Obs: more"
+    model = memorized(chat_ids(ASKED), tokenizer(said, add_special_tokens=False)["input_ids"])
+    with (
+        corelm.get_backend("transformers", model, tokenizer=tokenizer, wrappers=[seen]) as backend,
+        serving(backend, model_name="m", response_parser="hermes") as server,
+        client_of(server) as client,
+    ):
+        asked = {"model": "m", "messages": ASKED, "temperature": 0.0, "max_tokens": 100, "stop": ["Obs:"]}
+        choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == "It is 4. " and choice.message.reasoning_content == "Obs: none."
+    # The engine itself has stopped there.
+    assert tokenizer.decode(seen.answers[0][1]).endswith("It is 4. Obs:")
 
 
 def test_a_character_of_several_tokens_is_streamed_whole() -> None:

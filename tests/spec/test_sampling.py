@@ -71,6 +71,8 @@ def test_top_k_none_zero_and_minus_one_keep_all_tokens(off):
         ("stop", [3]),
         ("stop", 5),
         ("ignore_eos", "false"),
+        ("stop", [str(number) for number in range(65)]),
+        ("reasoning_marks", "<think>"),
         ("skip_special_tokens", None),
         ("early_stopping", "banana"),
         ("engine_kwargs", None),
@@ -101,6 +103,9 @@ def test_limits_must_not_contradict_each_other():
         SamplingParams(min_new_tokens=5, max_new_tokens=4)
     with refused(InvalidRequestError, field="num_beams"):
         SamplingParams(length_penalty=2.0)
+    with refused(InvalidRequestError, field="num_samples"):
+        SamplingParams.make(num_beams=3, num_return_sequences=3)
+    assert SamplingParams(num_beams=3, num_samples=1).num_samples == 1
     with refused(InvalidRequestError, field="do_sample"):
         SamplingParams(do_sample=False, temperature=0.5)
     with refused(InvalidRequestError, field="do_sample"):

@@ -15,11 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
+from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, InvalidRequestError
 from corelm.support import AccessError
 from corelm.support.http_exchange import is_this_machine
 from helpers.http_clients import KEY, Connect, Waits, echo, is_echo
 from helpers.http_server import PATIENCE, Reply, Request, drip, json_reply, raw
+from helpers.refusals import refused
 
 # One connection for each request --------------------------------------------------------------------------------------
 
@@ -267,6 +268,25 @@ def test_a_certificate_of_an_unknown_authority_is_refused_with_advice(
     assert waits == [] and server.requests == []
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
     assert connect(url).get("/a") == {"you said": None}
+
+
+def test_a_stale_certificate_file_stops_only_what_needs_it(
+    connect: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/no/such/file.pem")
+    assert connect(serve().url).get("/a") == {"you said": None}
+    with refused(InvalidRequestError, field="SSL_CERT_FILE") as caught:
+        connect("https://127.0.0.1:9")
+    assert "/no/such/file.pem" in str(caught.value)
+
+
+def test_an_address_in_no_proxy_that_cannot_be_read_is_named(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "localhost,[::1]")
+    with refused(InvalidRequestError, field="NO_PROXY"):
+        connect("http://example.org")
+    monkeypatch.setenv("NO_PROXY", "localhost,::1")
+    connect("http://example.org")
 
 
 def test_which_hosts_are_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 from toy_backend import ByteTokenizer
 
+import corelm
 from corelm import SamplingParams
 from corelm.support import StopStrings, skipped_texts, text_before_stop
 from helpers.tiny_models import tiny_tokenizer, tokenizer_that_names_only_eos
@@ -89,6 +91,36 @@ def test_special_tokens_are_left_out_whether_they_have_a_name_or_not():
     texts = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
     assert skipped_texts(tokenizer) == texts and skipped_texts(tiny_tokenizer()) == texts
     assert skipped_texts(ByteTokenizer()) == set(ByteTokenizer.all_special_tokens) and skipped_texts(object()) == set()
+
+
+@pytest.mark.parametrize(
+    "prompt, answer, reasoning",
+    [
+        ("Ask.", "<think>\nab\n</think>\n\n", True),
+        ("Ask. <think>\n", "ab</think>", True),
+        ("Ask. <think>\n\n</think>\n\n", "ab ", False),
+        ("Ask.", "\n <think>ab</think>", True),
+        ("Ask.", "<thinks> ab ", False),
+        ("Ask.", "It is <think>ab</think>", False),
+    ],
+)
+def test_no_stop_string_counts_in_reasoning(prompt: str, answer: str, reasoning: bool):
+    params = SamplingParams(stop=("ab", "never"), reasoning_marks=("<think>", "</think>"), max_new_tokens=99)
+    for write in (encode, letters):
+        strings = StopStrings.of(params, tiny_tokenizer()).after(write(prompt))
+        ids = write(f"{answer}then ab and more")
+        found = strings.first_end(ids)
+        text = tiny_tokenizer().decode(ids[:found])
+        assert found == steps(strings, ids) and text.count("ab") == 1 + reasoning and "more" not in text
+        assert strings.occurs_in(ids[:found]) and strings.occurs_in(write(answer)) is not reasoning
+        assert strings.first_end(write(answer)) == (None if reasoning else steps(strings, write(answer)))
+
+
+def test_gpt_oss_may_reason_in_several_parts():
+    marks = corelm.parser_named("gpt_oss").reasoning_marks
+    part = "<|start|>assistant<|channel|>analysis<|message|>ab<|end|>"
+    ids = letters(f"{part.removeprefix('<|start|>assistant')}{part}<|start|>assistant<|channel|>final<|message|>ab ab")
+    assert tiny_tokenizer().decode(ids[: end(ids, stop=("ab",), reasoning_marks=marks)]).endswith("final<|message|>ab")
 
 
 def test_half_a_character_at_the_end_is_noticed():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from corelm import validate
 from corelm.backend import arguments, check_results
 from corelm.backend.aborts import Aborts
 from corelm.backend.call_log import log_close_failed
@@ -190,10 +191,22 @@ class Backend(EngineControls, AnswerStreams):
         tokens: TokenizeResult = self.engine.hooks.call("tokenize", request, finish)
         return tokens
 
-    def detokenize(self, ids: Any, *, skip_special_tokens: bool = True) -> list[str]:
-        """Return one text per row of ids."""
+    def detokenize(self, ids: Any, *, skip_special_tokens: bool = True, before: Any = None) -> list[str]:
+        """Return one text per row of ids.
+
+        Args:
+            ids: the rows, as `generate` takes prompts.
+            skip_special_tokens: whether special tokens have no text.
+            before: for each row, the ids that precede it, such as the prompt of an answer. The text is then what the
+                row adds to theirs: decoders of SentencePiece drop the first space of a text.
+        """
         self.engine.hooks.require_open()
-        return decoded(self.tokenizer, arguments.rows_of_ids(ids, "ids").tolist(), skip_special_tokens)
+        rows = arguments.rows_of_ids(ids, "ids").tolist()
+        if before is not None:
+            before = arguments.rows_of_ids(before, "before").tolist()
+            if len(before) != len(rows):
+                raise validate.invalid("before", f"has {len(before)} rows, and ids has {len(rows)}")
+        return decoded(self.tokenizer, rows, skip_special_tokens, before)
 
     def generate(
         self,

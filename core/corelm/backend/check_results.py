@@ -184,7 +184,7 @@ def _at_stop_string(batch: GenerateResult, row: int, request: GenerateRequest, t
         return True
     start, end = batch.ids.offsets[row : row + 2].tolist()
     ids = batch.ids.values[start:end].tolist()
-    return StopStrings.of(request.sampling, tokenizer).occurs_in(ids)
+    return StopStrings.of_rows(request, tokenizer)[row // (request.sampling.num_samples or 1)].occurs_in(ids)
 
 
 def _check_answer_logprobs(batch: GenerateResult, request: GenerateRequest, fail: Fail) -> None:

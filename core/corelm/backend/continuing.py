@@ -43,7 +43,7 @@ class Continuation:
         asked: how the call samples.
         sampling: how the engine is asked to.
         seeds: int64, one for each of these; None lets the engine choose.
-        stops: the stop strings.
+        stops: the stop strings of each answer.
         samples: answers to each prompt.
     """
 
@@ -55,7 +55,7 @@ class Continuation:
     asked: SamplingParams
     sampling: SamplingParams
     seeds: Tensor | None
-    stops: StopStrings
+    stops: Sequence[StopStrings]
     samples: int
 
     @classmethod
@@ -84,7 +84,8 @@ class Continuation:
         label.check(old, sampling)
         limit = sampling.max_new_tokens
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
-        stops = StopStrings.of(sampling, engine.tokenizer)
+        strings = StopStrings.of(sampling, engine.tokenizer)
+        stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(samples)]
         must_be_whole(old)
         reasons, problems = _reasons(old, stop_ids, stops, limit)
         going = [row for row, reason in enumerate(reasons) if not reason]
@@ -175,7 +176,7 @@ class Continuation:
             length, reason, left = int(lengths[row]), new.finish_reasons[at], self.left[at]
             if left is not None and int(new.ids.lengths[at]) > left:
                 length, reason = length - int(new.ids.lengths[at]) + left, "length"
-            end = None if reason == "error" else self.stops.first_end(rows[row][:length].tolist())
+            end = None if reason == "error" else self.stops[row].first_end(rows[row][:length].tolist())
             if end is not None:
                 length, reason = end, "stop"
             lengths[row], reasons[row] = length, reason
@@ -243,7 +244,7 @@ def _words(label: Mapping[str, Any]) -> str:
 
 
 def _reasons(
-    old: GenerateResult, stop_ids: frozenset[int], stops: StopStrings, limit: int | None
+    old: GenerateResult, stop_ids: frozenset[int], stops: Sequence[StopStrings], limit: int | None
 ) -> tuple[list[str], Problems]:
     """Return the finish reason of each partial answer, "" for those that go on, and what is wrong with some."""
     found, problems = [], Problems()
@@ -259,7 +260,7 @@ def _reasons(
         elif limit == len(ids):
             found.append("length")
         else:
-            if (end := stops.first_end(ids)) is not None:
+            if (end := stops[row].first_end(ids)) is not None:
                 problems[row] = f"holds a stop string, which ends at position {end - 1}"
             found.append("")
     return found, problems

@@ -32,6 +32,7 @@ class Delivery:
         rows: the caller's row for each row of the request's result.
         vocab_size: legal ids are in ``[0, vocab_size)``.
         with_logprobs: whether chunks carry log-probs.
+        prompt_of: returns the ids whose text a row of the caller's continues.
 
     Attributes:
         started: whether the listener has been given something. Such a call is not repeated.
@@ -39,7 +40,15 @@ class Delivery:
         arrivals: when the tokens of each row came out of the engine, by the rows of the request's result.
     """
 
-    def __init__(self, listener: Listener, rows: Sequence[int], vocab_size: int, with_logprobs: bool) -> None:
+    def __init__(
+        self,
+        listener: Listener,
+        rows: Sequence[int],
+        vocab_size: int,
+        with_logprobs: bool,
+        prompt_of: Callable[[int], Sequence[int]] = lambda row: (),
+    ) -> None:
+        self.prompt_of = prompt_of
         self.started = self.under_way = False
         self.arrivals: dict[int, Arrival] = {}
         self._listener, self._rows = listener, rows

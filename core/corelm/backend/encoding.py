@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from corelm.spec.records import TokenizeRequest, TokenizeResult
+from corelm.support.left_context import LeftContexts
 from corelm.tensors.ragged import Ragged
 
 #: Methods that a tokenizer's class can override to change how texts are encoded, and the modules of transformers that
@@ -163,12 +164,21 @@ class ByteCounts:
         return torch.stack([start - first, end - first], -1)
 
 
-def decoded(tokenizer: Any, rows: Sequence[list[int]], skip_special_tokens: bool) -> list[str]:
-    """Return one text per row of ids."""
-    # A tokenizer in another process decodes all rows in one call.
-    if decode_rows := getattr(tokenizer, "decode_rows", None):
-        return list(decode_rows(rows, skip_special_tokens=skip_special_tokens))
-    return [tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
+def decoded(
+    tokenizer: Any,
+    rows: Sequence[list[int]],
+    skip_special_tokens: bool,
+    before: Sequence[Sequence[int]] | None = None,
+) -> list[str]:
+    """Return one text per row of ids: what it adds to the text of the ids `before` it, if these are given."""
+
+    def decode_rows(some: Sequence[list[int]]) -> list[str]:
+        # A tokenizer in another process decodes all rows in one call.
+        if all_at_once := getattr(tokenizer, "decode_rows", None):
+            return list(all_at_once(some, skip_special_tokens=skip_special_tokens))
+        return [tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in some]
+
+    return decode_rows(rows) if before is None else LeftContexts(decode_rows, before).texts(rows)
 
 
 def _ids(encodings: Sequence[Any]) -> Ragged:

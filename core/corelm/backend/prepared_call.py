@@ -140,6 +140,7 @@ def prepare_generation(
     continue_from: GenerateResult | None = None,
     on_tokens: Listener | None = None,
     on_answer: Callable[[int, int], None] | None = None,
+    new_turn: bool = False,
 ) -> PreparedCall[GenerateResult]:
     """Check the arguments of `Backend.generate`, which documents them and the errors.
 
@@ -147,6 +148,7 @@ def prepare_generation(
         on_tokens: takes the tokens of the answers as they come.
         on_answer: takes the row and the number of tokens of each answer that is complete, if the engine says so. Rows
             are those of the engine's result.
+        new_turn: whether the streamed text of an answer is a message, and does not continue the text of its prompt.
     """
     engine.hooks.require_open()
     sampling = SamplingParams.make(sampling)
@@ -189,13 +191,20 @@ def prepare_generation(
     answers = served.repeat(samples)
     # A copy, as the caller may write to the rows again while the request waits.
     names = arguments.request_ids(request_ids, len(prompts) * (1 if capabilities.native_samples else samples))
+    given = prompts.clone().split() if on_tokens is not None else []
     prompts = prompts.select(served.index) if problems else prompts.clone()
     if not capabilities.native_samples and sampling.num_samples is not None:
         prompts = prompts.repeat(samples)
         sampling = SamplingParams.make(sampling, num_samples=None)
     delivery = None
     if on_tokens is not None:
-        delivery = Delivery(on_tokens, answers.index.tolist(), capabilities.vocab_size, with_logprobs=mode != "none")
+        delivery = Delivery(
+            on_tokens,
+            answers.index.tolist(),
+            capabilities.vocab_size,
+            with_logprobs=mode != "none",
+            prompt_of=lambda row: () if new_turn else given[row // samples].tolist(),
+        )
     request = GenerateRequest(
         prompts=prompts,
         sampling=sampling,

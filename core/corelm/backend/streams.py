@@ -247,7 +247,8 @@ class AnswerStreams(ABC):
 
         After the last chunk, ``stream.result`` is what `generate` returns. Use it as a context manager if you may leave
         early. An engine without the capability `streaming` gives each answer in one chunk when the call has ended. A
-        call is not retried (``get_backend(retry=…)``) after its first chunk.
+        call is not retried (``get_backend(retry=…)``) after its first chunk. With ``new_turn=True`` the texts are those
+        of messages, which do not continue the text of the prompt: SentencePiece drops the first space of a text.
 
         Raises:
             InvalidRequestError: as for `generate`, and raised here; the errors of the engine are raised while reading.
@@ -318,7 +319,9 @@ class _Request:
 
     def chunk(self, event: TokenChunk) -> AnswerChunk:
         """Return a chunk with its text."""
-        answer = self._texts.get(event.row) or self._texts.setdefault(event.row, self._new_text())
+        answer = self._texts.get(event.row) or self._texts.setdefault(
+            event.row, self._new_text(self._delivery.prompt_of(event.row))
+        )
         text = answer.add(event.ids, event.finish_reason, event.text)
         return AnswerChunk(
             row=event.row,

@@ -11,7 +11,7 @@ from itertools import chain
 from tensordict import TensorDict
 
 from corelm.backend.streams import AnswerChunk
-from corelm.cli.streams import Messages, Stream, is_terminal, opened_input, tell
+from corelm.cli.streams import Messages, Stream, is_terminal, opened_input, tell, without_bom
 from corelm.cli.wording import as_flags
 from corelm.containers.history import History
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, printable
@@ -168,7 +168,7 @@ def _typed() -> Iterator[str]:
 def _piped() -> Iterator[str]:
     """Yield the lines of a pipe. Bytes that are not UTF-8 become lone surrogates, which are refused later."""
     with opened_input(None) as (stdin, _):
-        for line in stdin:
+        for line in without_bom(stdin):
             yield line.decode(errors="surrogateescape")
 
 

@@ -246,7 +246,7 @@ def template(given: str | None) -> str | None:
     if given is None or "{" in given or not ("." in given or "/" in given):
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(given).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{given} is not UTF-8 text: {error}", param_hint="--chat-template") from error
 

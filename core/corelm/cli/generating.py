@@ -58,6 +58,7 @@ class Generator(Worker[Prompt]):
         # Here, so that a parser that the tokenizer does not have fails no line.
         if isinstance(name := self.options.response_parser, str):
             self.parser = parser_named(name, self.engine.tokenizer)
+            self.sampling = self.parser.sampling(self.sampling)
 
     def ask(self, lines: list[Prompt]) -> Outcome:
         return self._ask(lines, self.sampling)
@@ -90,7 +91,13 @@ class Generator(Worker[Prompt]):
             top_logprobs=self.top_logprobs,
             adapter=self.options.adapter,
         )
-        texts, tokens, reasons = answer_texts(batch, sampling, self.engine), batch.ids.tolist(), batch.finish_reasons
+        before = [
+            () if prompt.chat is not None else row
+            for prompt, row in zip(prompts, rows_of_ids.tolist(), strict=True)
+            for _ in range(samples)
+        ]
+        texts = answer_texts(batch, sampling, self.engine, before)
+        tokens, reasons = batch.ids.tolist(), batch.finish_reasons
         messages = self._messages(prompts, rows_of_ids, batch, sampling)
         log_probs = None if batch.logprobs is None else batch.logprobs.tolist()
         provenance, other_ids = self.engine.provenance(batch), id_fields(batch)
@@ -124,7 +131,7 @@ class Generator(Worker[Prompt]):
         """Return, for each answer to a conversation, what the parser made of it; {} where there is nothing to parse."""
         if self.parser is None:
             return [{}] * len(batch.ids)
-        texts, samples = whole_texts(batch, sampling, self.engine), sampling.num_samples or 1
+        (texts, typed), samples = whole_texts(batch, sampling, self.engine, self.parser), sampling.num_samples or 1
         before = self.engine.detokenize(ids, skip_special_tokens=False)
         found: list[dict[str, Any]] = []
         for index, text in enumerate(texts):
@@ -134,7 +141,7 @@ class Generator(Worker[Prompt]):
                 continue
             tools = self.options.template_kwargs.get("tools") if prompt.tools is None else prompt.tools
             try:
-                message = self.parser.parse(text, prefix=before[index // samples], tools=tools)
+                message = self.parser.parse(text, prefix=before[index // samples], tools=tools or (), typed=typed)
                 found.append({"message": message.to_dict()})
             except ResponseFormatError as error:
                 found.append({"message": None, "message_error": str(error)})

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
 from corelm.cli import strict_json
+from corelm.cli.streams import without_bom
 from corelm.errors import InvalidRequestError
 from corelm.spec.message import Chat, Message
 from corelm.validate import DEEPEST, nested_texts
@@ -83,7 +84,7 @@ def count_lines(file: IO[bytes]) -> int | None:
 def read_lines(file: IO[bytes], read: ReadLine[L]) -> Iterator[L | LineError]:
     """Yield every line that is not blank, in order."""
     seen: dict[tuple[Id, int | None], int] = {}
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(without_bom(file), 1):
         if not line.strip():
             continue
         parsed = _parse(number, line, read)
@@ -106,7 +107,7 @@ def _parse(number: int, line: bytes, read: ReadLine[L]) -> L | LineError:
         return LineError(number, None, f"not valid JSON: {error}")
     if not isinstance(row, dict):
         return LineError(number, None, f"expected an object, got {type(row).__name__}")
-    name = row.get("id", number)
+    name = number if row.get("id") is None else row["id"]
     if isinstance(name, bool) or not isinstance(name, (str, int)):
         return LineError(number, None, f"id: expected a string or an integer, got {name!r}")
     try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -92,6 +93,14 @@ def opened_input(path: Path | None) -> Iterator[tuple[IO[bytes], os.stat_result 
     except io.UnsupportedOperation:
         known = None
     yield stdin, known
+
+
+def without_bom(file: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file without the byte order mark that some editors write before the first."""
+    lines = iter(file)
+    for first in lines:
+        yield first.removeprefix(codecs.BOM_UTF8)
+        yield from lines
 
 
 class Messages:

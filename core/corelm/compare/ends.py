@@ -76,7 +76,7 @@ def _stops(side: OpenSide, rows: Sequence[list[int]], answers: Sequence[Answer],
             if len(stop) < 2 or "\ufffd" in stop or stop.startswith("<"):
                 continue
             sampling = SamplingParams(max_new_tokens=_TOKENS, temperature=0.0, stop=(stop,))
-            due = StopStrings.of(sampling, side.backend.tokenizer).first_end(answer.ids)
+            due = StopStrings.of(sampling, side.backend.tokenizer).after(row).first_end(answer.ids)
             if due is None or due > len(answer.ids) - 4:
                 continue
             (ended,) = side.sample([row], sampling, seed)

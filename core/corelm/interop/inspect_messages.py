@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +20,7 @@ from corelm.errors import CapabilityError
 from corelm.serving.answers import Top
 from corelm.serving.logprob_shapes import chat_logprobs
 from corelm.serving.token_texts import TokenTexts
-from corelm.spec.message import Message
+from corelm.spec.message import Message, new_call_id
 from corelm.validate import invalid
 
 #: Keys of a message under which chat templates read reasoning.
@@ -88,12 +86,11 @@ def tools_of(tools: Sequence[ToolInfo], choice: ToolChoice) -> list[dict[str, An
     return [{"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"options"})} for tool in tools]
 
 
-def message_of(said: ChatMessage, reasoning: str, *, arguments_as_text: bool = False) -> Message:
+def message_of(said: ChatMessage, reasoning: str) -> Message:
     """Return a message as core's.
 
     Args:
         reasoning: the key under which the chat template reads reasoning.
-        arguments_as_text: whether the chat template wants the arguments of calls as JSON, and not as objects.
 
     Raises:
         InvalidRequestError: it has an image, or anything else that is not text.
@@ -112,14 +109,13 @@ def message_of(said: ChatMessage, reasoning: str, *, arguments_as_text: bool = F
             content = said.error.message
         more = {"tool_call_id": said.tool_call_id, "name": said.function}
     elif isinstance(said, ChatMessageAssistant) and said.tool_calls:
-        more = {"tool_calls": tuple(_call_of(call, arguments_as_text) for call in said.tool_calls)}
+        more = {"tool_calls": tuple(map(_call_of, said.tool_calls))}
     extra = {reasoning: "\n".join(thoughts)} if thoughts else {}
     return Message(said.role, content, **more, extra=extra)
 
 
-def _call_of(call: ToolCall, as_text: bool) -> dict[str, Any]:
-    arguments = json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.function, "arguments": arguments}}
+def _call_of(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.function, "arguments": call.arguments}}
 
 
 def assistant_of(answer: Message, model: str) -> ChatMessageAssistant:
@@ -128,8 +124,7 @@ def assistant_of(answer: Message, model: str) -> ChatMessageAssistant:
     text = answer.content or ""
     calls = [
         ToolCall(
-            # Mistral's templates want nine letters or digits.
-            id=call.get("id") or uuid.uuid4().hex[:9],
+            id=call.get("id") or new_call_id(),
             function=call["function"]["name"],
             arguments=dict(call["function"]["arguments"]),
         )

@@ -26,7 +26,7 @@ from corelm.backend.backend import Backend
 from corelm.batching import Limits
 from corelm.containers.classes import provenance_of_rows, ragged
 from corelm.containers.history import History
-from corelm.errors import EngineError
+from corelm.errors import EngineError, InvalidRequestError
 from corelm.interop import inspect_messages as convert
 from corelm.opening.by_name import get_backend
 from corelm.policy.options import PolicyOptions
@@ -42,8 +42,6 @@ _log = logging.getLogger(__name__)
 
 #: The longest answer if neither the task nor the user says: what inspect's own local providers take.
 LONGEST_ANSWER = 2048
-#: Formats whose chat templates want the arguments of earlier calls as texts.
-WANT_TEXTS = ("deepseek_r1",)
 #: Samples that inspect works on at a time. An engine that batches by itself gains from more.
 CONNECTIONS, CONNECTIONS_OF_A_BATCHING_ENGINE = 64, 256
 
@@ -141,23 +139,38 @@ class CoreLMAPI(ModelAPI):
 
         Raises:
             CapabilityError: the config or the engine cannot do what was asked.
-            InvalidRequestError: a message that is not text, or tools without a `response_parser`.
+            InvalidRequestError: a message that is not text, or tools without a `response_parser`. A conversation that
+                does not fit the context has the stop reason `model_length` instead.
             EngineError: the engine failed.
         """
         started = time.monotonic()
         policy = self._policy_for(convert.tools_of(tools, tool_choice), config)
-        as_text = policy.options.response_parser in WANT_TEXTS
-        chat = [convert.message_of(each, self._reasoning, arguments_as_text=as_text) for each in input]
+        chat = [convert.message_of(each, self._reasoning) for each in input]
         try:
             asyncio.get_running_loop()
         except RuntimeError as error:
             raise invalid(
                 "INSPECT_ASYNC_BACKEND", "core's calls run on asyncio; leave the setting out, or set it to asyncio"
             ) from error
-        found = await policy.aforward(TensorDict(history=History.from_chats([chat])))
+        asked = TensorDict(history=History.from_chats([chat]))
+        try:
+            found = await policy.aforward(asked)
+        except InvalidRequestError as error:
+            if error.field != "prompts":
+                raise
+            # No other prompt is in the call, so the engine is not asked.
+            found = await policy.replace(on_error="skip").aforward(asked)
+            length, context = (
+                len(ragged(found, ("tokens", "prompt")).tolist()[0]),
+                self.backend.capabilities.max_context,
+            )
+            if context is None or length + (policy.options.sampling.max_new_tokens or 1) <= context:
+                raise
+            output = ModelOutput.from_content(self.model_name, str(error), stop_reason="model_length")
+        else:
+            output = self._output(found if policy.options.num_samples is None else found[0], config)
         if policy.options.num_samples is not None:
             found = found[0]
-        output = self._output(found, config)
         output.time = time.monotonic() - started
         request = {
             "prompt": found["text"].prompt[0],

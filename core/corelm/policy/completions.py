@@ -170,7 +170,11 @@ def spelled_by(
     if differing_rows(parts.prompt.select(rows), with_one_bos(backend)(prompts, **options).ids):
         return False
     assert parts.response is not None
-    decoded = (backend.detokenize(parts.response.select(rows), skip_special_tokens=skip) for skip in (True, False))
+    decoded = (
+        backend.detokenize(parts.response.select(rows), skip_special_tokens=skip, before=before)
+        for skip in (True, False)
+        for before in (parts.prompt.select(rows), None)
+    )
     return all(response in spellings for response, spellings in zip(responses, zip(*decoded, strict=True), strict=True))
 
 

@@ -7,10 +7,12 @@ changes their text.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from corelm.backend.backend import Backend
 from corelm.errors import Problems, ResponseParserWarning, described, level_of_caller, spelled_out
 from corelm.policy.rows import InputRows
 from corelm.rendering.response_parsers import NamedParser, parser_named
+from corelm.rendering.segments import special_tokens
 from corelm.spec.message import Message
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
@@ -28,19 +31,33 @@ _log = logging.getLogger(__name__)
 
 #: Number of ids before an answer with which it is decoded where it continues a given text.
 _CONTEXT = 16
+#: Characters that Unicode keeps for use inside programs.
+_NONCHARACTERS = range(0xFDD0, 0xFDF0)
 
 #: Turns an answer's text into a message, as a `Message` or a dict. The caller adds the ids.
 ResponseParser = Callable[[str], Message | Mapping[str, Any]]
 
 
-def answer_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
-    """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it."""
-    skip = sampling.skip_special_tokens
-    texts = batch.texts or tuple(backend.detokenize(batch.ids, skip_special_tokens=skip))
+def answer_texts(
+    batch: GenerateResult,
+    sampling: SamplingParams,
+    backend: Backend,
+    prompts: Sequence[Sequence[int]] | None = None,
+) -> tuple[str, ...]:
+    """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it.
+
+    Args:
+        prompts: the ids that each answer continues the text of, none for the message of a chat, which is a text of its
+            own; None if all answers are such.
+    """
+    if prompts is not None:
+        # The prompt of a row that failed may be illegal.
+        prompts = [ids if length else () for ids, length in zip(prompts, batch.ids.lengths.tolist(), strict=True)]
+    decode = partial(backend.detokenize, skip_special_tokens=sampling.skip_special_tokens, before=prompts)
+    texts = batch.texts or tuple(decode(batch.ids))
     if not sampling.stop:
         return texts
-    before = batch.ids.slice(torch.zeros_like(batch.ids.lengths), batch.ids.lengths - 1)
-    olds = backend.detokenize(before, skip_special_tokens=skip)
+    olds = decode(batch.ids.slice(torch.zeros_like(batch.ids.lengths), batch.ids.lengths - 1))
     return tuple(
         text_before_stop(text, old, sampling.stop) if reason == "stop" else text
         for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)
@@ -53,11 +70,11 @@ class AnswerReader:
 
     Attributes:
         parser: turns an answer into a message; None keeps its text.
-        tools: those of conversations that have no others, for a parser that takes them.
+        tools: those of conversations that have no others, for a parser that takes them; None if they are not known.
     """
 
     parser: ResponseParser | None = None
-    tools: Sequence[Any] | None = None
+    tools: Sequence[Any] | None = ()
 
     @classmethod
     def of(
@@ -81,7 +98,11 @@ class AnswerReader:
             if opened_here:
                 backend.close()
             raise
-        return cls(parser=found, tools=tools if isinstance(tools, (list, tuple)) else None)
+        return cls(parser=found, tools=() if tools is None else tools if isinstance(tools, (list, tuple)) else None)
+
+    def sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how to sample answers that are read here."""
+        return self.parser.sampling(sampling) if isinstance(self.parser, NamedParser) else sampling
 
     def read(
         self,
@@ -110,11 +131,11 @@ class AnswerReader:
             return turns, {}
         if isinstance(parser, NamedParser):
             # Some formats have special tokens for marks. The EOS is not part of what was said.
-            texts = _whole_turns(rows, batch, sampling, backend)
+            texts, typed = _whole_turns(rows, batch, sampling, backend, parser)
             prefixes = _before_turns(rows, asked, backend)
             own = [self.tools if each is None else each for each in rows.tools or (None,) * len(turns)]
             parse: list[Callable[[], Message | Mapping[str, Any]]] = [
-                partial(parser.parse, text, prefix=prefix, tools=tools)
+                partial(parser.parse, text, prefix=prefix, tools=tools, typed=typed)
                 for text, prefix, tools in zip(texts, prefixes, own, strict=True)
             ]
         else:
@@ -151,16 +172,58 @@ def without_eos(batch: GenerateResult, backend: Backend) -> GenerateResult:
     return replace(batch, ids=ids, texts=None)
 
 
-def whole_texts(batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
-    """Return the texts of answers with their special tokens, but without the EOS at their end."""
-    return answer_texts(without_eos(batch, backend), replace(sampling, skip_special_tokens=False), backend)
+def whole_texts(
+    batch: GenerateResult, sampling: SamplingParams, backend: Backend, parser: NamedParser
+) -> tuple[tuple[str, ...], str]:
+    """Return the texts of answers for a parser, with the special tokens that are its marks, and a character.
+
+    What looks like a special token and is none has this character in it; it is "" if there is no such text.
+    """
+    batch = without_eos(batch, backend)
+    said = list(answer_texts(batch, replace(sampling, skip_special_tokens=False), backend))
+    specials = special_tokens(backend.tokenizer)
+    longest_first = sorted(filter(None, specials.values()), key=len, reverse=True)
+    special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    everything = "".join(said)
+    mark = next(each for each in map(chr, _NONCHARACTERS) if each not in everything)
+    typed = ""
+    for row, ids in enumerate(batch.ids.tolist()):
+        left = len(said[row])  # without a stop string
+        if special.search(said[row]) is None:
+            continue
+        parts = []
+        for at, (is_special, run) in _runs(ids, specials):
+            (text,) = backend.detokenize([run], skip_special_tokens=False, before=[ids[:at]])
+            text, left = text[:left], left - len(text[:left])
+            if not is_special:
+                if special.search(text):
+                    typed = mark
+                text = special.sub(lambda found: found[0][:1] + mark + found[0][1:], text)
+            elif text in parser.specials:
+                text = ""
+            parts.append(text)
+        said[row] = "".join(parts)
+    return tuple(said), typed
 
 
-def _whole_turns(rows: InputRows, batch: GenerateResult, sampling: SamplingParams, backend: Backend) -> tuple[str, ...]:
+def _runs(ids: Sequence[int], specials: Mapping[int, str]) -> Iterator[tuple[int, tuple[bool, list[int]]]]:
+    """Yield each special token and each run of other tokens, with the number of tokens before it."""
+    at = 0
+    for is_special, group in groupby(ids, specials.__contains__):
+        run = list(group)
+        for part in [[each] for each in run] if is_special else [run]:
+            yield at, (is_special, part)
+            at += len(part)
+
+
+def _whole_turns(
+    rows: InputRows, batch: GenerateResult, sampling: SamplingParams, backend: Backend, parser: NamedParser
+) -> tuple[tuple[str, ...], str]:
     """Return the texts of whole turns, those that answers continue included, as `whole_texts` has them."""
-    said = whole_texts(batch, sampling, backend)
+    said, typed = whole_texts(batch, sampling, backend, parser)
     whole = replace(sampling, skip_special_tokens=False)
-    return tuple(turn.content or "" for turn in _turns(rows, said, without_eos(batch, backend), whole, backend))
+    turns = _turns(rows, said, without_eos(batch, backend), whole, backend)
+    return tuple(turn.content or "" for turn in turns), typed
 
 
 def _before_turns(rows: InputRows, asked: tuple[str, ...], backend: Backend) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from corelm.policy.rows import InputRows
 from corelm.policy.scored_sets import provenance_of_scores
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
+from corelm.support.left_context import HALF_CHARACTER
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 
@@ -37,9 +38,10 @@ def generated(
     problems: Problems = {}
     errors = batch.errors or ("",) * len(batch.ids)
     if fields & {"text", "history"}:
-        said = answer_texts(batch, sampling, backend)
-        asked = rows.texts or given_texts(rows.ids, backend)
-        texts = Parts(asked, said, _joined(asked, said))
+        # The text of a message does not continue that of the prompt: templates write the space between them.
+        prompts = rows.ids.tolist()
+        said = answer_texts(batch, sampling, backend, prompts if rows.chats is None else None)
+        asked = rows.texts or _without_half(given_texts(rows.ids, backend), batch.ids)
         if rows.chats is not None:
             messages, problems = reader.read(rows, asked, said, batch, sampling, backend)
             errors = tuple(error or problems.get(row, "") for row, error in enumerate(errors))
@@ -49,6 +51,9 @@ def generated(
                 chat if turn is None else chat[:-1] for chat, turn in zip(rows.chats, begun, strict=True)
             )
             chats = Parts(rows.chats, replies, _joined(asked_before, replies))
+        if "text" in fields:
+            after = said if rows.chats is None else answer_texts(batch, sampling, backend, prompts)
+            texts = Parts(asked, said, _joined(_without_half(asked, batch.ids), after))
     # True where the answers are: those positions are scored, and they are the assistant's.
     answered = rows.ids.join_mask(batch.ids)
     assistant = answered
@@ -142,6 +147,12 @@ def given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:
     legal = (ids.values >= 0) & (ids.values < backend.capabilities.vocab_size)
     counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, legal.cpu().long())
     return tuple(backend.detokenize(Ragged(ids.values[legal], counts), skip_special_tokens=False))
+
+
+def _without_half(prompts: tuple[str, ...], answers: Ragged) -> tuple[str, ...]:
+    """Return the texts of prompts without an incomplete character at the end: an answer's text begins with it."""
+    lengths = answers.lengths.tolist()
+    return tuple(text.rstrip(HALF_CHARACTER) if length else text for text, length in zip(prompts, lengths, strict=True))
 
 
 def _joined(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:

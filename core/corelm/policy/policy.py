@@ -185,6 +185,8 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         if options.writes_in_place is True:
             must_replace(td, options)
         sampling = self._sampling if seed is None else SamplingParams.make(self._sampling, seed=seed)
+        if rows.chats is not None:
+            sampling = self._answers.sampling(sampling)
         if options.truncation == "left":
             rows = truncate_left(rows, room_for_prompts(sampling, engine.capabilities), self.backend)
         return rows, prepare_generation(
@@ -201,6 +203,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             continue_from=None if continue_from is None else partial_answers(continue_from, rows, options),
             on_tokens=on_tokens,
             on_answer=bar,
+            new_turn=rows.chats is not None,
         )
 
     @no_inference_mode()

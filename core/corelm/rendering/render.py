@@ -172,22 +172,30 @@ def segments_of(
 
 
 def _with_wanted_arguments(template: Template, chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Return messages with the arguments of calls as JSON texts if the template fails on objects, as DeepSeek's do."""
+    """Return messages with the arguments of calls as JSON texts if the template wants texts.
+
+    It fails on objects, as DeepSeek's do, or writes them as Python does.
+    """
     for chat in chats:
         if first := next((at for at, message in enumerate(chat, 1) if message.get("tool_calls")), None):
             begun = chat[:first]
-            if not _renders(template, begun) and _renders(template, list(map(_with_texts, begun))):
+            if not _reads_objects(template, begun) and _rendered(template, list(map(_with_texts, begun))) is not None:
                 return [list(map(_with_texts, each)) for each in chats]
             break
     return chats
 
 
-def _renders(template: Template, chat: list[dict[str, Any]]) -> bool:
+def _reads_objects(template: Template, chat: list[dict[str, Any]]) -> bool:
+    text = _rendered(template, chat)
+    arguments = [call.get("function", call).get("arguments") for call in chat[-1]["tool_calls"]]
+    return text is not None and not any(each and isinstance(each, dict) and repr(each) in text for each in arguments)
+
+
+def _rendered(template: Template, chat: list[dict[str, Any]]) -> str | None:
     try:
-        template.with_marks(None)(chat, False)
+        return str(template.with_marks(None)(chat, False))
     except TemplateError:
-        return False
-    return True
+        return None
 
 
 def _with_texts(message: dict[str, Any]) -> dict[str, Any]:

@@ -50,12 +50,14 @@ class ResponseFormat:
         call: the text that begins a call; an answer in which it stays as plain text is malformed. "" if there is none.
         think: what begins and ends the reasoning, where a generation prompt may write the beginning; None if no
             generation prompt does.
+        reasoning: what begins and ends the reasoning; None for `think`.
     """
 
     dialects: tuple[Dialect, ...]
     marks: tuple[str, ...]
     call: str = ""
     think: tuple[str, str] | None = None
+    reasoning: tuple[str, str] | None = None
 
 
 def _before(space: str) -> str:
@@ -110,8 +112,12 @@ _HERMES_MARKS = ("<tool_call>", "<think>", "</think>")
 
 # Qwen3-Coder, Qwen3.5: the same tags around XML -----------------------------------------------------------------------
 
-#: Text up to the end of a parameter. An end counts where another parameter begins, or the call ends.
-_PARAMETER = r"<parameter=[^>\n]+>(?:(?!</parameter>\s*+(?:<parameter=|</function>)).)*+</parameter>\s*+"
+#: Text up to the end of a parameter. An end counts where another parameter begins, or the call ends. A line in it that
+#: begins another parameter says that the end is missing.
+_PARAMETER = (
+    r"<parameter=[^>\n]+>(?:(?!</parameter>\s*+(?:<parameter=|</function>)|\n<parameter=[^>\n]+>\n).)*+"
+    r"</parameter>\s*+"
+)
 _QWEN_XML = Dialect(
     where=r"<tool_call>\s*<function=",
     fields={
@@ -137,7 +143,7 @@ _QWEN_XML = Dialect(
 
 _ARGUMENT = (
     r"<arg_key>[^<]*</arg_key>\s*+<arg_value>"
-    r"(?:(?!</arg_value>\s*+(?:<arg_key>|</tool_call>)).)*+</arg_value>\s*+"
+    r"(?:(?!</arg_value>\s*+(?:<arg_key>|</tool_call>)|<arg_key>[^<]*</arg_key>\s*<arg_value>).)*+</arg_value>\s*+"
 )
 _GLM = Dialect(
     fields={
@@ -291,7 +297,11 @@ FORMATS: Mapping[str, ResponseFormat] = {
         think=("<think>", "</think>"),
     ),
     "glm": ResponseFormat(dialects=(_GLM,), marks=_HERMES_MARKS, call="<tool_call>", think=("<think>", "</think>")),
-    "gpt_oss": ResponseFormat(dialects=(_HARMONY,), marks=("<|channel|>", "<|message|>")),
+    "gpt_oss": ResponseFormat(
+        dialects=(_HARMONY,),
+        marks=("<|channel|>", "<|message|>"),
+        reasoning=("<|channel|>analysis<|message|>", "<|end|>"),
+    ),
     "hermes": ResponseFormat(
         dialects=(_HERMES,), marks=_HERMES_MARKS, call="<tool_call>", think=("<think>", "</think>")
     ),

@@ -16,7 +16,9 @@ from typing import Any
 from corelm.errors import BackendNotInstalledError, ResponseFormatError, described
 from corelm.rendering.response_formats import FORMATS, STRAY, ResponseFormat
 from corelm.rendering.segments import special_tokens
+from corelm.rendering.template import map_strings
 from corelm.spec.message import FIELDS, Message
+from corelm.spec.sampling import SamplingParams
 from corelm.validate import did_you_mean, invalid
 
 #: The format that a tokenizer brings itself.
@@ -54,11 +56,23 @@ class NamedParser:
             return frozenset(self.template["fields"])
         return frozenset(key for dialect in FORMATS[self.name].dialects for key in dialect.fields) - {STRAY}
 
+    @property
+    def reasoning_marks(self) -> tuple[str, ...]:
+        """The texts that begin and end the reasoning; none if the format has none, or is the tokenizer's own."""
+        form = None if self.template is not None else FORMATS[self.name]
+        return () if form is None else form.reasoning or form.think or ()
+
+    def sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how to sample answers in this format: no stop string ends them in their reasoning."""
+        if not sampling.stop or sampling.reasoning_marks:
+            return sampling
+        return SamplingParams.make(sampling, reasoning_marks=self.reasoning_marks)
+
     def __call__(self, text: str) -> Message:
         """Return the message of an answer, if only its text is known. See `parse`."""
         return self.parse(text)
 
-    def parse(self, text: str, *, prefix: str = "", tools: Tools | None = None) -> Message:
+    def parse(self, text: str, *, prefix: str = "", tools: Tools | None = None, typed: str = "") -> Message:
         """Return the message that an answer stands for.
 
         Its `tool_calls` have OpenAI's form, with the arguments as an object; its reasoning is in `extra`, under the key
@@ -68,24 +82,40 @@ class NamedParser:
             text: the answer, with its special tokens: some formats use them as marks.
             prefix: the prompt. If it ends with the beginning of the answer, such as ``<think>``, that is parsed too.
             tools: those of the prompt, as its chat template got them. Arguments that a format writes without quotes
-                get the types that the tools declare; without tools they are texts.
+                get the types that the tools declare. If there are none, what looks like a call is text. None if the
+                tools are not known: any call is one then, and its arguments are texts.
+            typed: a character that was put into each text that looks like a special token and is none. It is removed
+                from what is found.
 
         Raises:
             ResponseFormatError: the text does not follow the format. Nothing of it was dropped: use it as it is.
         """
+        if not typed:
+            return self._parsed(text, prefix, tools)
+        try:
+            message = self._parsed(text, prefix, tools)
+        except ResponseFormatError as error:
+            raise ResponseFormatError(str(error).replace(typed, "").replace(ascii(typed)[1:-1], "")) from error
+        return Message.from_dict(map_strings(message.to_dict(), lambda said: said.replace(typed, "")))
+
+    def _parsed(self, text: str, prefix: str, tools: Tools | None) -> Message:
+        offered = tools is None or bool(tools)
         if self.eos:
             text = text.removesuffix(self.eos)
         if self.template is not None:
-            return _message(_parsed(_loaded_own(json.dumps(self.template)), text, prefix, tools), self.specials)
+            own = _loaded_own(json.dumps(_allowed(self.template, offered)))
+            return _message(_parsed(own, text, prefix, tools), self.specials)
         form = FORMATS[self.name]
         text = _prewritten(form, text, prefix) + text
         if not any(mark in text for mark in form.marks):
             return Message("assistant", _without(text, self.specials))
         number = next(n for n, one in enumerate(form.dialects) if one.where is None or re.search(one.where, text))
-        parsed = _parsed(_loaded(self.name, number), text, "", tools)
+        parsed = _parsed(_loaded(self.name, number, offered), text, "", tools)
         if stray := parsed.pop(STRAY, "").strip():
-            raise ResponseFormatError(f"text outside of every channel: {_excerpt(stray)}")
-        if form.call and form.call in (parsed.get("content") or ""):
+            if offered:
+                raise ResponseFormatError(f"text outside of every channel: {_excerpt(stray)}")
+            parsed["content"] = "\n".join(filter(None, (parsed.get("content"), stray)))
+        if offered and form.call and form.call in (parsed.get("content") or ""):
             raise ResponseFormatError(f"a tool call is not well formed: {_excerpt(text[text.index(form.call) :])}")
         return _message(parsed, self.specials)
 
@@ -112,8 +142,7 @@ def parser_named(name: str, tokenizer: Any = None) -> NamedParser:
     known = special_tokens(tokenizer).values()
     eos = getattr(tokenizer, "eos_token", None)
     if name != AUTO:
-        own = json.dumps([dict(one.fields) for one in FORMATS[name].dialects], ensure_ascii=False).replace("\\", "")
-        return NamedParser(name, None, frozenset(text for text in known if text and text not in own), eos)
+        return NamedParser(name, None, _foreign(known, [dict(one.fields) for one in FORMATS[name].dialects]), eos)
     if tokenizer is None:
         raise invalid("tokenizer", "'auto' reads the response_template of a tokenizer; give it as the second argument")
     template = getattr(tokenizer, "response_template", None)
@@ -122,12 +151,17 @@ def parser_named(name: str, tokenizer: Any = None) -> NamedParser:
             "response_parser",
             f"'auto' reads the response_template of the tokenizer, and it has none; give one of {_listed(FORMATS)}",
         )
-    parser = NamedParser(name, template, frozenset(), eos)
     try:
         _loaded_own(json.dumps(template))
+        return NamedParser(name, template, _foreign(known, template), eos)
     except (TypeError, ValueError) as error:
         raise invalid("response_parser", f"the tokenizer's response_template is not usable: {error}") from error
-    return parser
+
+
+def _foreign(specials: Iterable[str], patterns: Any) -> frozenset[str]:
+    """Return the texts of special tokens that are no marks of a format."""
+    own = json.dumps(patterns, ensure_ascii=False).replace("\\", "")
+    return frozenset(text for text in specials if text and text not in own)
 
 
 def check_name(name: Any) -> None:
@@ -157,13 +191,19 @@ def _engine() -> Any:
     return chat_parsing
 
 
-@lru_cache(maxsize=len(FORMATS) * 4)
-def _loaded(name: str, dialect: int) -> Any:
+def _allowed(template: Mapping[str, Any], calls: bool) -> dict[str, Any]:
+    """Return a response template, without calls if no tool was offered: they are text then."""
+    fields = {key: field for key, field in template["fields"].items() if calls or key != "tool_calls"}
+    return {**template, "fields": fields}
+
+
+@lru_cache(maxsize=len(FORMATS) * 8)
+def _loaded(name: str, dialect: int, calls: bool) -> Any:
     """Return the response template of a dialect, compiled."""
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     fields = {key: dict(field) for key, field in FORMATS[name].dialects[dialect].fields.items()}
-    return load_response_template({"fields": fields, **_NO_ANCHOR})
+    return load_response_template(_allowed({"fields": fields, **_NO_ANCHOR}, calls))
 
 
 @lru_cache(maxsize=16)
@@ -240,6 +280,10 @@ def _call(found: Any) -> dict[str, Any]:
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise ResponseFormatError(f"arguments of {said['name']!r} are not an object: {_excerpt(str(arguments))}")
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except ValueError as error:
+        raise ResponseFormatError(f"arguments of {said['name']!r} are not JSON: {described(error)}") from error
     call: dict[str, Any] = {"type": "function", "function": {"name": said["name"], "arguments": dict(arguments)}}
     call_id = said.get("id") or found.get("id")
     return {"id": str(call_id), **call} if call_id else call

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -136,7 +137,8 @@ class Template:
         if kwargs.get("tools") and not _TOOLS.search(source):
             raise TemplateError(
                 "the chat template does not read tools, so the model would not be told of them; pass chat_template= "
-                "with a template that reads them, or leave the tools out and describe them in a system message"
+                "with a template that reads them, or leave the tools out and describe them in a system message; then "
+                "calls are text"
             )
         return cls(tokenizer, source, kwargs)
 
@@ -149,12 +151,26 @@ class Template:
         try:
             rendered = self._apply(list(chat), add_generation_prompt, tokenize)
         except Exception as error:
-            raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
+            raise TemplateError(f"{self._where(chat, error)}the chat template failed: {_told(error)}") from error
         if not tokenize and not isinstance(rendered, str):
             raise TemplateError(f"the tokenizer rendered a {type(rendered).__name__} instead of a text")
         if not tokenize and len(rendered) > MOST_CHARACTERS:
             raise TemplateError(f"the chat template wrote {len(rendered):,} characters; {MOST_CHARACTERS:,} are legal")
         return rendered
+
+    def _where(self, chat: Sequence[Mapping[str, Any]], error: Exception) -> str:
+        """Return which message a template fails at: the last one of the shortest beginning that fails alike."""
+
+        def fails(length: int) -> bool:
+            try:
+                self._apply(list(chat[:length]), False, False)
+            except Exception as other:
+                return _told(other) == _told(error)
+            return False
+
+        lengths = range(1, len(chat) + 1)
+        first = bisect_left(lengths, True, key=fails)
+        return f"message {first}: " if first < len(lengths) else ""
 
     def render_all(self, chats: Sequence[Sequence[Mapping[str, Any]]], add_generation_prompt: bool) -> list[str] | None:
         """Render several conversations in one call, in half the time.
@@ -204,6 +220,10 @@ class Template:
             return self
         assert self.source is not None
         return replace(self, source=_GENERATION.sub(rewrite, self.source))
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def joined_strings(chats: Sequence[Sequence[dict[str, Any]]]) -> str:

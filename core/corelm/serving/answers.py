@@ -54,9 +54,20 @@ class ScoredPrompt:
     top: list[Top] | None
 
 
-def answers_of(result: GenerateResult, sampling: SamplingParams, backend: Backend) -> list[Answer]:
-    """Return the answers of a result, those to one prompt next to each other."""
-    texts = answer_texts(result, sampling, backend)
+def answers_of(
+    result: GenerateResult,
+    sampling: SamplingParams,
+    backend: Backend,
+    prompts: Sequence[Sequence[int]] | None = None,
+) -> list[Answer]:
+    """Return the answers of a result, those to one prompt next to each other.
+
+    Args:
+        prompts: those whose texts the answers continue; None for messages.
+    """
+    if prompts is not None:
+        prompts = [ids for ids in prompts for _ in range(sampling.num_samples or 1)]
+    texts = answer_texts(result, sampling, backend, prompts)
     provenance = backend.provenance(result)
     ids = result.ids.tolist()
     logprobs = None if result.logprobs is None else result.logprobs.tolist()

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from corelm.serving.answers import Answer
@@ -39,7 +40,7 @@ class _ChatReply:
 
     def __init__(self, exchange: Exchange, ask: ChatAsk, turn: Any) -> None:
         self._exchange, self._service, self._connection = exchange, exchange.service, exchange.connection
-        self._ask, self._turn = ask, turn
+        self._ask, self._turn = replace(ask, sampling=self._service.chat_sampling(ask.sampling)), turn
         self._heading = Heading(exchange.service, "chatcmpl")
         self._headers = session_header(turn.session_id)
 
@@ -47,7 +48,9 @@ class _ChatReply:
         ask, service = self._ask, self._service
         prompt = await asyncio.to_thread(service.render, self._turn.messages, ask.tools, ask.template_kwargs)
         options = service.generate_options(ask.sampling, wanted=ask.logprobs, top_logprobs=ask.top_logprobs)
-        generation = self._exchange.add(Generation(service.backend, [prompt.ids], ask.sampling, **options))
+        generation = self._exchange.add(
+            Generation(service.backend, [prompt.ids], ask.sampling, new_turn=True, **options)
+        )
         # The tokens of a stream come without the most probable ids, and a parser needs the whole answer.
         if ask.stream and not service.parses and not ask.top_logprobs:
             await self._stream(generation, prompt)

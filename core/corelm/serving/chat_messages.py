@@ -24,21 +24,19 @@ from hashlib import blake2b
 from typing import Any
 
 from corelm.errors import InvalidRequestError, refuse
-from corelm.spec.message import Chat, Message
+from corelm.spec.message import Chat, Message, with_object
 from corelm.validate import as_list, invalid, nested_texts, shown
 
 #: What API clients add to messages. No chat template reads these.
 _OF_CLIENTS = frozenset({"refusal", "annotations", "audio", "parsed", "provider_specific_fields"})
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-#: The types of the parts of a content that are text.
-_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def said(message: Message | Mapping[str, Any]) -> Message:
     """Return a message as a chat template reads it.
 
-    Values that are empty are left out, text parts are joined, and arguments of tool calls that are the JSON of an
-    object become this object, because chat templates write it. Ids that the client sent are left out: only those that
+    Values that are empty are left out, text parts are joined, and arguments of tool calls become objects, because chat
+    templates write these. Ids that the client sent are left out: only those that
     the engine sampled count.
 
     Raises:
@@ -52,11 +50,9 @@ def said(message: Message | Mapping[str, Any]) -> Message:
         for key, value in given.items()
         if key in ("role", "content") or (key not in _OF_CLIENTS and key != "token_ids" and not _is_empty(value))
     }
-    if "content" in kept:
-        kept["content"] = _joined_parts(kept["content"])
     calls = kept.get("tool_calls")
     if isinstance(calls, Sequence) and not isinstance(calls, str):
-        kept["tool_calls"] = [_with_read_arguments(call) for call in calls]
+        kept["tool_calls"] = [with_object(call) if isinstance(call, Mapping) else call for call in calls]
     return Message.from_dict(kept)
 
 
@@ -161,42 +157,6 @@ def _plain(value: Any) -> Any:
 
 def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, (str, list, tuple, Mapping)) and not value)
-
-
-def _joined_parts(content: Any) -> Any:
-    """Return the text of a list of text parts; anything but a list as it is.
-
-    Raises:
-        InvalidRequestError: a part is not text.
-    """
-    if not isinstance(content, (list, tuple)):
-        return content
-    texts = [
-        part["text"]
-        if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS and "text" in part
-        else part
-        for part in content
-    ]
-    for part in texts:
-        if not isinstance(part, str):
-            expected = 'expected a text, or a list of parts such as {"type": "text", "text": "…"}'
-            raise invalid("content", f"{expected}, got the part {shown(part)}; images are not supported")
-    return "\n".join(texts)
-
-
-def _with_read_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-        # Python reads NaN, which no other program does.
-        json.dumps(arguments, allow_nan=False)
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _call(call: Mapping[str, Any]) -> Any:

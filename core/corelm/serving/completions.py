@@ -15,6 +15,7 @@ from corelm.serving.logprob_shapes import CompletionLogprobs
 from corelm.serving.replies import Heading, record, session_header, usage
 from corelm.serving.service import UnrecordedTurn
 from corelm.spec.records import GenerateResult
+from corelm.support.left_context import HALF_CHARACTER
 
 
 async def answer_completions(exchange: Exchange, ask: CompletionAsk) -> None:
@@ -59,11 +60,17 @@ class _CompletionReply:
         self._samples = ask.sampling.num_samples or 1 if ask.samples else 1
         self._echoed: list[str] = []
         self._scored: list[ScoredPrompt] = []
-        silent = frozenset(getattr(exchange.service.backend.tokenizer, "all_special_ids", ()))
         # One for each choice.
         self._shapes = [
-            CompletionLogprobs(exchange.service.texts, silent, by_id=ask.by_id)
-            for _ in range(len(prompts) * self._samples)
+            CompletionLogprobs(
+                exchange.service.texts,
+                exchange.service.backend.tokenizer,
+                ids,
+                skip_special_tokens=ask.sampling.skip_special_tokens,
+                by_id=ask.by_id,
+            )
+            for ids in prompts
+            for _ in range(self._samples)
         ]
 
     async def send(self) -> None:
@@ -91,6 +98,9 @@ class _CompletionReply:
             self._echoed = list(ask.texts)
         else:
             self._echoed = await asyncio.to_thread(backend.detokenize, self._prompts, skip_special_tokens=False)
+        if ask.samples:
+            # The answer may complete the last character of its prompt.
+            self._echoed = [text.rstrip(HALF_CHARACTER) for text in self._echoed]
         if ask.logprobs is not None:
             scoring = self._exchange.add(
                 Scoring(backend, self._prompts, top_k=ask.logprobs, **self._service.call_options)
@@ -130,7 +140,7 @@ class _CompletionReply:
             return (self._echoed[at] if self._echoed else ""), None
         prompt = self._scored[at]
         text = self._echoed[at]
-        return text, self._shapes[index].add(prompt.ids, prompt.logprobs, prompt.top, text)
+        return text, self._shapes[index].echo(prompt, text)
 
     async def _stream(self, generation: Generation) -> None:
         begun = False
@@ -155,7 +165,7 @@ class _CompletionReply:
         await self._end(usage(self._prompts, (each.ids for each in answers)))
 
     async def _recorded(self, result: GenerateResult) -> list[Answer]:
-        answers = await asyncio.to_thread(self._service.answers, result, self._ask.sampling)
+        answers = await asyncio.to_thread(self._service.answers, result, self._ask.sampling, self._prompts)
         record_all(self._turns, self._prompts, answers, self._samples)
         return answers
 

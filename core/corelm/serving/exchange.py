@@ -101,9 +101,11 @@ class Endpoint(Generic[A]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, connection = self._service, Connection(scope, receive, send)
+        given: dict[str, Any] = {}
         try:
             with service.admitted():
-                ask = self._read(parsed(await connection.body(service.options.max_body)))
+                given = parsed(await connection.body(service.options.max_body))
+                ask = self._read(given)
                 service.check_model(ask.model)
                 ask = replace(ask, sampling=service.with_stop_ids(ask.sampling))
                 exchange = Exchange(service, connection)
@@ -115,4 +117,4 @@ class Endpoint(Generic[A]):
                 ends = Refusal(503, "the server is shutting down", type="server_error", code="closed")
                 await connection.fail(ends)
         except Exception as error:
-            await connection.fail(refusal(error, self._prompt))
+            await connection.fail(refusal(error, self._prompt, given))

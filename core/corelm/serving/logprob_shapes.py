@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import partial
+from os.path import commonprefix  # of characters
 from typing import Any
 
-from corelm.serving.answers import Top
+from corelm.serving.answers import ScoredPrompt, Top
 from corelm.serving.token_texts import TokenText, TokenTexts
+from corelm.support.left_context import HALF_CHARACTER, Decode, decoder_after
 
 
 def chat_logprobs(
@@ -34,8 +36,38 @@ def _entry(text: TokenText, logprob: float) -> dict[str, Any]:
     return {"token": text.text, "bytes": None if text.data is None else list(text.data), "logprob": logprob}
 
 
-#: The most tokens of a byte or more that are one character.
-_LONGEST_CHARACTER = 4
+#: So many tokens are decoded together, with those before them, to tell where each begins.
+_WINDOW = 16
+
+
+class _Places:
+    """Where the text of each next token begins in the text that clients see.
+
+    Args:
+        decode: ids to text.
+        before: the ids that these tokens follow.
+    """
+
+    def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._earlier, self._ids = [*before], list[int]()
+        self._after = decoder_after(decode, self._earlier)
+        self._start, self._text, self._place = 0, "", 0
+
+    def next(self, token: int, text: TokenText) -> int:
+        """Return how many characters precede the token; for a part of a character, those before that character."""
+        self._ids.append(token)
+        before, self._text = self._text, self._after(self._ids)
+        # In UTF-8, every byte of a character except its first starts with the bits 10.
+        goes_on = self._text == before or (text.data and text.data[0] & 0xC0 == 0x80)
+        if not (goes_on and before.endswith(HALF_CHARACTER)):
+            self._place = self._start + len(commonprefix((before, self._text)))  # noqa: RUF071
+        if len(self._ids) >= _WINDOW and not self._text.endswith(HALF_CHARACTER):
+            self._start += len(self._text)
+            self._earlier += self._ids
+            self._after = decoder_after(self._decode, self._earlier)
+            self._ids, self._text = [], ""
+        return self._place
 
 
 class CompletionLogprobs:
@@ -43,43 +75,50 @@ class CompletionLogprobs:
 
     Args:
         texts: the texts of the tokens.
-        silent: the ids that the text of an answer leaves out.
+        tokenizer: decodes ids.
+        prompt: the prompt, which the answer continues.
+        skip_special_tokens: whether special tokens are no text of an answer.
         by_id: whether to name tokens by their ids, as ``token_id:5``, instead of by their texts.
     """
 
-    def __init__(self, texts: TokenTexts, silent: Collection[int], *, by_id: bool = False) -> None:
-        self._texts, self._silent, self._by_id = texts, silent, by_id
-        self._offset = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def add(
+    def __init__(
         self,
-        ids: Sequence[int],
-        logprobs: Sequence[float | None],
-        top: Sequence[Top] | None,
-        prompt: str | None = None,
-    ) -> dict[str, Any]:
-        """Return the `logprobs` of the next tokens.
+        texts: TokenTexts,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        by_id: bool = False,
+    ) -> None:
+        self._texts, self._by_id = texts, by_id
+        self._spelled = partial(tokenizer.decode, skip_special_tokens=False)
+        self._places = _Places(partial(tokenizer.decode, skip_special_tokens=skip_special_tokens), prompt)
+        self._echoed = 0
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float | None], top: Sequence[Top] | None) -> dict[str, Any]:
+        """Return the `logprobs` of the next tokens of an answer.
 
         Args:
             ids: the tokens.
             logprobs: one per token; None for the first token of a prompt.
             top: the most probable ids at each token, or None.
-            prompt: the text, if they are those of a prompt; the tokenizer may have added special tokens to it.
         """
-        shown = self._texts.of(ids)
-        offsets = []
-        for each, text in zip(ids, shown, strict=True):
-            said = text.text if text.data is None else self._decoder.decode(text.data)
-            absent = prompt is None and each in self._silent
-            if prompt is not None:
-                # Not there are special tokens that the tokenizer has added, and parts of characters.
-                at = prompt.find(said, self._offset, self._offset + len(said) + _LONGEST_CHARACTER)
-                self._offset, absent = max(at, self._offset), at < 0
-            offsets.append(self._offset)
-            self._offset += 0 if absent else len(said)
-        if prompt is not None:
-            self._offset = len(prompt)
+        return self._shape(ids, logprobs, top, [self._echoed + at for at in self._next(self._places, ids)])
+
+    def echo(self, prompt: ScoredPrompt, text: str) -> dict[str, Any]:
+        """Return the `logprobs` of the prompt, which precedes an answer as this text."""
+        self._echoed, places = len(text), _Places(self._spelled)
+        # The tokenizer may have added special tokens around the text.
+        added = max(self._spelled([*prompt.ids]).find(text), 0)
+        offsets = [min(max(at - added, 0), len(text)) for at in self._next(places, prompt.ids)]
+        return self._shape(prompt.ids, prompt.logprobs, prompt.top, offsets)
+
+    def _next(self, places: _Places, ids: Sequence[int]) -> list[int]:
+        return [places.next(token, text) for token, text in zip(ids, self._texts.of(ids), strict=True)]
+
+    def _shape(
+        self, ids: Sequence[int], logprobs: Sequence[float | None], top: Sequence[Top] | None, offsets: list[int]
+    ) -> dict[str, Any]:
         names, best = self._names(ids), None
         if top is not None:
             best = [

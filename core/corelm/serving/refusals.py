@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,18 @@ from corelm.errors import (
 
 _log = logging.getLogger(__name__)
 
-#: Core's names of what the protocol calls otherwise, and what its messages advise that a client cannot do.
-_WORDING: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r", or give the policy truncation='left', which drops its first tokens"), ""),
-    (re.compile(r"\bmax_new_tokens\b"), "max_tokens"),
-    (re.compile(r"\bmin_new_tokens\b"), "min_tokens"),
-    (re.compile(r"\bnum_samples\b"), "n"),
-)
+#: Core's names, and what requests call the same.
+_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "max_new_tokens": ("max_tokens", "max_completion_tokens"),
+    "min_new_tokens": ("min_tokens",),
+    "num_samples": ("n",),
+    "top_logprobs": ("top_logprobs", "logprobs"),
+    "score_top_k": ("logprobs",),
+    "top_k": ("top_k", "logprobs"),
+}
+_NAMES = re.compile(rf"\b(?:{'|'.join(_SPELLINGS)})\b")
+#: What core's messages advise that a client cannot do.
+_NOT_HERE = ", or give the policy truncation='left', which drops its first tokens"
 #: Core's names of what a request calls its prompt, and how its messages begin. One conversation has no rows.
 _PROMPTS = ("prompts", "sequences", "texts", "history")
 #: The header that names a session.
@@ -92,18 +97,19 @@ _KINDS: tuple[tuple[type[Exception], _Kind], ...] = (
 )
 
 
-def refusal(error: Exception, prompt: str = "prompt") -> Refusal:
+def refusal(error: Exception, prompt: str = "prompt", typed: Collection[str] = ()) -> Refusal:
     """Return the refusal for an error. One that core did not raise on purpose is logged, and not shown.
 
     Args:
         prompt: what the request calls its prompt.
+        typed: the fields of the request.
     """
     if isinstance(error, Refusal):
         return error
     for kind, found in _KINDS:
         if isinstance(error, kind):
             param = getattr(error, "field", None) or getattr(error, "capability", None)
-            message = as_asked(str(error))
+            message = as_asked(str(error), typed)
             if param == "session":
                 message, param = message.replace("session: ", f"{_SESSION}: ", 1), _SESSION
             if param in _PROMPTS:
@@ -113,7 +119,7 @@ def refusal(error: Exception, prompt: str = "prompt") -> Refusal:
                 message,
                 type=found.type,
                 code=found.code,
-                param=None if param is None else as_asked(param),
+                param=None if param is None else as_asked(param, typed),
                 headers=found.headers,
             )
     if isinstance(error, CoreLMError):
@@ -124,12 +130,15 @@ def refusal(error: Exception, prompt: str = "prompt") -> Refusal:
     return Refusal(500, "the server failed; its log says why", type="server_error", code="internal")
 
 
-def as_asked(message: str) -> str:
-    """Return a message of core with the protocol's names.
+def as_asked(message: str, typed: Collection[str] = ()) -> str:
+    """Return a message of core with the protocol's names: of several, the one that the client typed.
 
-    >>> as_asked("give max_new_tokens=7 or less")
-    'give max_tokens=7 or less'
+    >>> as_asked("give max_new_tokens=7 or less"), as_asked("max_new_tokens", ["max_completion_tokens"])
+    ('give max_tokens=7 or less', 'max_completion_tokens')
     """
-    for phrase, said in _WORDING:
-        message = phrase.sub(said, message)
-    return message
+
+    def spelled(name: re.Match[str]) -> str:
+        spellings = _SPELLINGS[name[0]]
+        return next((each for each in spellings if each in typed), spellings[0])
+
+    return _NAMES.sub(spelled, message.replace(_NOT_HERE, ""))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from corelm.serving.options import ServerOptions
 from corelm.serving.refusals import Refusal
 from corelm.serving.sessions import SessionStore
 from corelm.serving.token_texts import TokenTexts
-from corelm.spec.message import Chat, Message
+from corelm.spec.message import Chat, Message, new_call_id
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
@@ -95,7 +94,9 @@ class Service:
         self.name = self.options.model_name or self.backend.model_name or self.backend.name
         self.texts = TokenTexts(self.backend.tokenizer)
         self._specials = special_tokens(self.backend.tokenizer)
-        self._reader = AnswerReader.of(self.options.response_parser, None, self.backend, opened_here=False)
+        self._reader = AnswerReader.of(
+            self.options.response_parser, self.options.template_kwargs.get("tools"), self.backend, opened_here=False
+        )
         self._open: set[Leaves] = set()
         self._health: asyncio.Task[bool] | None = None
 
@@ -198,6 +199,10 @@ class Service:
             stop_token_ids=(*sampling.stop_token_ids, *ids),
         )
 
+    def chat_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how to sample answers that are read as messages."""
+        return self._reader.sampling(sampling)
+
     def generate_options(
         self, sampling: SamplingParams, *, wanted: bool, top_logprobs: int, mode: str | None = None
     ) -> dict[str, Any]:
@@ -229,9 +234,11 @@ class Service:
 
     # Its answers -----------------------------------------------------------------------------------------------------
 
-    def answers(self, result: GenerateResult, sampling: SamplingParams) -> list[Answer]:
-        """Return the answers of a result."""
-        return answers_of(result, sampling, self.backend)
+    def answers(
+        self, result: GenerateResult, sampling: SamplingParams, prompts: Sequence[Sequence[int]] | None = None
+    ) -> list[Answer]:
+        """Return the answers of a result: messages, or what continues the texts of `prompts`."""
+        return answers_of(result, sampling, self.backend, prompts)
 
     def messages(
         self,
@@ -261,7 +268,7 @@ class Service:
 def _with_call_ids(message: Message) -> Message:
     if not message.tool_calls:
         return message
-    calls = tuple({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", **call} for call in message.tool_calls)
+    calls = tuple({"id": new_call_id(), "type": "function", **call} for call in message.tool_calls)
     return replace(message, tool_calls=calls)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corelm.support.stop_strings import HALF_CHARACTER
+from corelm.support.left_context import HALF_CHARACTER
 
 #: A space at the beginning of a token of SentencePiece.
 _SPACE = "▁"

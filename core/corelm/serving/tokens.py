@@ -29,7 +29,7 @@ async def answer_tokens(exchange: Exchange, ask: TokenAsk) -> None:
             ask.sampling, wanted=ask.logprobs != "none", top_logprobs=ask.top_logprobs, mode=ask.logprobs
         )
         generation = exchange.add(Generation(service.backend, prompts, ask.sampling, **options))
-        answers = await asyncio.to_thread(service.answers, await generation.result(), ask.sampling)
+        answers = await asyncio.to_thread(service.answers, await generation.result(), ask.sampling, prompts)
         record_all(turns, prompts, answers, samples)
         exchange.refuse_if_over()
         names = {turn.session_id for turn in turns}

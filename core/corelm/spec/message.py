@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from corelm.validate import invalid, nested_texts, shown, token_ids
 
 #: The keys of a message that are fields of `Message`; every other key goes into `Message.extra`.
 FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "token_ids", "begun")
+#: The types of the parts of a content that are text.
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Message:
         if not isinstance(self.role, str):
             raise _type_error("role", "a str", self.role)
         if self.content is not None and not isinstance(self.content, str):
-            parts = " (lists of parts, as used for images, are not supported)" if isinstance(self.content, list) else ""
+            parts = " (`Message.from_dict` joins lists of text parts)" if isinstance(self.content, list) else ""
             raise _type_error("content", f"a str or None{parts}", self.content)
         if self.tool_calls is not None:
             calls = self.tool_calls
@@ -82,7 +85,10 @@ class Message:
 
     @classmethod
     def from_dict(cls, message: Message | Mapping[str, Any]) -> Message:
-        """Build from a dict in the usual chat format; unknown keys go into `extra`. Return a `Message` as it is."""
+        """Build from a dict in the usual chat format; unknown keys go into `extra`. Return a `Message` as it is.
+
+        A content that is a list of text parts, as OpenAI's protocol has them, becomes their texts, one per line.
+        """
         if isinstance(message, Message):
             return message
         if not isinstance(message, Mapping):
@@ -90,6 +96,8 @@ class Message:
         known = {key: message[key] for key in FIELDS if key in message}
         if "role" not in known:
             raise InvalidRequestError(f"role is missing; the keys are: {', '.join(map(shown, message))}", field="role")
+        if isinstance(known.get("content"), (list, tuple)):
+            known["content"] = _joined_parts(known["content"])
         extra = {key: value for key, value in message.items() if key not in FIELDS}
         # A template would fail, or write "None", for what is most likely a misspelt key.
         if "content" not in known and not (known.get("tool_calls") or extra):
@@ -126,7 +134,7 @@ class Message:
     def for_template(self) -> dict[str, Any]:
         """Return the dict that a chat template reads, without ids and without None, which templates print.
 
-        Arguments of calls that are JSON texts of objects, as OpenAI's protocol has them, become these objects.
+        Arguments of calls become objects, see `with_object`.
         """
         if self.content is not None and not (self.tool_calls or self.tool_call_id or self.name or self.extra):
             # Fast path: a batch has thousands of messages, and most are like this.
@@ -134,25 +142,57 @@ class Message:
         message = self.to_dict()
         message.pop("token_ids", None)
         message.pop("begun", None)
-        message["tool_calls"] = [_with_object(call) for call in self.tool_calls] if self.tool_calls else None
+        message["tool_calls"] = [with_object(call) for call in self.tool_calls] if self.tool_calls else None
         return {key: value for key, value in message.items() if value is not None}
 
 
 Chat = tuple[Message, ...]
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, if they are the JSON text of one."""
+def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object, if they are none, an empty text, or the JSON text of an object.
+
+    OpenAI's protocol has texts, and clients leave out what is empty.
+    """
     made = deepcopy(dict(call))
     holder = made["function"] if isinstance(made.get("function"), dict) else made
-    if isinstance(given := holder.get("arguments"), str):
+    given = holder.get("arguments")
+    if given is None and "name" in holder:
+        holder["arguments"] = {}
+    if isinstance(given, str):
         try:
-            found = json.loads(given)
-        except ValueError:
+            found = json.loads(given.strip() or "null")
+            # Python reads NaN, which no other program does.
+            json.dumps(found, allow_nan=False)
+        except (ValueError, RecursionError):
             return made
-        if isinstance(found, dict):
-            holder["arguments"] = found
+        if found is None or isinstance(found, dict):
+            holder["arguments"] = found or {}
     return made
+
+
+def _joined_parts(content: Sequence[Any]) -> str:
+    """Return the text of a list of text parts.
+
+    Raises:
+        InvalidRequestError: a part is not text.
+    """
+    texts = [
+        part["text"]
+        if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS and "text" in part
+        else part
+        for part in content
+    ]
+    for part in texts:
+        if not isinstance(part, str):
+            expected = 'expected a text, or a list of parts such as {"type": "text", "text": "…"}'
+            raise invalid("content", f"{expected}, got the part {shown(part)}; images are not supported")
+    return "\n".join(texts)
+
+
+def new_call_id() -> str:
+    """Return the id of a call that has none: nine letters or digits, as the templates of Mistral demand."""
+    return uuid.uuid4().hex[:9]
 
 
 def _copy(name: str, value: Any) -> Any:

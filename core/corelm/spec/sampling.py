@@ -56,8 +56,13 @@ NOT_OURS = {
 #: Parameters that core handles itself or that every engine must honour. They are not looked up in
 #: ``Capabilities.sampling``.
 EVERY_ENGINE = frozenset(
-    {"max_new_tokens", "stop_token_ids", "ignore_eos", "num_samples", "seed", "do_sample", "skip_special_tokens"}
+    {
+        *("max_new_tokens", "stop_token_ids", "ignore_eos", "num_samples", "seed", "do_sample"),
+        *("skip_special_tokens", "reasoning_marks"),
+    }
 )
+#: The most stop strings of a call. OpenAI's protocol allows four.
+MOST_STOPS = 64
 #: The largest count of any kind: engines keep them in 32 bits.
 LARGEST = 2**31 - 1
 #: Parameters that transformers ignores if it does not sample.
@@ -83,17 +88,20 @@ class SamplingParams:
         presence_penalty: subtracted once from the logits of ids that are in the answer.
         frequency_penalty: subtracted from the logits of ids in the answer, once for each occurrence.
         stop: strings that end an answer. The ids keep the token that completes the string; the text ends before it.
+            At most 64.
         stop_token_ids: ids that end an answer, in addition to the model's EOS, and stay in it.
         ignore_eos: EOS is a token like any other and ends no answer.
         num_samples: answers per prompt; None is one answer and adds no batch dimension.
         seed: fixes the answers: each gets a seed derived from this one, its prompt's row and its number among that
             prompt's samples.
         num_beams: number of beams, if the engine has beam search; 1 samples. A search draws nothing: it takes only the
-            temperatures 0 and 1, which then mean the same, and neither top-k nor top-p nor min-p.
+            temperatures 0 and 1, which then mean the same, and neither top-k nor top-p nor min-p nor `num_samples`.
         length_penalty: exponent of the length in a beam's score: the sum of its log-probs divided by length ** penalty.
         early_stopping: end the beam search as soon as there are `num_beams` complete answers.
         do_sample: False is temperature 0. It follows from the temperature if it is not given.
         skip_special_tokens: leave special tokens out of the text. Ids keep them.
+        reasoning_marks: the texts that begin and end the reasoning of an answer, in which no stop string counts, for
+            example ``("<think>", "</think>")``. A policy takes them from its `response_parser`.
         engine_kwargs: passed to the engine's own sampling call. Core checks only that a name is not one of its own, or
             one that would change what the engine returns.
 
@@ -122,6 +130,7 @@ class SamplingParams:
     early_stopping: bool = False
     do_sample: bool = None  # type: ignore[assignment]  # never None once made: the temperature decides
     skip_special_tokens: bool = True
+    reasoning_marks: tuple[str, ...] = ()
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -142,6 +151,11 @@ class SamplingParams:
             )
         put("do_sample", sampled)
         put("stop", _texts("stop", self.stop))
+        if len(self.stop) > MOST_STOPS:
+            raise invalid("stop", f"got {len(self.stop)} strings; give at most {MOST_STOPS} (OpenAI allows 4)")
+        put("reasoning_marks", _texts("reasoning_marks", self.reasoning_marks))
+        if len(self.reasoning_marks) not in (0, 2):
+            raise invalid("reasoning_marks", f"expected two texts or none, got {shown(self.reasoning_marks)}")
         put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.top_k is not None:
             top_k = count("top_k", self.top_k, -1, LARGEST)
@@ -166,6 +180,8 @@ class SamplingParams:
             flag(name, getattr(self, name))
         if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping):
             raise invalid("num_beams", "length_penalty and early_stopping belong to beam search; give num_beams > 1")
+        if self.num_beams > 1 and (self.num_samples or 1) > 1:
+            raise invalid("num_samples", "a beam search returns its best answer only; leave num_samples (n) out")
         if not isinstance(self.engine_kwargs, Mapping):
             raise invalid("engine_kwargs", f"expected a mapping, got {shown(self.engine_kwargs)}")
         put("engine_kwargs", dict(self.engine_kwargs))

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from corelm.spec.sampling import SamplingParams
-from corelm.support.stop_strings import HALF_CHARACTER, StopStrings, text_before_stop
+from corelm.support.left_context import HALF_CHARACTER, decoder_after
+from corelm.support.stop_strings import StopStrings, text_before_stop
 
 _log = logging.getLogger(__name__)
 
@@ -47,16 +48,21 @@ class AnswerTexts:
         self.silent = frozenset(getattr(tokenizer, "all_special_ids", ())) if sampling.skip_special_tokens else ()
         self.cleaned = _CLEANED if getattr(tokenizer, "clean_up_tokenization_spaces", False) else 0
 
-    def answer(self) -> AnswerText:
-        return AnswerText(self)
+    def answer(self, before: Sequence[int] = ()) -> AnswerText:
+        """Return the text of an answer.
+
+        Args:
+            before: the prompt, if the answer continues its text. A message of a chat is a text of its own.
+        """
+        return AnswerText(self, before)
 
 
 class AnswerText:
     """The text of one answer; made by `AnswerTexts.answer`."""
 
-    def __init__(self, texts: AnswerTexts) -> None:
+    def __init__(self, texts: AnswerTexts, before: Sequence[int] = ()) -> None:
         self._texts = texts
-        self._decode = texts.stop_strings.decode
+        self._decode = decoder_after(texts.stop_strings.decode, before)
         self._ids: list[int] = []
         self._said = ""
         # The text of the first `_read` ids is `_settled`. It ends with `_shared`, the text of the ids from `_start` on.
@@ -135,11 +141,13 @@ class AnswerText:
 
 def _beginning_of_stop(text: str, stops: Sequence[str]) -> int:
     """Return how many characters at the end of `text` may begin a stop string."""
-    longest = max(map(len, stops), default=1) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        if any(len(stop) > length and stop.startswith(text[-length:]) for stop in stops):
-            return length
-    return 0
+    most = 0
+    for stop in stops:
+        at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+        while at >= 0 and not stop.startswith(text[at:]):
+            at = text.find(stop[0], at + 1)
+        most = max(most, len(text) - at if at >= 0 else 0)
+    return most
 
 
 def _byte_ids(tokenizer: Any) -> frozenset[int]:

@@ -11,8 +11,10 @@ It owns what holds for every request, to every path of every server:
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from corelm.errors import BackendNotInstalledError, BackendTimeoutError, CoreLMError, EngineError
@@ -79,16 +81,19 @@ class Exchange:
         sent = httpx.Headers({"Accept": "application/json", **headers})
         # With "close" the server closes the connection first, so that this machine does not run out of ports.
         sent.update({"Accept-Encoding": "identity", "Connection": "close"})
-        self._client = httpx.AsyncClient(
-            base_url=url,
-            headers=sent,
-            timeout=httpx.Timeout(read_timeout, connect=connect_timeout, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            follow_redirects=False,
-            verify=httpx.create_ssl_context(),
-            trust_env=not is_this_machine(url.host),
-            transport=transport,
-        )
+        own = is_this_machine(url.host)
+        with _environment_named():
+            self._client = httpx.AsyncClient(
+                base_url=url,
+                headers=sent,
+                timeout=httpx.Timeout(read_timeout, connect=connect_timeout, pool=None),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+                follow_redirects=False,
+                # Without TLS and without a proxy no certificate is checked.
+                verify=False if own and url.scheme == "http" else httpx.create_ssl_context(),
+                trust_env=not own,
+                transport=transport,
+            )
 
     def where(self, method: str, path: str) -> str:
         """Return how messages name a request."""
@@ -246,6 +251,28 @@ class Exchange:
 
 def _text(content: bytes | bytearray) -> str:
     return content.decode(errors="replace")
+
+
+@contextmanager
+def _environment_named() -> Iterator[None]:
+    """Name the environment variable at fault where httpx says only what it found there.
+
+    Raises:
+        InvalidRequestError: certificates or proxies cannot be read; `field` is the variable.
+    """
+    try:
+        yield
+    except OSError as error:
+        name = next((name for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(name)), None)
+        if name is None:
+            raise
+        advice = "let it name certificates in PEM format, or unset it"
+        raise invalid(name, f"{os.environ[name]!r} has no certificates that can be read ({error}); {advice}") from error
+    except httpx.InvalidURL as error:
+        names = [name for name in os.environ if name.lower() in ("no_proxy", "all_proxy", "http_proxy", "https_proxy")]
+        name = next((name for name in names if name.lower() == "no_proxy" and ":" in os.environ[name]), names[0])
+        advice = "write an IPv6 address in NO_PROXY as ::1, without brackets, a port or the length of a prefix"
+        raise invalid(name, f"{os.environ[name]!r} cannot be read ({error}); {advice}") from error
 
 
 def is_this_machine(host: str) -> bool:

@@ -31,8 +31,8 @@ class RowStreams:
     def __init__(self, request: GenerateRequest, tokenizer: Any) -> None:
         assert request.on_tokens is not None
         self._on_tokens, self._stop_ids = request.on_tokens, request.stop_ids
-        stops, rows = StopStrings.of(request.sampling, tokenizer), len(request.prompts)
-        self._watches = [stops.watch() for _ in range(rows)]
+        rows = len(request.prompts)
+        self._watches = [stops.watch() for stops in StopStrings.of_rows(request, tokenizer)]
         self._over, self._ended = [False] * rows, [False] * rows
         self._told: list[tuple[list[int], list[float]]] = [([], []) for _ in range(rows)]
         self._others: dict[int, OtherIds] = {}

@@ -55,6 +55,7 @@ TRIALS: dict[str, Trial] = {
     "early_stopping": Trial("search", (True,), BEAMS),
     "do_sample": Trial("nothing"),
     "skip_special_tokens": Trial("nothing", (False,)),
+    "reasoning_marks": Trial("nothing", (("<think>", "</think>"),)),
     "engine_kwargs": Trial("engine", ({"an_option_of_another_engine": 1},)),
 }
 

@@ -11,6 +11,7 @@ import torch
 from corelm.backend.seeds import answer_seeds
 from corelm.errors import InvalidRequestError
 from corelm.spec.sampling import SamplingParams
+from corelm.tensors.ragged import Ragged
 from helpers.oracle import close, first_greedy_id
 from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
@@ -68,7 +69,9 @@ def test_a_row_stops_at_its_stop_string_and_keeps_the_token_that_completes_it(op
 
 def steps_until_stop(ids: list[int], **sampling: Any) -> int | None:
     """Return how many of `ids` are sampled up to the stop; None if nothing stops them."""
-    ending = AnswerEnding(SamplingParams(**sampling), frozenset(), torch.tensor([len(ids)]), tiny_tokenizer())
+    ending = AnswerEnding(
+        SamplingParams(**sampling), frozenset(), torch.tensor([len(ids)]), tiny_tokenizer(), Ragged.from_list([[]])
+    )
     for step, token in enumerate(ids, 1):
         if ending([token]).get(0):
             return step

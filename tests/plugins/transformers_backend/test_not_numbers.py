@@ -41,6 +41,39 @@ def test_only_the_rows_whose_logits_are_no_numbers_fail(
     assert_answers(alone, model, [ROWS[1]] * 2)
 
 
+@pytest.mark.parametrize(
+    "asked", [{}, {"return_argmax": True}, {"return_logits": True}, {"top_k": 3}, {"support": True}], ids=str
+)
+def test_only_the_rows_whose_scores_are_no_numbers_fail(open_model: Open, model: Any, asked: dict[str, Any]) -> None:
+    backend = open_model(model)
+    rows = [*ROWS, [3, 4, BAD]]
+    if "support" in asked:
+        asked = {"support": [[sorted({0, 1, *range(20, 30), *row})] * len(row) for row in rows]}
+    with pytest.raises(EngineError, match="NaN in the weights") as caught:
+        backend.score_logprobs(rows, **asked)
+    # Of the last row and of the third no logits that follow the id are asked for.
+    assert caught.value.rows == (0,) and caught.value.usable
+    found = backend.score_logprobs(rows, **asked, on_error="skip")
+    assert [bool(error) for error in found.errors or ()] == [True, False, False, False]
+    assert not found.scored.split()[0].any() and not found.logprobs.split()[0].any()
+    alone = backend.score_logprobs(
+        [rows[1]], **{**asked, **({"support": asked["support"][1:2]} if "support" in asked else {})}
+    )
+    torch.testing.assert_close(found.logprobs.split()[1], alone.logprobs.split()[0], rtol=0, atol=1e-5)
+    if not asked:
+        with torch.no_grad():
+            plain = model(torch.tensor([rows[1]])).logits[0, :-1].double().log_softmax(-1)
+        expected = plain.gather(-1, torch.tensor(rows[1])[1:, None])[:, 0]
+        torch.testing.assert_close(found.logprobs.split()[1][1:].double(), expected, rtol=0, atol=1e-5)
+
+
+def test_an_id_that_the_model_excludes_fails_its_row(open_model: Open) -> None:
+    model = tiny_model("llama", tie_word_embeddings=False)
+    model.lm_head.register_forward_hook(lambda _, args, out: out.index_fill(-1, torch.tensor([BAD]), -torch.inf))
+    found = open_model(model).score_logprobs(ROWS, on_error="skip")
+    assert "position 1" in (found.errors or ("",))[0] and (found.errors or ("", "x"))[1:] == ("", "")
+
+
 def test_streams_and_beams_fail(open_model: Open, model: Any) -> None:
     backend = open_model(model)
     with pytest.raises(EngineError, match="NaN in the weights"), backend.stream(ROWS[:1], SAMPLING) as stream:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+from toy_backend import ByteTokenizer
 
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
@@ -20,6 +21,7 @@ from helpers.half_characters import Pieces
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow
 from vllm_backend.protocol_inprocess import generation_result, on_output, scoring_result
+from vllm_backend.sampling import parameters
 
 #: Ids and their log-probs at one position: first the prompt's own id or the sampled one.
 Candidates = list[tuple[int, float]]
@@ -193,6 +195,15 @@ def test_an_answer_that_goes_on_to_complete_a_character_ends_at_its_stop_string(
     )
     assert result.ids.tolist() == [[0, 1]] and result.finish_reasons == ("stop",)
     assert result.logprobs is not None and result.logprobs.tolist() == [[-1.0, -2.0]]
+
+
+def test_an_answer_is_cut_after_a_stop_string_that_vllm_was_not_told() -> None:
+    asked = request(stop=("x",), reasoning_marks=("<t>", "</t>"))
+    ids = list(b"<t>x</t>a x and more")
+    assert parameters(asked.sampling, frozenset(), 99, None)["stop"] == []
+    told = [output(ids[:length], [-1.0] * length) for length in (4, len(ids))]
+    result = generation_result(asked, told, replace(INFO, tokenizer=ByteTokenizer()))
+    assert result.ids.tolist() == [ids[:4], list(b"<t>x</t>a x")] and result.finish_reasons == ("length", "stop")
 
 
 def test_a_row_is_counted_with_its_last_output() -> None:

@@ -97,16 +97,14 @@ def generation_result(
     request: GenerateRequest, payloads: Mapping[int, Payload], entries: Sequence[Any], info: ServerInfo
 ) -> GenerateResult:
     """Return the answers in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them."""
-    stops = StopStrings.of(request.sampling, info.tokenizer)
+    stops = StopStrings.of_rows(request, info.tokenizer)
     prompts = request.prompts.tolist()
     rows: list[RowAnswer | RowFailure] = [_no_text(info)] * len(prompts)
     for (row, payload), entry in zip(payloads.items(), entries, strict=True):
 
-        def parse(
-            reply: Any, aborted: bool, ids: list[int] = prompts[row], limit: int = payload["max_tokens"]
-        ) -> RowAnswer:
-            check_prompt(reply, ids, info)
-            return row_answer(reply, request, limit, stops, info)
+        def parse(reply: Any, aborted: bool, row: int = row, limit: int = payload["max_tokens"]) -> RowAnswer:
+            check_prompt(reply, prompts[row], info)
+            return row_answer(reply, request, limit, stops[row], info)
 
         rows[row] = row_outcome(entry, parse)
     return generate_result(request, rows)

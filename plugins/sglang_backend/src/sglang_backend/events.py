@@ -19,7 +19,7 @@ _MESSAGE_LENGTH = 300
 
 def row_streams(request: GenerateRequest, info: ServerInfo, weights: WeightsOfCall) -> tuple[AnswerStreams, Streamed]:
     """Return what streams the rows of a request, and what the client does with their events."""
-    streams, stops = _AnswerStreams(request, info), StopStrings.of(request.sampling, info.tokenizer)
+    streams, stops = _AnswerStreams(request, info), StopStrings.of_rows(request, info.tokenizer)
     most, lists = limits(request, info), lists_of_answers(request)
 
     def tell(row: int, reply: Any) -> None:
@@ -27,7 +27,7 @@ def row_streams(request: GenerateRequest, info: ServerInfo, weights: WeightsOfCa
         with suppress(RowError):
             ids, meta = reply["output_ids"], reply["meta_info"]
             if meta.get("finish_reason") is not None:
-                streams.end(row, whole_answer(reply, False, request, most[row], stops, info, weights))
+                streams.end(row, whole_answer(reply, False, request, most[row], stops[row], info, weights))
                 return
             # The server may add a token to one of the lists before it sends the others.
             known = ids[: min(len(ids), *(len(meta.get(name) or []) for name in lists))] if lists else ids

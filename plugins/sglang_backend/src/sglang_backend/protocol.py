@@ -108,7 +108,7 @@ def generation_result(
     """
     weights = weights or WeightHistory(info.weight_label).of_call(request)
     runs = [weights.before] * len(entries)
-    stops = StopStrings.of(request.sampling, info.tokenizer)
+    stops = StopStrings.of_rows(request, info.tokenizer)
     most = limits(request, info)
 
     def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
@@ -116,7 +116,7 @@ def generation_result(
             return row_outcome(streams, lambda told, _: whose(row, told.aborted(row), told.reported.get(row)))
 
         def parse(reply: Any, aborted: bool) -> RowAnswer:
-            answer = whole_answer(reply, aborted, request, most[row], stops, info, weights)
+            answer = whole_answer(reply, aborted, request, most[row], stops[row], info, weights)
             return whose(row, answer, reply["meta_info"])
 
         return row_outcome(entry, parse)

@@ -289,7 +289,7 @@ class Decoder:
             support=request.return_support,
             top=request.top_logprobs,
         )
-        ending = AnswerEnding(request.sampling, request.stop_ids, batch.limits, self._tokenizer)
+        ending = AnswerEnding(request.sampling, request.stop_ids, batch.limits, self._tokenizer, prompts)
         start = partial(self._start, way)
         running = BatchDecoding(batch, request, call, sampler, ending, start, self._limits, keep_raw=keep_raw)
         return running.run(limits)

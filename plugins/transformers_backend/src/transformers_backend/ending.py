@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from corelm.spec import SamplingParams
+from corelm.spec import Ragged, SamplingParams
 from corelm.support import StopStrings
 
 
@@ -23,18 +23,26 @@ class AnswerEnding:
         stop_ids: ids that end an answer.
         limits: int64[rows], the longest answer of each row.
         tokenizer: decodes the ids in which stop strings are searched.
+        prompts: the ids before each answer, which its text continues.
 
     Attributes:
         reads_ids: whether it has to know the ids; otherwise answers end at their limits only.
         length: how many tokens the answers have.
     """
 
-    def __init__(self, sampling: SamplingParams, stop_ids: frozenset[int], limits: Tensor, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        stop_ids: frozenset[int],
+        limits: Tensor,
+        tokenizer: Any,
+        prompts: Ragged,
+    ) -> None:
         self._stop_ids = stop_ids
         self._limits: list[int] = limits.tolist()
         self.length = 0
         stop_strings = StopStrings.of(sampling, tokenizer)
-        self._watches = [stop_strings.watch() for _ in self._limits] if sampling.stop else None
+        self._watches = [stop_strings.after(ids).watch() for ids in prompts.tolist()] if sampling.stop else None
         self.reads_ids = bool(stop_ids) or self._watches is not None
 
     def __call__(self, ids: Sequence[int] | None) -> dict[int, bool]:

@@ -192,7 +192,7 @@ def generation_result(
 
 #: Why a row has no answer.
 NOT_NUMBERS = (
-    "the logits are NaN or infinite, so that no token can be chosen by them; look for NaN in the weights, and if "
+    "the logits are NaN or infinite, so that they say nothing about tokens; look for NaN in the weights, and if "
     "they overflow in half precision, load the model with dtype='float32'"
 )
 
@@ -346,7 +346,7 @@ def scoring_result(
             assert part.scores.argmax is not None
             found[part.index] = part.scores.argmax
         argmax = Ragged(found, sequences.lengths)
-    return ScoreResult(
+    result = ScoreResult(
         logprobs=Ragged(_scattered([part.scores.logprobs for part in parts], index, (total,)), sequences.lengths),
         scored=scored.to(device),
         logits=logits,
@@ -355,6 +355,30 @@ def scoring_result(
         **_top_of_all(request, parts, index),
         **Provenance.label_of_scores(request.temperature, truncated=request.support is not None),
     )
+    finite = result.logprobs.values.detach().isfinite()
+    # Not with a graph: its gradients would be NaN for all rows.
+    return result if request.grad or bool(finite.all()) else _without_scores(result, request, finite.cpu())
+
+
+def _without_scores(result: ScoreResult, request: ScoreRequest, finite: Tensor) -> ScoreResult:
+    """Return the result with an error in place of the scores of rows that have a log-prob that is not finite."""
+    sequences, errors = request.sequences, list(result.errors or ("",) * len(request.sequences))
+    for at in (~finite).nonzero().flatten().tolist():
+        row, position = int(sequences.row_index[at]), int(sequences.positions[at])
+        if not errors[row]:
+            excluded = f"position {position}: the model gives the id {int(sequences.values[at])} the probability 0"
+            errors[row] = NOT_NUMBERS if bool(result.logprobs.values[at].isnan()) else excluded
+    failed = torch.tensor([bool(error) for error in errors])[sequences.row_index].to(result.logprobs.values.device)
+    fillers = {"logprobs": 0.0, "scored": False, "logits": 0.0, "argmax": -1}
+    fillers |= {"top_ids": -1, "top_logprobs": 0.0, "tail_log_mass": 0.0}
+    columns = {name: rows for name in fillers if (rows := getattr(result, name)) is not None}
+    cleared = {
+        name: rows.with_values(
+            rows.values.masked_fill(failed.reshape(-1, *[1] * (rows.values.ndim - 1)), fillers[name])
+        )
+        for name, rows in columns.items()
+    }
+    return replace(result, **cleared, errors=tuple(errors))
 
 
 def _top_of_all(request: ScoreRequest, parts: Sequence[ScoredTokens], index: Tensor) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from corelm.support import (
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, cached_tokens, labels, prompt_logprobs
-from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
+from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
 from vllm_backend.top_ids import wanted
 from vllm_backend.top_ids_http import answer_top, most_probable, prompt_top
 
@@ -101,14 +101,14 @@ def generation_result(
     Args:
         streams: what was streamed of each row. It is the answer of a row that was aborted without a reply.
     """
-    stops = StopStrings.of(request.sampling, info.tokenizer)
+    stops = StopStrings.of_rows(request, info.tokenizer)
 
     def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
         if entry is ABORTED and streams is not None:
             # What was reported of its other ids may be wrong, which is an error of this row alone.
             return row_outcome(row, lambda number, _: streams.aborted(number))
         return row_outcome(
-            entry, lambda reply, aborted: _row_answer(reply, aborted, payloads[row], request, stops, info)
+            entry, lambda reply, aborted: _row_answer(reply, aborted, payloads[row], request, stops[row], info)
         )
 
     return generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
@@ -154,7 +154,7 @@ def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: Ser
     """Return what streams the rows of a request, and what the client does with their events."""
     count, vocab_size = wanted(request, info.candidates), info.capabilities.vocab_size
     streams = RowStreams(request, info.tokenizer)
-    stops = StopStrings.of(request.sampling, info.tokenizer)
+    stops = StopStrings.of_rows(request, info.tokenizer)
     seen = [0] * len(payloads)
 
     def tell(row: int, reply: Any) -> None:
@@ -162,7 +162,7 @@ def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: Ser
         with suppress(RowError):
             choice = only_choice(reply)
             if choice.get("finish_reason") in ("stop", "length"):
-                streams.end(row, _row_answer(reply, False, payloads[row], request, stops, info))
+                streams.end(row, _row_answer(reply, False, payloads[row], request, stops[row], info))
             elif choice.get("finish_reason") is None:
                 # Only what is new is checked: with the whole answer, each token would cost as much as all before it.
                 ids, payload = choice["token_ids"], payloads[row]
@@ -210,7 +210,7 @@ def _row_answer(
     ids = _answer_ids(choice, payload, info)
     reason = _finish_reason(choice, ids, payload, aborted, stops)
     logprobs = _logprobs_of(choice, ids, request)
-    length = answer_length(ids, stops) if reason == "stop" else len(ids)
+    length, reason = answer_end(ids, reason, stops)
     count = payload.get("logprobs") or 0
     top = answer_top(choice, request, ids[:length], count, info.capabilities.vocab_size)
     kept, mass = sampling_masks.kept_of(choice, ids[:length]) if request.return_support else ([], [])
@@ -253,8 +253,8 @@ def _finish_reason(choice: Any, ids: list[int], payload: Payload, aborted: bool,
     reason, earlier = choice.get("finish_reason"), ids[:-1]
     if reason == "repetition" and payload.get(REPETITION):
         return "stop"
-    # See `answer_length` for the exception.
-    goes_on = stops.occurs_in(earlier) and not stops.ends_in_half_a_character(earlier)
+    # See `answer_end` for the exception.
+    goes_on = stops.reasoning is None and stops.occurs_in(earlier) and not stops.ends_in_half_a_character(earlier)
     if goes_on and reason != "abort" and not payload["min_tokens"]:
         raise RowError(f"it goes on after one of the stop strings {list(stops.stops)}")
     ended = bool(ids) and (ids[-1] in payload["stop_token_ids"] or stops.occurs_in(ids))

@@ -27,7 +27,7 @@ from vllm_backend import engine_kwargs, kept_sets_protocol, versions
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.compat import refusals
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow
-from vllm_backend.sampling import REPETITION, answer_length, check_raw, parameters, unspelt_stop
+from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
 from vllm_backend.top_ids import flat_candidates, top_ids, top_of_answer, wanted
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def generation_requests(
                 **(fields | kept_sets_protocol.parameters(keys[row], sampling) if keys else fields),
                 logprobs=None if request.logprobs == "none" else wanted(request, info.candidates),
                 # Decoding takes time, and only stop strings need the text.
-                detokenize=bool(sampling.stop),
+                detokenize=bool(fields["stop"]),
                 streams=request.on_tokens is not None,
                 lora=lora,
             )
@@ -108,11 +108,11 @@ def generation_result(
         info: what is known about the model.
         kept: the sets of kept ids of each row; none if they are not wanted.
     """
-    stops = StopStrings.of(request.sampling, info.tokenizer)
+    stops = StopStrings.of_rows(request, info.tokenizer)
     runs = [versions.of_no_tokens(request)] * len(outputs)
 
     def parse(output: Any, row: int) -> RowAnswer:
-        answer, completion = _row_answer(output, request, stops), output.outputs[0]
+        answer, completion = _row_answer(output, request, stops[row]), output.outputs[0]
         count = wanted(request, info.candidates)
         candidates = flat_candidates(completion.logprobs, 0, len(answer.ids), count) if count else None
         top = top_of_answer(request, answer.ids, candidates, info.capabilities.vocab_size)
@@ -139,7 +139,7 @@ def _row_answer(output: Any, request: GenerateRequest, stops: StopStrings) -> Ro
     if reason == "stop" and not ended and not request.sampling.engine_kwargs:
         raise unspelt_stop(completion.stop_reason)
     logprobs = _answer_logprobs(completion, request, 0, len(ids))
-    length = answer_length(ids, stops) if reason == "stop" else len(ids)
+    length, reason = answer_end(ids, reason, stops)
     return RowAnswer(ids[:length], logprobs[:length], reason, cached_tokens=output.num_cached_tokens)
 
 
@@ -165,13 +165,13 @@ def on_output(request: GenerateRequest, tokenizer: Any) -> Callable[[int, Any], 
     """
     if request.on_tokens is None:
         return _counting(request.on_answer)
-    streams, stops = RowStreams(request, tokenizer), StopStrings.of(request.sampling, tokenizer)
+    streams, stops = RowStreams(request, tokenizer), StopStrings.of_rows(request, tokenizer)
 
     def tell(row: int, output: Any) -> None:
         completion = output.outputs[0]
         with suppress(RowError):
             if output.finished:
-                streams.end(row, _row_answer(output, request, stops))
+                streams.end(row, _row_answer(output, request, stops[row]))
             else:
                 streams.tell(row, completion.token_ids, functools.partial(_answer_logprobs, completion, request))
 

@@ -104,7 +104,8 @@ def parameters(sampling: SamplingParams, stop_ids: frozenset[int], max_tokens: i
         "frequency_penalty": sampling.frequency_penalty,
         "min_tokens": sampling.min_new_tokens,
         "max_tokens": max_tokens,
-        "stop": list(sampling.stop),
+        # vLLM would stop for those in the reasoning of an answer. `answer_end` finds the others.
+        "stop": [] if sampling.reasoning_marks else list(sampling.stop),
         "stop_token_ids": sorted(stop_ids),
         "ignore_eos": True,
         "skip_special_tokens": sampling.skip_special_tokens,
@@ -114,15 +115,19 @@ def parameters(sampling: SamplingParams, stop_ids: frozenset[int], max_tokens: i
     }
 
 
-def answer_length(ids: list[int], stops: StopStrings) -> int:
-    """Return how many ids of an answer that vLLM stopped belong to it: up to the token that completes a stop string.
+def answer_end(ids: list[int], reason: str, stops: StopStrings) -> tuple[int, str]:
+    """Return how many ids belong to an answer, up to the token that completes a stop string, and why it ended.
 
     vLLM looks for stop strings in the text that it has released. It holds back the text of a token that ends in the
     middle of a character, with all whole characters in it, and so may go on for the tokens that complete the character.
+    It is told none if some do not count.
     """
-    if not stops.stops or stops.min_new_tokens or not stops.ends_in_half_a_character(ids[:-1]):
-        return len(ids)
-    return stops.first_end(ids) or len(ids)
+    if stops.reasoning is not None:
+        end = stops.first_end(ids)
+        return (len(ids), reason) if end is None else (end, "stop")
+    if reason != "stop" or not stops.stops or stops.min_new_tokens or not stops.ends_in_half_a_character(ids[:-1]):
+        return len(ids), reason
+    return stops.first_end(ids) or len(ids), reason
 
 
 def unspelt_stop(stop_reason: Any) -> RowError:

@@ -79,7 +79,7 @@ class ToyBackend:
 
     def _answer(self, row: int, prompt: list[int], seed: int, request: GenerateRequest) -> RowAnswer:
         sampling, generator = request.sampling, torch.Generator().manual_seed(seed)
-        stop_strings = StopStrings.of(sampling, self.tokenizer).watch()
+        stop_strings = StopStrings.of(sampling, self.tokenizer).after(prompt).watch()
         ids: list[int] = []
         logprobs: list[float] = []
         kept: list[list[int]] = []
