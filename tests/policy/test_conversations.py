@@ -101,7 +101,10 @@ def test_calls_that_the_template_does_not_write_are_refused():
         with pytest.raises(TemplateError, match="does not read tool_calls") as refusal:
             prompts(answers, called)
         assert refusal.value.rows == (1,)
-        for template in ("{% for turn in messages %}{{ turn.content }}{{ turn.tool_calls }}{% endfor %}", "{{ messages | tojson }}"):
+        for template in (
+            "{% for turn in messages %}{{ turn.content }}{{ turn.tool_calls }}{% endfor %}",
+            "{{ messages | tojson }}",
+        ):
             assert "Oslo" in prompts(template, called)[1]
         # Sampled ids hold the calls, until the turn is rendered from its text.
         (ids,) = opened.tokenize(["Oslo"]).ids.tolist()
