@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -9,16 +10,18 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import corelm
 from corelm import Backend
-from corelm.errors import BackendTimeoutError, EngineError
+from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
 from corelm.support import HttpClient
 from engines.sglang.restartable import KEY, RestartableServer
 from helpers.processes import all_end, children, group, read_line, wait_until
 from helpers.tiny_models import random_rows
+from sglang_backend.launch import known_arguments
 
 #: Servers that are killed and launched again take minutes.
 pytestmark = pytest.mark.nightly
@@ -122,6 +125,21 @@ def test_a_launched_server_ends_when_its_parent_is_killed(folder: Path, cpu: tup
         assert all_end(family)
 
 
-def test_the_error_shows_that_the_server_does_not_know_an_argument(launch: Callable[..., Backend]):
-    with pytest.raises(EngineError, match="unrecognized arguments: --no-such-argument"):
-        launch(no_such_argument=1)
+def test_an_argument_that_sglang_does_not_have_is_refused_at_once(launch: Callable[..., Backend]):
+    with pytest.raises(InvalidRequestError, match="did you mean 'mem_fraction_static'") as caught:
+        launch(mem_fraction_statc=0.3)
+    assert caught.value.field == "mem_fraction_statc"
+
+
+def test_every_argument_that_sglang_has_is_known():
+    from sglang.srt.server_args import ServerArgs
+
+    class Parser(argparse.ArgumentParser):
+        def add_argument(self, *names: str, **options: Any) -> Any:
+            given.update(names)
+            return super().add_argument(*names, **options)
+
+    given: set[str] = set()
+    ServerArgs.add_cli_args(Parser(add_help=False))
+    assert len(given) > 300
+    assert {name.lstrip("-").replace("-", "_") for name in given} <= known_arguments()

@@ -162,6 +162,21 @@ def test_the_error_shows_why_the_server_ended_at_start(folder, fake_launch_env):
     assert caught.value.usable is False
 
 
+def test_an_argument_that_sglang_does_not_have_is_refused_at_once(folder, fake_launch_env, monkeypatch):
+    sources = Path(fake_launch_env["PYTHONPATH"], "sglang", "srt")
+    (sources / "arg_groups").mkdir(parents=True)
+    (sources / "server_args.py").write_text('class ServerArgs:\n    model_path: str\n\nadd("--disable-cuda-graph")\n')
+    (sources / "arg_groups" / "memory.py").write_text("class Memory:\n    mem_fraction_static: float = 0.9\n")
+    monkeypatch.syspath_prepend(fake_launch_env["PYTHONPATH"])
+    for name, nearest in (("mem_fraction_statc", "mem_fraction_static"), ("disable_cuda_graf", "disable_cuda_graph")):
+        with pytest.raises(InvalidRequestError, match=f"did you mean '{nearest}'") as caught:
+            corelm.get_backend("sglang", folder, **{name: 1}, env=fake_launch_env, progress=False)
+        assert caught.value.field == name and not Path(fake_launch_env["PID_FILE"]).exists()
+    # What SGLang has goes to the server. The fake one does not know it.
+    with pytest.raises(EngineError, match="unrecognized arguments: --mem-fraction-static"):
+        corelm.get_backend("sglang", folder, mem_fraction_static=0.5, env=fake_launch_env, progress=False)
+
+
 def test_the_error_says_what_to_type_if_sglang_is_not_installed(folder):
     if find_spec("sglang") is not None:
         pytest.skip("SGLang is installed")
