@@ -129,6 +129,28 @@ def test_a_server_that_has_ended_is_sent_nothing(start):
             call(None)
 
 
+def test_a_server_that_ends_in_a_call_is_named_with_its_last_words_and_not_asked_again(start):
+    launched, page = start(number=3)
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+        assert wait_until(lambda: not launched.alive)
+
+    client = HttpClient(launched.base_url, launched.api_key, ended=launched.ended, sleep=sleep)
+    try:
+        assert client.answers("/")
+        os.kill(page["pid"], signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"(?s)the launched server has ended.*the key is") as caught:
+            client.get("/")
+        assert caught.value.usable is False and len(waits) <= 1
+        backend = SGLangBackend(engine=None, launched=launched)
+        with pytest.raises(EngineError, match=r"(?s)has ended.*the key is"):
+            backend.generate(None)
+    finally:
+        client.close()
+
+
 def test_whose_a_port_is(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener, subprocess.Popen(["sleep", "60"]) as child:
         port = listener.getsockname()[1]

@@ -99,6 +99,13 @@ class LaunchedServer:
     def alive(self) -> bool:
         return self._supervisor.poll() is None
 
+    def ended(self) -> str:
+        """Return that the server has ended, with the last lines of its log; "" while it runs."""
+        if self.alive:
+            return ""
+        tail = "" if self._log.closed else f"; the end of its log:\n{self.log_tail()}"
+        return f"the launched server has ended; open the backend again{tail}"
+
     def wait_until(self, ready: Callable[[], bool], timeout: float, what: str, progress: bool) -> None:
         """Return once the server listens on its port and `ready` returns True.
 
