@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities
 from corelm.support import eos_token_ids, why_unreadable
-from vllm_backend.capabilities import sleep_levels
+from vllm_backend.capabilities import mixes_rows, sleep_levels
 from vllm_backend.cpu_reload import answers_wrongly_afterwards
 from vllm_backend.sampling import HONOURED
 from vllm_backend.server_info import running_config, setting
@@ -75,6 +75,7 @@ class ServerInfo:
         base_name: the name in requests of the model without adapters.
         adapters: the names of the adapters of this model that the server has.
         candidates: the most candidates that the server returns at a position (its ``--max-logprobs``).
+        scores_alone: no other row may run while one is scored; see `mixes_rows`.
         weight_transfer: how the server takes tensors from another process; None if it does not, or does not say.
     """
 
@@ -89,6 +90,7 @@ class ServerInfo:
     adapters: frozenset[str] = frozenset()
     weight_transfer: str | None = None
     candidates: int = 0
+    scores_alone: bool = False
 
     @property
     def max_context(self) -> int:
@@ -142,7 +144,9 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     tokenizer = _tokenizer(hints, files, trusted)
     scores = fields is None or fields >= SCORING_FIELDS
     running = running_config(client, routes, deadline)
-    reloads = not answers_wrongly_afterwards(config, setting(running, "device_config", "device"))
+    device = setting(running, "device_config", "device")
+    mixes = mixes_rows(running.get("lora_config") is not None, device)
+    reloads = not answers_wrongly_afterwards(config, device)
     takes_weights = routes >= WEIGHT_ROUTES and reloads
     # Without this mode, a server that is told to sleep frees nothing.
     may_sleep = routes >= SLEEP_ROUTES and setting(running, "model_config", "enable_sleep_mode") is True
@@ -154,7 +158,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         score=scores,
         # Also needs candidates, which `probing.probe_server` looks for.
         argmax=scores,
-        concurrent_calls=True,
+        concurrent_calls=not mixes,
         stops_at_timeout=True,
         streaming=_honours(fields, "stream"),
         update_weights=takes_weights,
@@ -174,6 +178,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         base_name=str((parent or card)["id"]),
         adapters=adapters,
         weight_transfer=setting(running, "weight_transfer_config", "backend"),
+        scores_alone=mixes,
     )
 
 

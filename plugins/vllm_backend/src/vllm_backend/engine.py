@@ -25,13 +25,13 @@ from corelm.spec import (
     WakeRequest,
     WeightUpdate,
 )
-from corelm.support import RowFailure
+from corelm.support import Deadline, RowFailure
 from vllm_backend import kept_sets_protocol, scoring_by_id
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.adapters import Adapters
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.kept_sets_protocol import TAKE, KeptSetsOfRow
-from vllm_backend.lanes import Lane, Lanes, Turn, lane_of
+from vllm_backend.lanes import Lane, Lanes, Turn, lane_of, together
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
@@ -105,7 +105,10 @@ class InProcessEngine(ABC):
         requests = protocol.scoring_requests(request, info, self.adapters.named(request.adapter))
         names = [request.request_ids[number] for number in requests]
         with self._lanes.entered(self._lane(request), request.timeout, names) as turn:
-            outputs = self.run(_unless_aborted(list(requests.values()), names, turn), names, turn.timeout)
+            left, deadline = _unless_aborted(list(requests.values()), names, turn), Deadline(turn.timeout)
+            outputs: list[RowOutput] = []
+            for rows in together(len(names), info.scores_alone):
+                outputs += self.run(left[rows], names[rows], deadline.left())
         return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), info)
 
     def _lane(self, request: GenerateRequest | ScoreRequest) -> Lane | None:
