@@ -47,7 +47,7 @@ class VLLMBackend:
     def __init__(self, engine: InProcessEngine | VLLMServer) -> None:
         self.engine = engine
         self.capabilities = engine.capabilities
-        self.tokenizer = engine.tokenizer
+        self.tokenizer, self.reasons = engine.tokenizer, engine.reasons
 
     @classmethod
     def open(

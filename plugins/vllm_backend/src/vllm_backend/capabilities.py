@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
 from corelm.support import eos_token_ids
 from vllm_backend.compat import says_versions
 from vllm_backend.kept_sets_protocol import PROCESSOR
-from vllm_backend.reloading import DUMMY, checkpoint_of, files_of, runs_here
+from vllm_backend.reloading import DUMMY, checkpoint_of, files_of, runs_here, why_not_again
 from vllm_backend.sampling import HONOURED
 from vllm_backend.top_ids import MOST_IDS, limit
 
@@ -39,6 +40,7 @@ class ModelInfo:
         files: the folder of the model's safetensors, even if vLLM could not load others; None if there is none.
         candidates: the most candidates that vLLM returns at a position (its ``max_logprobs``).
         separates: calls must be kept apart as in `lanes`.
+        reasons: why the engine lacks capabilities, by their names.
         scores_alone: no other row may run while one is scored; see `mixes_rows`.
         largest_rank: the largest rank of an adapter; None if vLLM was not started with ``enable_lora=True``.
     """
@@ -56,6 +58,7 @@ class ModelInfo:
     candidates: int = 0
     separates: bool = False
     scores_alone: bool = False
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def max_context(self) -> int:
@@ -130,7 +133,13 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         candidates=candidates,
         separates=not config.use_v2_model_runner,
         scores_alone=mixes,
+        reasons=update_reasons(why_not_again(config)),
     )
+
+
+def update_reasons(why: str) -> dict[str, str]:
+    """Return the reasons of an engine whose weights cannot be replaced, for ``why``; none if that is ""."""
+    return {"update_weights": why} if why else {}
 
 
 def sleep_levels(enabled: bool, takes_weights: bool) -> frozenset[int]:

@@ -57,7 +57,7 @@ class InProcessEngine(ABC):
 
     def __init__(self, info: ModelInfo) -> None:
         self.capabilities = info.capabilities
-        self.tokenizer = info.tokenizer
+        self.tokenizer, self.reasons = info.tokenizer, info.reasons
         self.checkpoint = info.checkpoint
         self.adapters = Adapters(info)
         self._info = info

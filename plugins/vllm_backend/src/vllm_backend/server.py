@@ -70,7 +70,7 @@ class VLLMServer:
         self, client: HttpClient, info: ServerInfo, deadline: Deadline, group: WeightGroup | None = None
     ) -> None:
         self.capabilities = info.capabilities
-        self.tokenizer = info.tokenizer
+        self.tokenizer, self.reasons = info.tokenizer, info.reasons
         self.channel = None if group is None else WeightChannel(client, group)
         self._client = client
         self._info = info
