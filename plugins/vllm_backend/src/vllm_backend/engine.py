@@ -30,6 +30,7 @@ from vllm_backend import kept_sets_protocol, scoring_by_id
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.adapters import Adapters
 from vllm_backend.capabilities import ModelInfo
+from vllm_backend.children import Errors
 from vllm_backend.kept_sets_protocol import TAKE, KeptSetsOfRow
 from vllm_backend.lanes import Lane, Lanes, Turn, lane_of, together
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
@@ -66,6 +67,7 @@ class InProcessEngine(ABC):
         self._closed = False
         self._broken = False
         self._asleep = False
+        self._errors = Errors()
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         lora = self.adapters.named(request.adapter)
@@ -178,7 +180,11 @@ class InProcessEngine(ABC):
             self._broken = True
             if not isinstance(error, Exception):
                 raise
-            raise EngineError(f"the new weights are not in force: {error}. {DEAD}", usable=False) from error
+            raise EngineError(f"the new weights are not in force: {error}. {self.dead()}", usable=False) from error
+
+    def dead(self) -> str:
+        """Return what to say of an engine that has failed, with vLLM's own last errors."""
+        return f"{DEAD}{self._errors.said()}"
 
     @abstractmethod
     def run(
