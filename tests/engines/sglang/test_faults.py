@@ -91,15 +91,20 @@ def supervisor_of(url: str, program: int) -> int:
     return found
 
 
-def test_a_killed_launched_server_is_reported_as_unusable(launch: Callable[..., Backend]):
-    backend = launch(max_retries=1)
+@pytest.mark.parametrize("victim", ["launch_server", "sglang::scheduler"])
+def test_a_launched_server_of_which_a_process_was_killed_has_ended_for_this_call_and_the_next(
+    launch: Callable[..., Backend], victim: str
+):
+    backend = launch()
     (leader,) = children(supervisor_of(backend.engine.plugin.launched.base_url, os.getpid()))
     family = group(leader)
     assert len(family) >= 3
-    os.kill(leader, signal.SIGKILL)
-    with pytest.raises(EngineError) as caught:
-        backend.generate([[5, 6]], {"max_new_tokens": 2})
-    assert caught.value.usable is False and not backend.health()
+    (pid,) = (each for each in family if victim.encode() in Path(f"/proc/{each}/cmdline").read_bytes())
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="the launched server has ended") as caught:
+            backend.generate([[5, 6]], {"max_new_tokens": 2})
+        assert caught.value.usable is False and not backend.health()
     assert all_end(family)
     backend.close()
 

@@ -103,7 +103,7 @@ class LaunchedServer:
         """Return that the server has ended, with the last lines of its log; "" while it runs."""
         if self.alive:
             return ""
-        tail = "" if self._log.closed else f"; the end of its log:\n{self.log_tail()}"
+        tail = "" if self._log.closed else "\n".join(["; the end of its log:", *self.log_tail().splitlines()[-8:]])
         return f"the launched server has ended; open the backend again{tail}"
 
     def wait_until(self, ready: Callable[[], bool], timeout: float, what: str, progress: bool) -> None:
