@@ -212,10 +212,14 @@ def check(sources: dict[str, str]) -> list[str]:
             if ("call" in kind and "tools" not in source) or template.own(chat, True) is None:
                 continue
             for what in (template.check_rollout, template.check_masks, template.check_continuation):
+                # Some templates write tools and no calls. Only the ids of a sampled turn keep its calls.
+                loses_calls = "call" in kind and "tool_calls" not in source and what != template.check_rollout
                 try:
                     what(chat)
+                    assert not loses_calls
                 except TemplateError:
-                    refused.append(f"{name}, {kind}: {what.__name__}")
+                    if not loses_calls:
+                        refused.append(f"{name}, {kind}: {what.__name__}")
                 except AssertionError as error:
                     raise AssertionError(f"{name}, {kind}: {what.__name__}") from error
         template.backend.close()

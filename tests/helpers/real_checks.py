@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
-from corelm import Backend
+from corelm import Backend, History, LLMPolicy
 from helpers import oracle
+from helpers.tool_templates import HERMES
 
 MEAN, MOST = 3e-5, 3e-4
 Rows = list[list[int]]
@@ -79,6 +81,27 @@ CHATS: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Sum up: " + _LONG * 3}],
     [{"role": "user", "content": "🙂"}],
 )
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Say what the weather is.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TOOL_TEMPLATE = "{% for tool in tools %}<|im_start|>system\n{{ tool | tojson }}<|im_end|>\n{% endfor %}" + HERMES
+TOOL_CHATS: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "user", "content": "What is the weather in Oslo?"}],
+    [
+        {"role": "user", "content": "Is it cold in Zürich?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}],
+        },
+        {"role": "tool", "content": "-3 °C"},
+    ],
+)
 
 
 def plain_model(folder: Path) -> Any:
@@ -92,6 +115,40 @@ def rows_of(tokenizer: Any) -> Rows:
     """Return the ids of all texts and chats; the chats end where the assistant's turn begins."""
     texts = [tokenizer(text).input_ids for text in TEXTS]
     return texts + [tokenizer.apply_chat_template(c, add_generation_prompt=True).input_ids for c in CHATS]
+
+
+def long_rows(backend: Backend, room: int) -> Rows:
+    """Return the ids of two texts, of which the longer one leaves so much room in the context, and in 1,024 tokens."""
+    ids = backend.tokenizer("\n".join(TEXTS) * 10).input_ids
+    most = min(backend.capabilities.max_context or 1024, 1024) - room
+    assert len(ids) > most > 1000
+    return [ids[:most], ids[500:1100]]
+
+
+def check_tools(backend: Backend, model: nn.Module, length: int) -> None:
+    """Check the prompts and greedy answers of conversations with tools, of a first turn and of a second one."""
+    policy = LLMPolicy(
+        backend,
+        sampling_params={"temperature": 0.0, "max_new_tokens": length},
+        chat_template=TOOL_TEMPLATE,
+        template_kwargs={"tools": [WEATHER]},
+    )
+    first = policy(TensorDict(history=History.from_chats(list(TOOL_CHATS))))
+    asked = first["history"].full.append({"role": "tool", "content": "4 °C"})
+    second = policy(TensorDict(history=asked.append({"role": "user", "content": "And in Rome?"})))
+    for row, chat in enumerate(TOOL_CHATS):
+        text = backend.tokenizer.apply_chat_template(
+            chat, chat_template=TOOL_TEMPLATE, tools=[WEATHER], add_generation_prompt=True, tokenize=False
+        )
+        prompt = backend.tokenizer(text, add_special_tokens=False).input_ids
+        assert first["tokens"].prompt[row].tolist() == prompt, text
+        whole = first["tokens"].full[row].tolist()
+        assert second["tokens"].prompt[row].tolist()[: len(whole)] == whole
+        for td in (first, second):
+            ids, answer = (part[row].tolist() for part in (td["tokens"].prompt, td["tokens"].response))
+            table = _answer_table(model, ids, answer)
+            close(td["log_probs"].response[row], _at(table, answer), "answers to tools")
+            assert float((table.amax(-1) - _at(table, answer)).max()) < MOST, (ids, answer)
 
 
 def check_numbers(backend: Backend, model: nn.Module, rows: Rows, length: int) -> None:

@@ -33,7 +33,9 @@ def check_answers(backend: Backend, model: nn.Module, **sampling: float) -> None
         torch.testing.assert_close(recorded, expected, rtol=0, atol=1e-4)
         shown = torch.tensor([each.logprob for each in answer.logprobs.content])
         torch.testing.assert_close(shown, expected, rtol=0, atol=1e-4)
-        scored = client.completions.create(model="m", prompt="The cat", max_tokens=0, echo=True, logprobs=1).choices[0]
+        top = min(1, backend.capabilities.score_top_k)
+        echo = {"max_tokens": 0, "echo": True, "logprobs": top}
+        scored = client.completions.create(model="m", prompt="The cat", **echo).choices[0]
         plain = oracle.logprobs(model, backend.tokenize("The cat").ids.tolist()[0])[1:]
         found = torch.tensor(scored.logprobs.token_logprobs[1:])
         torch.testing.assert_close(found, plain, rtol=0, atol=1e-4)

@@ -46,6 +46,7 @@ class Obedient(ToyBackend):
         engine = super().open()
         engine.aborted = threading.Event()
         engine.entered = 0
+        engine.reasons = {"adapters": "it is a toy; buy a bigger one"}
         engine.capabilities = replace(
             engine.capabilities, abort=True, update_weights=True, concurrent_calls=behaviour == "concurrent",
             stops_at_timeout=behaviour == "concurrent",

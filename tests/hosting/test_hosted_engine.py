@@ -71,6 +71,12 @@ def test_a_policy_gives_the_same_result(toy: Backend, toy_host: Backend) -> None
         assert [row.tolist() for row in masks] == [row.tolist() for row in other_masks]
 
 
+def test_the_engine_says_why_it_lacks_something(obedient: Open) -> None:
+    with pytest.raises(CapabilityError, match="lacks adapters: it is a toy; buy a bigger one") as refusal:
+        obedient().unload_adapter("policy")
+    assert refusal.value.capability == "adapters"
+
+
 def test_tokens_stream_as_they_are_sampled(toy_host: Backend) -> None:
     whole = toy_host.generate([[72, 101]], {"max_new_tokens": 8, "seed": 5})
     chunks = list(toy_host.stream([[72, 101]], {"max_new_tokens": 8, "seed": 5}))

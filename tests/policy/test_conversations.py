@@ -85,6 +85,35 @@ def test_tools_that_the_template_does_not_read_are_refused():
             policy.replace(chat_template="{{ messages[0].content }}")(chats)
 
 
+def test_calls_that_the_template_does_not_write_are_refused():
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]
+    called = corelm.Message("assistant", "", tool_calls=calls)
+    answers = "{% for turn in messages %}{{ turn.content }};{% endfor %}"
+    table = torch.zeros(len(TOKENIZER), len(TOKENIZER))
+    with corelm.get_backend("toy", Bigram(table), tokenizer=TOKENIZER) as opened:
+
+        def prompts(template, turn, **options):
+            asked, result = corelm.Message("user", "Hi"), corelm.Message("tool", "rain")
+            chats = History.of([[asked], [asked, turn, result]], (2,))
+            policy = policy_of(opened, chat_template=template, **options)
+            return policy(TensorDict(history=chats))["text"].prompt
+
+        with pytest.raises(TemplateError, match="does not read tool_calls") as refusal:
+            prompts(answers, called)
+        assert refusal.value.rows == (1,)
+        for template in (
+            "{% for turn in messages %}{{ turn.content }}{{ turn.tool_calls }}{% endfor %}",
+            "{{ messages | tojson }}",
+        ):
+            assert "Oslo" in prompts(template, called)[1]
+        # Sampled ids hold the calls, until the turn is rendered from its text.
+        (ids,) = opened.tokenize(["Oslo"]).ids.tolist()
+        sampled = corelm.Message("assistant", "", tool_calls=calls, token_ids=tuple(ids))
+        assert "Oslo" in prompts(answers, sampled)[1]
+        with pytest.raises(TemplateError, match="does not read tool_calls"):
+            prompts(answers, sampled, prefer_tokens=False)
+
+
 def test_a_turn_that_was_cut_off_is_continued_from_its_own_ids(backend):
     sampling = {"max_new_tokens": 3, "seed": 5, "ignore_eos": True}
     short = policy_of(backend, continue_final_message=True).replace(sampling_params=sampling)

@@ -10,7 +10,8 @@ import pytest
 import corelm
 from corelm import Backend
 from corelm.errors import InvalidRequestError
-from helpers.real_checks import FEW, Rows, check_numbers
+from helpers.real_checks import Rows
+from helpers.real_engine import RealModelPromises
 from helpers.real_model import gguf_file
 
 TEXTS = (
@@ -65,8 +66,8 @@ def test_it_knows_something(backend: Backend, tokenizer: Any, rows: Rows) -> Non
     assert tokenizer.decode(made.ids.tolist()[0]) == " Paris."
 
 
-def test_numbers_are_those_of_the_plain_forward(backend: Backend, model: Any, rows: Rows) -> None:
-    check_numbers(backend, model, [rows[number] for number in FEW], 4)
+class TestRealModel(RealModelPromises):
+    few_tokens = 4
 
 
 def test_a_gguf_file_is_refused_at_once() -> None:

@@ -341,12 +341,13 @@ class OpenEngine:
 
         Args:
             capability: a field of `Capabilities`.
-            why: why the call needs it, or what the caller can do without it.
+            why: why the call needs it, or what the caller can do without it, if the plugin's `reasons` do not say.
 
         Raises:
             CapabilityError: the engine did not declare the capability.
         """
         if not getattr(self.capabilities, capability):
+            why = getattr(self.plugin, "reasons", {}).get(capability, why)
             raise CapabilityError(f"backend {self.name!r} lacks {capability}: {why}", capability=capability)
 
     def time_limit(self, timeout: float | None) -> float | None:

@@ -9,6 +9,7 @@ from .packing import Packed as Packed
 from .packing import pack as pack
 from .packing import unpack as unpack
 from .process import find_interpreter as find_interpreter
+from .process import how_to_install as how_to_install
 from .server import Call as Call
 from .server import EngineServer as EngineServer
 from .server import Opened as Opened

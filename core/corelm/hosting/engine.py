@@ -94,6 +94,7 @@ class HostedEngine:
 
     Attributes:
         capabilities: what the engine can do. Gradients cannot leave its process.
+        reasons: why the engine lacks capabilities, by their names.
         tokenizer: asks the engine's tokenizer.
         host: the process.
     """
@@ -102,7 +103,7 @@ class HostedEngine:
         self.host = host
         self._name = name
         self._hooks = opened.hooks
-        self.capabilities = opened.capabilities
+        self.capabilities, self.reasons = opened.capabilities, opened.reasons
         self.tokenizer = HostedTokenizer(partial(_ask_tokenizer, host), opened.copied)
         # Also when the program ends: nothing is left running.
         self._kill = weakref.finalize(self, host.kill)

@@ -154,8 +154,7 @@ class HostProcess:
         if (said["api"], said["wire"]) != (API_VERSION, WIRE_VERSION):
             raise BackendIncompatibleError(
                 f"this is core {__version__}, and {self.python} has core {said['core']}, which speaks another language "
-                f"with the engine's process; install the same version there: {self.python} -m pip install "
-                f'"core=={__version__}"'
+                f"with the engine's process; {how_to_install(self.python)}"
             )
 
     def _startup_error(self, error: Exception) -> CoreLMError:
@@ -175,16 +174,16 @@ class HostProcess:
         # What runs when the interpreter starts may print, too.
         *_, last = found.stdout.strip().splitlines() or [""]
         name, _, version = last.rpartition("corelm ")
-        install = f'{self.python} -m pip install "core=={__version__}"'
+        install = how_to_install(self.python)
         if found.returncode or name or not version:
             if "No module named 'corelm" in found.stderr:
-                return BackendImportError(f"core is not installed for {self.python}: {install}")
+                return BackendImportError(f"core is not installed for {self.python}; {install}")
             what = brief(found.stderr.strip() or found.stdout.strip() or f"exit status {found.returncode}")
             return invalid("python", f"{self.python} is not a Python interpreter that works: {what}")
         if version != __version__:
             return BackendIncompatibleError(
                 f"this is core {__version__}, and {self.python} has core {version}, which cannot hold an engine for "
-                f"it: {install}"
+                f"it; {install}"
             )
         return EngineError(f"the process of {self.python} did not begin to serve: {error}", usable=False)
 
@@ -239,6 +238,14 @@ def find_interpreter(python: Any) -> str:
         there = "it is not executable" if os.path.exists(path) else "there is no such file"
         raise invalid("python", f"{path} cannot be run: {there}")
     return os.path.abspath(found)
+
+
+def how_to_install(python: str, what: str = f"core {__version__}") -> str:
+    """Return how to install what this interpreter has for another one.
+
+    Names alone would not do: on a public index, `core` may be another project.
+    """
+    return f"install {what} from the folder or the wheel that is installed here: {python} -m pip install FOLDER"
 
 
 def _signal_name(number: int) -> str:

@@ -56,11 +56,13 @@ class Opened:
         capabilities: what the engine can do, gradients excepted.
         copied: attributes of its tokenizer.
         hooks: which of `health` and `close` it implements. The capabilities tell the other optional hooks.
+        reasons: why it lacks capabilities, by their names.
     """
 
     capabilities: Capabilities
     copied: dict[str, Any]
     hooks: frozenset[str]
+    reasons: dict[str, str]
 
 
 #: Takes how a call ended: its result or its failure.
@@ -84,6 +86,7 @@ class EngineServer:
 
     def __init__(self, engine: Any, name: str, wrappers: Sequence[object] = ()) -> None:
         capabilities, self._hooks = registered(engine, name, wrappers)
+        self._reasons = dict(getattr(engine, "reasons", {}))
         if len(self._hooks.to_containers.get_hookimpls()) > 1:
             raise CapabilityError(
                 f"backend {name!r} makes its own containers, which cannot leave its process; open it without python=",
@@ -120,6 +123,7 @@ class EngineServer:
             capabilities=replace(self._capabilities, gradients=False, weight_stream=False),
             copied=self._tokenizer.copied_attributes(),
             hooks=frozenset(name for name in ("health", "close") if getattr(self._hooks, name).get_hookimpls()),
+            reasons=self._reasons,
         )
 
     def start(self, number: Hashable, call: Call, answer: Answer, tell: Tell) -> None:

@@ -28,8 +28,8 @@ R = TypeVar("R")
 MOST_CHARACTERS = 2**26
 
 _GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
-#: A template without this name cannot read the variable.
-_TOOLS = re.compile(r"\btools\b")
+#: A template without this name cannot read the variable, or the field of a message.
+_TOOLS, _CALLS = re.compile(r"\btools\b"), re.compile(r"\btool_calls\b")
 
 
 class Marks(NamedTuple):
@@ -192,6 +192,31 @@ class Template:
         template = {} if self.source is None else {"chat_template": self.source}
         apply = self.tokenizer.apply_chat_template
         return apply(chat, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **template, **self.kwargs)
+
+    def refuse_lost_calls(self, chats: Sequence[Sequence[dict[str, Any]]], kept: Sequence[Sequence[bool]]) -> None:
+        """Refuse conversations with calls of tools that the template does not write.
+
+        Args:
+            kept: whether the ids of a message stand for it, so that its calls are not lost.
+
+        Raises:
+            TemplateError: `rows` are the conversations at fault.
+        """
+        if self.source is not None and _CALLS.search(self.source):
+            return
+        plain = self.with_marks(None)
+
+        def check(chat: Sequence[dict[str, Any]], sampled: Sequence[bool]) -> None:
+            lost = [not own and bool(turn.get("tool_calls")) for turn, own in zip(chat, sampled, strict=True)]
+            without = [{**turn, "tool_calls": None} if one else turn for turn, one in zip(chat, lost, strict=True)]
+            # A template may write whole messages, as JSON for example.
+            if any(lost) and plain(chat, False) == plain(without, False):
+                raise TemplateError(
+                    "the chat template does not read tool_calls, so the model would not see what was called; pass "
+                    "chat_template= with a template that reads them, or write the calls into the content"
+                )
+
+        map_chats(lambda each: check(*each), zip(chats, kept, strict=True))
 
     @property
     def marks_assistant(self) -> bool:

@@ -14,7 +14,8 @@
 - `as_in_checkpoint`, `saved_shapes`: the names that a model's weights have in its checkpoint.
 - `adapter_folder`, `checked_adapter`: a LoRA adapter for an engine that reads a folder, if it fits (needs safetensors).
 - `did_you_mean`, `why_unreadable`: parts of error messages about an unknown name, and about a file of a model.
-- `refuse_missing_path`, `torch_device`, `torch_dtype`: checks of a path and of options, before anything is opened.
+- `refuse_missing_path`, `refuse_unknown_arguments`, `torch_device`, `torch_dtype`: checks of a path and of options,
+  before anything is opened.
 - `HttpClient`: requests to a server behind a URL (needs httpx: ``core[http]``).
 - `Decode`, `decoded`, `decoder_of`: what a body in JSON says, with a faster way for long replies (needs orjson, too).
 - `id_texts`: ids as texts, for replies that name ids so (needs orjson: ``core[http]``).

@@ -25,6 +25,7 @@ from .eos import eos_token_ids as eos_token_ids
 from .event_loop import EventLoopThread as EventLoopThread
 from .hints import did_you_mean as did_you_mean
 from .hints import refuse_missing_path as refuse_missing_path
+from .hints import refuse_unknown_arguments as refuse_unknown_arguments
 from .hints import torch_device as torch_device
 from .hints import torch_dtype as torch_dtype
 from .hints import why_unreadable as why_unreadable

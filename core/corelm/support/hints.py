@@ -1,12 +1,33 @@
 """Hints for error messages of plugins, and checks of their options, the same as core's."""
 
+from collections.abc import Collection, Iterable
+
 # Plugins take these from `corelm.support`.
 from corelm.validate import device as torch_device
 from corelm.validate import did_you_mean as did_you_mean
 from corelm.validate import dtype as torch_dtype
+from corelm.validate import invalid
 from corelm.validate import refuse_missing_path as refuse_missing_path
 
-__all__ = ["did_you_mean", "refuse_missing_path", "torch_device", "torch_dtype", "why_unreadable"]
+__all__ = [
+    "did_you_mean", "refuse_missing_path", "refuse_unknown_arguments", "torch_device", "torch_dtype", "why_unreadable"
+]  # fmt: skip
+
+
+def refuse_unknown_arguments(engine: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse arguments that an engine does not have, before it starts.
+
+    Args:
+        engine: its name, for the message.
+        given: the names of the arguments.
+        known: the names that it has.
+
+    Raises:
+        InvalidRequestError: the message suggests the nearest name; `field` is the unknown one.
+    """
+    for name in given:
+        if name not in known:
+            raise invalid(name, f"{engine} has no argument of this name{did_you_mean(name, known)}")
 
 
 def why_unreadable(error: Exception) -> str:

@@ -70,6 +70,8 @@ class HttpClient:
             logged once. None is 4,096, or fewer if this process may not open as many connections (``ulimit -n``).
         max_retries: how often a request is sent again after a failure that may pass.
         max_reply_bytes: the longest reply that is accepted.
+        ended: returns that a server which was launched here has ended, and "" while it runs. Requests to one that has
+            ended are not sent again.
         transport: an httpx transport to use instead of the network.
         sleep: waits between two tries.
 
@@ -95,6 +97,7 @@ class HttpClient:
         max_in_flight: int | None = None,
         max_retries: int = 5,
         max_reply_bytes: int = 2**27,
+        ended: Callable[[], str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -119,6 +122,7 @@ class HttpClient:
             page_timeout=positive("page_timeout", page_timeout),
             sign=sign,
             max_reply_bytes=count("max_reply_bytes", max_reply_bytes, 1),
+            ended=ended,
             transport=transport,
         )
         self._places = places

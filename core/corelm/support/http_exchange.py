@@ -54,6 +54,7 @@ class Exchange:
         page_timeout: see `HttpClient`.
         sign: see `HttpClient`.
         max_reply_bytes: the longest body that is accepted.
+        ended: see `HttpClient`.
         transport: an httpx transport to use instead of the network.
     """
 
@@ -68,6 +69,7 @@ class Exchange:
         page_timeout: float,
         sign: SignOfWork | None,
         max_reply_bytes: int,
+        ended: Callable[[], str] | None,
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
         self._url = str(url)
@@ -77,7 +79,7 @@ class Exchange:
         self._page_timeout = read_timeout if sign is None else max(read_timeout, page_timeout)
         self._watch = ServerWatch(sign, read_timeout, self._page) if sign is not None else None
         self._max_reply_bytes = max_reply_bytes
-        self._reached = False
+        self._reached, self._ended = False, ended
         sent = httpx.Headers({"Accept": "application/json", **headers})
         # With "close" the server closes the connection first, so that this machine does not run out of ports.
         sent.update({"Accept-Encoding": "identity", "Connection": "close"})
@@ -237,6 +239,8 @@ class Exchange:
         for fault, advice in _TLS_FAULTS.items():
             if fault in str(error):
                 return EngineError(f"{told}; {advice}", usable=False)
+        if isinstance(error, _BROKEN) and self._ended is not None and (why := self._ended()):
+            return EngineError(f"{where}: {why}", usable=False)
         if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
             # A server that has answered before may be restarting. Another one is not there, and waiting does not help.
             kind = TransientError if self._reached else EngineError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -9,16 +10,18 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import corelm
 from corelm import Backend
-from corelm.errors import BackendTimeoutError, EngineError
+from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
 from corelm.support import HttpClient
 from engines.sglang.restartable import KEY, RestartableServer
 from helpers.processes import all_end, children, group, read_line, wait_until
 from helpers.tiny_models import random_rows
+from sglang_backend.launch import known_arguments
 
 #: Servers that are killed and launched again take minutes.
 pytestmark = pytest.mark.nightly
@@ -88,15 +91,20 @@ def supervisor_of(url: str, program: int) -> int:
     return found
 
 
-def test_a_killed_launched_server_is_reported_as_unusable(launch: Callable[..., Backend]):
-    backend = launch(max_retries=1)
+@pytest.mark.parametrize("victim", ["launch_server", "sglang::scheduler"])
+def test_a_launched_server_of_which_a_process_was_killed_has_ended_for_this_call_and_the_next(
+    launch: Callable[..., Backend], victim: str
+):
+    backend = launch()
     (leader,) = children(supervisor_of(backend.engine.plugin.launched.base_url, os.getpid()))
     family = group(leader)
     assert len(family) >= 3
-    os.kill(leader, signal.SIGKILL)
-    with pytest.raises(EngineError) as caught:
-        backend.generate([[5, 6]], {"max_new_tokens": 2})
-    assert caught.value.usable is False and not backend.health()
+    (pid,) = (each for each in family if victim.encode() in Path(f"/proc/{each}/cmdline").read_bytes())
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="the launched server has ended") as caught:
+            backend.generate([[5, 6]], {"max_new_tokens": 2})
+        assert caught.value.usable is False and not backend.health()
     assert all_end(family)
     backend.close()
 
@@ -122,6 +130,21 @@ def test_a_launched_server_ends_when_its_parent_is_killed(folder: Path, cpu: tup
         assert all_end(family)
 
 
-def test_the_error_shows_that_the_server_does_not_know_an_argument(launch: Callable[..., Backend]):
-    with pytest.raises(EngineError, match="unrecognized arguments: --no-such-argument"):
-        launch(no_such_argument=1)
+def test_an_argument_that_sglang_does_not_have_is_refused_at_once(launch: Callable[..., Backend]):
+    with pytest.raises(InvalidRequestError, match="did you mean 'mem_fraction_static'") as caught:
+        launch(mem_fraction_statc=0.3)
+    assert caught.value.field == "mem_fraction_statc"
+
+
+def test_every_argument_that_sglang_has_is_known():
+    from sglang.srt.server_args import ServerArgs
+
+    class Parser(argparse.ArgumentParser):
+        def add_argument(self, *names: str, **options: Any) -> Any:
+            given.update(names)
+            return super().add_argument(*names, **options)
+
+    given: set[str] = set()
+    ServerArgs.add_cli_args(Parser(add_help=False))
+    assert len(given) > 300
+    assert {name.lstrip("-").replace("-", "_") for name in given} <= known_arguments()

@@ -1,4 +1,4 @@
-"""A trained model on a real SGLang server, in float32, against its plain forward."""
+"""A trained model on a real SGLang server, in float32, against its plain forward: by its own routes and by OpenAI's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,34 @@ from corelm import Backend
 from engines.sglang_on_cpu import CPU_ARGUMENTS, CPU_ENVIRONMENT
 from helpers.real_engine import RealModelPromises
 from helpers.real_model import real_model
+from sglang_backend import SGLangBackend
+
+CONTEXT = 1024
 
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[Backend]:
-    settings = CPU_ARGUMENTS | {"progress": False, "context_length": 512, "max_total_tokens": 8192}
+    settings = CPU_ARGUMENTS | {"progress": False, "context_length": CONTEXT, "max_total_tokens": 8192}
     with corelm.get_backend("sglang", real_model(), env=CPU_ENVIRONMENT, **settings) as opened:
         yield opened
 
 
 class TestRealModel(RealModelPromises):
     pass
+
+
+@pytest.fixture(scope="module")
+def protocol(backend: Backend) -> Iterator[Backend]:
+    engine = backend.engine.plugin
+    assert isinstance(engine, SGLangBackend) and engine.launched is not None
+    where = {"base_url": engine.launched.base_url, "api_key": engine.launched.api_key}
+    with corelm.get_backend("openai", **where, tokenizer=real_model(), max_context=CONTEXT) as opened:
+        yield opened
+
+
+@pytest.mark.nightly
+class TestOpenAIProtocol(RealModelPromises):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def backend(cls, protocol: Backend) -> Backend:
+        return protocol

@@ -5,17 +5,22 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from corelm import Backend
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, EngineError
+from engines.vllm import failing_processor
+from engines.vllm.conftest import SMALL
 from engines.vllm.engine_access import sync_engine, unfinished_requests
-from helpers.processes import wait_until
+from helpers.processes import children, read_line, runs, wait_until
 from helpers.tiny_models import CONTEXT, random_rows, tiny_model
 
 Open = Callable[..., Backend]
@@ -66,6 +71,47 @@ def test_if_the_engines_process_is_killed_all_calls_fail(open_vllm: Open, leftov
         backend.update_weights(tiny_model(hidden_size=128).state_dict())
     backend.close()
     assert not leftovers()
+
+
+@pytest.mark.nightly
+def test_the_last_error_of_an_engine_that_dies_in_a_call_is_said(open_vllm: Open) -> None:
+    with open_vllm(logits_processors=[failing_processor.NAME]) as backend:
+        assert backend.generate(PROMPTS, {"max_new_tokens": 2}).errors is None
+        fatal = {"max_new_tokens": 2, "engine_kwargs": {"extra_args": {"fail": True}}}
+        for sampling in (fatal, {"max_new_tokens": 2}):
+            with pytest.raises(EngineError, match=r"open the backend again; .*inside a step") as caught:
+                backend.generate(PROMPTS, sampling, logprobs="none")
+            assert caught.value.usable is False
+
+
+@pytest.mark.nightly
+def test_an_engine_without_room_for_its_cache_says_so(open_vllm: Open, leftovers: Leftovers) -> None:
+    with pytest.raises(EngineError, match=r"last errors: ValueError: .*cache"):
+        open_vllm(kv_cache_memory_bytes=1 << 12)
+    assert not leftovers()
+
+
+PROGRAM = """
+import os, signal, sys
+import corelm
+corelm.get_backend("vllm", {model!r}, **{options!r})
+print("open", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_the_engines_processes_end_with_the_program_that_opened_it(tiny_folder: Path, end: signal.Signals) -> None:
+    code = PROGRAM.format(model=str(tiny_folder), options=SMALL)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as program:
+        assert read_line(program) == "open\n"
+        family = children(program.pid)
+        family |= {grandchild for child in family for grandchild in children(child)}
+        assert len(family) >= 2
+        program.send_signal(end)
+        program.wait()
+        assert wait_until(lambda: not any(map(runs, family)), 20.0)
 
 
 def test_closing_ends_running_calls_and_leaves_nothing_behind(open_vllm: Open, leftovers: Leftovers) -> None:

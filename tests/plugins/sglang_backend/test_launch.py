@@ -129,6 +129,28 @@ def test_a_server_that_has_ended_is_sent_nothing(start):
             call(None)
 
 
+def test_a_server_that_ends_in_a_call_is_named_with_its_last_words_and_not_asked_again(start):
+    launched, page = start(number=3)
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+        assert wait_until(lambda: not launched.alive)
+
+    client = HttpClient(launched.base_url, launched.api_key, ended=launched.ended, sleep=sleep)
+    try:
+        assert client.answers("/")
+        os.kill(page["pid"], signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"(?s)the launched server has ended.*the key is") as caught:
+            client.get("/")
+        assert caught.value.usable is False and len(waits) <= 1
+        backend = SGLangBackend(engine=None, launched=launched)
+        with pytest.raises(EngineError, match=r"(?s)has ended.*the key is"):
+            backend.generate(None)
+    finally:
+        client.close()
+
+
 def test_whose_a_port_is(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener, subprocess.Popen(["sleep", "60"]) as child:
         port = listener.getsockname()[1]
@@ -160,6 +182,21 @@ def test_the_error_shows_why_the_server_ended_at_start(folder, fake_launch_env):
     with pytest.raises(EngineError, match="unrecognized arguments: --no-such-thing=1") as caught:
         corelm.get_backend("sglang", folder, no_such_thing=1, env=fake_launch_env, progress=False)
     assert caught.value.usable is False
+
+
+def test_an_argument_that_sglang_does_not_have_is_refused_at_once(folder, fake_launch_env, monkeypatch):
+    sources = Path(fake_launch_env["PYTHONPATH"], "sglang", "srt")
+    (sources / "arg_groups").mkdir(parents=True)
+    (sources / "server_args.py").write_text('class ServerArgs:\n    model_path: str\n\nadd("--disable-cuda-graph")\n')
+    (sources / "arg_groups" / "memory.py").write_text("class Memory:\n    mem_fraction_static: float = 0.9\n")
+    monkeypatch.syspath_prepend(fake_launch_env["PYTHONPATH"])
+    for name, nearest in (("mem_fraction_statc", "mem_fraction_static"), ("disable_cuda_graf", "disable_cuda_graph")):
+        with pytest.raises(InvalidRequestError, match=f"did you mean '{nearest}'") as caught:
+            corelm.get_backend("sglang", folder, **{name: 1}, env=fake_launch_env, progress=False)
+        assert caught.value.field == name and not Path(fake_launch_env["PID_FILE"]).exists()
+    # What SGLang has goes to the server. The fake one does not know it.
+    with pytest.raises(EngineError, match="unrecognized arguments: --mem-fraction-static"):
+        corelm.get_backend("sglang", folder, mem_fraction_static=0.5, env=fake_launch_env, progress=False)
 
 
 def test_the_error_says_what_to_type_if_sglang_is_not_installed(folder):

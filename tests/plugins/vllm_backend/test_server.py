@@ -14,6 +14,7 @@ from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
 from helpers.each import case
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
 from helpers.http_server import FaultServer, Reply, Request, hang, held, json_reply, raw, reset
+from helpers.processes import wait_until
 
 TRANSIENT = {
     "429": json_reply({"error": {"message": "busy"}}, 429, {"Retry-After": "0"}),
@@ -53,6 +54,32 @@ def test_a_prompt_that_fails_does_not_affect_the_other_rows(connect: Connect, fa
     with pytest.raises(EngineError, match="this one row") as caught:
         backend.generate(PROMPTS, SAMPLING)
     assert caught.value.rows == (1,)
+
+
+@pytest.mark.parametrize(("device", "lora", "alone"), [("cpu", {}, True), ("cpu", None, False), ("cuda", {}, False)])
+def test_a_cpu_server_with_lora_is_sent_one_row_to_score_at_a_time(
+    connect: Connect, fake: FakeVLLM, server: FaultServer, device: str, lora: Any, alone: bool
+) -> None:
+    """Of two, vLLM 0.32 dies where the head takes adapters."""
+    fake.pages["/openapi.json"]["paths"]["/server_info"] = {}
+    running = {"device_config": {"device": device}, "lora_config": lora}
+    fake.pages["/server_info?config_format=json"] = {"vllm_config": running}
+    backend = connect()
+    assert backend.capabilities.concurrent_calls is not alone
+    rows = [[5, 17, 300], [8, 9, 10, 11], [40, 41, 42]]
+    expected = backend.score_logprobs(rows).logprobs.values.tolist()
+    with_others: list[bool] = []
+
+    def wait_for_others(request: Request) -> Reply | None:
+        if request.path == "/v1/completions":
+            with_others.append(wait_until(lambda: server.in_flight > 1, 0.2))
+        return None
+
+    fake.fault = wait_for_others
+    assert backend.score_logprobs(rows).logprobs.values.tolist() == expected
+    assert any(with_others) is not alone
+    backend.generate(PROMPTS, SAMPLING)
+    assert any(with_others[len(rows) :])
 
 
 def test_a_sequence_that_fails_does_not_affect_the_other_rows(connect: Connect, fake: FakeVLLM) -> None:

@@ -14,7 +14,7 @@ import ray
 
 from corelm import __version__
 from corelm.errors import BackendImportError, BackendIncompatibleError, BackendNotFoundError, InvalidRequestError, brief
-from corelm.hosting import find_interpreter
+from corelm.hosting import find_interpreter, how_to_install
 
 #: Prints what an interpreter has.
 _PROBE = """
@@ -159,16 +159,17 @@ def require_interpreter(python: str, inner: str) -> None:
         what = brief(found.stderr.strip() or f"exit status {found.returncode}")
         raise invalid("python", f"{python} is not a Python interpreter that works: {what}")
     there = json.loads(line)
-    install = f'{python} -m pip install "core=={__version__}" core-ray-backend "ray=={ray.__version__}"'
+    install = f'{how_to_install(python, "core and core-ray-backend")} "ray=={ray.__version__}"'
     if "missing" in there:
         raise BackendImportError(f"an actor in {python} needs Ray and core: {there['missing']}; {install}")
     for name, here in (("ray", ray.__version__), ("core", __version__)):
         if there[name] != here:
-            raise BackendIncompatibleError(f"{python} has {name} {there[name]}, and this is {name} {here}: {install}")
+            raise BackendIncompatibleError(f"{python} has {name} {there[name]}, and this is {name} {here}; {install}")
     for backend in ("ray", inner):
         if backend not in there["backends"]:
             raise BackendNotFoundError(
-                f"backend {backend!r} is not installed for {python}: {python} -m pip install core-{backend}-backend. "
+                f"backend {backend!r} is not installed for {python}; "
+                f"{how_to_install(python, f'core-{backend}-backend')}. "
                 f"Installed there: {', '.join(there['backends']) or 'none'}"
             )
 

@@ -178,6 +178,7 @@ class SGLangBackend:
                 sign=SIGN,
                 max_in_flight=max_in_flight,
                 max_retries=max_retries,
+                ended=None if launched is None else launched.ended,
             )
             cleanup.callback(client.close)
             if launched is not None:
@@ -248,8 +249,8 @@ class SGLangBackend:
 
     def _require_running(self) -> None:
         """Send nothing to the port of a launched server that has ended: another process may listen there now."""
-        if self.launched is not None and not self.launched.alive:
-            raise EngineError("the launched server has ended; open the backend again", usable=False)
+        if self.launched is not None and (why := self.launched.ended()):
+            raise EngineError(why, usable=False)
 
 
 def _check_options(

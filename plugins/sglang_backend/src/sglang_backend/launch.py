@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
-from corelm.support import Secrets
+from corelm.support import Secrets, refuse_unknown_arguments
 from sglang_backend.listener import owner_of_port
 
 HOST = "127.0.0.1"
 #: The server's arguments that the backend sets itself: where the server listens and which key it asks for.
 RESERVED_ARGUMENTS = frozenset({"model_path", "host", "port", "api_key", "admin_api_key", "config"})
+#: A field of the dataclasses that hold the server's arguments, or an option.
+_ARGUMENT = re.compile(r'^    (\w+):|"--([a-z][\w-]*)"', re.MULTILINE)
 #: The values of environment variables whose names end like this are secrets.
 _SECRET_NAMES = ("KEY", "PASSWORD", "SECRET", "TOKEN")
 #: Seconds between two checks whether a starting server is ready.
@@ -54,11 +57,13 @@ class LaunchedServer:
             env: added to the server's environment.
 
         Raises:
-            InvalidRequestError: one of `RESERVED_ARGUMENTS`.
+            InvalidRequestError: one of `RESERVED_ARGUMENTS`, or an argument that SGLang does not have.
         """
         for name in arguments:
             if name in RESERVED_ARGUMENTS:
                 raise InvalidRequestError(f"{name}: the backend sets this itself; leave it out", field=name)
+        if known := known_arguments():
+            refuse_unknown_arguments("SGLang", arguments, known)
         self._port = port = _free_port()
         self.base_url = f"http://{HOST}:{port}"
         # Hexadecimal: the server turns its configuration into a command line, where a key that begins with "-" would
@@ -93,6 +98,13 @@ class LaunchedServer:
     @property
     def alive(self) -> bool:
         return self._supervisor.poll() is None
+
+    def ended(self) -> str:
+        """Return that the server has ended, with the last lines of its log; "" while it runs."""
+        if self.alive:
+            return ""
+        tail = "" if self._log.closed else "\n".join(["; the end of its log:", *self.log_tail().splitlines()[-8:]])
+        return f"the launched server has ended; open the backend again{tail}"
 
     def wait_until(self, ready: Callable[[], bool], timeout: float, what: str, progress: bool) -> None:
         """Return once the server listens on its port and `ready` returns True.
@@ -197,6 +209,22 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
             # One word, since a value that begins with "-" would otherwise be read as an option.
             words.append(f"{option}={json.dumps(value) if isinstance(value, Mapping) else value}")
     return words
+
+
+def known_arguments() -> set[str]:
+    """Return the names of the server's arguments, in Python spelling; none if they cannot be found.
+
+    They are read from SGLang's source, since importing it takes ten seconds or more.
+    """
+    found = find_spec("sglang")
+    if found is None or found.origin is None:
+        return set()
+    folder = Path(found.origin).parent / "srt"
+    files = [folder / "server_args.py", *(folder / "arg_groups").rglob("*.py")]
+    text = "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
+    names = {(field or option).replace("-", "_") for field, option in _ARGUMENT.findall(text)}
+    # Some flags also have a negation.
+    return {*names, *(f"no_{name}" for name in names)} if "model_path" in names else set()
 
 
 def _free_port() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -22,7 +21,13 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from corelm.support import WeightGroup, device_numbers, refuse_missing_path
+from corelm.support import (
+    WeightGroup,
+    device_numbers,
+    did_you_mean,
+    refuse_missing_path,
+    refuse_unknown_arguments,
+)
 from corelm.validate import flag
 from vllm_backend import weights
 from vllm_backend.capabilities import LOGPROBS_MODES
@@ -42,7 +47,7 @@ class VLLMBackend:
     def __init__(self, engine: InProcessEngine | VLLMServer) -> None:
         self.engine = engine
         self.capabilities = engine.capabilities
-        self.tokenizer = engine.tokenizer
+        self.tokenizer, self.reasons = engine.tokenizer, engine.reasons
 
     @classmethod
     def open(
@@ -187,18 +192,13 @@ def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-    for name in arguments:
-        if name == "device_ids" not in known:
-            raise CapabilityError(
-                "devices: this vLLM cannot be told its GPUs; open it in a process that sees no others, with "
-                "python=sys.executable and env={'CUDA_VISIBLE_DEVICES': '1'}",
-                capability="devices",
-            )
-        if name not in known:
-            hint = _did_you_mean(name, known)
-            raise InvalidRequestError(
-                f"{name}: vLLM has no engine argument of this name{f'; {hint}' if hint else ''}", field=name
-            )
+    if "device_ids" in arguments and "device_ids" not in known:
+        raise CapabilityError(
+            "devices: this vLLM cannot be told its GPUs; open it in a process that sees no others, with "
+            "python=sys.executable and env={'CUDA_VISIBLE_DEVICES': '1'}",
+            capability="devices",
+        )
+    refuse_unknown_arguments("vLLM", arguments, known)
     mode = arguments.get("logprobs_mode", "raw_logprobs")
     if mode not in LOGPROBS_MODES:
         raise CapabilityError(
@@ -215,13 +215,8 @@ def _refuse_server_options(options: Mapping[str, Any]) -> None:
 
 def _refuse_engine_options(options: Mapping[str, Any], server_options: Collection[str]) -> None:
     for name in _without_none(options):
-        hint = _did_you_mean(name, server_options) or "set it where the server is started"
-        raise InvalidRequestError(f"{name}: not an option for a server that is already running; {hint}", field=name)
-
-
-def _did_you_mean(name: str, known: Collection[str]) -> str:
-    similar = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {similar[0]!r}?" if similar else ""
+        hint = did_you_mean(name, server_options) or "; set it where the server is started"
+        raise InvalidRequestError(f"{name}: not an option for a server that is already running{hint}", field=name)
 
 
 def _platform_defaults() -> dict[str, Any]:

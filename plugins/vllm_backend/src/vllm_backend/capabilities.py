@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
 from corelm.support import eos_token_ids
 from vllm_backend.compat import says_versions
 from vllm_backend.kept_sets_protocol import PROCESSOR
-from vllm_backend.reloading import DUMMY, checkpoint_of, files_of, runs_here
+from vllm_backend.reloading import DUMMY, checkpoint_of, files_of, runs_here, why_not_again
 from vllm_backend.sampling import HONOURED
 from vllm_backend.top_ids import MOST_IDS, limit
 
@@ -39,6 +40,8 @@ class ModelInfo:
         files: the folder of the model's safetensors, even if vLLM could not load others; None if there is none.
         candidates: the most candidates that vLLM returns at a position (its ``max_logprobs``).
         separates: calls must be kept apart as in `lanes`.
+        reasons: why the engine lacks capabilities, by their names.
+        scores_alone: no other row may run while one is scored; see `mixes_rows`.
         largest_rank: the largest rank of an adapter; None if vLLM was not started with ``enable_lora=True``.
     """
 
@@ -54,6 +57,8 @@ class ModelInfo:
     largest_rank: int | None = None
     candidates: int = 0
     separates: bool = False
+    scores_alone: bool = False
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def max_context(self) -> int:
@@ -84,6 +89,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
     vocab_size: int = model.get_vocab_size()
     checkpoint = checkpoint_of(config)
     speculative = config.speculative_config is not None
+    mixes = mixes_rows(config.lora_config is not None, "cpu" if _on_cpu() else None)
     candidates = limit(model.max_logprobs, vocab_size)
     # With skip_tokenizer_init vLLM decodes no text, so it cannot find stop strings.
     honoured = {name: span for name, span in HONOURED.items() if name != "stop" or not model.skip_tokenizer_init}
@@ -99,8 +105,9 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         score_top_k=min(candidates, MOST_IDS),
         top_logprobs=min(candidates, MOST_IDS),
         per_answer_seeds=True,
-        seeds_are_costly=_seeds_are_costly(),
-        concurrent_calls=concurrent_calls and not _mixes_adapters(config),
+        # On a GPU, vLLM's fused sampler of top-k and top-p takes no seeds.
+        seeds_are_costly=not _on_cpu(),
+        concurrent_calls=concurrent_calls and not mixes,
         stops_at_timeout=True,
         streaming=True,
         update_weights=checkpoint is not None,
@@ -125,7 +132,14 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         largest_rank=None if config.lora_config is None else config.lora_config.max_lora_rank,
         candidates=candidates,
         separates=not config.use_v2_model_runner,
+        scores_alone=mixes,
+        reasons=update_reasons(why_not_again(config)),
     )
+
+
+def update_reasons(why: str) -> dict[str, str]:
+    """Return the reasons of an engine whose weights cannot be replaced, for ``why``; none if that is ""."""
+    return {"update_weights": why} if why else {}
 
 
 def sleep_levels(enabled: bool, takes_weights: bool) -> frozenset[int]:
@@ -133,22 +147,20 @@ def sleep_levels(enabled: bool, takes_weights: bool) -> frozenset[int]:
     return frozenset(level for level in SLEEP_LEVELS if enabled and (level == 1 or takes_weights))
 
 
-def _seeds_are_costly() -> bool:
-    """Return whether vLLM samples faster without seeds: on a GPU its fused sampler of top-k and top-p takes none."""
-    from vllm.platforms import current_platform
+def mixes_rows(lora: bool, device: str | None) -> bool:
+    """Return whether a vLLM that was opened with LoRA, or not, cannot run every two rows in one step.
 
-    return not current_platform.is_cpu()
-
-
-def _mixes_adapters(config: Any) -> bool:
-    """Return whether vLLM gives rows without an adapter the one of other rows that it runs in the same step.
-
-    It does so on a CPU, where a row without an adapter has the index -1, which is the last one (seen with vLLM 0.32). A
-    call has one adapter, so calls that are made one after another are right.
+    On a CPU (seen with vLLM 0.32), a row without an adapter has the index -1, which is the last one: it gets that of
+    other rows in the step. A call has one adapter, so calls that are made one after another are right. Where the head
+    takes adapters, as that of Llama does, the engine dies of a row that is scored in a step with another row.
     """
+    return lora and device == "cpu"
+
+
+def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
-    return config.lora_config is not None and current_platform.is_cpu()
+    return bool(current_platform.is_cpu())
 
 
 def _has_logits_processors(model: Any) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities
 from corelm.support import eos_token_ids, why_unreadable
-from vllm_backend.capabilities import sleep_levels
-from vllm_backend.cpu_reload import answers_wrongly_afterwards
+from vllm_backend.capabilities import mixes_rows, sleep_levels, update_reasons
+from vllm_backend.cpu_reload import obstacle
 from vllm_backend.sampling import HONOURED
 from vllm_backend.server_info import running_config, setting
 
@@ -75,6 +76,8 @@ class ServerInfo:
         base_name: the name in requests of the model without adapters.
         adapters: the names of the adapters of this model that the server has.
         candidates: the most candidates that the server returns at a position (its ``--max-logprobs``).
+        scores_alone: no other row may run while one is scored; see `mixes_rows`.
+        reasons: why the server lacks capabilities, by their names.
         weight_transfer: how the server takes tensors from another process; None if it does not, or does not say.
     """
 
@@ -89,6 +92,8 @@ class ServerInfo:
     adapters: frozenset[str] = frozenset()
     weight_transfer: str | None = None
     candidates: int = 0
+    scores_alone: bool = False
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def max_context(self) -> int:
@@ -142,8 +147,10 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     tokenizer = _tokenizer(hints, files, trusted)
     scores = fields is None or fields >= SCORING_FIELDS
     running = running_config(client, routes, deadline)
-    reloads = not answers_wrongly_afterwards(config, setting(running, "device_config", "device"))
-    takes_weights = routes >= WEIGHT_ROUTES and reloads
+    device = setting(running, "device_config", "device")
+    mixes = mixes_rows(running.get("lora_config") is not None, device)
+    why_not_again = obstacle(None if config is None else config.get_text_config(), device)
+    takes_weights = routes >= WEIGHT_ROUTES and not why_not_again
     # Without this mode, a server that is told to sleep frees nothing.
     may_sleep = routes >= SLEEP_ROUTES and setting(running, "model_config", "enable_sleep_mode") is True
     capabilities = Capabilities(
@@ -154,7 +161,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         score=scores,
         # Also needs candidates, which `probing.probe_server` looks for.
         argmax=scores,
-        concurrent_calls=True,
+        concurrent_calls=not mixes,
         stops_at_timeout=True,
         streaming=_honours(fields, "stream"),
         update_weights=takes_weights,
@@ -174,6 +181,8 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         base_name=str((parent or card)["id"]),
         adapters=adapters,
         weight_transfer=setting(running, "weight_transfer_config", "backend"),
+        scores_alone=mixes,
+        reasons=update_reasons(why_not_again),
     )
 
 

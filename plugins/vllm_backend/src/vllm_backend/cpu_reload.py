@@ -1,4 +1,4 @@
-"""Weights that vLLM on a CPU cannot load again, recognised in a server behind a URL."""
+"""Weights that vLLM on a CPU cannot load again (seen with vLLM 0.32)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from typing import Any
 _NUMBERS_OF_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 
 
-def answers_wrongly_afterwards(model: Any, device: str | None) -> bool:
-    """Return whether a server would answer wrongly after it has loaded weights again, as far as can be known.
-
-    On a CPU, vLLM keeps the old head if it is tied to the embeddings, and a mixture of experts answers with neither the
-    old weights nor the new ones (see `capabilities.read_model`).
+def obstacle(text: Any, device: str | None, has_experts: bool = False) -> str:
+    """Return why vLLM would answer wrongly after it has loaded weights again, and what to do; "" if it would not.
 
     Args:
-        model: the configuration of the model; None if it cannot be read on this machine.
-        device: what the server runs on; None if it does not tell.
+        text: the configuration of the language model; None if it is not known.
+        device: what vLLM runs on; None if it is not known.
+        has_experts: whether vLLM finds experts in the model.
     """
-    if model is None or device != "cpu":
-        return False
-    text = model.get_text_config()
-    experts = any(getattr(text, name, 0) for name in _NUMBERS_OF_EXPERTS)
-    return bool(experts or getattr(text, "tie_word_embeddings", False))
+    if text is None or device != "cpu":
+        return ""
+    if has_experts or any(getattr(text, name, 0) for name in _NUMBERS_OF_EXPERTS):
+        return "on a CPU, vLLM answers wrongly after it has loaded a mixture of experts again; use another engine"
+    if getattr(text, "tie_word_embeddings", False):
+        # vLLM packs the weights of the head when it first loads them. If it is tied to the embeddings, it is not loaded
+        # again: the model would go on with a new body and the old, packed head.
+        return (
+            "on a CPU, vLLM would keep the old head of a model whose head is tied to its embeddings; open a copy that "
+            "is saved with tie_word_embeddings=False and a head (lm_head.weight) of its own, or use another engine"
+        )
+    return ""

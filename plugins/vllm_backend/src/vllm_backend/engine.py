@@ -25,13 +25,14 @@ from corelm.spec import (
     WakeRequest,
     WeightUpdate,
 )
-from corelm.support import RowFailure
+from corelm.support import Deadline, RowFailure
 from vllm_backend import kept_sets_protocol, scoring_by_id
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.adapters import Adapters
 from vllm_backend.capabilities import ModelInfo
+from vllm_backend.children import Errors
 from vllm_backend.kept_sets_protocol import TAKE, KeptSetsOfRow
-from vllm_backend.lanes import Lane, Lanes, Turn, lane_of
+from vllm_backend.lanes import Lane, Lanes, Turn, lane_of, together
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
@@ -57,7 +58,7 @@ class InProcessEngine(ABC):
 
     def __init__(self, info: ModelInfo) -> None:
         self.capabilities = info.capabilities
-        self.tokenizer = info.tokenizer
+        self.tokenizer, self.reasons = info.tokenizer, info.reasons
         self.checkpoint = info.checkpoint
         self.adapters = Adapters(info)
         self._info = info
@@ -66,6 +67,7 @@ class InProcessEngine(ABC):
         self._closed = False
         self._broken = False
         self._asleep = False
+        self._errors = Errors()
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         lora = self.adapters.named(request.adapter)
@@ -105,7 +107,10 @@ class InProcessEngine(ABC):
         requests = protocol.scoring_requests(request, info, self.adapters.named(request.adapter))
         names = [request.request_ids[number] for number in requests]
         with self._lanes.entered(self._lane(request), request.timeout, names) as turn:
-            outputs = self.run(_unless_aborted(list(requests.values()), names, turn), names, turn.timeout)
+            left, deadline = _unless_aborted(list(requests.values()), names, turn), Deadline(turn.timeout)
+            outputs: list[RowOutput] = []
+            for rows in together(len(names), info.scores_alone):
+                outputs += self.run(left[rows], names[rows], deadline.left())
         return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), info)
 
     def _lane(self, request: GenerateRequest | ScoreRequest) -> Lane | None:
@@ -175,7 +180,11 @@ class InProcessEngine(ABC):
             self._broken = True
             if not isinstance(error, Exception):
                 raise
-            raise EngineError(f"the new weights are not in force: {error}. {DEAD}", usable=False) from error
+            raise EngineError(f"the new weights are not in force: {error}. {self.dead()}", usable=False) from error
+
+    def dead(self) -> str:
+        """Return what to say of an engine that has failed, with vLLM's own last errors."""
+        return f"{DEAD}{self._errors.said()}"
 
     @abstractmethod
     def run(

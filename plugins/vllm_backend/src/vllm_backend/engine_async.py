@@ -21,10 +21,10 @@ from corelm.spec import (
 from corelm.support import EventLoopThread, RowFailure, done_within
 from vllm_backend import versions
 from vllm_backend.capabilities import ModelInfo, read_model
+from vllm_backend.children import attached
 from vllm_backend.compat import refusals
 from vllm_backend.engine import (
     ABORTED_EARLY,
-    DEAD,
     KEPT_CACHE,
     InProcessEngine,
     OnOutput,
@@ -103,7 +103,7 @@ class AsyncEngine(InProcessEngine):
             if self._closed:
                 raise BackendClosedError("this vLLM engine was closed during the call") from error
             if isinstance(error, EngineDeadError):
-                raise EngineError(DEAD, usable=False) from error
+                raise EngineError(self.dead(), usable=False) from error
             raise
 
     async def serve(
@@ -250,7 +250,8 @@ async def _start(arguments: Mapping[str, Any]) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     # With its own default, vLLM works on an eighth of the rows and tokens that `vllm.LLM` does on a large GPU.
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+    with attached():
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
     # vLLM asks its process for this once. Afterwards a request is registered in the same step that makes it, so that an
     # abort finds it.
     await llm.get_supported_tasks()

@@ -18,8 +18,9 @@ from corelm.errors import CapabilityError, EngineError
 from corelm.spec import AbortRequest, WeightUpdate
 from corelm.support import RowFailure, done_within
 from vllm_backend.capabilities import ModelInfo, read_model
+from vllm_backend.children import attached
 from vllm_backend.compat import refusals
-from vllm_backend.engine import DEAD, KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
+from vllm_backend.engine import KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 #: Held while an engine is open. Without multiprocessing vLLM keeps its engine in globals: a process can hold one.
@@ -136,7 +137,7 @@ class SyncEngine(InProcessEngine):
         except Exception as error:
             # The requests are still queued in vLLM, and a later call would get their outputs.
             self._broken = True
-            raise EngineError(f"{type(error).__name__}: {error}. {DEAD}", usable=False) from error
+            raise EngineError(f"{type(error).__name__}: {error}. {self.dead()}", usable=False) from error
         return outputs
 
     def _replace_adapter(self, new: Any, old: Any) -> None:
@@ -193,7 +194,7 @@ def _start(arguments: Mapping[str, Any]) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    with _keeping_random_states():
+    with _keeping_random_states(), attached():
         # See `engine._start`.
         return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
 

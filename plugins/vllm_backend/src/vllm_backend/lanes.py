@@ -27,6 +27,12 @@ def lane_of(request: GenerateRequest | ScoreRequest) -> Lane | None:
     return "top" if request.top_logprobs else None
 
 
+def together(count: int, alone: bool) -> list[slice]:
+    """Return which of so many rows to run at a time: all of them, or each one alone."""
+    step = 1 if alone else max(1, count)
+    return [slice(start, start + step) for start in range(0, count, step)]
+
+
 @dataclass(eq=False)
 class Turn:
     """A call that waits for its turn, or has it.

@@ -10,6 +10,7 @@ import torch
 
 from corelm.errors import CapabilityError, described
 from corelm.support import local_checkpoint, saved_shapes
+from vllm_backend.cpu_reload import obstacle
 
 if TYPE_CHECKING:
     from corelm.support import Expected
@@ -28,11 +29,9 @@ def checkpoint_of(config: Any) -> Expected | None:
         CapabilityError: vLLM was opened without weights, and cannot be given any.
     """
     model, dummy = config.model_config, config.load_config.load_format == DUMMY
-    if not _can_reload(config):
+    if why := why_not_again(config):
         if dummy:
-            raise _no_dummy(
-                "on a CPU vLLM cannot replace the weights of this model: its head is tied, or it has experts"
-            )
+            raise _no_dummy(why)
         return None
     folder = files_of(config)
     return _shapes_by_configuration(model) if dummy and folder is None else folder
@@ -68,14 +67,12 @@ def runs_here(config: Any) -> bool:
     return not envs.VLLM_ENABLE_V1_MULTIPROCESSING and config.parallel_config.distributed_executor_backend == "uni"
 
 
-def _can_reload(config: Any) -> bool:
-    """Return whether vLLM uses every tensor of the weights that it is told to load later."""
+def why_not_again(config: Any) -> str:
+    """Return why vLLM would not use every tensor of weights that it is told to load later; "" if it would."""
     from vllm.platforms import current_platform
 
-    # On a CPU vLLM packs the weights of the head when it first loads them. A head that is tied to the embeddings is not
-    # loaded again: the model would go on with a new body and the old, packed head. A mixture of experts answers with
-    # neither the old weights nor the new ones after it was loaded again (seen with vLLM 0.32).
+    load_format = config.load_config.load_format
+    if load_format not in RELOADABLE_FORMATS:
+        return f"vLLM was opened with load_format={load_format!r}; open a folder of safetensors"
     model = config.model_config
-    tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
-    wrong_afterwards = current_platform.is_cpu() and (tied or model.is_moe)
-    return config.load_config.load_format in RELOADABLE_FORMATS and not wrong_afterwards
+    return obstacle(model.hf_text_config, "cpu" if current_platform.is_cpu() else None, model.is_moe)

@@ -35,7 +35,7 @@ from vllm_backend import protocol_http as protocol
 from vllm_backend import replies, sampling_masks
 from vllm_backend.adapters import ServerAdapters
 from vllm_backend.capabilities_http import ModelHints, ServerInfo, read_server
-from vllm_backend.lanes import Lanes, Turn, lane_of
+from vllm_backend.lanes import Lanes, Turn, lane_of, together
 from vllm_backend.probing import LogprobsMode, probe_server
 from vllm_backend.protocol_http import Payload
 from vllm_backend.signs import SIGN
@@ -70,7 +70,7 @@ class VLLMServer:
         self, client: HttpClient, info: ServerInfo, deadline: Deadline, group: WeightGroup | None = None
     ) -> None:
         self.capabilities = info.capabilities
-        self.tokenizer = info.tokenizer
+        self.tokenizer, self.reasons = info.tokenizer, info.reasons
         self.channel = None if group is None else WeightChannel(client, group)
         self._client = client
         self._info = info
@@ -337,16 +337,19 @@ class VLLMServer:
                 {**payload, "model": model, "request_id": request_id}
                 for payload, request_id in zip(payloads, ids, strict=True)
             ]
-            entries = self._client.post_each(
-                sampling_masks.ROUTE if sampling_masks.is_for_route(payloads[0]) else protocol.COMPLETIONS,
-                requests,
-                names=ids,
-                is_reply_to=protocol.is_reply_to,
-                timeout=deadline.left(),
-                streamed=streamed,
-                answered=answered,
-                decode=replies.decoder(payloads),
-            )
+            alone = self._info.scores_alone and any("prompt_logprobs" in payload for payload in payloads)
+            entries: list[Any] = []
+            for rows in together(len(ids), alone):
+                entries += self._client.post_each(
+                    sampling_masks.ROUTE if sampling_masks.is_for_route(payloads[0]) else protocol.COMPLETIONS,
+                    requests[rows],
+                    names=ids[rows],
+                    is_reply_to=protocol.is_reply_to,
+                    timeout=deadline.left(),
+                    streamed=streamed,
+                    answered=answered,
+                    decode=replies.decoder(payloads),
+                )
         raise_if_none_was_served(entries, lambda: self.health(deadline.left()))
         after = self._weight_version(deadline.left())
         with self._client.secrets.masking_errors():
