@@ -456,11 +456,6 @@ class Layout:
         shared = max([prompt.rfind(each) + len(each) for each in self._writer.end_texts if each in prompt], default=0)
         return after[: len(after) - same + shared]
 
-    def header_before(self, number: int) -> tuple[int, str] | None:
-        """Return where the content before a turn ends, and what follows it in the prompt for that turn."""
-        at, header = self.content_end(number - 1), self._header(number)
-        return None if at is None or header is None else (at, header)
-
     def _header(self, number: int) -> str | None:
         headers, roles = self._writer.markers.headers, [message["role"] for message in self.messages]
         if number and (role := roles[number - 1]) not in headers:

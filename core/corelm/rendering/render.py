@@ -161,7 +161,8 @@ def segments_of(
     specials, tools = special_tokens(tokenizer), template.kwargs.get("tools")
     messages = [without_foreign_arguments([message.for_template() for message in chat], tools) for chat in chats]
     messages = _with_wanted_arguments(template, messages)
-    template.refuse_lost_calls(messages, [[prefer_tokens and bool(turn.token_ids) for turn in chat] for chat in chats])
+    keeps = options["prefer_tokens"]
+    template.refuse_lost_calls(messages, [[keeps and bool(turn.token_ids) for turn in chat] for chat in chats])
     begun = [message.begun for chat in chats for message in chat if message.begun]
     contents = "\n".join([joined_strings(messages), *nested_texts("history", begun)])
     if unencodable(contents):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain, count, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -163,69 +163,27 @@ class Segmenter:
     def _cut(
         self, chat: Chat, messages: list[dict[str, Any]], typed: Sequence[str], raw: str | None
     ) -> Iterator[Segment]:
-        keys: dict[int, Any] = {}
-        beginning = self._root
+        beginning, before = self._root, ""
+        previous: _Sampled | None = None
+
+        def prompt(number: int) -> list[Segment]:
+            layout, stop = self._prompt_for(chat, messages, typed, raw, number)
+            return [*self._after(layout, chat, previous, number, stop)]
+
         for number, message in enumerate(chat):
             if self._is_sampled(message):
-                keys[number] = beginning, repr(message.begun)
-            beginning = self._remembered((beginning, *_key(message)), partial(next, _numbers))
-        if self.add_generation_prompt or len(chat) - 1 not in keys:
-            # The next turn may be sampled from this prompt.
-            keys[len(chat)] = (beginning, repr(None)) if self.add_generation_prompt else None
-        prompt = cache(partial(self._prompt_for, chat, messages, typed, raw))
-        new = [number for number in keys if number == len(chat) or keys[number] not in self._known]
-        # Of many prompts, a few are rendered. If the last text shows these as they are, it shows all of them.
-        few = {new[len(new) >> half] for half in range(1, len(new).bit_length() + 1)} if len(new) > 4 else set(new)
-        for rendered in (few | set(new[-1:]), set(new)):
-            if (row := self._row(chat, keys, prompt, new, rendered)) is not None:
-                yield from row
-                return
-
-    def _row(
-        self,
-        chat: Chat,
-        keys: Mapping[int, Any],
-        prompt: Callable[[int], tuple[Layout, int | None]],
-        new: Collection[int],
-        rendered: Collection[int],
-    ) -> list[Segment] | None:
-        """Return the segments of a conversation.
-
-        Args:
-            keys: the numbers of turns whose prompts are wanted, and what these prompts are remembered by.
-            prompt: renders one.
-            new: those that are not remembered.
-            rendered: those of them that are rendered. The others are read off the text of the last one: None if that
-                does not show them, or shows one of those that are rendered otherwise.
-        """
-        *_, last = keys
-        made: dict[int, list[Segment]] = {}
-        row: list[Segment] = []
-        before, previous = "", None
-        for number, key in keys.items():
-            part = None
-            if number not in new:
-                part = self._known[key]
-            elif number in rendered:
-                layout, stop = prompt(number)
-                part = [*self._after(layout, chat, previous, number, stop)]
-            if number in new and number != last and len(rendered) < len(new):
-                shown = self._shown(prompt(last)[0], chat, previous, number)
-                if shown is None or (part is not None and part != shown):
-                    return None
-                part = shown
-            made[number] = part = part or []
-            row += part
-            before += "".join(segment.text for segment in part)
-            if number < len(chat):
-                ids = chat[number].token_ids or ()
+                part = self._remembered((beginning, repr(message.begun)), partial(prompt, number))
+                ids = message.token_ids or ()
+                before += "".join(segment.text for segment in part)
                 previous = _Sampled(number, before, self._remembered(("text", ids), partial(self._decoded, ids)))
-                row.append(Segment(previous.text, ids=ids))
                 before += previous.text
-        for number in new:
-            if keys[number] is not None:
-                self._remembered(keys[number], partial(made.get, number))
-        return row
+                yield from [*part, Segment(previous.text, ids=ids)]
+            beginning = self._remembered((beginning, *_key(message)), partial(next, _numbers))
+        if self.add_generation_prompt:
+            # The next turn may be sampled from this prompt.
+            yield from self._remembered((beginning, repr(None)), partial(prompt, len(chat)))
+        elif previous is None or previous.number + 1 < len(chat):
+            yield from prompt(len(chat))
 
     def _decoded(self, ids: Sequence[int]) -> str:
         try:
@@ -259,22 +217,13 @@ class Segmenter:
                 "prefer_tokens=False to render its text instead"
             ) from error.__cause__
 
-    def _shown(self, layout: Layout, chat: Chat, previous: _Sampled | None, number: int) -> list[Segment] | None:
-        """Return the segments before a sampled turn as a longer conversation shows them; None if it does not."""
-        try:
-            found = layout.header_before(number)
-            return None if found is None else [*self._after(layout, chat, previous, number, *found)]
-        except TemplateError:
-            return None
-
     def _after(
         self,
         layout: Layout,
         chat: Chat,
         previous: _Sampled | None,
         number: int,
-        stop: int | None = None,
-        header: str = "",
+        stop: int | None,
     ) -> Iterator[Segment]:
         """Yield what the template writes between a sampled turn, or the beginning, and another turn.
 
@@ -282,7 +231,6 @@ class Segmenter:
             layout: a conversation that has both.
             number: that of the other turn.
             stop: where the text is cut; None for nowhere.
-            header: what follows there.
         """
         text, literals, spans, _ = layout.written
         start = first = 0
@@ -303,8 +251,8 @@ class Segmenter:
                 if layout.messages[at]["role"] == "assistant"
             ]
             spans = [(turn.start, turn.stop) for turn in map(layout.turn, given)]
-        text = text[:stop] + header
-        literals = [span for span in literals if start <= span[0] < len(text) - len(header)]
+        text = text[:stop]
+        literals = [span for span in literals if start <= span[0] < len(text)]
         edges = [start, *chain.from_iterable(literals), len(text)]
         for at, (begin, end) in enumerate(pairwise(edges)):
             if begin < end:
