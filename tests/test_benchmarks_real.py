@@ -17,7 +17,7 @@ SCORED = ("2 rows of 16 to 120", "8 rows of 16 to 120", "one row of 16", "16 ans
 GENERATED = ("4 sampled tokens for 8 prompts", "4 sampled tokens for one prompt")
 FIRST = ("what the first call takes more: scoring 8 rows", "what the first call takes more: 4 tokens for 8 prompts")
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.process
+# CI runs `make demo` itself.
+pytestmark = [pytest.mark.process, pytest.mark.nightly]
 DEMO = Path(__file__).parent.parent.parent / "examples" / "demo.py"
 
 

@@ -41,6 +41,7 @@ def test_the_command_makes_a_model_that_a_backend_opens(
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_the_module_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "corelm.examples.tiny"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)

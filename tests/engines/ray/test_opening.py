@@ -94,6 +94,7 @@ def test_an_interpreter_runs_the_actor(open_toys: Open) -> None:
     assert backend.generate([[72]], SAMPLING).ids.tolist()
 
 
+@pytest.mark.nightly
 def test_actors_of_one_name_are_shared_by_what_is_alike(open_toys: Open) -> None:
     first = open_toys(actor_name="shared")
     second = open_toys(actor_name="shared")
@@ -125,6 +126,7 @@ def test_actors_of_one_name_are_shared_by_what_is_alike(open_toys: Open) -> None
     assert wait_until(lambda: not runs(pid))
 
 
+@pytest.mark.nightly
 def test_a_driver_that_joined_goes_on_when_the_actor_was_started_again(open_toys: Open) -> None:
     first, second = open_toys(actor_name="mended"), open_toys(actor_name="mended")
     expected = second.generate([[72]], SAMPLING).ids.tolist()
@@ -195,6 +197,7 @@ print("done")
 """
 
 
+@pytest.mark.nightly
 def test_ray_is_shut_down_by_whoever_started_it() -> None:
     found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=180)
     assert found.stdout.splitlines()[-1:] == ["done"], found.stderr

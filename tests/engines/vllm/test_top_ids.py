@@ -30,7 +30,10 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield running
 
 
-@pytest.fixture(scope="module", params=["async-raw", "sync-processed", "server-processed"])
+@pytest.fixture(
+    scope="module",
+    params=["async-raw", "sync-processed", pytest.param("server-processed", marks=pytest.mark.nightly)],
+)
 def backend(request: pytest.FixtureRequest, open_vllm: Callable[..., Backend]) -> Iterator[Backend]:
     if request.param == "async-raw":
         yield request.getfixturevalue("shared")
