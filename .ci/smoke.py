@@ -14,7 +14,7 @@ import torch
 
 import corelm
 import transformers_backend
-from corelm.examples.tiny import build_tiny
+from corelm_testing.tiny import build_tiny
 
 checkout = Path(sys.argv[1]).resolve()
 for package in (corelm, transformers_backend):
@@ -22,7 +22,7 @@ for package in (corelm, transformers_backend):
     assert checkout not in home.parents, f"{package.__name__} was imported from {home}, not from its wheel"
 
 backends = {info.name: info for info in corelm.list_backends()}
-assert backends.keys() == {"cassette", "transformers"}, backends
+assert backends.keys() == {"cassette", "openai", "ray", "sglang", "toy", "transformers", "vllm"}, backends
 assert backends["transformers"].engine_available
 for info in backends.values():
     assert info.problem is None, info

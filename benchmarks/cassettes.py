@@ -15,14 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toy_backend import ToyBackend
-
 import corelm
 from benchmarks.callers import small
 from benchmarks.measure import Figure, compare
 from benchmarks.models import dialogues, tokenizer
 from corelm import Backend
-from corelm.wrappers import CassetteRecorder
+from corelm_testing.cassette import CassetteRecorder
+from corelm_testing.toy import ToyBackend
 
 #: Goals: recording a call of a small model costs little; that of a toy, which computes nothing, shows what it costs.
 GOAL, GOAL_TOY = 1.1, 2.0

@@ -28,7 +28,7 @@ from benchmarks.measure import Figure, compare
 from benchmarks.models import tokenizer
 from corelm import Ragged, SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, ScoreRequest
-from corelm.support import Decode, HttpClient, decoded
+from corelm_engine_kit import Decode, HttpClient, decoded
 from sglang_backend import protocol as sglang
 from sglang_backend import replies as sglang_replies
 from sglang_backend.capabilities import ServerInfo as SGLangInfo

@@ -18,14 +18,13 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
-from toy_backend import ToyBackend
-
 import corelm
 from benchmarks.hosting import NEW, ONE_CORE, TEXTS, saved_model
 from benchmarks.measure import LONGER, Figure, compare
 from corelm import Backend
-from corelm.fleet.fleet import FleetEngine
-from corelm.fleet.replica import Member
+from corelm_fleet.fleet import FleetEngine
+from corelm_fleet.replica import Member
+from corelm_testing.toy import ToyBackend
 
 #: Goal: two replicas on two cores answer as much as 1.8 engines on one core.
 GOAL = 1 / 1.8

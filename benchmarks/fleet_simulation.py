@@ -17,10 +17,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corelm.fleet.records import AskCanary, Decision, Deliver, Fail, FleetLimits, Start, State
-from corelm.fleet.routing import PROMPT_TOKEN, Group, Loads, Policy, assign
-from corelm.fleet.rows import Flight
-from corelm.fleet.state import FleetState
+from corelm_fleet.records import AskCanary, Decision, Deliver, Fail, FleetLimits, Start, State
+from corelm_fleet.routing import PROMPT_TOKEN, Group, Loads, Policy, assign
+from corelm_fleet.rows import Flight
+from corelm_fleet.state import FleetState
 
 SLOTS, SPEED, ROW_SPEED, CACHED = 16, 400.0, 50.0, 60_000
 #: The longest answer; samples of a group; the mean number of turns of a session.

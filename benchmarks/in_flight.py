@@ -23,7 +23,7 @@ import torch
 from benchmarks.measure import Figure
 from corelm import Backend, Capabilities, DynamicBatcher, Ragged, hookimpl
 from corelm.spec import GenerateRequest, GenerateResult
-from corelm.support import EventLoopThread, HttpClient
+from corelm_engine_kit import EventLoopThread, HttpClient
 
 #: Goal: every caller's row is in the engine.
 GOAL = 1.0

@@ -24,7 +24,7 @@ from lm_eval.models.huggingface import HFLM
 import corelm
 from benchmarks.measure import Figure, compare
 from benchmarks.models import Shape, dialogues, named, random_model, tokenizer
-from corelm.interop.lm_eval import CoreLM
+from corelm_interop.lm_eval import CoreLM
 
 SHAPE: Shape = (8_000, 256, 2)
 PROMPTS, CHOICES = 200, 4

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from corelm.examples.tiny import Chat, build_tokenizer, read_chats
+from corelm_testing.tiny import Chat, build_tokenizer, read_chats
 
 #: Vocabulary size, width and number of layers.
 Shape = tuple[int, int, int]

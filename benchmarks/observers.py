@@ -4,8 +4,8 @@ The transformers backend answers with a small model, as in `callers`; the toy ba
 that a call shows what measuring adds at most. The SDK of OpenTelemetry keeps every span in memory and reads no metrics.
 
     bare                 no wrapper
-    Timing               `corelm.wrappers.Timing`
-    Telemetry, no SDK    `corelm.wrappers.Telemetry` with the API alone, which reports nothing
+    Timing               `corelm_interop.Timing`
+    Telemetry, no SDK    `corelm_interop.Telemetry` with the API alone, which reports nothing
     Telemetry            the same with an SDK
 """
 
@@ -15,14 +15,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from toy_backend import ToyBackend
-
 import corelm
 from benchmarks.callers import small
 from benchmarks.measure import Figure, Way, compare
 from benchmarks.models import dialogues, tokenizer
 from corelm import Backend
-from corelm.wrappers import Telemetry, Timing
+from corelm_interop import Telemetry, Timing
+from corelm_testing.toy import ToyBackend
 
 #: Goals: measuring a call of a small model costs less than can be seen. A span takes about a tenth of a millisecond.
 GOAL, GOAL_TOY = 1.02, 1.3

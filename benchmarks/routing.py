@@ -29,7 +29,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.fleet_simulation import Outcome, Setting, Simulation
-from corelm.fleet.routing import Group, LeastWork, Loads, Policy, assign
+from corelm_fleet.routing import Group, LeastWork, Loads, Policy, assign
 
 
 class LeastLoaded:

@@ -23,7 +23,7 @@ from typing import Any
 import corelm
 from benchmarks.measure import LONGER, Figure, compare
 from corelm import Backend
-from corelm.serving import ServerOptions, ServerThread
+from corelm_serve import ServerOptions, ServerThread
 
 TOKENS, PROMPT = 128, "Where is the cat?"
 

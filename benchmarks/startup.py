@@ -29,8 +29,8 @@ start = time.process_time()
 import corelm; [getattr(corelm, name) for name in corelm.__all__]
 print(time.process_time() - start)
 """
-HELP = "import sys; sys.argv = ['corelm', '--help']; from corelm.cli import main; main()"
-LISTING = "import sys; sys.argv = ['corelm', 'backends', '--json']; from corelm.cli import main; main()"
+HELP = "import sys; sys.argv = ['corelm', '--help']; from corelm_cli import main; main()"
+LISTING = "import sys; sys.argv = ['corelm', 'backends', '--json']; from corelm_cli import main; main()"
 
 #: Goal: the checks before the first answer, and core's own imports, take at most so much more.
 GOAL_OPEN = 1.15

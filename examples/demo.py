@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import corelm
 from corelm import History, LLMPolicy
-from corelm.examples.tiny import build_tiny
+from corelm_testing.tiny import build_tiny
 
 FIRST = ["Hello!", "Good morning!", "What is your name?", "How are you?"]
 SECOND = ["What is your name?", "Who are you?", "How big are you?", "I am well too."]

@@ -36,8 +36,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import corelm
 from corelm import Backend, History, LLMPolicy
-from corelm.examples.tiny import build_tiny, read_chats
 from corelm.kl import DIVERGENCES, DistillationLoss, Divergence
+from corelm_testing.tiny import build_tiny, read_chats
 
 LONGEST = 24  # tokens per answer
 EVERY = 5  # steps in a line of the table
@@ -216,7 +216,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     if options.steps < 1 or not 1 <= options.questions <= len(questions()) or options.top_k < 1:
         parser.error(f"expected steps and top-k of at least 1, and 1 to {len(questions())} questions")
     if options.plot and find_spec("matplotlib") is None:
-        parser.error('drawing the loss needs matplotlib: pip install "core[plot]", or pass --no-plot')
+        parser.error("drawing the loss needs matplotlib: pip install matplotlib, or pass --no-plot")
     return options
 
 

@@ -44,8 +44,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import corelm
 from corelm import Backend, History, LLMPolicy, LogProbs
-from corelm.examples.tiny import build_tiny
 from corelm.kl import ImportanceCorrection, KLComputation, RetrieveLogProb, aggregate, k1, mismatch_report
+from corelm_testing.tiny import build_tiny
 from grpo_report import Report
 
 #: The questions, and the word that a right answer ends with.
@@ -285,7 +285,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     if options.steps < 1 or options.group < 2 or not 1 <= options.prompts <= len(QUESTIONS):
         parser.error(f"expected steps of at least 1, a group of at least 2 and 1 to {len(QUESTIONS)} prompts")
     if options.plot and find_spec("matplotlib") is None:
-        parser.error('drawing the curves needs matplotlib: pip install "core[plot]", or pass --no-plot')
+        parser.error("drawing the curves needs matplotlib: pip install matplotlib, or pass --no-plot")
     return options
 
 

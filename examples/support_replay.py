@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import corelm
 from corelm import History, LLMPolicy
-from corelm.examples.tiny import build_tiny, read_chats
+from corelm_testing.tiny import build_tiny, read_chats
 
 #: A ratio outside these limits counts as far off.
 NEAR = (0.9, 1.1)

@@ -49,6 +49,7 @@ def fabricate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fabricate:
         *,
         requires: Iterable[str] = (),
         engines: Mapping[str, str] | None = None,
+        groups: Mapping[str, Mapping[str, str]] | None = None,
         site: str = "site",
     ) -> Path:
         root = tmp_path / site
@@ -63,6 +64,8 @@ def fabricate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fabricate:
         (info / "METADATA").write_text("\n".join([*lines, "", ""]))
         points = ["[corelm.backends]", *(f"{k} = {v}" for k, v in backends.items())]
         points += ["[corelm.engines]", *(f"{k} = {v}" for k, v in (engines or {}).items())]
+        for group, named in (groups or {}).items():
+            points += [f"[{group}]", *(f"{k} = {v}" for k, v in named.items())]
         (info / "entry_points.txt").write_text("\n".join([*points, ""]))
         for module, source in (modules or {}).items():
             (root / f"{module}.py").write_text(source)
@@ -87,6 +90,6 @@ def uninstalled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the demo's tiny model, trained for 60 steps."""
-    from corelm.examples.tiny import build_tiny
+    from corelm_testing.tiny import build_tiny
 
     return build_tiny(tmp_path_factory.mktemp("models") / "tiny", steps=60, progress=False)

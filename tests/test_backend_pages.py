@@ -129,7 +129,9 @@ def named(module: str, path: str) -> Callable[..., Any]:
 def options_of(name: str) -> tuple[dict[str, Any], bool]:
     """Return the options that a plugin's `open` lists, each with its default, and whether it takes others."""
     opened = (
-        named("toy_backend", "ToyBackend") if name == "toy" else named(f"{name}_backend", f"{PLUGINS[name]}Backend")
+        named("corelm_testing.toy", "ToyBackend")
+        if name == "toy"
+        else named(f"{name}_backend", f"{PLUGINS[name]}Backend")
     )
     parameters = inspect.signature(opened.open).parameters
     found = {each.name: each.default for each in parameters.values() if each.kind is each.KEYWORD_ONLY}

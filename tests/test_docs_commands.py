@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from helpers.pages import Page
 
 typer = pytest.importorskip("typer", reason="the command needs the extra cli")
 
+from typer.core import TyperGroup  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from corelm.cli.app import app  # noqa: E402
+from corelm_cli.app import app  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -59,6 +61,11 @@ def words(line: str) -> list[str]:
 
 def without_effect(command: Any) -> Any:
     """Return the command with all that parses its arguments, and with nothing behind it."""
+    for name in [*getattr(command, "added", ())]:
+        command.commands[name] = typer.main.get_command(command.added[name].load())
+    if hasattr(command, "added"):
+        # They would be loaded again when they run.
+        command.resolve_command = partial(TyperGroup.resolve_command, command)
     for each in getattr(command, "commands", {}).values():
         without_effect(each)
     if not hasattr(command, "commands"):

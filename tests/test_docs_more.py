@@ -15,6 +15,12 @@ from pathlib import Path
 import pytest
 
 import corelm
+import corelm_compare
+import corelm_engine_kit
+import corelm_fleet
+import corelm_interop
+import corelm_serve
+import corelm_testing
 from helpers.extras import missing_for
 from helpers.pages import Page
 
@@ -38,7 +44,20 @@ NEEDED = {
     "inspect.md": ["inspect_ai"],
 }
 #: Modules that need an extra which the test environment of core need not have are imported by their own tests.
-MODULES = [m.name for m in pkgutil.walk_packages(corelm.__path__, "corelm.") if not m.name.startswith("corelm.cli")]
+MODULES = [
+    module.name
+    for package in (
+        corelm,
+        corelm_engine_kit,
+        corelm_testing,
+        corelm_fleet,
+        corelm_interop,
+        corelm_serve,
+        corelm_compare,
+    )
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if not module.name.startswith(("corelm_fleet.command", "corelm_testing.commands"))
+]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
 
@@ -95,10 +114,10 @@ def test_links_between_pages_have_a_target():
 
 
 def located(path: str) -> Path:
-    """Where a path of the page is: in core, in a plugin, or in the repository."""
+    """Where a path of the page is: in core, in another distribution, or in the repository."""
     top = path.partition("/")[0]
-    if top.endswith("_backend"):
-        return ROOT / "plugins" / top / "src" / path
+    if folders := [*ROOT.glob(f"[kpa]*/*/src/{top}")]:
+        return folders[0].parent / path
     return CORE / path if (CORE / top).exists() else ROOT / path
 
 

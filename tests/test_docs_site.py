@@ -24,9 +24,9 @@ NEEDED = ("sphinx", "pydata_sphinx_theme", "myst_nb", "sphinx_copybutton", "sphi
 #: Pages that Sphinx makes. A reader comes to them by the search or by a link to a source.
 MADE = ("_modules/", "repository/", "genindex", "py-modindex", "search")
 PUBLIC = (
-    *("corelm", "corelm.spec", "corelm.errors", "corelm.containers", "corelm.kl", "corelm.batching", "corelm.serving"),
-    *("corelm.support", "corelm.testing", "corelm.interop.torchrl", "corelm.interop.trl", "corelm.interop.lm_eval"),
-    *("corelm.interop.sessions", "corelm.wrappers", "corelm.compare", "corelm.fleet"),
+    *("corelm", "corelm.spec", "corelm.errors", "corelm.containers", "corelm.kl", "corelm.batching", "corelm_serve"),
+    *("corelm_engine_kit", "corelm_testing", "corelm_interop.torchrl", "corelm_interop.trl", "corelm_interop.lm_eval"),
+    *("corelm_serve.recorded", "corelm_testing.cassette", "corelm_interop", "corelm_compare", "corelm_fleet"),
 )
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -171,13 +171,13 @@ def test_the_search_index_holds_what_readers_look_for(site):
 
 def test_every_public_name_is_on_the_page_of_its_module(pages):
     for module in PUBLIC:
-        if module == "corelm.interop.lm_eval":
+        if module == "corelm_interop.lm_eval":
             names = ["CoreLM", "main", "register"]
         else:
             found = importlib.import_module(module)
             own = [name for name, value in vars(found).items() if getattr(value, "__module__", "") == module]
             names = [name for name in getattr(found, "__all__", own) if not name.startswith("_")]
-        page = pages["api/corelm.interop.html" if module.startswith("corelm.interop.") else f"api/{module}.html"]
+        page = pages[f"api/{module.partition('.')[0] if module.startswith('corelm_') else module}.html"]
         assert [f"{module}.{name}" for name in names if f"{module}.{name}" not in page.ids] == []
 
 

@@ -14,19 +14,20 @@ import pytest
 import corelm
 from corelm import errors
 from corelm.kl import penalty
-from corelm.support import TransientError
+from corelm_engine_kit import TransientError
 from helpers.pages import Page
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "errors"
 INDEX = Page(FOLDER / "index.md")
-PUBLIC = sorted(set(re.findall(r"`(corelm\.\w+)`", (ROOT / "README.md").read_text().partition("## Public names")[2])))
+PUBLIC = sorted(set(re.findall(r"`(corelm[._]\w+)`", (ROOT / "README.md").read_text().partition("## Public names")[2])))
 
 
 def exported() -> dict[str, type[BaseException]]:
     """Return every exception and warning of core's public modules, by name."""
     # The modules of `interop` need libraries. A `TransientError` stays within a plugin, so that users never get one.
-    modules = [corelm, *(importlib.import_module(name) for name in PUBLIC if name != "corelm.interop")]
+    modules = [corelm, *(importlib.import_module(name) for name in PUBLIC if name != "corelm_interop")]
+    modules.append(importlib.import_module("corelm_testing.cassette"))
     found = (getattr(module, name) for module in modules for name in dir(module) if not name.startswith("_"))
     return {
         each.__name__: each
@@ -62,7 +63,7 @@ def is_shown(printed: str, shown: str) -> bool:
 
 
 def test_the_modules_are_those_of_the_readme():
-    assert {"corelm.errors", "corelm.kl", "corelm.batching", "corelm.support"} <= set(PUBLIC)
+    assert {"corelm.errors", "corelm.kl", "corelm.batching", "corelm_engine_kit"} <= set(PUBLIC)
 
 
 def test_every_error_and_warning_has_a_page_and_every_page_a_class():

@@ -18,7 +18,20 @@ from helpers.each import each
 from helpers.extras import missing_for
 from helpers.third_party_names import THIRD_PARTY
 
-ENGINES = {"transformers", "vllm", "sglang", "ray", "peft", "transformers_backend", "toy_backend"}
+ENGINES = {"transformers", "vllm", "sglang", "ray", "peft", "transformers_backend"}
+#: The kernel, the kits and the applications.
+PACKAGES = (
+    *(
+        "corelm",
+        "corelm_engine_kit",
+        "corelm_testing",
+        "corelm_fleet",
+        "corelm_interop",
+        "corelm_serve",
+        "corelm_compare",
+    ),
+    "corelm_cli",
+)
 HEAVY = {"torch", "tensordict", "numpy"}
 #: Functions that take the name of an attribute.
 READ_BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
@@ -43,7 +56,7 @@ def test_the_registry_is_light():
 
 @pytest.mark.process
 def test_the_command_lists_backends_without_torch():
-    code = "import sys; sys.argv = ['corelm', 'backends']; from corelm.cli import main"
+    code = "import sys; sys.argv = ['corelm', 'backends']; from corelm_cli import main"
     loaded = imported_by(code + "\ntry: main()\nexcept SystemExit: pass")
     assert "typer" in loaded and not loaded & (HEAVY | ENGINES)
 
@@ -57,7 +70,7 @@ with corelm.get_backend("toy") as backend:
     ids = backend.tokenize(["to be"]).ids
     backend.score_logprobs(ids), backend.generate(ids, {"max_new_tokens": 1})
 import sys
-print(*(name for name in sys.modules if name.startswith(("corelm.fleet", "corelm.hosting", "corelm.containers"))))
+print(*(name for name in sys.modules if name.startswith(("corelm_fleet", "corelm.containers"))))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []
@@ -66,13 +79,18 @@ print(*(name for name in sys.modules if name.startswith(("corelm.fleet", "corelm
 
 @pytest.mark.process
 def test_the_pytest_plugin_is_light():
-    assert not imported_by("import corelm.testing.plugin") & (HEAVY | ENGINES)
+    assert not imported_by("import corelm_testing.plugin") & (HEAVY | ENGINES)
 
 
 @pytest.mark.process
-def test_no_module_of_core_imports_an_engine():
-    names = [module.name for module in pkgutil.walk_packages(corelm.__path__, "corelm.")]
-    assert {"corelm.policy.policy", "corelm.testing.suite"} <= set(names)
+def test_no_module_but_those_of_plugins_imports_an_engine():
+    names = [
+        module.name
+        for package in PACKAGES
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
+        if not module.name.startswith("corelm_testing.toy")
+    ]
+    assert {"corelm.policy.policy", "corelm_testing.suite"} <= set(names)
     names = [name for name in names if missing_for(name) is None]
     loaded = imported_by("import importlib\n" + "\n".join(f"importlib.import_module({name!r})" for name in names))
     assert "torch" in loaded and not loaded & ENGINES
@@ -90,8 +108,9 @@ def test_an_unknown_name_is_an_attribute_error():
 @each(
     "name",
     [
-        *("corelm.spec", "corelm.support", "corelm.containers", "corelm.kl", "corelm.batching"),
-        *("corelm.hosting", "corelm.fleet", "corelm.testing"),
+        *("corelm.spec", "corelm_engine_kit", "corelm.containers", "corelm.kl", "corelm.batching"),
+        *("corelm_fleet.hosting", "corelm_fleet", "corelm_testing", "corelm_testing.cassette", "corelm_interop"),
+        *("corelm_serve", "corelm_compare"),
     ],
 )
 def test_every_name_of_a_public_package_exists(name: str):
@@ -105,7 +124,7 @@ def test_every_name_of_a_public_package_exists(name: str):
 
 ROOT = Path(__file__).parent.parent
 #: Folders that hold packages. In corelm, every folder and every module at the top counts as a package.
-SOURCES = [ROOT / "core", *sorted(ROOT.glob("plugins/*/src"))]
+SOURCES = [ROOT / "core", *sorted(ROOT.glob("[kpa]*/*/src"))]
 #: Known uses of another package's private names, as "file: name". Each is to be removed; add none.
 KNOWN_USES: set[str] = set()
 

@@ -13,6 +13,7 @@ import tarfile
 import tomllib
 import zipfile
 from email.message import Message
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -24,30 +25,36 @@ import corelm
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parent.parent
-#: Import name of each plugin → its class and the engine that its extra `engine` installs.
-PLUGINS = {
-    "transformers_backend": ("TransformersBackend", None),
-    "vllm_backend": ("VLLMBackend", "vllm"),
-    "sglang_backend": ("SGLangBackend", "sglang"),
-    "ray_backend": ("RayBackend", "ray"),
-    "openai_backend": ("OpenAIBackend", None),
+#: Folder of each distribution → its name and the packages that it holds.
+DISTRIBUTIONS = {
+    ".": ("core", {"corelm"}),
+    "kits/engine": ("core-engine-kit", {"corelm_engine_kit"}),
+    "kits/testing": ("core-testing", {"corelm_testing"}),
+    "plugins/transformers_backend": ("core-transformers-backend", {"transformers_backend"}),
+    "plugins/vllm_backend": ("core-vllm-backend", {"vllm_backend"}),
+    "plugins/sglang_backend": ("core-sglang-backend", {"sglang_backend"}),
+    "plugins/ray_backend": ("core-ray-backend", {"ray_backend"}),
+    "plugins/openai_backend": ("core-openai-backend", {"openai_backend"}),
+    "apps/fleet": ("core-fleet", {"corelm_fleet"}),
+    "apps/interop": ("core-interop", {"corelm_interop"}),
+    "apps/cli": ("core-cli", {"corelm_cli", "corelm_serve", "corelm_compare"}),
 }
-BACKEND_EXTRAS = {
-    "transformers": "core-transformers-backend",
-    "vllm": "core-vllm-backend[engine]",
-    "sglang": "core-sglang-backend[engine]",
-    "ray": "core-ray-backend[engine]",
-    "openai": "core-openai-backend",
+NAMES = [name.replace("-", "_") for name, _ in DISTRIBUTIONS.values()]
+#: Each extra of core → what it brings.
+EXTRAS = {
+    **{name: f"core-{name}-backend" for name in ("transformers", "openai")},
+    **{name: f"core-{name}-backend[engine]" for name in ("vllm", "sglang", "ray")},
+    **{"cli": "core-cli", "serve": "core-cli[serve]", "compare": "core-cli[compare]"},
+    **{"fleet": "core-fleet", "testing": "core-testing"},
+    **{name: f"core-interop[{name}]" for name in ("lm-eval", "trl", "torchrl", "inspect", "telemetry")},
 }
-#: The extras that install a library for which `corelm.interop` has an adapter.
-HARNESSES = ("lm-eval", "trl", "torchrl", "inspect")
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the sdist and the wheel of every distribution into one folder."""
     folder = tmp_path_factory.mktemp("built")
-    for source in (ROOT, *(ROOT / "plugins" / plugin for plugin in PLUGINS)):
+    for source in map(ROOT.joinpath, DISTRIBUTIONS):
         command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t", "sdist", "-t", "wheel"]
         subprocess.run(command, cwd=source, check=True, capture_output=True)
     return folder
@@ -59,7 +66,7 @@ def wheel(built: Path, name: str) -> zipfile.ZipFile:
 
 
 def metadata_of(built: Path, name: str) -> Message:
-    with wheel(built, name) as file:
+    with wheel(built, name.replace("-", "_")) as file:
         (path,) = [n for n in file.namelist() if n.endswith(".dist-info/METADATA")]
         return email.message_from_bytes(file.read(path))
 
@@ -87,63 +94,62 @@ def test_the_sdist_of_core_holds_core_and_no_plugin(built):
     assert not any("_backend/" in name or "plugins" in name for name in names)
 
 
-def test_the_wheel_of_core_holds_only_the_package(built):
-    with wheel(built, "core") as file:
+@pytest.mark.parametrize("folder", DISTRIBUTIONS)
+def test_a_wheel_holds_all_of_its_packages_and_nothing_else(built, folder):
+    name, packages = DISTRIBUTIONS[folder]
+    with wheel(built, name.replace("-", "_")) as file:
         names = set(file.namelist())
+    home = ROOT / ("core" if folder == "." else f"{folder}/src")
     sources = {
-        path.relative_to(ROOT / "core").as_posix()
-        for path in (ROOT / "core/corelm").rglob("*.py*")
-        if path.suffix in (".py", ".pyi")
+        path.relative_to(home).as_posix()
+        for package in packages
+        for path in (home / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
-    assert sources <= names and {"corelm/py.typed", "corelm/examples/dialogues.txt"} <= names
-    assert "corelm/cli/backend_template/backend.py.in" in names
-    assert {name.partition("/")[0] for name in names} == {"corelm", f"core-{corelm.__version__}.dist-info"}
+    assert {name for name in names if ".dist-info/" not in name} == sources
+    assert {f"{package}/py.typed" for package in packages} <= sources
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_other_programs_find_core_by_its_entry_points(built):
-    with wheel(built, "core") as file:
+def entry_points(built: Path, name: str) -> dict[str, dict[str, str]]:
+    with wheel(built, name.replace("-", "_")) as file:
         points = configparser.ConfigParser()
-        points.read_string(file.read(f"core-{corelm.__version__}.dist-info/entry_points.txt").decode())
-    assert dict(points["inspect_ai"]) == {"corelm": "corelm.interop.inspect_ai"}
-    assert dict(points["pytest11"]) == {"corelm": "corelm.testing.plugin"}
+        for path in file.namelist():
+            if path.endswith("entry_points.txt"):
+                points.read_string(file.read(path).decode())
+    return {section: dict(points[section]) for section in points.sections()}
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_the_wheel_of_a_plugin_holds_only_the_plugin(built, plugin):
-    name, (cls, _) = plugin.removesuffix("_backend"), PLUGINS[plugin]
-    with wheel(built, f"core_{plugin}") as file:
-        names = file.namelist()
-        (path,) = [name for name in names if name.endswith("entry_points.txt")]
-        points = configparser.ConfigParser()
-        points.read_string(file.read(path).decode())
-    assert {name.partition("/")[0] for name in names if "dist-info" not in name} == {plugin}
-    assert f"{plugin}/py.typed" in names
-    sources = {path.relative_to(ROOT / "plugins" / plugin / "src").as_posix() for path in modules_of(plugin)}
-    assert sources and sources <= set(names)
-    # The engine of a server of any make is not a module.
-    engines = {} if name == "openai" else {"corelm.engines": {name: name}}
-    found = {section: dict(points[section]) for section in points.sections()}
-    # vLLM calls it in its processes, so that they end with the one that opened the engine.
-    called = {"vllm.general_plugins": {"corelm": "vllm_backend.children:attach"}} if name == "vllm" else {}
-    assert found == {"corelm.backends": {name: f"{plugin}:{cls}"}, **engines, **called}
-
-
-def modules_of(plugin: str) -> list[Path]:
-    return list((ROOT / "plugins" / plugin / "src").rglob("*.py"))
+def test_distributions_are_found_by_their_entry_points(built):
+    assert entry_points(built, "core") == {}
+    assert entry_points(built, "core-interop") == {"inspect_ai": {"corelm": "corelm_interop.inspect_ai"}}
+    assert entry_points(built, "core-cli") == {"console_scripts": {"corelm": "corelm_cli:main"}}
+    testing = entry_points(built, "core-testing")
+    assert testing["pytest11"] == {"corelm": "corelm_testing.plugin"}
+    assert testing["corelm.backends"].keys() == {"toy", "cassette"}
+    assert testing["corelm.commands"].keys() == {"conformance", "new-backend"}
+    fleet = entry_points(built, "core-fleet")
+    assert fleet["corelm.openers"].keys() == {"python", "replicas", "fleet_limits", "canary"}
+    assert fleet["corelm.commands"].keys() == {"fleet"}
+    for name in ("transformers", "vllm", "sglang", "ray", "openai"):
+        plugin = entry_points(built, f"core-{name}-backend")
+        assert plugin["corelm.backends"].keys() == {name}
+        # The engine of a server of any make is not a module.
+        assert plugin.get("corelm.engines") == (None if name == "openai" else {name: name})
+        # vLLM calls it in its processes, so that they end with the one that opened the engine.
+        called = {"corelm": "vllm_backend.children:attach"} if name == "vllm" else None
+        assert plugin.get("vllm.general_plugins") == called
 
 
 def test_the_extras_of_core_are_plain_requirements(built):
     metadata = metadata_of(built, "core")
-    others = ("http", "cli", "plot", "serve", "otel")
-    assert set(metadata.get_all("Provides-Extra")) == {*BACKEND_EXTRAS, *others, *HARNESSES}
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     assert all(requirement.url is None for requirement in requirements)
-    for extra, expected in BACKEND_EXTRAS.items():
-        brought = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra})]
-        assert [(r.name, r.extras, str(r.specifier)) for r in brought] == [
-            (Requirement(expected).name, Requirement(expected).extras, "")
-        ]
+    # `all` is those that need no engine of their own.
+    assert set(metadata.get_all("Provides-Extra")) == {*EXTRAS, "all"}
+    for extra, expected in EXTRAS.items():
+        (brought,) = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra})]
+        assert (brought.name, brought.extras) == (Requirement(expected).name, Requirement(expected).extras)
 
 
 def test_core_requires_no_engine(built):
@@ -152,28 +158,24 @@ def test_core_requires_no_engine(built):
     assert always == {"torch", "tensordict", "pluggy", "packaging", "tenacity", "lazy-loader"}
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_a_plugin_fits_this_core_and_its_extra_brings_the_engine(built, plugin):
-    metadata, engine = metadata_of(built, f"core_{plugin}"), PLUGINS[plugin][1]
+@pytest.mark.parametrize("folder", [folder for folder in DISTRIBUTIONS if folder != "."])
+def test_a_distribution_fits_this_core_and_only_an_extra_brings_an_engine(built, folder):
+    metadata = metadata_of(built, DISTRIBUTIONS[folder][0])
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
-    (core,) = [r for r in requirements if r.name == "core"]
-    assert core.specifier.contains(corelm.__version__)
     assert all(requirement.url is None for requirement in requirements)
-    # Without the extra no engine is installed: a remote server does not need one here.
+    ours = [r for r in requirements if r.name == "core" or r.name.startswith("core-")]
+    assert ours and all(requirement.specifier.contains(corelm.__version__) for requirement in ours)
+    engine = folder.removeprefix("plugins/").removesuffix("_backend")
+    # Without the extra no engine is installed: a server elsewhere does not need one here.
     brought = {r.name for r in requirements if r.marker and r.marker.evaluate({"extra": "engine"})}
-    assert brought == ({engine} if engine else set())
-    assert (metadata.get_all("Provides-Extra") or []) == (["engine"] if engine else [])
-    if engine:
-        assert core.extras == (set() if engine == "ray" else {"http"})
-        # `pip install "core[vllm]"` resolves to this: the extra of core names the plugin with its engine.
-        assert Requirement(BACKEND_EXTRAS[engine]) == Requirement(f"{metadata['Name']}[engine]")
+    assert brought == ({engine} if engine in ("vllm", "sglang", "ray") else set())
 
 
-@pytest.mark.parametrize("name", ["core", *(f"core_{plugin}" for plugin in PLUGINS)])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_metadata_says_which_python_and_licence_and_its_page_has_no_link_that_leads_nowhere(built, name):
     metadata = metadata_of(built, name)
     page = metadata.get_payload()
-    assert len(page) > 500
+    assert len(page) > 100
     assert [target for target in re.findall(r"\]\(([^)]+)\)", page) if "://" not in target] == []
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "MIT"
@@ -227,7 +229,10 @@ def test_a_stranger_with_our_name_would_win_by_name(built, index):
 @pytest.mark.parametrize("line", INSTALL_LINES)
 def test_the_lines_of_the_readme_install_our_core(line, built, index, tmp_path):
     (tmp_path / "wheels").symlink_to(built)
-    chosen = would_install(tmp_path if "wheels/" in line else ROOT, index, shlex.split(line))
+    folder = tmp_path if "wheels/" in line else ROOT
+    # As a shell expands it.
+    words = [name for word in shlex.split(line) for name in sorted(glob(word, root_dir=folder)) or [word]]
+    chosen = would_install(folder, index, words)
     assert chosen["core"] == chosen["core-transformers-backend"] == corelm.__version__
     assert {"torch", "transformers", "typer"} <= set(chosen)  # Both bring the plugin's engine and the command.
 
@@ -246,13 +251,16 @@ def pins(*names: str) -> dict[str, Requirement]:
 
 
 def test_every_requirement_is_pinned_and_the_pin_satisfies_it():
-    core = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    lines = list(core["project"]["dependencies"])
-    for plugin in PLUGINS:
-        lines += tomllib.loads((ROOT / "plugins" / plugin / "pyproject.toml").read_text())["project"]["dependencies"]
-    lines += [line for extra in ("cli", "http") for line in core["project"]["optional-dependencies"][extra]]
-    lines += [line for group in core["dependency-groups"].values() for line in group if isinstance(line, str)]
-    asked = [requirement for requirement in map(Requirement, lines) if requirement.name != "core"]
+    lines = []
+    for folder in DISTRIBUTIONS:
+        data = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
+        extras = data["project"].get("optional-dependencies", {})
+        lines += [*data["project"]["dependencies"], *extras.get("http", ()), *extras.get("serve", ())]
+        lines += [
+            line for group in data.get("dependency-groups", {}).values() for line in group if isinstance(line, str)
+        ]
+    ours = {name for name, _ in DISTRIBUTIONS.values()}
+    asked = [requirement for requirement in map(Requirement, lines) if requirement.name not in ours]
     pinned = pins()
     for requirement in asked:
         (pin,) = pinned[canonicalize_name(requirement.name)].specifier
@@ -271,6 +279,6 @@ def test_no_pin_has_a_local_version_or_a_url():
 
 
 def test_nothing_names_a_package_index():
-    for path in ("pyproject.toml", *(f"plugins/{plugin}/pyproject.toml" for plugin in PLUGINS), "Makefile", ".ci/run"):
+    for path in (*(f"{folder}/pyproject.toml" for folder in DISTRIBUTIONS), "Makefile", ".ci/run"):
         text = (ROOT / path).read_text()
         assert "://" not in text and "index-url" not in text, path

@@ -19,10 +19,8 @@ from .containers.padding import collate as collate
 from .containers.padding import repad as repad
 from .containers.records import to_records as to_records
 from .containers.turns import merge_turns as merge_turns
-from .fleet.canary import Canary as Canary
-from .fleet.probes import probe_scores as probe_scores
 from .kl.staleness import staleness as staleness
-from .opening.by_name import get_backend as get_backend
+from .opening import get_backend as get_backend
 from .policy.inputs import Keys as Keys
 from .policy.options import PolicyOptions as PolicyOptions
 from .policy.policy import LLMPolicy as LLMPolicy

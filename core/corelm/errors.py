@@ -17,8 +17,6 @@ Each is also a builtin exception that a caller would think to catch::
     ├── TemplateError             (ValueError)           the chat template fails: rows
     ├── ResponseFormatError       (ValueError)           an answer does not follow its parser's format
     ├── ProvenanceMismatchError   (ValueError)           log-probs of different distributions
-    ├── CassetteError             (ValueError)           a cassette is damaged, foreign or in use
-    ├── NotRecordedError          (LookupError)          a cassette does not hold the call: call, field, rows
     └── EngineError               (RuntimeError)         the engine failed: usable, rows
         ├── QueueFullError                               a batcher's queue is full
         └── StaleWeightsError                            a canary found other weights than those in force
@@ -151,35 +149,6 @@ class CapabilityError(CoreLMError, NotImplementedError):
 
 class ProvenanceMismatchError(CoreLMError, ValueError):
     """Log-probabilities of different distributions were about to be compared."""
-
-
-# A cassette -----------------------------------------------------------------------------------------------------------
-
-
-class CassetteError(CoreLMError, ValueError):
-    """A cassette cannot be written or read: damaged, made by something else, in use, or there already."""
-
-
-class NotRecordedError(_RowsError, LookupError):
-    """A cassette does not hold the answer to a call. No engine was asked.
-
-    Attributes:
-        call: the number of the recorded call that should have come; None if no single one was due.
-        field: the first field of the request that differs from that call; None if none was compared.
-        rows: the flat indices of the rows that are not recorded, or of the first one that differs, ascending.
-        problems: those rows, each with what is wrong with it.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        call: int | None = None,
-        field: str | None = None,
-        problems: Mapping[int, str] | None = None,
-    ) -> None:
-        super().__init__(message, problems=problems)
-        self.call, self.field = call, field
 
 
 # An engine ------------------------------------------------------------------------------------------------------------
@@ -322,15 +291,39 @@ def message(error: BaseException) -> str:
 
 
 #: Packages whose functions stand between a caller and what warns: they call our modules, or hold our `with` blocks.
-_BETWEEN = frozenset({"corelm", "torch", "tensordict", "contextlib"})
+_BETWEEN = ("corelm", "torch", "tensordict", "contextlib")
 
 
 def level_of_caller() -> int:
     """Return the stack level, as `warnings.warn` counts it, of the code that called `corelm`."""
     depth = 1
-    while sys._getframe(depth).f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+    while sys._getframe(depth).f_globals.get("__name__", "").startswith(_BETWEEN):
         depth += 1
     return depth
+
+
+def how_to_install(*distributions: str, python: str = "") -> str:
+    """Return what to type to install distributions of this project, such as ``core-vllm-backend[engine]``.
+
+    It names folders. On a package index, somebody else may have the names.
+
+    Args:
+        python: an interpreter other than this one.
+    """
+    folders = " ".join(f'"{_folder(each)}"' for each in distributions)
+    return f"{f'{python} -m ' * bool(python)}pip install {folders} in a checkout of core, or install its wheels"
+
+
+def _folder(distribution: str) -> str:
+    name, bracket, extra = distribution.partition("[")
+    part = name.removeprefix("core-")
+    if part.endswith("-backend"):
+        folder = f"plugins/{part.replace('-', '_')}"
+    elif part in ("testing", "engine-kit"):
+        folder = f"kits/{part.removesuffix('-kit')}"
+    else:
+        folder = "." if part == "core" else f"apps/{part}"
+    return f"{folder}{bracket}{extra}"
 
 
 def is_interrupt(error: BaseException) -> bool:

@@ -32,8 +32,9 @@ from sphinx.util.inspect import signature, stringify_signature
 
 #: The public modules. A name of several is described on the page of the first.
 PUBLIC = (
-    *("corelm.errors", "corelm.containers", "corelm.spec", "corelm.kl", "corelm.batching", "corelm.serving"),
-    *("corelm.compare", "corelm.wrappers", "corelm.testing", "corelm.support", "corelm", "corelm.fleet"),
+    *("corelm.errors", "corelm.containers", "corelm.spec", "corelm.kl", "corelm.batching", "corelm_serve"),
+    *("corelm_compare", "corelm_interop", "corelm_testing", "corelm_testing.cassette", "corelm_engine_kit"),
+    *("corelm", "corelm_fleet"),
 )
 #: Libraries that an adapter needs and that are not installed where the site is built.
 MOCKED = ["inspect_ai", "lm_eval"]

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import corelm
+import corelm_fleet
 from corelm import LLMPolicy
 from corelm.kl import ImportanceCorrection, RetrieveLogProb, mismatch_report
 
@@ -82,7 +83,7 @@ def main(path, *urls):
             folder = shared / f"step-{step % 2}"
             model.save_pretrained(folder)
             # It waits for the answers in flight. Every server has loaded before one of them answers again.
-            rollouts.update_weights(folder, version=f"step-{step}", expect=corelm.probe_scores(model))
+            rollouts.update_weights(folder, version=f"step-{step}", expect=corelm_fleet.probe_scores(model))
         ahead.result()
     rollouts.close()
 

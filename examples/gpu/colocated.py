@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
 import corelm
+import corelm_fleet
 from corelm import LLMPolicy, LogProbs
 from corelm.kl import ImportanceCorrection
 
@@ -100,7 +101,7 @@ def main(path):
 
         engine.sleep(level=2)  # the engine forgets its weights and its cache; new weights come anyway
         learn(model, optimizer, rollout.to("cuda") if GPU else rollout)
-        expect = corelm.probe_scores(model)  # on every rank, as the model is sharded
+        expect = corelm_fleet.probe_scores(model)  # on every rank, as the model is sharded
 
         engine.wake(tags=["weights"])
         engine.update_weights(model.state_dict(), version=f"step-{step}", expect=expect)  # every rank gathers

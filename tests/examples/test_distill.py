@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import corelm
-from corelm.examples.tiny import build_tiny
+from corelm_testing.tiny import build_tiny
 
 pytest.importorskip("matplotlib", reason="the example draws with matplotlib, which is not installed")
 

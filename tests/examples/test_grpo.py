@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 
 import corelm
-from corelm.examples.tiny import build_tiny
+from corelm_testing.tiny import build_tiny
 from helpers.oracle import answer_logprobs
 
 pytest.importorskip("matplotlib", reason="the example draws with matplotlib, which is not installed")
@@ -237,5 +237,5 @@ def test_without_matplotlib_it_fails_before_it_starts(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="2"):
         grpo_tiny.parse([])
-    assert 'pip install "core[plot]"' in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
     assert not grpo_tiny.parse(["--no-plot"]).plot

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import support_replay
-from corelm.examples.tiny import build_tiny
+from corelm_testing.tiny import build_tiny
 from support_replay import Outcome
 
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from toy_backend import Bigram
 from transformers import PreTrainedTokenizerFast
 
 import corelm
 from corelm import History, LLMPolicy
 from corelm.errors import TemplateError
+from corelm_testing.toy import Bigram
 
 pytest.importorskip("trl")
 

@@ -29,11 +29,11 @@ from inspect_ai.tool import ToolCall, ToolFunction, ToolInfo, tool
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
-import corelm.interop.inspect_ai
+import corelm
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
-from corelm.examples.tiny import build_tiny
-from corelm.interop.inspect_messages import log_probs_of
-from corelm.serving.token_texts import TokenTexts
+from corelm_interop.inspect_messages import log_probs_of
+from corelm_interop.token_texts import TokenTexts
+from corelm_testing.tiny import build_tiny
 from helpers import oracle
 from helpers.pages import Page
 from helpers.scripted import scripted
@@ -172,7 +172,7 @@ def test_the_command_finds_the_provider(tiny, tmp_path):
         info = tmp_path / "site" / "core_inspect-0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: core-inspect\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[inspect_ai]\ncorelm = corelm.interop.inspect_ai\n")
+        (info / "entry_points.txt").write_text("[inspect_ai]\ncorelm = corelm_interop.inspect_ai\n")
         path = os.pathsep.join([str(info.parent), *filter(None, [path])])
     command = [sys.executable, "-m", "inspect_ai", "eval", "task.py", "--model", f"corelm/transformers/{tiny}"]
     command += ["-M", "dtype=float32", "--max-tokens", "8", "--temperature", "0", "--display", "plain"]

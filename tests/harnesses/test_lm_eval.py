@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import corelm
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError, TemplateError
-from corelm.interop.lm_eval import CoreLM, register
+from corelm_interop.lm_eval import CoreLM, register
 from helpers.cpu_engines import ENGINES
 from helpers.lm_eval_tasks import (
     QUESTIONS,

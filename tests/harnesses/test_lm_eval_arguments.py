@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from corelm.errors import InvalidRequestError
-from corelm.interop.lm_eval import CoreLM
+from corelm_interop.lm_eval import CoreLM
 from helpers.lm_eval_tasks import Watcher, requests
 
 

@@ -52,7 +52,7 @@ def test_the_page(folder):
 
 def test_an_argument_that_nothing_knows_is_one_line(folder):
     write_tasks(folder / "tasks", ["Pip"] * len(QUESTIONS))
-    command = [sys.executable, "-m", "corelm.interop.lm_eval", "--model", "corelm", "--include_path", "tasks"]
+    command = [sys.executable, "-m", "corelm_interop.lm_eval", "--model", "corelm", "--include_path", "tasks"]
     done = run(*command, "--tasks", "choices", "--model_args", "backend=transformers,model=tiny-model,max_lenght=9")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: max_lenght: ")

@@ -12,7 +12,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 import corelm
-from corelm.serving import ServerOptions, ServerThread
+from corelm_serve import ServerOptions, ServerThread
 from helpers import oracle
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import corelm
-from corelm.interop.trl import GRPORollout
+from corelm_interop.trl import GRPORollout
 from helpers import oracle
 from helpers.cpu_engines import ENGINES
 from helpers.tiny_models import tiny_model, tiny_tokenizer

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from toy_backend import ToyBackend
 
 import corelm
 from corelm import Backend, LLMPolicy
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.interop.trl import GRPORollout
+from corelm_interop.trl import GRPORollout
+from corelm_testing.toy import ToyBackend
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 from helpers.trl_runs import QUESTIONS, TEMPERATURE, make_trainer
 

@@ -12,9 +12,10 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizerFast
 
 import corelm
+import corelm_fleet
 from corelm import LLMPolicy
 from corelm.errors import InvalidRequestError
-from corelm.interop.trl import GRPORollout
+from corelm_interop.trl import GRPORollout
 from helpers import oracle
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 from helpers.trl_runs import DIFFERENCE, QUESTIONS, TEMPERATURE, Watched, logged, make_trainer
@@ -166,7 +167,7 @@ def test_a_canary_is_told_what_to_expect(tmp_path):
         trainer = make_trainer(model, rollout := GRPORollout(backend), tmp_path, max_steps=2)
         trainer.train()
         rollout.sync_weights(trainer)
-        backend.canary.look(expect=corelm.probe_scores(model))
+        backend.canary.look(expect=corelm_fleet.probe_scores(model))
         assert backend.weight_version == "3"
 
 

@@ -1,6 +1,6 @@
 """What families' own chat templates write for an assistant's turn, their parsers read as the same turn.
 
-TRL ships these templates. tests/rendering/test_response_parsers.py does the same with shorter ones.
+TRL ships these templates. tests/core/rendering/test_response_parsers.py does the same with shorter ones.
 """
 
 from __future__ import annotations

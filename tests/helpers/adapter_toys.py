@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from toy_backend import Bigram, ToyBackend
 
 from corelm import hookimpl
 from corelm.errors import InvalidRequestError
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
+from corelm_testing.toy import Bigram, ToyBackend
 
 #: The weights of the engine, and two adapters.
 TABLE, ADD, OTHER = torch.randn(3, 260, 260, generator=torch.Generator().manual_seed(0))

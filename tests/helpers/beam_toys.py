@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from toy_backend import ToyBackend
 
 from corelm import hookimpl
-from corelm.spec import GenerateRequest, GenerateResult
-from corelm.support import RowAnswer, generate_result
+from corelm.spec import GenerateRequest, GenerateResult, RowAnswer, generate_result
+from corelm_testing.toy import ToyBackend
 
 
 class Beams(ToyBackend):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from toy_backend import ToyBackend
 
 from corelm import Ragged, SamplingParams, hookimpl
 from corelm.spec.records import (
@@ -23,6 +22,7 @@ from corelm.spec.records import (
     ScoreResult,
     WeightUpdate,
 )
+from corelm_testing.toy import ToyBackend
 from helpers.adapter_toys import AdapterToy as AdapterToy
 from helpers.beam_toys import Beams as Beams
 from helpers.beam_toys import BeamsSampled as BeamsSampled

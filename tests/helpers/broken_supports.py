@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from toy_backend import ToyBackend
 
 from corelm import Ragged, TokenSets, hookimpl
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm_testing.toy import ToyBackend
 
 
 class MassForgotten(ToyBackend):

@@ -6,10 +6,9 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from toy_backend import ToyBackend
-
 from corelm import hookimpl
 from corelm.spec import GenerateRequest, GenerateResult
+from corelm_testing.toy import ToyBackend
 
 
 class NeverStops(ToyBackend):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from corelm import Backend
-from corelm.testing.base import engine_facts
+from corelm_testing.base import engine_facts
 
 REPORTS = Path(__file__).parents[2] / "docs" / "_reports"
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from toy_backend import ToyBackend
 
 from corelm import Ragged, hookimpl
+from corelm.spec import RowAnswer
 from corelm.spec.records import (
     AbortRequest,
     GenerateRequest,
     GenerateResult,
 )
 from corelm.spec.sleeping import SleepRequest, WakeRequest
-from corelm.support import RowAnswer
+from corelm_testing.toy import ToyBackend
 
 
 def _sliced(rows: Ragged | None, start: torch.Tensor, stop: torch.Tensor) -> Ragged | None:

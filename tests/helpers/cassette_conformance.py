@@ -1,7 +1,7 @@
 """The conformance kit on transformers while it is recorded, and then on the replay.
 
-tests/wrappers/test_cassette_conformance.py runs this file in another process: the replay needs the whole recording, and
-the tests of a file may be divided among processes. ``CASSETTES`` is the folder of the cassettes.
+tests/kits/testing/test_cassette_conformance.py runs this file in another process: the replay needs the whole recording,
+and the tests of a file may be divided among processes. ``CASSETTES`` is the folder of the cassettes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 
 import corelm
 from corelm import Backend
-from corelm.wrappers import CassetteRecorder
+from corelm_testing.cassette import CassetteRecorder
 
 
 class OfCassettes:

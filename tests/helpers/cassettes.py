@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toy_backend import ByteTokenizer
-
 import corelm
 from corelm import Backend
-from corelm.wrappers import CassetteRecorder
+from corelm_testing.cassette import CassetteRecorder
+from corelm_testing.toy import ByteTokenizer
 
 
 def recorded(path: Path, name: str = "toy", model: Any = None, **options: Any) -> Backend:

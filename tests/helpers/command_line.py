@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from corelm.cli.app import app
+from corelm_cli.app import app
 
 #: Input and output; "-" is the standard input or output.
 Files = tuple[Path | str, Path | str]
@@ -28,7 +28,7 @@ LINES: list[Any] = [
 #: "plague" this call and all later ones.
 FAULTY = """
 import os
-from toy_backend import ByteTokenizer, ToyBackend
+from corelm_testing.toy import ByteTokenizer, ToyBackend
 import corelm
 
 class Choosy(ByteTokenizer):

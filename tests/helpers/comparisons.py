@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from corelm.compare.gaps import measure
-from corelm.compare.records import Cause, Comparison, Divergence, Experiment, Gap, Row, Side
+from corelm_compare.gaps import measure
+from corelm_compare.records import Cause, Comparison, Divergence, Experiment, Gap, Row, Side
 
 WORDS = (
     " the",

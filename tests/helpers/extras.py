@@ -6,14 +6,14 @@ from importlib.util import find_spec
 
 #: By the beginning of their names.
 NEEDED = {
-    "corelm.interop.torchrl": "torchrl",
-    "corelm.support": "httpx",
-    "corelm.interop.inspect_": "inspect_ai",
-    **dict.fromkeys(("corelm.serving.app", "corelm.serving.connection", "corelm.serving.exchange"), "starlette"),
-    **dict.fromkeys(("corelm.serving.chat", "corelm.serving.completions", "corelm.serving.generation"), "starlette"),
-    **dict.fromkeys(("corelm.serving.server", "corelm.serving.tokens"), "uvicorn"),
-    "corelm.interop.lm_eval_": "lm_eval",
-    "corelm.wrappers.telemetry": "opentelemetry",
+    "corelm_interop.torchrl": "torchrl",
+    "corelm_engine_kit": "httpx",
+    "corelm_interop.inspect_": "inspect_ai",
+    **dict.fromkeys(("corelm_serve.app", "corelm_serve.connection", "corelm_serve.exchange"), "starlette"),
+    **dict.fromkeys(("corelm_serve.chat", "corelm_serve.completions", "corelm_serve.generation"), "starlette"),
+    **dict.fromkeys(("corelm_serve.server", "corelm_serve.tokens"), "uvicorn"),
+    "corelm_interop.lm_eval_": "lm_eval",
+    "corelm_interop.telemetry": "opentelemetry",
 }
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from corelm import Backend
-from corelm.fleet.records import FleetLimits
+from corelm_fleet.records import FleetLimits
 from helpers.insides import pids
 
 #: Impatient, so that many faults fit into a test. A row may be in flight at many deaths: they are not its fault here.

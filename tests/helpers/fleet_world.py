@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from corelm.fleet.records import (
+from corelm_fleet.records import (
     Abandon,
     AskCanary,
     Deliver,
@@ -19,7 +19,7 @@ from corelm.fleet.records import (
     Updated,
     UpdateFailed,
 )
-from corelm.fleet.state import FleetState
+from corelm_fleet.state import FleetState
 
 
 @dataclass(eq=False)

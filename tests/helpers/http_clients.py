@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from corelm.support.http import HttpClient
+from corelm_engine_kit.http import HttpClient
 from helpers.http_server import Reply, Request, json_reply
 
 KEY = "sk-a-secret-of-this-test"

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from toy_backend import ToyBackend
 
 from corelm import hookimpl
+from corelm.spec import RowAnswer
 from corelm.spec.records import GenerateRequest, GenerateResult, WeightUpdate
-from corelm.support import RowAnswer, RowVersions, VersionLog
+from corelm_engine_kit import RowVersions, VersionLog
+from corelm_testing.toy import ToyBackend
 
 
 class InFlight(ToyBackend):

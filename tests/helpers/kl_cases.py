@@ -6,12 +6,12 @@ A test file binds the two fixtures to short names: ``gen, ref = gen_policy, ref_
 import pytest
 import torch
 from tensordict import TensorDict
-from toy_backend import Bigram
 
 import corelm
 from corelm import LLMPolicy, Ragged
 from corelm.containers.field_access import flat
 from corelm.kl import PerToken
+from corelm_testing.toy import Bigram
 from helpers.each import each
 
 #: With seed 4 their answers are 6, 9, 3 and 9 tokens long.

@@ -11,7 +11,7 @@ import functools
 from tokenizers import processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from corelm.examples.tiny import build_tokenizer
+from corelm_testing.tiny import build_tokenizer
 from helpers.tiny_models import tiny_model
 
 #: Three special tokens, and one for each byte.

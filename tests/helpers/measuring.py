@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from corelm import Backend
-from corelm.wrappers import Timing
+from corelm_interop import Timing
 from helpers.tiny_models import random_rows
 
 #: Of several blocks of a cache. The seed is this file's own: rows of one seed begin alike, whatever their lengths.

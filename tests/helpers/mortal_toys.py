@@ -8,13 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from toy_backend import Bigram, ToyBackend
 
 from corelm import Backend, hookimpl
 from corelm.errors import EngineError
-from corelm.fleet.fleet import FleetEngine
-from corelm.fleet.records import FleetLimits
-from corelm.fleet.replica import Member
 from corelm.spec import (
     AbortRequest,
     CloseRequest,
@@ -26,6 +22,10 @@ from corelm.spec import (
     WeightUpdate,
 )
 from corelm.spec.sleeping import SleepRequest, WakeRequest
+from corelm_fleet.fleet import FleetEngine
+from corelm_fleet.records import FleetLimits
+from corelm_fleet.replica import Member
+from corelm_testing.toy import Bigram, ToyBackend
 from helpers.capable_plugins import Sleeper
 from helpers.insides import look_around
 from helpers.processes import PATIENCE, wait_until

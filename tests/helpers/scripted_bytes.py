@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from toy_backend import Bigram, ByteTokenizer, ToyBackend
 
 from corelm import Backend, Ragged, hookimpl
 from corelm.spec import GenerateRequest, GenerateResult, TokenChunk
+from corelm_testing.toy import Bigram, ByteTokenizer, ToyBackend
 
 
 class Listening(ByteTokenizer):

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from corelm.testing import BackendConformance
-from corelm.testing.adapters import AdapterPromises
-from corelm.testing.faults import FaultPromises
-from corelm.testing.logprobs import LogProbPromises
-from corelm.testing.seeds import SeedPromises
-from corelm.testing.streaming import StreamingPromises
-from corelm.testing.tokens import TokenPromises
+from corelm_testing import BackendConformance
+from corelm_testing.adapters import AdapterPromises
+from corelm_testing.faults import FaultPromises
+from corelm_testing.logprobs import LogProbPromises
+from corelm_testing.seeds import SeedPromises
+from corelm_testing.streaming import StreamingPromises
+from corelm_testing.tokens import TokenPromises
 
 
 class _Selection(TokenPromises, LogProbPromises, SeedPromises, StreamingPromises, AdapterPromises, FaultPromises):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
-from toy_backend import Bigram
 from transformers import PreTrainedTokenizerFast
+
+from corelm_testing.toy import Bigram
 
 WORDS = ["▁Hello", "▁my", "▁friend", "<0xC3>", "<0xA9>", "."]
 #: The text of all of them after one another.

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from corelm import Backend, hookimpl
-from corelm.serving import ServerOptions, ServerThread, SessionStore
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.message import Chat
+from corelm_serve import ServerOptions, ServerThread, SessionStore
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "Where is the cat?"}]

@@ -16,10 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from corelm import Backend
 from corelm.backend.trained_model import checked_pairs, collected
 from corelm.errors import CapabilityError
-from corelm.fleet.weights import own_copy
-from corelm.hosting.packing import pack, unpack
 from corelm.spec import WeightUpdate
-from corelm.support import weights_folder
+from corelm_engine_kit import weights_folder
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
 from transformers_backend import TransformersBackend
 
@@ -111,6 +109,9 @@ def streamed(rank: int) -> dict[str, Tensor]:
 
 def gathered(rank: int) -> dict[str, dict[str, Tensor]]:
     """Return the weights of a sharded model as engines of other processes get them, by the way that they take."""
+    from corelm_fleet.hosting.packing import pack, unpack
+    from corelm_fleet.weights import own_copy
+
     state = sharded("qwen2-tied").state_dict()
     update = WeightUpdate(version="1", when="drain", state_dict=state)
     with TemporaryDirectory() as checkpoint:

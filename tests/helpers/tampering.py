@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import corelm
+import corelm_fleet
 from corelm import Backend
 from corelm.errors import StaleWeightsError
 from helpers import oracle
@@ -70,7 +70,7 @@ def check_only_the_sound_server_serves(
         rows: rows to score.
         expect: whether the update has the trainer's scores.
     """
-    backend.update_weights(folder, "tampered", expect=corelm.probe_scores(model) if expect else None)
+    backend.update_weights(folder, "tampered", expect=corelm_fleet.probe_scores(model) if expect else None)
     sound, faulty = backend.engine.plugin.status()
     assert sound.state == "healthy" and faulty.state != "healthy"
     print(f"\n{faulty.why}")

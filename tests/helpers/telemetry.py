@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toy_backend import ToyBackend
 
 from corelm import Backend
+from corelm_testing.toy import ToyBackend
 
 pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry-sdk")
 
@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from corelm.wrappers import Telemetry
+from corelm_interop import Telemetry
 
 
 class World:

@@ -25,7 +25,18 @@ import torch
 import corelm
 
 ROOT = Path(__file__).parents[2]
-OWN = {"corelm", "transformers_backend", "vllm_backend", "sglang_backend", "ray_backend", "openai_backend"}
+OWN = {
+    *(
+        "corelm",
+        "corelm_engine_kit",
+        "corelm_testing",
+        "corelm_fleet",
+        "corelm_interop",
+        "corelm_serve",
+        "corelm_compare",
+    ),
+    *("corelm_cli", "transformers_backend", "vllm_backend", "sglang_backend", "ray_backend", "openai_backend"),
+}
 
 #: Private names of other libraries that a package uses, as "package: name", and why no public name does.
 THIRD_PARTY = {
@@ -36,8 +47,9 @@ THIRD_PARTY = {
     "corelm.backend: _thread": "a documented module, despite its name: it starts a thread in one uninterrupted step",
     "corelm.containers: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
     "corelm.errors: _getframe": "sys has no public way to find the first caller outside corelm before Python 3.12",
-    "corelm.interop: _last_loaded_step": "TRL keeps there for which step its vLLM was given weights",
-    "corelm.interop: _version": "torch has no public counter of changes made to a tensor in place",
+    "corelm_interop: _last_loaded_step": "TRL keeps there for which step its vLLM was given weights",
+    "corelm_testing: _version": "torch has no public counter of changes made to a tensor in place",
+    "corelm_interop: _version": "torch has no public counter of changes made to a tensor in place",
     "ray_backend: _private": "ray has no public way to listen on the loopback interface only",
     "sglang_backend: _share_filename_cpu_": "torch shares memory by name in public only for a whole process",
     "sglang_backend: _shared_incref": "as _share_filename_cpu_",
@@ -59,7 +71,7 @@ THIRD_PARTY = {
 def imports() -> dict[str, set[tuple[str, str]]]:
     """Return the modules and names that core and the plugins import from other libraries, by library."""
     found: dict[str, set[tuple[str, str]]] = {}
-    for source in (ROOT / "core", *ROOT.glob("plugins/*/src")):
+    for source in (ROOT / "core", *ROOT.glob("[kpa]*/*/src")):
         for path in source.rglob("*.py"):
             for module, name in _imports(ast.parse(path.read_text(encoding="utf-8"))):
                 library = module.partition(".")[0]

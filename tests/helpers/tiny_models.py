@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from corelm.testing import wide_models
+from corelm_testing import wide_models
 
 CONTEXT, FAMILIES, VOCAB = wide_models.CONTEXT, wide_models.FAMILIES, wide_models.VOCAB
 tiny_tokenizer = wide_models.wide_tokenizer

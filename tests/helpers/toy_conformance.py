@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from toy_backend import Bigram
 
 import corelm
 from corelm import Backend
-from corelm.testing import BackendConformance
+from corelm_testing import BackendConformance
+from corelm_testing.toy import Bigram
 from helpers.adapter_toys import ADD, CONFIG
 from helpers.adapter_toys import OTHER as ADD_OTHER
 

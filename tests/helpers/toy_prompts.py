@@ -2,9 +2,9 @@
 
 import torch
 from tensordict import TensorDict
-from toy_backend import Bigram, ByteTokenizer
 
 from corelm import History
+from corelm_testing.toy import Bigram, ByteTokenizer
 
 TABLE = Bigram.of_talk().table.detach().double().log_softmax(-1)
 TOKENIZER = ByteTokenizer()

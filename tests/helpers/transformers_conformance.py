@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from torch import Tensor, nn
 
-from corelm.testing import BackendConformance
+from corelm_testing import BackendConformance
 from helpers import oracle as plain
 from helpers.oracle_kit import OracleKit, lora_adapters
 from helpers.tiny_models import tiny_model, tiny_tokenizer

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from toy_backend import ToyBackend
 
 from corelm import SamplingParams
 from corelm.spec import GenerateRequest
+from corelm_testing.toy import ToyBackend
 
 
 class Truncating(ToyBackend):

@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 #: Folders of the copy that come before the installed packages, also in processes that tests start.
-SOURCES = ("core", "plugins/*/src", "tests/packages/*/src")
+SOURCES = ("core", "kits/*/src", "plugins/*/src", "apps/*/src")
 MARKS = ("-m", "not process and not nightly")
 
 
@@ -88,7 +88,7 @@ def main() -> int:
         copy = Path(folder).resolve()
         copy_of_tracked_files(copy)
         where = subprocess.run(
-            [sys.executable, "-c", "import corelm, transformers_backend, toy_backend as t; print(corelm, t)"],
+            [sys.executable, "-c", "import corelm, transformers_backend, corelm_testing.toy as t; print(corelm, t)"],
             env=environment(copy), cwd=copy, capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
         assert where.count(str(copy)) == 2, f"the tests would import other packages than those of the copy: {where}"

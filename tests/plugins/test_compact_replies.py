@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
-from corelm.support import Decode, HttpClient, decoded
+from corelm_engine_kit import Decode, HttpClient, decoded
 from helpers.http_clients import Waits
 from helpers.http_server import FaultServer, raw
 from helpers.tiny_models import VOCAB, tiny_tokenizer
@@ -307,7 +307,7 @@ def test_a_client_drops_what_is_cut_off_and_the_reply_to_another_request(case: s
 def test_without_msgspec_replies_are_decoded_plainly() -> None:
     code = (
         "import sys; sys.modules['msgspec'] = None\n"
-        "from corelm.support import decoded\nfrom vllm_backend import replies as one\n"
+        "from corelm_engine_kit import decoded\nfrom vllm_backend import replies as one\n"
         "from sglang_backend import replies as other\nassert one.decode is other.decode is decoded"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

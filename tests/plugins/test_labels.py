@@ -8,11 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from toy_backend import ToyBackend
 
 from corelm.errors import EngineError
-from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, SamplingParams
-from corelm.support import RowFailure
+from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, RowFailure, SamplingParams
+from corelm_testing.toy import ToyBackend
 from helpers.each import case
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 from sglang_backend import protocol as sglang

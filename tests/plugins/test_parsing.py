@@ -18,7 +18,7 @@ import torch
 
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult
-from corelm.support import Decode, decoded
+from corelm_engine_kit import Decode, decoded
 from helpers.each import case
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend import protocol as sglang

@@ -36,7 +36,7 @@ from corelm.spec.records import (
     ScoreResult,
     TokenizeResult,
 )
-from corelm.support.stop_strings import StopStrings
+from corelm.spec.stop_strings import StopStrings
 from corelm.tensors.ragged import Ragged, value_range
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import shown

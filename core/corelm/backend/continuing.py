@@ -24,7 +24,7 @@ from corelm.errors import Problems, ProvenanceMismatchError, refuse
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
-from corelm.support.stop_strings import StopStrings
+from corelm.spec.stop_strings import StopStrings
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from corelm.spec.left_context import LeftContexts
 from corelm.spec.records import TokenizeRequest, TokenizeResult
-from corelm.support.left_context import LeftContexts
 from corelm.tensors.ragged import Ragged
 
 #: Methods that a tokenizer's class can override to change how texts are encoded, and the modules of transformers that

@@ -36,7 +36,7 @@ _PAUSE = 0.02
 
 
 class Canary(Protocol):
-    """Finds out by asking an engine whether it answers as its weights should. See `corelm.fleet.canary`."""
+    """Finds out by asking an engine whether it answers as its weights should. See `corelm_fleet.canary`."""
 
     @property
     def scores(self) -> ProbeScores | None:

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from corelm.errors import EngineError, brief, described, is_interrupt, is_main_thread
-from corelm.support.waiting import next_item
+from corelm.waiting import next_item
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

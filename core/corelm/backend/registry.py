@@ -32,6 +32,7 @@ from corelm.errors import (
     InvalidRequestError,
     described,
     first_few,
+    how_to_install,
     is_interrupt,
 )
 from corelm.spec.hookspecs import API_VERSION, PROJECT
@@ -246,7 +247,8 @@ def check_options(plugin: type[Any], info: BackendInfo, model: Any, options: Map
 
 def install_line(name: str) -> str | None:
     """Return the command that installs backend `name` and its engine, or None if it is not one of core's extras."""
-    return f'pip install "{DISTRIBUTION}[{name}]"' if name in _extras() else None
+    distribution = _extras().get(name)
+    return how_to_install(distribution) if distribution else None
 
 
 def _claims(distribution: metadata.Distribution) -> Iterator[BackendInfo]:
@@ -292,19 +294,19 @@ def _problem(info: BackendInfo, claims: int) -> str | None:
     return None
 
 
-def _extras() -> frozenset[str]:
-    """Return the extras of core that install a backend: those whose requirement is a plugin's distribution."""
+def _extras() -> dict[str, str]:
+    """Return the extras of core that install a backend, and the distribution of each."""
     try:
         requirements = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
         declared = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
-        return frozenset()
-    return frozenset(
-        extra
+        return {}
+    return {
+        extra: f"{requirement.name}[{','.join(requirement.extras)}]" if requirement.extras else requirement.name
         for extra in declared
         for requirement in requirements
         if canonicalize_name(requirement.name) == f"{DISTRIBUTION}-{extra}-backend"
-    )
+    }
 
 
 def _not_found(name: str, found: Scan) -> CoreLMError:
@@ -320,7 +322,7 @@ def _not_found(name: str, found: Scan) -> CoreLMError:
         return BackendNotFoundError(f"backend {name!r} is not allowed by {ALLOW_LIST}. {installed}")
     if name in extras:
         return BackendNotInstalledError(f"backend {name!r} is not installed: {install_line(name)}. {installed}")
-    reachable = {*found.names, *(extras if allowed is None else extras & allowed)}
+    reachable = {*found.names, *(extras if allowed is None else extras.keys() & allowed)}
     near = _NICKNAMES.get(name.lower())
     if near not in reachable:
         near = nearest(name.lower(), sorted(reachable))

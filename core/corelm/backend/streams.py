@@ -24,12 +24,12 @@ from corelm.backend.engine import OpenEngine
 from corelm.backend.futures import in_thread, uninterrupted
 from corelm.backend.prepared_call import PreparedCall, prepare_generation
 from corelm.errors import BackendClosedError
+from corelm.spec.answer_text import AnswerText, AnswerTexts
 from corelm.spec.records import GenerateRequest, GenerateResult, TokenChunk
 from corelm.spec.sampling import SamplingParams
-from corelm.support.answer_text import AnswerText, AnswerTexts
-from corelm.support.waiting import next_item
 from corelm.tensors.modes import in_caller_modes
 from corelm.validate import invalid
+from corelm.waiting import next_item
 
 T = TypeVar("T")
 #: Prepares a call whose tokens go to a listener, and returns it with a function that makes the stream's result of its.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm.errors import CoreLMError, described
-from corelm.support import as_in_checkpoint, whole_tensor
+from corelm.spec.checkpoints import as_in_checkpoint, whole_tensor
 from corelm.validate import invalid, shown
 
 #: What `update_weights` takes.

@@ -18,9 +18,9 @@ from corelm.backend.version_runs import check_runs, renamed, with_runs
 from corelm.backend.weights import Weights
 from corelm.errors import BackendTimeoutError, EngineError
 from corelm.spec.capabilities import Capabilities
+from corelm.spec.deadline import Deadline
 from corelm.spec.provenance import VersionRuns
 from corelm.spec.records import GenerateRequest, GenerateResult
-from corelm.support.deadline import Deadline
 
 #: Seconds between two looks whether an update has ended.
 _PAUSE = 0.01
@@ -172,7 +172,7 @@ class VersionsInFlight:
             if batch.weight_versions is None:
                 raise self._fail(
                     "returned neither version_runs nor weight_versions, but a backend that declares "
-                    "updates_in_flight has to; see corelm.support.VersionLog"
+                    "updates_in_flight has to; see corelm_engine_kit.VersionLog"
                 )
             given = tuple(((version, 0),) for version in batch.weight_versions)
         seen = {version for runs in given for version, _ in runs}

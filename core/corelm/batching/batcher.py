@@ -26,8 +26,8 @@ from corelm.batching.scheduling import Limits, queue_for
 from corelm.errors import EngineError
 from corelm.spec.probes import ProbeScores
 from corelm.spec.records import GenerateRequest, GenerateResult
+from corelm.spec.row_results import RowAnswer, generate_result
 from corelm.spec.when import When
-from corelm.support.row_results import RowAnswer, generate_result
 from corelm.tensors.modes import CallerModes, no_inference_mode
 from corelm.validate import invalid, shown
 

@@ -25,7 +25,7 @@ from corelm.batching.queued_call import QueuedCall, failure, time_left
 from corelm.batching.scheduling import TicketQueue
 from corelm.batching.timers import Timers
 from corelm.errors import BackendClosedError, EngineError
-from corelm.support.waiting import NOTICE, next_item
+from corelm.waiting import NOTICE, next_item
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from corelm.rendering.segments import special_tokens
 from corelm.spec.message import Message
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
-from corelm.support.stop_strings import text_before_stop
+from corelm.spec.stop_strings import text_before_stop
 
 _log = logging.getLogger(__name__)
 

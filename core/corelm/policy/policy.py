@@ -16,7 +16,7 @@ from corelm.backend.prepared_call import PreparedCall, prepare_generation, prepa
 from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
 from corelm.errors import CapabilityError, Problems
-from corelm.opening.by_name import get_backend
+from corelm.opening import get_backend
 from corelm.policy.calls import PolicyCalls, batched
 from corelm.policy.delivery import deliver, merged, must_fit, must_keep, must_replace, scores_are_dense
 from corelm.policy.description import describe
@@ -383,7 +383,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
                 "policy",
                 f"an LLMPolicy has no {name!r}, which TorchRL's losses and transforms read. Pass "
                 "LossActor(policy) to a loss and ReferenceActor(policy) to KLRewardTransform, both of "
-                "corelm.interop.torchrl; or use RetrieveLogProb, RetrieveKL and KLRewardTransform of corelm.kl, in a "
+                "corelm_interop.torchrl; or use RetrieveLogProb, RetrieveKL and KLRewardTransform of corelm.kl, in a "
                 "ModuleTransform, instead of TorchRL's. "
                 "The options of a policy are in policy.options, its tokenizer is policy.backend.tokenizer",
             )

@@ -211,8 +211,8 @@ def kind_of(value: Any) -> str:
     if kind.__module__.partition(".")[0] != "torchrl":
         return f"{kind.__name__}{read_once(value)}"
     return (
-        f"{kind.__name__} of {kind.__module__}; convert it with corelm.interop.torchrl.from_torchrl, "
-        "or give the policy to corelm.interop.torchrl.EnvPolicy"
+        f"{kind.__name__} of {kind.__module__}; convert it with corelm_interop.torchrl.from_torchrl, "
+        "or give the policy to corelm_interop.torchrl.EnvPolicy"
     )
 
 

@@ -17,7 +17,7 @@ Probe = tuple[int, ...]
 class ProbeScores:
     """The log-probabilities of the tokens of a few probes, under one set of weights.
 
-    `corelm.probe_scores` makes it from a trainer's model; ``update_weights(…, expect=…)`` compares an
+    `corelm_fleet.probe_scores` makes it from a trainer's model; ``update_weights(…, expect=…)`` compares an
     engine with it. It can be pickled and copied; `to_dict` and `make` convert it to and from plain JSON values.
 
     Attributes:

@@ -127,7 +127,7 @@ class GenerateRequest:
             distribution that `logprobs` names; at most what the backend declares as `top_logprobs`. 0 for none.
         weight_version: the label of the weights when core makes the request, for `version_runs` of the result; None
             unless the backend declares `updates_in_flight`. An update may come before the hook sees the request: see
-            `corelm.support.VersionLog`.
+            `corelm_engine_kit.VersionLog`.
         weight_update: the `number` of the last update before that.
     """
 
@@ -174,7 +174,7 @@ class GenerateResult:
             token 0 on, ascending. A row without tokens has one run. None if each row is of one version. A backend that
             declares `updates_in_flight` returns this or `weight_versions`: tokens sampled before any update are of
             ``request.weight_version``, and those after a call of `update_weights`, even one that failed after it had
-            changed weights, of ``WeightUpdate.version``. `corelm.support.VersionLog` does the counting.
+            changed weights, of ``WeightUpdate.version``. `corelm_engine_kit.VersionLog` does the counting.
         errors: for each row whose finish reason is `error`, what went wrong; "" for the others. None if all are "".
         adapter: leave it None. Core sets it to that of the request.
         cached_tokens: for each row, how many ids of its prompt the engine took from its prefix cache instead of

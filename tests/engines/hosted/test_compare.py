@@ -1,4 +1,4 @@
-"""`corelm.compare` on real engines: none is accused, and what they round is called rounding."""
+"""`corelm_compare` on real engines: none is accused, and what they round is called rounding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from corelm.compare import SideSpec, compare
+from corelm_compare import SideSpec, compare
 from helpers.cpu_engines import ENGINES
 from helpers.planted_defects import PROMPTS
 

@@ -20,7 +20,7 @@ def test_transformers_and_vllm_agree(folder: Path, tmp_path: Path) -> None:
     # Its interpreter has a flag.
     options = [f"--option={name}={json.dumps(value)}" for name, value in ENGINES["vllm"].items() if name != "python"]
     command = [
-        *(sys.executable, "-m", "corelm", "compare", "--model", str(folder), "--json"),
+        *(sys.executable, "-m", "corelm_cli", "compare", "--model", str(folder), "--json"),
         *("--input", str(tmp_path / "prompts.jsonl"), "--report", str(tmp_path / "report.html")),
         *("--backend", "transformers", "--option", "dtype=float32"),
         *("--backend", "vllm", "--python", ENGINES["vllm"]["python"], *options),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import corelm
 from corelm import Backend
 from corelm.errors import InvalidRequestError
-from corelm.testing import BackendConformance
+from corelm_testing import BackendConformance
 from helpers import oracle as plain
 from helpers.cpu_engines import ENGINES
 from helpers.oracle_kit import OracleKit

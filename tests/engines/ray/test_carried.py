@@ -11,12 +11,12 @@ import ray
 import torch
 
 import corelm
+from apps.hosting.test_packing import CROSSING, equal, sample
 from corelm import Backend, Ragged
-from corelm.fleet import FleetEngine
-from corelm.hosting import HostedEngine, Kind, pack
 from corelm.spec import hookspecs
+from corelm_fleet import FleetEngine
+from corelm_fleet.hosting import HostedEngine, Kind, pack
 from engines.ray.conftest import Open
-from hosting.test_packing import CROSSING, equal, sample
 from ray_backend import RayBackend
 from ray_backend.actor import frame_for_ray, frame_of_ray
 

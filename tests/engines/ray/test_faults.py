@@ -14,7 +14,7 @@ import pytest
 
 import corelm
 from corelm.errors import EngineError
-from corelm.fleet import FleetLimits
+from corelm_fleet import FleetLimits
 from engines.ray.conftest import Open, await_healthy
 from helpers.fault_checks import check_processes
 from helpers.fleet_processes import LIMITS

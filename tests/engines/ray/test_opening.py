@@ -24,8 +24,8 @@ from corelm.errors import (
     EngineError,
     InvalidRequestError,
 )
-from corelm.hosting.packing import pack, unpack
-from corelm.hosting.server import Opened
+from corelm_fleet.hosting.packing import pack, unpack
+from corelm_fleet.hosting.server import Opened
 from engines.ray.conftest import Open, await_healthy
 from helpers.capability_tables import assert_page_says
 from helpers.insides import pids

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from corelm.support import HttpClient
+from corelm_engine_kit import HttpClient
 from helpers.processes import children, free_port, group, wait_until
 from sglang_backend import supervisor
 from sglang_backend.launch import command_line

@@ -17,7 +17,7 @@ import pytest
 import corelm
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
-from corelm.support import HttpClient
+from corelm_engine_kit import HttpClient
 from engines.sglang.restartable import KEY, RestartableServer
 from helpers.processes import all_end, children, group, read_line, wait_until
 from helpers.tiny_models import random_rows

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import corelm
 from corelm import Backend
-from corelm.support import HttpClient
+from corelm_engine_kit import HttpClient
 from helpers.tiny_models import VOCAB, random_rows, tiny_tokenizer
 
 LENGTHS = [1, 2, 3, *range(5, 65, 2), *range(70, 460, 12)]

@@ -14,7 +14,7 @@ import corelm
 from corelm import Backend
 from corelm.errors import InvalidRequestError
 from corelm.spec import WeightUpdate
-from corelm.support import HttpClient, WeightGroup
+from corelm_engine_kit import HttpClient, WeightGroup
 from engines.sglang.restartable import KEY, RestartableServer
 from helpers import oracle
 from helpers.tiny_models import random_rows, tiny_model

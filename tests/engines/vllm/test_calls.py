@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from corelm import Backend, Capabilities
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
-from corelm.spec import AbortRequest, WeightUpdate
-from corelm.support import EventLoopThread, RowFailure
+from corelm.spec import AbortRequest, RowFailure, WeightUpdate
+from corelm_engine_kit import EventLoopThread
 from engines.vllm.engine_access import unfinished_requests
 from helpers.processes import wait_until
 from helpers.tiny_models import CONTEXT, random_rows

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import corelm
-from corelm.serving import ServerThread
+from corelm_serve import ServerThread
 
 #: Answers to each prompt.
 SAMPLES = 48

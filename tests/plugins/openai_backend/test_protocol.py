@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
-from corelm.support import RowError
+from corelm_engine_kit import RowError
 from helpers.letters import EOS, bos_tokenizer, letter_tokenizer, letters
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from openai_backend.protocol import generation_requests, generation_result, scoring_requests, scoring_result

@@ -15,7 +15,7 @@ from torch import nn
 import corelm
 from corelm import Backend, History, LLMPolicy
 from corelm.errors import CapabilityError, EngineError
-from corelm.testing import BackendConformance
+from corelm_testing import BackendConformance
 from helpers import oracle
 from helpers.letters import EOS, letter_model, letter_tokenizer, letters
 from helpers.oracle_kit import OracleKit

@@ -22,7 +22,7 @@ import pytest
 
 import corelm
 from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
-from corelm.support import HttpClient
+from corelm_engine_kit import HttpClient
 from helpers.http_clients import echo
 from helpers.http_server import FaultServer
 from helpers.processes import all_end, free_port, group, read_line, runs, wait_until
@@ -245,7 +245,7 @@ def test_children_of_a_killed_server_are_ended(start):
 PARENT = """
     import os, signal, sys
     from sglang_backend.launch import LaunchedServer
-    from corelm.support import HttpClient
+    from corelm_engine_kit import HttpClient
 
     launched = LaunchedServer("a-model", {{"children": 1}}, {env!r})
     client = HttpClient(launched.base_url, launched.api_key, max_retries=0)

@@ -14,7 +14,7 @@ import torch
 
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest
-from corelm.support import ABORTED, PartialReply
+from corelm_engine_kit import ABORTED, PartialReply
 from helpers.each import case
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend.capabilities import ServerInfo

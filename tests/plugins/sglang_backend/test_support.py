@@ -11,7 +11,7 @@ import torch
 
 from corelm.errors import CapabilityError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
-from corelm.support import ABORTED
+from corelm_engine_kit import ABORTED
 from helpers.each import case
 from helpers.tiny_models import VOCAB
 from sglang_backend.events import row_streams

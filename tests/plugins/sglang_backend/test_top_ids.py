@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from corelm.errors import EngineError
-from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams, ScoreRequest, ScoreResult
-from corelm.support import Deadline, HttpClient
+from corelm.spec import Deadline, GenerateRequest, GenerateResult, Ragged, SamplingParams, ScoreRequest, ScoreResult
+from corelm_engine_kit import HttpClient
 from helpers.each import case
 from helpers.tiny_models import VOCAB
 from sglang_backend.capabilities import ModelHints, read_server

@@ -11,7 +11,7 @@ import pytest
 
 from corelm.errors import CapabilityError, EngineError
 from corelm.spec import GenerateRequest, Ragged, SamplingParams, WeightUpdate
-from corelm.support import RowError
+from corelm_engine_kit import RowError
 from helpers.http_server import json_reply
 from sglang_backend.weight_history import WeightHistory
 

@@ -17,7 +17,7 @@ import corelm
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import WeightUpdate
-from corelm.support import WeightGroup
+from corelm_engine_kit import WeightGroup
 from helpers.http_server import Reply, Request, hang, json_reply, raw
 from helpers.tiny_models import VOCAB, tiny_model
 

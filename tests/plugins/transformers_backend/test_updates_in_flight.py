@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from corelm import Backend, DynamicBatcher, probe_scores
+from corelm import Backend, DynamicBatcher
 from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
-from corelm.fleet.canary import watch
 from corelm.spec import GenerateResult
 from helpers import oracle
 from helpers.mid_answer import MidAnswer
@@ -45,6 +44,17 @@ class Updated:
             lambda: self.backend.update_weights(weights, "new", when="now", **options),
             lambda: (ask or self.backend).generate(prompts, LONG),
         )
+
+
+@pytest.fixture
+def watch() -> Any:
+    """Return what gives a backend a canary; skip the test where there is none."""
+    return pytest.importorskip("corelm_fleet.canary").watch
+
+
+@pytest.fixture
+def probe_scores() -> Any:
+    return pytest.importorskip("corelm_fleet").probe_scores
 
 
 def place(made: GenerateResult, version: str = "new") -> int:
@@ -153,7 +163,7 @@ def test_weights_that_do_not_fit_change_no_answer(open_model: Open) -> None:
     assert made.ids.tolist() == expected.ids.tolist() and torch.equal(made.logprobs.values, expected.logprobs.values)  # type: ignore[union-attr]
 
 
-def test_the_canary_asks_between_two_steps(open_model: Open) -> None:
+def test_the_canary_asks_between_two_steps(open_model: Open, watch: Any, probe_scores: Any) -> None:
     old, new = tiny_model(), tiny_model(seed=1)
     updated = Updated(open_model, old, recompute_kv_on_update=True)
     watch(updated.backend)
@@ -166,7 +176,9 @@ def test_the_canary_asks_between_two_steps(open_model: Open) -> None:
     updated.backend.canary.look()  # type: ignore[union-attr]
 
 
-def test_a_canary_that_disagrees_spoils_the_tokens_since_the_update(open_model: Open) -> None:
+def test_a_canary_that_disagrees_spoils_the_tokens_since_the_update(
+    open_model: Open, watch: Any, probe_scores: Any
+) -> None:
     updated = Updated(open_model, tiny_model())
     watch(updated.backend)
     made = updated.answers(tiny_model(seed=1).state_dict(), expect=probe_scores(tiny_model(seed=2)))

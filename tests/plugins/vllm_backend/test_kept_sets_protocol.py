@@ -13,7 +13,7 @@ import torch
 from corelm import SamplingParams
 from corelm.errors import InvalidRequestError
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult, TokenSets
-from corelm.support import RowError
+from corelm_engine_kit import RowError
 from helpers.each import case
 from vllm_backend import VLLMBackend
 from vllm_backend.kept_sets_protocol import EXTENSION, PROCESSOR, engine_arguments, parameters, rows_of, works

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from toy_backend import ByteTokenizer
 
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
+from corelm_testing.toy import ByteTokenizer
 from helpers.each import case
 from helpers.half_characters import Pieces
 from vllm_backend.capabilities import ModelInfo

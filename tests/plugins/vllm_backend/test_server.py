@@ -212,7 +212,7 @@ def test_abort_without_an_abort_route_closes_the_connection(
 def test_an_aborted_answer_is_waited_for_and_kept(
     connect: Connect, server: FaultServer, fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("corelm.support.http._ABORT_REMINDER", 0.01)
+    monkeypatch.setattr("corelm_engine_kit.http._ABORT_REMINDER", 0.01)
     fake.pages["/openapi.json"]["paths"]["/abort_requests"] = {}
     backend, gate = connect(), threading.Event()
     told: list[list[str]] = []
@@ -255,7 +255,7 @@ def test_an_abort_reaches_every_process_of_a_server(
 ) -> None:
     """`vllm serve --data-parallel-size 4` has four API processes. Each connection belongs to one, at random, and an
     abort ends only the requests of the process that it reaches."""
-    monkeypatch.setattr("corelm.support.http._ABORT_REMINDER", 0.01)
+    monkeypatch.setattr("corelm_engine_kit.http._ABORT_REMINDER", 0.01)
     fake.pages["/openapi.json"]["paths"]["/abort_requests"] = {}
     backend, stream, lock = connect(), random.Random(0), threading.Lock()
     processes: list[dict[str, threading.Event]] = [{} for _ in range(4)]

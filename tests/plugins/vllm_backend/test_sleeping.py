@@ -12,7 +12,7 @@ import pytest
 
 from corelm import Backend, Capabilities
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.support import EventLoopThread
+from corelm_engine_kit import EventLoopThread
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
 from helpers.http_server import Reply, Request, json_reply
 from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer

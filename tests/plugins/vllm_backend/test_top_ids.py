@@ -14,7 +14,7 @@ import torch
 
 from corelm import SamplingParams
 from corelm.spec import AbortRequest, GenerateRequest, Ragged, ScoreRequest
-from corelm.support import RowError
+from corelm_engine_kit import RowError
 from helpers.each import case
 from helpers.fake_vllm import PROMPTS, VOCAB, Connect, FakeVLLM, next_logprobs
 from helpers.http_server import FaultServer, held, json_reply

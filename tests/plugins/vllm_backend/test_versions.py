@@ -9,7 +9,7 @@ import pytest
 
 from corelm import SamplingParams
 from corelm.spec import GenerateRequest, Ragged, WeightUpdate
-from corelm.support import RowError
+from corelm_engine_kit import RowError
 from helpers.each import case
 from vllm_backend.versions import label_of, runs_of
 

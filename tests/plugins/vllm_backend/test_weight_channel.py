@@ -19,7 +19,7 @@ from torch import Tensor
 
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
-from corelm.support import WeightGroup
+from corelm_engine_kit import WeightGroup
 from helpers.fake_nccl import NcclRoutes, NCCLTrainerWeightTransferEngine, Wire, stand_in
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
 from helpers.http_server import Reply, Request

@@ -18,8 +18,9 @@ from corelm.spec import (
     ScoreRequest,
     ScoreResult,
     hookimpl,
+    opening_within,
 )
-from corelm.support import HttpClient, opening_within
+from corelm_engine_kit import HttpClient
 from openai_backend.capabilities import ModelHints, read_server
 from openai_backend.probing import probe_server
 from openai_backend.server import OpenAIServer

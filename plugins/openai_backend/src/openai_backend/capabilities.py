@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities
-from corelm.support import did_you_mean, eos_token_ids, hub_options, why_unreadable
 from corelm.validate import count, invalid, shown, token_ids
+from corelm_engine_kit import did_you_mean, eos_token_ids, hub_options, why_unreadable
 from openai_backend.sampling import VOUCHED
 from openai_backend.server_info import ServerInfo
 
 if TYPE_CHECKING:
-    from corelm.support import Deadline, HttpClient
+    from corelm.spec import Deadline
+    from corelm_engine_kit import HttpClient
 
 MODELS = "/v1/models"
 #: A page that many servers have, and that says more than the list of models: whether the engine runs.

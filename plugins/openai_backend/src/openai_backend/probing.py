@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
-from corelm.spec import SamplingParams
-from corelm.support import RowError, StopStrings, only_choice
+from corelm.spec import SamplingParams, StopStrings
+from corelm_engine_kit import RowError, only_choice
 from openai_backend.capabilities import no_completions
 from openai_backend.probing_logprobs import CANDIDATES, with_logprobs, with_penalties, with_scores
 from openai_backend.replies import BY_ID, count
@@ -23,7 +23,8 @@ from openai_backend.trials import TEXTS, Answer, Trials, is_completion
 from openai_backend.vocabulary import Naming
 
 if TYPE_CHECKING:
-    from corelm.support import Deadline, HttpClient
+    from corelm.spec import Deadline
+    from corelm_engine_kit import HttpClient
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from corelm.errors import CoreLMError
 from corelm.spec import GenerationMode
-from corelm.support import RowError
+from corelm_engine_kit import RowError
 from openai_backend.protocol import echo_request, row_scores
 from openai_backend.sampling import PENALTIES
 from openai_backend.server_info import LogprobsMode, ServerInfo

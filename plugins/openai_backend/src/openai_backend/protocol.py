@@ -9,21 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from corelm.errors import CapabilityError
-from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.support import (
+from corelm.spec import (
+    GenerateRequest,
+    GenerateResult,
     RowAnswer,
-    RowError,
     RowFailure,
     RowScores,
+    ScoreRequest,
+    ScoreResult,
     StopStrings,
-    checked_finish_reason,
-    checked_ids,
-    checked_logprobs,
     generate_result,
-    only_choice,
-    row_outcome,
     score_result,
 )
+from corelm_engine_kit import RowError, checked_finish_reason, checked_ids, checked_logprobs, only_choice, row_outcome
 from openai_backend.replies import Reported, count, reported
 from openai_backend.sampling import check, parameters
 from openai_backend.server_info import ServerInfo

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from corelm.support import RowError
+from corelm_engine_kit import RowError
 
 #: What stands before the id in the name of a token, if a server names tokens by their ids.
 BY_ID = "token_id:"

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import GenerateRequest, Range, SamplingParams
-from corelm.support import stops_without_specials
+from corelm.spec import GenerateRequest, Range, SamplingParams, stops_without_specials
 from openai_backend.server_info import ServerInfo
 
 #: The range of temperatures in the protocol, and the lowest one above 0: servers raise lower ones, or decode greedily.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from corelm.spec import AbortRequest, Capabilities, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.support import Deadline, HttpClient, InFlight, raise_if_none_was_served
+from corelm.spec import AbortRequest, Capabilities, Deadline, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm_engine_kit import HttpClient, InFlight, raise_if_none_was_served
 from openai_backend import protocol
 from openai_backend.server_info import ServerInfo
 

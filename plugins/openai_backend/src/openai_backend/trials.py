@@ -8,13 +8,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
-from corelm.support import RowError, TransientError, only_choice
+from corelm_engine_kit import RowError, TransientError, only_choice
 from openai_backend.protocol import COMPLETIONS, LOGPROBS, answer_ids, prompt_of
 from openai_backend.replies import Reported, reported
 from openai_backend.server_info import ServerInfo
 
 if TYPE_CHECKING:
-    from corelm.support import Deadline, HttpClient
+    from corelm.spec import Deadline
+    from corelm_engine_kit import HttpClient
 
 #: Statuses by which servers, rightly or not, refuse a request that they do not understand.
 _NOT_UNDERSTOOD = frozenset({500, 501})

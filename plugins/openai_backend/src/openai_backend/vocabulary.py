@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from corelm.support import RowError
+from corelm_engine_kit import RowError
 from openai_backend.replies import BY_ID
 
 #: How a server names a token: ``token_id:5``, the text that its id decodes to alone, or its entry in the vocabulary.

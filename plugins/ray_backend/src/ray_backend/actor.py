@@ -16,7 +16,7 @@ import torch
 
 import corelm
 from corelm.errors import EngineError
-from corelm.hosting import EngineServer, Failure, Frame, Kind, Opened, Packed, Session, open_server, pack, unpack
+from corelm_fleet.hosting import EngineServer, Failure, Frame, Kind, Opened, Packed, Session, open_server, pack, unpack
 from ray_backend.meter import Meter
 
 F = TypeVar("F", bound=Callable[..., Any])

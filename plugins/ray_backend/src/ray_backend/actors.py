@@ -16,8 +16,8 @@ import ray
 
 from corelm import __version__
 from corelm.errors import BackendIncompatibleError, CoreLMError, EngineError, InvalidRequestError, brief, described
-from corelm.fleet import Member, ReplicaStatus
-from corelm.hosting import Failure, HostedEngine, Opened, pack, unpack
+from corelm_fleet import Member, ReplicaStatus
+from corelm_fleet.hosting import Failure, HostedEngine, Opened, pack, unpack
 from ray_backend.actor import GROUPS, EngineActor
 from ray_backend.host import RayHost
 from ray_backend.placement import Placement

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.fleet import FleetEngine, FleetLimits, ReplicaStatus
-from corelm.hosting import check_option, portable_model
 from corelm.spec import CloseRequest, hookimpl
+from corelm_fleet import FleetEngine, FleetLimits, ReplicaStatus
+from corelm_fleet.hosting import check_option, portable_model
 
 if TYPE_CHECKING:
     from ray_backend.actors import Actors

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from corelm.errors import brief, described
-from corelm.hosting import Call, Callbacks, Connection, Frame, Kind, Packed
+from corelm_fleet.hosting import Call, Callbacks, Connection, Frame, Kind, Packed
 from ray_backend.actor import RayFrame, frame_for_ray, frame_of_ray
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.fleet import Throughput
 from corelm.spec import (
     GenerateRequest,
     GenerateResult,
@@ -19,6 +18,7 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
+from corelm_fleet import Throughput
 
 
 class Meter:

@@ -13,8 +13,15 @@ from typing import Any
 import ray
 
 from corelm import __version__
-from corelm.errors import BackendImportError, BackendIncompatibleError, BackendNotFoundError, InvalidRequestError, brief
-from corelm.hosting import find_interpreter, how_to_install
+from corelm.errors import (
+    BackendImportError,
+    BackendIncompatibleError,
+    BackendNotFoundError,
+    InvalidRequestError,
+    brief,
+    how_to_install,
+)
+from corelm_fleet.hosting import find_interpreter
 
 #: Prints what an interpreter has.
 _PROBE = """
@@ -159,7 +166,7 @@ def require_interpreter(python: str, inner: str) -> None:
         what = brief(found.stderr.strip() or f"exit status {found.returncode}")
         raise invalid("python", f"{python} is not a Python interpreter that works: {what}")
     there = json.loads(line)
-    install = f'{how_to_install(python, "core and core-ray-backend")} "ray=={ray.__version__}"'
+    install = f"{how_to_install('core', 'core-ray-backend', python=python)}, and ray=={ray.__version__}"
     if "missing" in there:
         raise BackendImportError(f"an actor in {python} needs Ray and core: {there['missing']}; {install}")
     for name, here in (("ray", ray.__version__), ("core", __version__)):
@@ -169,7 +176,7 @@ def require_interpreter(python: str, inner: str) -> None:
         if backend not in there["backends"]:
             raise BackendNotFoundError(
                 f"backend {backend!r} is not installed for {python}; "
-                f"{how_to_install(python, f'core-{backend}-backend')}. "
+                f"{how_to_install(f'core-{backend}-backend', python=python)}. "
                 f"Installed there: {', '.join(there['backends']) or 'none'}"
             )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import Adapter, WeightUpdate
-from corelm.support import HttpClient, adapter_folder, checked_adapter
+from corelm_engine_kit import HttpClient, adapter_folder, checked_adapter
 from sglang_backend.capabilities import ServerInfo
 
 

@@ -22,15 +22,9 @@ from corelm.spec import (
     WakeRequest,
     WeightUpdate,
     hookimpl,
-)
-from corelm.support import (
-    VISIBLE_DEVICES,
-    HttpClient,
-    WeightGroup,
     opening_within,
-    refuse_missing_path,
-    visible_devices,
 )
+from corelm_engine_kit import VISIBLE_DEVICES, HttpClient, WeightGroup, refuse_missing_path, visible_devices
 from sglang_backend import weights
 from sglang_backend.capabilities import DUMMY, MODEL_INFO, ModelHints, checkpoint_of, read_server
 from sglang_backend.probing import modes_by_environment, probe_server

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from corelm.support import RowError, TopIds, checked_argmax, checked_ids, log_tail_mass
+from corelm.spec import TopIds, log_tail_mass
+from corelm_engine_kit import RowError, checked_argmax, checked_ids
 
 Side = Literal["input", "output"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError, described
-from corelm.spec import Capabilities
-from corelm.support import Deadline, Expected, HttpClient, eos_token_ids, local_checkpoint, saved_shapes, why_unreadable
+from corelm.spec import Capabilities, Deadline, saved_shapes
+from corelm_engine_kit import Expected, HttpClient, eos_token_ids, local_checkpoint, why_unreadable
 from sglang_backend.sampling import HONOURED
 
 #: A page that needs no scheduler: it answers as soon as the server's own process runs.

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from corelm.errors import EngineError, InvalidRequestError
-from corelm.spec import GenerateRequest
-from corelm.support import RowAnswer, RowError, StopStrings, Streamed
+from corelm.spec import GenerateRequest, RowAnswer, StopStrings
+from corelm_engine_kit import RowError, Streamed
 from sglang_backend.capabilities import ServerInfo
 from sglang_backend.protocol import AnswerStreams, limits, lists_of_answers, row_answer, whole_answer
 from sglang_backend.weight_history import WeightsOfCall

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from corelm.errors import CapabilityError
-from corelm.spec import GenerateRequest, SamplingParams
-from corelm.support import RowError, TopIds, checked_ids, checked_logprobs
+from corelm.spec import GenerateRequest, SamplingParams, TopIds
+from corelm_engine_kit import RowError, checked_ids, checked_logprobs
 
 #: How much the probability of the ids that top-p has left may be below top_p, by rounding.
 _SHORT_OF_TOP_P = 1e-3

@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
-from corelm.support import Secrets, refuse_unknown_arguments
+from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError, how_to_install
+from corelm_engine_kit import Secrets, refuse_unknown_arguments
 from sglang_backend.listener import owner_of_port
 
 HOST = "127.0.0.1"
@@ -129,8 +129,9 @@ class LaunchedServer:
                     ended = f"the server ended while it started:\n{self.log_tail()}"
                     if find_spec("sglang") is None:
                         ended += (
-                            '\nSGLang is not installed for this Python: pip install "core[sglang]". Or pass python= of '
-                            "an environment that has it, or base_url= of a server that runs"
+                            "\nSGLang is not installed for this Python: "
+                            f"{how_to_install('core-sglang-backend[engine]')}. Or pass python= of an environment that "
+                            "has it, or base_url= of a server that runs"
                         )
                     raise EngineError(ended, usable=False)
                 if time.monotonic() > deadline:

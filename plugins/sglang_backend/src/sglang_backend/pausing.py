@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from corelm.errors import CoreLMError, EngineError
 from corelm.spec import WeightUpdate
-from corelm.support import HttpClient
+from corelm_engine_kit import HttpClient
 from sglang_backend.weight_history import WeightHistory
 
 #: How often the server is told to go on, if it does not say that it does.

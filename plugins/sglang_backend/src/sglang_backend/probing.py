@@ -16,6 +16,7 @@ import torch
 
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import (
+    Deadline,
     GenerateRequest,
     GenerateResult,
     GenerationMode,
@@ -24,7 +25,7 @@ from corelm.spec import (
     ScoreRequest,
     ScoreResult,
 )
-from corelm.support import Deadline, HttpClient
+from corelm_engine_kit import HttpClient
 from sglang_backend import protocol
 from sglang_backend.capabilities import ServerInfo
 

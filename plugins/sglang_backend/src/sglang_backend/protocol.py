@@ -13,21 +13,26 @@ from operator import itemgetter
 from typing import Any
 
 from corelm.errors import InvalidRequestError
-from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.support import (
-    ABORTED,
+from corelm.spec import (
+    GenerateRequest,
+    GenerateResult,
     RowAnswer,
-    RowError,
     RowFailure,
     RowScores,
-    RowStreams,
+    ScoreRequest,
+    ScoreResult,
     StopStrings,
+    generate_result,
+    score_result,
+)
+from corelm_engine_kit import (
+    ABORTED,
+    RowError,
+    RowStreams,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
-    generate_result,
     row_outcome,
-    score_result,
 )
 from sglang_backend.candidates import argmax_of, candidate_fields, top_ids_of
 from sglang_backend.capabilities import ServerInfo

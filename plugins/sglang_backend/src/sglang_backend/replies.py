@@ -11,7 +11,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from corelm.support import decoder_of
+from corelm_engine_kit import decoder_of
 
 try:
     import msgspec

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import Range, SamplingParams
-from corelm.support import stops_without_specials
+from corelm.spec import Range, SamplingParams, stops_without_specials
 
 #: The sampling parameters that SGLang honours, each with its legal range, or None for the range of `SamplingParams`.
 #: `repetition_penalty` is missing: SGLang applies it to ids of the answer only, not to those of the prompt.

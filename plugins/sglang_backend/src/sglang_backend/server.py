@@ -16,6 +16,7 @@ from corelm.errors import EngineError
 from corelm.spec import (
     AbortRequest,
     Capabilities,
+    Deadline,
     GenerateRequest,
     GenerateResult,
     ScoreRequest,
@@ -24,8 +25,7 @@ from corelm.spec import (
     WakeRequest,
     WeightUpdate,
 )
-from corelm.support import (
-    Deadline,
+from corelm_engine_kit import (
     Expected,
     HttpClient,
     InFlight,

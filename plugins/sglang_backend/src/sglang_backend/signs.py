@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from corelm.support import SignOfWork
+from corelm_engine_kit import SignOfWork
 from sglang_backend.capabilities import HEALTH_GENERATE, MODEL_INFO
 from sglang_backend.protocol import GENERATE
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, distributed
 
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
-from corelm.support import WeightGroup, done_within
+from corelm.waiting import done_within
+from corelm_engine_kit import WeightGroup
 from sglang_backend.handover import Pairs
 
 #: Seconds that the server may take to leave a group.

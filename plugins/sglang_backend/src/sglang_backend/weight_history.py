@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corelm.spec import GenerateRequest, VersionRuns, WeightUpdate
-from corelm.support import RowError
+from corelm_engine_kit import RowError
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import WeightUpdate
-from corelm.support import fitting, weights_folder, whole_tensor
+from corelm.spec import WeightUpdate, whole_tensor
+from corelm_engine_kit import fitting, weights_folder
 from sglang_backend.server import SGLangServer
 
 if TYPE_CHECKING:
-    from corelm.support import Expected
+    from corelm_engine_kit import Expected
 
 _log = logging.getLogger(__name__)
 

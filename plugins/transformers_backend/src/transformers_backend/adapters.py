@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm.errors import CapabilityError, InvalidRequestError, described, first_few
-from corelm.spec import GenerateRequest, ScoreRequest, WeightUpdate
-from corelm.support import whole_tensor
+from corelm.spec import GenerateRequest, ScoreRequest, WeightUpdate, whole_tensor
 from transformers_backend.engine import CausalLM, is_device_failure, runs_layers_again
 
 #: How the names begin that PEFT knows these adapters by.

@@ -26,8 +26,8 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from corelm.support import VersionLog
 from corelm.validate import flag
+from corelm_engine_kit import VersionLog
 from transformers_backend import loading, weights
 from transformers_backend.adapters import Adapters, may_have_adapters
 from transformers_backend.beams import beam_search

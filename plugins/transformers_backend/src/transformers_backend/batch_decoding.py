@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import EngineError, spelled_out
-from corelm.spec import GenerateRequest, Ragged, TokenChunk
-from corelm.support import TopIds
+from corelm.spec import GenerateRequest, Ragged, TokenChunk, TopIds
 from transformers_backend.calls import Call
 from transformers_backend.continuation import GrowingRows
 from transformers_backend.ending import AnswerEnding

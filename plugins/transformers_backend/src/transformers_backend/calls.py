@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from corelm.spec import GenerateRequest, ScoreRequest
-from corelm.support import Deadline
+from corelm.spec import Deadline, GenerateRequest, ScoreRequest
 from transformers_backend.in_flight import CallUpdates
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from corelm.spec import Capabilities
-from corelm.support import eos_token_ids
+from corelm_engine_kit import eos_token_ids
 from transformers_backend.engine import CausalLM
 
 #: Sampling parameters honoured, in the ranges that `SamplingParams` itself allows.

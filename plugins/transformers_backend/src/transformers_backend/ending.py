@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from corelm.spec import Ragged, SamplingParams
-from corelm.support import StopStrings
+from corelm.spec import Ragged, SamplingParams, StopStrings
 
 
 class AnswerEnding:

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from corelm.spec import GenerateRequest
-from corelm.spec.provenance import VersionRuns
-from corelm.support import RowVersions, VersionLog
+from corelm.spec import GenerateRequest, VersionRuns
+from corelm_engine_kit import RowVersions, VersionLog
 
 
 class UpdateGate:

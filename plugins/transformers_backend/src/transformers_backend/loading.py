@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.support import hub_options, refuse_missing_path, torch_device, torch_dtype
+from corelm_engine_kit import hub_options, refuse_missing_path, torch_device, torch_dtype
 
 #: Options of `from_pretrained` that say where a configuration is found.
 _WHERE = frozenset({"trust_remote_code", "revision", "code_revision", "token", "cache_dir", "subfolder"}) | {

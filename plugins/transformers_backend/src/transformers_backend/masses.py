@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from corelm.spec import Ragged, TokenSets
-from corelm.support import TopIds
+from corelm.spec import Ragged, TokenSets, TopIds
 from transformers_backend.softmax import Workspace
 
 #: Up to how many columns the ids that are left are sorted.

@@ -10,8 +10,18 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, ScoreRequest, ScoreResult, TokenSets
-from corelm.support import RowFailure, TopIds, generate_result
+from corelm.spec import (
+    GenerateRequest,
+    GenerateResult,
+    Provenance,
+    Ragged,
+    RowFailure,
+    ScoreRequest,
+    ScoreResult,
+    TokenSets,
+    TopIds,
+    generate_result,
+)
 from transformers_backend.batches import Grouping, groups_of, micro_batches, rows_of_one_encoding
 from transformers_backend.engine import CausalLM
 from transformers_backend.memory import DecodingLimits

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from corelm.spec import Ragged, SamplingParams
-from corelm.support import TopIds
+from corelm.spec import Ragged, SamplingParams, TopIds
 from transformers_backend.columns import argmax, inverse_cdf
 from transformers_backend.masses import KeptIds, kept_ids, log_softmax_at, log_total, most_probable
 from transformers_backend.softmax import Workspace

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from corelm.spec import Ragged, ScoreRequest
-from corelm.support import TopIds
+from corelm.spec import Ragged, ScoreRequest, TopIds
 from transformers_backend.transfer import to_device
 
 

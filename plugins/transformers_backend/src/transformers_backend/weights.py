@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from corelm.errors import EngineError, InvalidRequestError
-from corelm.spec import WeightUpdate
-from corelm.support import refuse_weights, shape_problems, shapes_of, whole_tensor
+from corelm.spec import WeightUpdate, whole_tensor
+from corelm_engine_kit import refuse_weights, shape_problems, shapes_of
 from transformers_backend.engine import CausalLM
 from transformers_backend.weight_names import namings, storage
 from transformers_backend.weights_stream import StreamCopy, same_names

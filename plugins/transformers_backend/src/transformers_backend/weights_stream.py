@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from corelm.support import refuse_weights, saved_shapes, shape_problems
+from corelm.spec import saved_shapes
+from corelm_engine_kit import refuse_weights, shape_problems
 from transformers_backend.engine import CausalLM
 from transformers_backend.weight_names import namings, storage
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, described, message
 from corelm.spec import Adapter, WeightUpdate
-from corelm.support import adapter_folder, checked_adapter
+from corelm_engine_kit import adapter_folder, checked_adapter
 from vllm_backend.capabilities_http import ADAPTER_ROUTES
 from vllm_backend.compat import honoured_in_adapters
 
 if TYPE_CHECKING:
-    from corelm.support import HttpClient
+    from corelm_engine_kit import HttpClient
     from vllm_backend.capabilities import ModelInfo
     from vllm_backend.capabilities_http import ServerInfo
 

@@ -21,14 +21,14 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from corelm.support import (
+from corelm.validate import flag
+from corelm_engine_kit import (
     WeightGroup,
     device_numbers,
     did_you_mean,
     refuse_missing_path,
     refuse_unknown_arguments,
 )
-from corelm.validate import flag
 from vllm_backend import weights
 from vllm_backend.capabilities import LOGPROBS_MODES
 from vllm_backend.engine import InProcessEngine

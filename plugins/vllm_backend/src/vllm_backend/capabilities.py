@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
-from corelm.support import eos_token_ids
+from corelm_engine_kit import eos_token_ids
 from vllm_backend.compat import says_versions
 from vllm_backend.kept_sets_protocol import PROCESSOR
 from vllm_backend.reloading import DUMMY, checkpoint_of, files_of, runs_here, why_not_again
@@ -17,7 +17,7 @@ from vllm_backend.sampling import HONOURED
 from vllm_backend.top_ids import MOST_IDS, limit
 
 if TYPE_CHECKING:
-    from corelm.support import Expected
+    from corelm_engine_kit import Expected
 
 #: vLLM's modes that return log-probs, with corelm's names for them. vLLM's other modes return logits.
 LOGPROBS_MODES: dict[str, GenerationMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}

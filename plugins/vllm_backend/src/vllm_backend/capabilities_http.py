@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities
-from corelm.support import eos_token_ids, why_unreadable
+from corelm_engine_kit import eos_token_ids, why_unreadable
 from vllm_backend.capabilities import mixes_rows, sleep_levels, update_reasons
 from vllm_backend.cpu_reload import obstacle
 from vllm_backend.sampling import HONOURED
 from vllm_backend.server_info import running_config, setting
 
 if TYPE_CHECKING:
-    from corelm.support import Deadline, HttpClient
+    from corelm.spec import Deadline
+    from corelm_engine_kit import HttpClient
 
 #: Fields that a server's completion requests must have. Without them it is not known exactly which ids were sampled, or
 #: which request a reply answers.

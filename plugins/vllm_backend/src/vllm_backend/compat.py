@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, how_to_install
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def nccl_trainer() -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise CapabilityError(
             f"weight_group: this process needs vLLM 0.32 or newer as well, to send tensors over NCCL ({error}); "
-            'install it here: pip install "core[vllm]"',
+            f"install it here: {how_to_install('core-vllm-backend[engine]')}",
             capability="update_weights",
         ) from error
     return NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine, ParamMeta

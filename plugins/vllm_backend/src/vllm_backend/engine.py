@@ -17,15 +17,16 @@ from torch import Tensor
 from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import (
     AbortRequest,
+    Deadline,
     GenerateRequest,
     GenerateResult,
+    RowFailure,
     ScoreRequest,
     ScoreResult,
     SleepRequest,
     WakeRequest,
     WeightUpdate,
 )
-from corelm.support import Deadline, RowFailure
 from vllm_backend import kept_sets_protocol, scoring_by_id
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.adapters import Adapters

@@ -16,9 +16,11 @@ from torch import Tensor
 from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import (
     AbortRequest,
+    RowFailure,
     WeightUpdate,
 )
-from corelm.support import EventLoopThread, RowFailure, done_within
+from corelm.waiting import done_within
+from corelm_engine_kit import EventLoopThread
 from vllm_backend import versions
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.children import attached

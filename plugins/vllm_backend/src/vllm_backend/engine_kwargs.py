@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from corelm.support import did_you_mean
 from corelm.validate import invalid, shown
+from corelm_engine_kit import did_you_mean
 
 #: The fields that hold an object of vLLM, and its class in ``vllm.sampling_params``.
 _OBJECTS = {"structured_outputs": "StructuredOutputsParams", "repetition_detection": "RepetitionDetectionParams"}

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError, EngineError
-from corelm.spec import AbortRequest, WeightUpdate
-from corelm.support import RowFailure, done_within
+from corelm.spec import AbortRequest, RowFailure, WeightUpdate
+from corelm.waiting import done_within
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.children import attached
 from vllm_backend.compat import refusals

@@ -14,7 +14,7 @@ import torch
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, SamplingParams, ScoreRequest, ScoreResult
-from corelm.support import RowError
+from corelm_engine_kit import RowError
 
 _log = logging.getLogger(__name__)
 

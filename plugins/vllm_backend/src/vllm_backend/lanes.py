@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from threading import Condition
 from typing import Literal
 
-from corelm.spec import GenerateRequest, ScoreRequest
-from corelm.support import Deadline
+from corelm.spec import Deadline, GenerateRequest, ScoreRequest
 
 #: ``top``: answers with their most probable ids. ``named``: scores of ids that the request names.
 Lane = Literal["top", "named"]

@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
-from corelm.support import Deadline, RowError, TransientError, only_choice
+from corelm.spec import Deadline
+from corelm_engine_kit import RowError, TransientError, only_choice
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.protocol_http import COMPLETIONS, NEUTRAL, is_reply_to
 from vllm_backend.top_ids import MOST_CANDIDATES, MOST_IDS
 
 if TYPE_CHECKING:
-    from corelm.support import HttpClient
+    from corelm_engine_kit import HttpClient
 
 #: Sends completion requests and returns the choice of each.
 Send = Callable[[list[dict[str, Any]]], list[Any]]

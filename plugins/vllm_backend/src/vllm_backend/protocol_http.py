@@ -11,24 +11,30 @@ from contextlib import suppress
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import GenerateRequest, GenerateResult, SamplingParams, ScoreRequest, ScoreResult
-from corelm.support import (
-    ABORTED,
+from corelm.spec import (
+    GenerateRequest,
+    GenerateResult,
     RowAnswer,
-    RowError,
     RowFailure,
     RowScores,
-    RowStreams,
+    SamplingParams,
+    ScoreRequest,
+    ScoreResult,
     StopStrings,
+    generate_result,
+    score_result,
+)
+from corelm_engine_kit import (
+    ABORTED,
+    RowError,
+    RowStreams,
     Streamed,
     checked_argmax,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
-    generate_result,
     only_choice,
     row_outcome,
-    score_result,
 )
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo

@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 
 import numpy
 
-from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.support import (
+from corelm.spec import (
+    GenerateRequest,
+    GenerateResult,
     RowAnswer,
-    RowError,
     RowFailure,
     RowScores,
-    RowStreams,
+    ScoreRequest,
+    ScoreResult,
     StopStrings,
-    checked_argmax,
-    checked_logprobs,
     generate_result,
     score_result,
 )
+from corelm_engine_kit import RowError, RowStreams, checked_argmax, checked_logprobs
 from vllm_backend import engine_kwargs, kept_sets_protocol, versions
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.compat import refusals

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from corelm.errors import CapabilityError, described
-from corelm.support import local_checkpoint, saved_shapes
+from corelm.spec import saved_shapes
+from corelm_engine_kit import local_checkpoint
 from vllm_backend.cpu_reload import obstacle
 
 if TYPE_CHECKING:
-    from corelm.support import Expected
+    from corelm_engine_kit import Expected
 
 #: The load format with which vLLM fills a model with random numbers, for weights that come later.
 DUMMY = "dummy"

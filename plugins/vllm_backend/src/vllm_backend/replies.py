@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from corelm.support import Decode, RowError, decoded, decoder_of, id_texts
+from corelm_engine_kit import Decode, RowError, decoded, decoder_of, id_texts
 
 try:
     import msgspec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import GenerateRequest, Range, SamplingParams
-from corelm.support import RowError, StopStrings
+from corelm.spec import GenerateRequest, Range, SamplingParams, StopStrings
+from corelm_engine_kit import RowError
 
 #: The lowest temperature above 0. vLLM silently raises lower ones to this value.
 COLDEST = 0.01

@@ -16,12 +16,12 @@ import torch
 
 from corelm.errors import BackendTimeoutError, CapabilityError, CoreLMError, EngineError
 from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest, ScoreResult
-from corelm.support import PartialReply, RowError, checked_logprobs
+from corelm_engine_kit import PartialReply, RowError, checked_logprobs
 from vllm_backend.replies import LABEL, labels
 from vllm_backend.sampling import COLDEST, HONOURED
 
 if TYPE_CHECKING:
-    from corelm.support import HttpClient
+    from corelm_engine_kit import HttpClient
 
 Payload = dict[str, Any]
 

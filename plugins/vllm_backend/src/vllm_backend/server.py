@@ -13,6 +13,7 @@ from torch import Tensor
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
+    Deadline,
     GenerateRequest,
     GenerateResult,
     ScoreRequest,
@@ -20,17 +21,9 @@ from corelm.spec import (
     SleepRequest,
     WakeRequest,
     WeightUpdate,
-)
-from corelm.support import (
-    ABORTED,
-    Deadline,
-    InFlight,
-    Streamed,
-    WeightGroup,
-    local_checkpoint,
     opening_within,
-    raise_if_none_was_served,
 )
+from corelm_engine_kit import ABORTED, InFlight, Streamed, WeightGroup, local_checkpoint, raise_if_none_was_served
 from vllm_backend import protocol_http as protocol
 from vllm_backend import replies, sampling_masks
 from vllm_backend.adapters import ServerAdapters
@@ -42,7 +35,7 @@ from vllm_backend.signs import SIGN
 from vllm_backend.weight_channel import ANSWER_TIMEOUT, WeightChannel, require_transfer
 
 if TYPE_CHECKING:
-    from corelm.support import HttpClient
+    from corelm_engine_kit import HttpClient
 
 #: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
 ABORT_TIMEOUT = 10.0
@@ -113,11 +106,11 @@ class VLLMServer:
             max_context: None for the server's limit; it may be lower.
             logprobs_mode: None to find out with a few short requests.
             api_key: None for the environment variable VLLM_API_KEY, if it is set.
-            headers: sent with every request; see `corelm.support.HttpClient`.
-            connect_timeout: see `corelm.support.HttpClient`.
-            read_timeout: see `corelm.support.HttpClient`.
-            max_in_flight: see `corelm.support.HttpClient`.
-            max_retries: see `corelm.support.HttpClient`.
+            headers: sent with every request; see `corelm_engine_kit.HttpClient`.
+            connect_timeout: see `corelm_engine_kit.HttpClient`.
+            read_timeout: see `corelm_engine_kit.HttpClient`.
+            max_in_flight: see `corelm_engine_kit.HttpClient`.
+            max_retries: see `corelm_engine_kit.HttpClient`.
             open_timeout: seconds for all requests that find out what the server can do.
             weight_group: where the server's workers join this process, to be sent tensors over NCCL; None to load
                 weights from a folder only.
@@ -129,7 +122,7 @@ class VLLMServer:
             BackendTimeoutError: the server does not answer within `open_timeout`.
             EngineError: no server answers, it is not vLLM, or its kind of log-probs cannot be found out.
         """
-        from corelm.support import HttpClient
+        from corelm_engine_kit import HttpClient
 
         group = WeightGroup.given(weight_group)
         if logprobs_mode not in (None, "raw", "processed"):

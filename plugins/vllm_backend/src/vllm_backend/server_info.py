@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from corelm.errors import CoreLMError
 
 if TYPE_CHECKING:
-    from corelm.support import Deadline, HttpClient
+    from corelm.spec import Deadline
+    from corelm_engine_kit import HttpClient
 
 #: Where a server in its development mode says which configuration it runs. It collects the page for some seconds, once.
 SERVER_INFO = "/server_info"

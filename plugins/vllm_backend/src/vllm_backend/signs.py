@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from corelm.support import SignOfWork
+from corelm_engine_kit import SignOfWork
 from vllm_backend.protocol_http import COMPLETIONS
 
 #: What vLLM counts while it works: ``vllm/v1/metrics/loggers.py``. While it reads a long prompt in parts, only the

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.spec import GenerateRequest
-from corelm.support import RowError, TopIds, log_tail_mass
+from corelm.spec import GenerateRequest, TopIds, log_tail_mass
+from corelm_engine_kit import RowError
 
 #: The most ids that callers may ask for.
 MOST_IDS = 1024

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from corelm.spec import GenerateRequest
-from corelm.support import RowError, TopIds
+from corelm.spec import GenerateRequest, TopIds
+from corelm_engine_kit import RowError
 from vllm_backend.replies import LABEL
 from vllm_backend.top_ids import named_candidates, top_ids, top_of_answer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from corelm.spec import GenerateRequest, WeightUpdate
-from corelm.support import RowError
+from corelm_engine_kit import RowError
 
 #: One run of tokens: the label of the weights, and the first token.
 Run = tuple[str, int]

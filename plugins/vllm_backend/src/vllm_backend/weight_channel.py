@@ -27,11 +27,13 @@ from corelm.errors import (
     InvalidRequestError,
     described,
 )
-from corelm.support import WeightGroup, next_item, whole_tensor
+from corelm.spec import whole_tensor
+from corelm.waiting import next_item
+from corelm_engine_kit import WeightGroup
 from vllm_backend.compat import nccl_trainer
 
 if TYPE_CHECKING:
-    from corelm.support import HttpClient
+    from corelm_engine_kit import HttpClient
 
 #: How a server has to be started.
 FLAG = '--weight-transfer-config \'{"backend": "nccl"}\''

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import WeightUpdate
-from corelm.support import expected_shapes, fitting, fitting_stream, weights_folder, whole_tensor
+from corelm.spec import WeightUpdate, whole_tensor
+from corelm_engine_kit import expected_shapes, fitting, fitting_stream, weights_folder
 
 if TYPE_CHECKING:
-    from corelm.support import Expected
+    from corelm_engine_kit import Expected
     from vllm_backend.engine import InProcessEngine
     from vllm_backend.server import VLLMServer
 

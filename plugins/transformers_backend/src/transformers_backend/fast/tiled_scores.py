@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from corelm.support import TopIds
+from corelm.spec import TopIds
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.token_scores import TokenQuery, TokenScores, logprobs_by_sets
 

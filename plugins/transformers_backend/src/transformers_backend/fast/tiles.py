@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from corelm.spec import Ragged
-from corelm.support import TopIds
+from corelm.spec import Ragged, TopIds
 from transformers_backend.fast.logit_tiles import HeadForm, LogitTiles, LogSum, add_product
 from transformers_backend.fast.reductions import TileReduction, reduction_for
 from transformers_backend.fast.set_logits import SetLogits

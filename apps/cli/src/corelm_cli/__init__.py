@@ -1,0 +1,44 @@
+"""The `corelm` command. It needs the extra `cli`, and says what to install if that is missing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+
+def main() -> None:
+    """Run the command; the entry point of the console script."""
+    missing = [name for name in ("typer", "rich") if find_spec(name) is None]
+    if missing:
+        sys.exit(f"the corelm command needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    if sys.stderr is None or not sys.stderr.isatty():
+        # Engines load with progress bars, whose frames fill a log. Their libraries read these variables.
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+    with interrupt_ends_process():
+        from corelm_cli.app import app
+
+    app()
+
+
+@contextmanager
+def interrupt_ends_process() -> Iterator[None]:
+    """Let Ctrl-C end the process at once, while libraries are imported and nothing needs to be put in order.
+
+    Some libraries catch KeyboardInterrupt while they are imported, and fail later for another reason.
+    """
+    python = signal.default_int_handler
+    # A process that ignores Ctrl-C, for example under nohup, goes on to do so.
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not python:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, python)

@@ -1,0 +1,6 @@
+"""``python -m corelm`` is the `corelm` command."""
+
+from corelm_cli import main
+
+if __name__ == "__main__":
+    main()

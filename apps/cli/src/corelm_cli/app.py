@@ -1,0 +1,344 @@
+"""The commands. What they do is in `listing`, `job`, `chat` and `serving`; shared flags are in `flags`.
+
+Other distributions add commands through entry points (`commands`).
+
+This module must not import torch, so that ``corelm backends`` and ``--help`` answer at once.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from corelm._version import __version__
+from corelm.spec import SamplingParams
+from corelm_cli import adapters, flags, id_flags, interrupt_ends_process, listing, timing_flag
+from corelm_cli.commands import Commands
+from corelm_cli.compare import compare
+from corelm_cli.compare_sides import SidesCommand
+from corelm_cli.doctor import doctor
+from corelm_cli.engine import EngineChoice
+from corelm_cli.exits import INTERRUPTED, SOME_FAILED, typed_exits
+from corelm_cli.running import run
+from corelm_cli.serving import serve
+from corelm_cli.streams import Messages, standard_output, tell
+
+if TYPE_CHECKING:
+    from corelm_cli.job import Job
+
+app = typer.Typer(
+    cls=Commands,
+    help="Sample from any language-model engine, chosen by name, or score with it.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command(cls=SidesCommand)(compare)
+app.command(cls=flags.GroupedCommand)(doctor)
+app.command(cls=flags.GroupedCommand)(serve)
+
+
+class LogProbsOption(StrEnum):
+    """The log-probabilities to write."""
+
+    none = "none"
+    raw = "raw"
+    processed = "processed"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"corelm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def backends(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the installed backends without importing them."""
+    with typed_exits():
+        listing.show(as_json)
+        sys.stdout.flush()
+
+
+@app.command(cls=flags.GroupedCommand)
+@flags.sampling_flags()
+def generate(
+    backend: flags.BackendName,
+    input: flags.Input,
+    output: flags.Output,
+    sampling: dict[str, Any],
+    model: flags.Model = None,
+    base_url: flags.BaseURL = None,
+    option: flags.EngineOptions = None,
+    retry: flags.Retry = None,
+    timeout: flags.Timeout = None,
+    adapter: adapters.Adapter = None,
+    batch_size: flags.BatchSize = 16,
+    log_probs: Annotated[
+        LogProbsOption,
+        typer.Option(
+            help="Write the log-probability of every token: the model's own (raw), or the one it was sampled with "
+            "(processed).",
+            rich_help_panel=flags.FILES,
+        ),
+    ] = LogProbsOption.none,
+    return_support: id_flags.ReturnSupport = False,
+    top_logprobs: id_flags.TopLogprobs = 0,
+    return_tokens: flags.ReturnTokens = False,
+    copy_input: flags.CopyInput = False,
+    as_json: flags.AsJson = False,
+    timing: timing_flag.Timed = False,
+    chat_template: flags.ChatTemplate = None,
+    template_kwargs: flags.TemplateKwargs = None,
+    tokenizer_kwargs: flags.TokenizerKwargs = None,
+    truncation: flags.Truncation = flags.Truncate.error,
+    continue_final_message: flags.ContinueFinalMessage = False,
+    response_parser: flags.ResponseParser = None,
+) -> None:
+    """Answer every prompt in a JSONL file. If interrupted, run it again to continue.
+
+    Each input line is a JSON object with either `prompt` (a text) or `messages` (a conversation, optionally with
+    `tools` for the chat template). `id` identifies the line and defaults to its line number; `metadata` is copied to
+    the answer.
+
+    With --seed, an answer depends only on the seed, its prompt's line number and its sample number.
+
+    For the output answers.jsonl, the settings and the provenance of the log-probabilities are saved once, in
+    answers.settings.json. Answers with other settings are refused in the same file.
+
+    Exit code 1: some lines failed; for the output answers.jsonl, they are listed in answers.errors.jsonl. 2: the
+    command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
+    """
+    other_ids = id_flags.asked_for(log_probs.value, return_support, top_logprobs)
+    if response_parser is not None and continue_final_message:
+        raise typer.BadParameter(
+            "it reads whole turns; leave out --continue-final-message", param_hint="--response-parser"
+        )
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
+    with interrupt_ends_process():
+        from corelm_cli.generating import Generator
+        from corelm_cli.job import Job
+        from corelm_cli.prompts import Prompt, read_prompt
+        from corelm_cli.settings import recorded_policy, recorded_sampling
+
+    with typed_exits():
+        params = SamplingParams.make(sampling)
+        options = flags.policy_options(
+            chat_template,
+            template_kwargs,
+            tokenizer_kwargs,
+            truncation=truncation.value,
+            continue_final_message=continue_final_message,
+            adapter=engine.adapter_name,
+            response_parser=response_parser,
+        )
+    written = {"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input, **other_ids}
+    job: Job[Prompt] = Job(
+        source=_file(input),
+        target=_file(output),
+        engine=engine,
+        settings={
+            "command": "generate",
+            **_recorded(engine),
+            **written,
+            **recorded_policy(options),
+            **recorded_sampling(params),
+        },
+        read=read_prompt,
+        worker=lambda opened: Generator(
+            engine=opened,
+            options=options,
+            sampling=params,
+            log_probs=log_probs.value,
+            return_tokens=return_tokens,
+            return_support=return_support,
+            top_logprobs=top_logprobs,
+            copy_input=copy_input,
+        ),
+        samples=params.num_samples or 1,
+        batch_size=batch_size,
+        timed=timing,
+    )
+    run(job, as_json)
+
+
+@app.command(cls=flags.GroupedCommand)
+def score(
+    backend: flags.BackendName,
+    input: flags.Input,
+    output: flags.Output,
+    model: flags.Model = None,
+    base_url: flags.BaseURL = None,
+    option: flags.EngineOptions = None,
+    retry: flags.Retry = None,
+    timeout: flags.Timeout = None,
+    adapter: adapters.Adapter = None,
+    batch_size: flags.BatchSize = 16,
+    temperature: Annotated[
+        float, typer.Option(help="The logits are divided by it; above 0.", rich_help_panel=flags.ENGINE)
+    ] = 1.0,
+    per_token: Annotated[
+        bool,
+        typer.Option(
+            "--per-token",
+            help="Write `log_probs`, the log-probability of each token that is counted, as well as their sum.",
+            rich_help_panel=flags.FILES,
+        ),
+    ] = False,
+    is_greedy: flags.IsGreedy = False,
+    top_k: id_flags.TopK = 0,
+    return_tokens: flags.ReturnTokens = False,
+    copy_input: flags.CopyInput = False,
+    as_json: flags.AsJson = False,
+    timing: timing_flag.Timed = False,
+    chat_template: flags.ChatTemplate = None,
+    template_kwargs: flags.TemplateKwargs = None,
+    tokenizer_kwargs: flags.TokenizerKwargs = None,
+    completion_boundary: flags.CompletionBoundary = flags.Boundary.joint,
+) -> None:
+    """Score every line of a JSONL file. If interrupted, run it again to continue.
+
+    Each input line is a JSON object with one of: `prompt` and `completion` (or `response`), or `prompt` and a list of
+    `completions`; `messages`, a conversation whose assistant's turns are scored; `messages` and a completion or
+    several, each scored as the assistant's next turn; `text`, scored after its first token. `tools`, `id` and
+    `metadata` are as in `corelm generate`, whose output can be scored if it was made with --copy-input.
+
+    Each output line has `log_prob`, the sum of the log-probabilities of the tokens that count, and `tokens`, their
+    number; for `completions`, both are lists. The token that ends a turn of a conversation counts as well.
+
+    By default, prompt and completion are tokenized together, as in lm-eval: whitespace at the end of the prompt belongs
+    to the completion, and the completion begins after as many tokens as the prompt has alone.
+
+    Files and exit codes are those of `corelm generate`.
+    """
+    if not 0 < temperature < math.inf:
+        raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
+    with interrupt_ends_process():
+        from corelm_cli.completions import ToScore, read_to_score
+        from corelm_cli.job import Job
+        from corelm_cli.scoring import Scorer
+        from corelm_cli.settings import recorded_policy
+
+    with typed_exits():
+        options = flags.policy_options(
+            chat_template,
+            template_kwargs,
+            tokenizer_kwargs,
+            completion_boundary=completion_boundary.value,
+            adapter=engine.adapter_name,
+        )
+    written = {
+        "per_token": per_token,
+        "is_greedy": is_greedy,
+        "return_tokens": return_tokens,
+        "copy_input": copy_input,
+        "temperature": temperature,
+        **({"top_k": top_k} if top_k else {}),
+    }
+    job: Job[ToScore] = Job(
+        source=_file(input),
+        target=_file(output),
+        engine=engine,
+        settings={"command": "score", **_recorded(engine), **written, **recorded_policy(options)},
+        read=read_to_score,
+        worker=lambda opened: Scorer(
+            engine=opened,
+            options=options,
+            temperature=temperature,
+            per_token=per_token,
+            is_greedy=is_greedy,
+            top_k=top_k,
+            return_tokens=return_tokens,
+            copy_input=copy_input,
+        ),
+        batch_size=batch_size,
+        timed=timing,
+    )
+    run(job, as_json)
+
+
+@app.command(cls=flags.GroupedCommand)
+@flags.sampling_flags("num_samples")
+def chat(
+    backend: flags.BackendName,
+    sampling: dict[str, Any],
+    model: flags.Model = None,
+    base_url: flags.BaseURL = None,
+    option: flags.EngineOptions = None,
+    retry: flags.Retry = None,
+    timeout: flags.Timeout = None,
+    adapter: adapters.Adapter = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="System prompt: the first message of the conversation.", rich_help_panel=flags.PROMPTS),
+    ] = None,
+    chat_template: flags.ChatTemplate = None,
+    template_kwargs: flags.TemplateKwargs = None,
+    truncation: flags.Truncation = flags.Truncate.error,
+) -> None:
+    """Chat with a model on the terminal. Each line is a question; the conversation is kept.
+
+    Answers are shown as they come, if the engine streams. Ctrl-C ends the answer: what was said so far stays in the
+    conversation, and a question without an answer is dropped. At the prompt, Ctrl-C ends the chat, and so do Ctrl-D and
+    /exit. /reset forgets the conversation, but not the system prompt.
+
+    If the standard input is a pipe, each of its lines is a question as well, and only the answers are printed to the
+    standard output. Ctrl-C then ends the chat.
+
+    Exit code 1: some lines of a pipe were not answered. 2: the command was refused. 3: the engine failed. 130:
+    interrupted.
+    """
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
+    with interrupt_ends_process():
+        from corelm import LLMPolicy
+        from corelm_cli.chat import Conversation
+        from corelm_cli.chat import run as converse
+
+    with typed_exits(), standard_output() as stdout:
+        try:
+            params = SamplingParams.make(sampling)
+            options = flags.policy_options(
+                chat_template, template_kwargs, truncation=truncation.value, adapter=engine.adapter_name
+            )
+            with engine.open() as opened:
+                policy = LLMPolicy(opened, options, sampling_params=params, return_log_probs=False, return_masks=False)
+                complete = converse(Conversation(policy=policy, system=system, seed=params.seed), stdout)
+        except KeyboardInterrupt:
+            print(file=Messages())
+            tell("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+    raise typer.Exit(0 if complete else SOME_FAILED)
+
+
+# What the commands share ----------------------------------------------------------------------------------------------
+
+
+def _recorded(engine: EngineChoice) -> dict[str, Any]:
+    """Return the settings that say which engine made the answers."""
+    from corelm_cli.settings import recorded_options
+
+    settings = {"backend": engine.backend, "model": engine.model, "options": recorded_options(engine.options)}
+    return settings if engine.adapter is None else {**settings, "adapter": str(engine.adapter)}
+
+
+def _file(path: Path) -> Path | None:
+    """Return None for a dash, which is the standard input or output."""
+    return None if str(path) == "-" else path

@@ -1,0 +1,170 @@
+"""Work on a batch of lines. If the call fails, find the lines that make it fail, and serve the others."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+from corelm import Backend, PolicyOptions
+from corelm.errors import CoreLMError, InvalidRequestError, TemplateError
+from corelm.policy.conversations import ChatRenderer
+from corelm.spec import Chat, Provenance
+from corelm_cli.lines import L, LineError
+
+#: Output rows, and an error for each line that failed.
+Outcome = tuple[list[dict[str, Any]], list[LineError]]
+
+
+@dataclass(kw_only=True)
+class Worker(ABC, Generic[L]):
+    """Asks an engine about lines, and makes output rows of what it returns.
+
+    Attributes:
+        engine: the engine.
+        options: how conversations and texts become token ids, and the adapter to ask for.
+        copy_input: whether to copy what a line asks to its row.
+        attempted: the lines of the last call that was not a check of the engine.
+    """
+
+    engine: Backend
+    options: PolicyOptions = field(default_factory=PolicyOptions)
+    copy_input: bool = False
+    attempted: list[L] = field(default_factory=list)
+
+    @abstractmethod
+    def ask(self, lines: list[L]) -> Outcome:
+        """Make one call to the engine and return its outcome."""
+
+    @abstractmethod
+    def ask_harmless(self, *, chat: bool) -> bool:
+        """Ask about a short text, and with `chat` also about a short conversation.
+
+        Return whether any of it reached the engine: a line that cannot be rendered or does not fit shows nothing.
+        """
+
+    def serve(self, lines: list[L]) -> Iterator[Outcome]:
+        """Yield the outcome of the lines, in one piece, or in several if a call fails.
+
+        If a call fails but the engine can still serve a harmless line, each half of the lines is tried again, down to
+        the lines that fail alone.
+
+        Raises:
+            Exception: a call failed, and the engine cannot serve a harmless line either. `attempted` holds the lines of
+                that call.
+        """
+        self.attempted = lines
+        try:
+            rows, errors = self.ask(lines)
+            outcome = sorted(rows, key=lambda row: row["line"]), sorted(errors, key=lambda error: error.line)
+        except Exception as error:
+            self._check_engine(lines, error)
+            if len(lines) > 1:
+                middle = len(lines) // 2
+                yield from self.serve(lines[:middle])
+                yield from self.serve(lines[middle:])
+                return
+            outcome = [], [LineError(lines[0].line, lines[0].id, _reason(error))]
+        yield outcome
+
+    def row(self, line: L, **more: Any) -> dict[str, Any]:
+        """Return the output row of a line. `more` follows what every row has."""
+        row: dict[str, Any] = {"id": line.id, "line": line.line, "prompt_hash": line.digest}
+        if line.metadata is not None:
+            row["metadata"] = line.metadata
+        if line.sample is not None:
+            row["sample"] = line.sample
+        if self.copy_input:
+            row |= line.asked
+        return row | more
+
+    def _check_engine(self, lines: list[L], error: Exception) -> None:
+        """Raise `error` unless the engine can be asked about harmless lines, so that these lines caused the error."""
+        try:
+            # Rows that fail in a call that returns do not matter here: the engine did serve it.
+            reached = self.ask_harmless(chat=any("messages" in line.asked for line in lines))
+        except Exception:
+            reached = False
+        if not reached:
+            raise error from error.__cause__
+
+
+def provenance_of_row(provenance: Provenance | tuple[Provenance, ...], row: int) -> dict[str, Any]:
+    """Return the provenance of one row of a result, in JSON types."""
+    found: dict[str, Any] = json.loads(
+        json.dumps((provenance[row] if isinstance(provenance, tuple) else provenance).to_dict())
+    )
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """Return why a call for one line failed."""
+    if not isinstance(error, CoreLMError):
+        return f"{type(error).__name__}: {error}"
+    # The messages for the rows of this call, without their numbers: all of them are about the line.
+    problems = getattr(error, "problems", None)
+    return "; ".join(dict.fromkeys(problems.values())) if problems else str(error)
+
+
+# Conversations to ids -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedRows:
+    """Conversations as token ids, by the caller's keys.
+
+    Attributes:
+        ids: the ids of each conversation that was rendered.
+        assistant: for each of them, which ids are the assistant's; empty for prompts.
+        problems: why each other conversation was not rendered.
+    """
+
+    ids: dict[int, list[int]]
+    assistant: dict[int, list[bool]]
+    problems: dict[int, str]
+
+
+def render_chats(
+    backend: Backend,
+    chats: Mapping[int, Chat],
+    tools: Mapping[int, list[Any] | None],
+    options: PolicyOptions,
+    *,
+    prompt: bool,
+    ended: str = "",
+) -> RenderedRows:
+    """Render and tokenize conversations, each with its own tools.
+
+    Args:
+        prompt: True for prompts to answer, False for conversations to score.
+        ended: for prompts, what to say about one that ends with an assistant turn, unless `options` continue it.
+    """
+    apply = ChatRenderer(
+        backend=backend,
+        prompt=prompt,
+        continue_final_message=options.continue_final_message,
+        prefer_tokens=options.prefer_tokens,
+        template_kwargs=options.template_kwargs,
+        options={"chat_template": options.chat_template, "want_assistant": not prompt},
+    )
+    begun, problems = apply.begin(list(chats.values()))
+    if not options.continue_final_message:
+        problems = dict.fromkeys(problems, ended)
+    turns = dict(zip(chats, begun, strict=True))
+    found = RenderedRows({}, {}, {key: problems[row] for row, key in enumerate(chats) if row in problems})
+    while keys := [key for key in chats if key not in found.problems]:
+        try:
+            rendered = apply([chats[key] for key in keys], [tools[key] for key in keys], [turns[key] for key in keys])
+        except (TemplateError, InvalidRequestError) as error:
+            if not error.problems:
+                raise
+            # The renderer raises one error for each set of tools, so conversations may be refused one set at a time.
+            found.problems.update((keys[row], what) for row, what in error.problems.items())
+        else:
+            found.ids.update(zip(keys, rendered.ids.tolist(), strict=True))
+            if rendered.assistant is not None:
+                found.assistant.update(zip(keys, rendered.assistant.tolist(), strict=True))
+            break
+    return found

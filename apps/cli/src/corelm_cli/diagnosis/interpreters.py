@@ -1,0 +1,53 @@
+"""`local_findings`: all about this interpreter. `findings_of`: the same about another one, asked in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from corelm.backend.registry import scan
+from corelm.errors import CoreLMError
+from corelm_cli.diagnosis.devices import devices
+from corelm_cli.diagnosis.engines import engines
+from corelm_cli.diagnosis.findings import Finding
+from corelm_cli.diagnosis.installation import installation
+from corelm_cli.diagnosis.probes import ProbeError, probe
+
+_REMOTE = "from corelm_cli.diagnosis.interpreters import as_json; found = as_json()"
+#: Seconds in which another interpreter has imported its engines, one after another.
+_PATIENCE = 900.0
+
+
+def local_findings() -> Iterator[Finding]:
+    """Yield what is found about this interpreter."""
+    found = scan()
+    yield from installation(found)
+    yield from devices()
+    yield from engines(found)
+
+
+def as_json() -> str:
+    """Return `local_findings` as JSON. `findings_of` calls it in the other interpreter."""
+    return json.dumps([asdict(finding) for finding in local_findings()])
+
+
+def findings_of(python: str | os.PathLike[str]) -> Iterator[Finding]:
+    """Yield whether that interpreter can hold an engine for this one (`python=`), and what is found about it."""
+    # Imports torch, which this command otherwise leaves to other processes.
+    from corelm_fleet.hosting.process import HostProcess
+
+    try:
+        host = HostProcess(python)
+    except CoreLMError as error:
+        yield Finding("interpreter", "problem", str(error))
+        return
+    host.close()
+    try:
+        found = json.loads(probe(_REMOTE, python=host.python, timeout=_PATIENCE))
+    except ProbeError as error:
+        yield Finding("interpreter", "problem", f"{host.python}: {error}", "install the core of this interpreter there")
+        return
+    yield Finding("interpreter", "ok", f"{host.python} can hold an engine for this interpreter")
+    yield from map(Finding.from_json, found)

@@ -1,0 +1,104 @@
+"""``corelm doctor``: what is wrong here, and what to type.
+
+This module must not import torch, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from itertools import chain
+from typing import Annotated, Any
+
+import typer
+
+from corelm.backend.registry import scan
+from corelm.errors import printable
+from corelm_cli import flags, interrupt_ends_process
+from corelm_cli.diagnosis.findings import Finding
+from corelm_cli.exits import SOME_FAILED, typed_exits
+
+_MARKS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
+_INDENT = " " * 8
+
+
+def doctor(
+    python: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ENV", help="Another interpreter, or the folder of an environment, to look at. Can be repeated."
+        ),
+    ] = None,
+    base_url: Annotated[
+        list[str] | None,
+        typer.Option(help="A server to look at; a few short prompts are sent to it. Can be repeated."),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="The backend for the servers; by default the one that fits each.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The name of the servers' model, if they have several.")] = None,
+    option: flags.EngineOptions = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array of findings.")] = False,
+) -> None:
+    """Say what is wrong here and what to type: interpreters, engines, versions, CUDA, servers, names.
+
+    Each engine is imported in a process of its own, which takes seconds to a minute. Nothing is changed.
+
+    Exit code 0: nothing is wrong, or there are warnings only. 1: there is a problem. 2: the command was refused. 130:
+    interrupted.
+    """
+    with typed_exits():
+        options = flags.engine_options(option, None)
+        # Everything is read, and engines are imported in other processes: Ctrl-C may end this one at once.
+        with interrupt_ends_process():
+            from corelm_cli.diagnosis.interpreters import findings_of, local_findings
+            from corelm_cli.diagnosis.servers import ServerChoice, server_findings
+
+            found = scan()
+            servers = [ServerChoice(url=url, backend=backend, model=model, options=options) for url in base_url or ()]
+            sections = chain(
+                [("this interpreter", local_findings())],
+                ((f"the interpreter {path}", findings_of(path)) for path in python or ()),
+                ((f"the server {each.url}", server_findings(each, found)) for each in servers),
+            )
+            levels = _printed_json(sections) if as_json else _printed(sections)
+    if levels["problem"]:
+        raise typer.Exit(SOME_FAILED)
+
+
+def _printed(sections: Iterable[tuple[str, Iterator[Finding]]]) -> Counter[str]:
+    """Print the findings as they come, and return how many there are of each level."""
+    levels: Counter[str] = Counter()
+    for title, findings in sections:
+        typer.echo(f"{printable(title)}:")
+        for finding in findings:
+            levels[finding.level] += 1
+            typer.echo(_line(_MARKS[finding.level], f"{finding.about}: {finding.text}"))
+            if finding.remedy:
+                typer.echo(_line(_INDENT, f"→ {finding.remedy}"))
+        typer.echo()
+    count = [f"{levels[level]} {level}{'' if levels[level] == 1 else 's'}" for level in ("problem", "warning")]
+    typer.echo(f"{', '.join(count)}; {levels['ok']} things are as they should be.")
+    return levels
+
+
+def _line(mark: str, text: str) -> str:
+    return textwrap.fill(
+        printable(text),
+        width=110,
+        initial_indent=mark,
+        subsequent_indent=_INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _printed_json(sections: Iterable[tuple[str, Iterator[Finding]]]) -> Counter[str]:
+    found: list[dict[str, Any]] = [
+        {"where": title, **asdict(finding)} for title, findings in sections for finding in findings
+    ]
+    typer.echo(json.dumps(found, indent=2))
+    return Counter(each["level"] for each in found)

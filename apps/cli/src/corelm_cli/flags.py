@@ -1,0 +1,402 @@
+"""The flags that commands share. Those of sampling parameters follow from the fields of `SamplingParams`.
+
+This module must not import torch, so that ``--help`` and the completion of a shell answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from corelm.backend.registry import scan
+from corelm.spec import ALIASES, SamplingParams
+from corelm_cli import strict_json
+
+if TYPE_CHECKING:
+    from corelm import PolicyOptions
+
+#: Arguments of `corelm.get_backend` itself that ``--option`` refuses, and what to do instead.
+NOT_OPTIONS = {
+    "name": "use --backend",
+    "model": "use --model",
+    "wrappers": "they are Python objects; call corelm.get_backend from Python",
+    "fleet_limits": "it is a Python object; call corelm.get_backend from Python",
+    "retry": "use --retry",
+    "timeout": "use --timeout",
+}
+ENGINE, FILES, PROMPTS, SAMPLING = "Engine", "Files", "Prompts", "Sampling"
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its options under headings: the `rich_help_panel` of each, without panels.
+
+    Help and errors are plain text, which a log or a pipe can hold.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx):
+            if record := option.get_help_record(ctx):
+                groups.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def installed_backends() -> list[str]:
+    return [info.name for info in scan().backends]
+
+
+BackendName = Annotated[
+    str,
+    typer.Option(
+        help="Name of the backend, as listed by `corelm backends`.",
+        autocompletion=installed_backends,
+        rich_help_panel=ENGINE,
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(help="Path of the model, or a name that the engine knows.", rich_help_panel=ENGINE),
+]
+BaseURL = Annotated[
+    str | None, typer.Option(help="URL of a running server to use instead of a model.", rich_help_panel=ENGINE)
+]
+EngineOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Option for the engine; VALUE is JSON or text. Can be repeated. Options are saved with the settings, "
+        "without secrets: an option called a key, token, password or the like is left out, and texts inside JSON are "
+        "saved as a fingerprint.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Retry = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="<int>", help="Attempts per engine call, including the first.", rich_help_panel=ENGINE),
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0, metavar="<seconds>", help="Time limit of each engine call, in seconds.", rich_help_panel=ENGINE
+    ),
+]
+Input = Annotated[
+    Path,
+    typer.Option(
+        help="JSONL file to read, in the format described above; - is the standard input.", rich_help_panel=FILES
+    ),
+]
+Output = Annotated[
+    Path,
+    typer.Option(
+        help="JSONL file to append to. What it already has is not done again. - is the standard output.",
+        rich_help_panel=FILES,
+    ),
+]
+CopyInput = Annotated[
+    bool,
+    typer.Option(
+        "--copy-input", help="Copy what each line asks, such as `prompt`, to the output.", rich_help_panel=FILES
+    ),
+]
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print a summary as one line of JSON to the standard output, or, if the answers go there, as the last "
+        "line of the standard error.",
+        rich_help_panel=FILES,
+    ),
+]
+BatchSize = Annotated[
+    int,
+    typer.Option(
+        min=1, metavar="<int>", help="Number of lines to send to the engine at a time.", rich_help_panel=ENGINE
+    ),
+]
+ReturnTokens = Annotated[
+    bool, typer.Option("--return-tokens", help="Write the token ids as well.", rich_help_panel=FILES)
+]
+
+
+class Truncate(StrEnum):
+    """What happens to a prompt that does not fit the context."""
+
+    error = "error"
+    left = "left"
+
+
+class Boundary(StrEnum):
+    """How prompt and completion become tokens."""
+
+    joint = "joint"
+    separate = "separate"
+
+
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        help="Renders conversations: a jinja file, jinja text, the name of one of the tokenizer's templates, or "
+        "chatml. Default: the tokenizer's own.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+TemplateKwargs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Variable for the chat template, such as enable_thinking=false; VALUE is JSON or text. Can be repeated.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+TokenizerKwargs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="How texts that are not conversations become tokens. add_special_tokens=false adds no BOS; "
+        "parse_special=false reads the text of a special token as ordinary characters. Can be repeated.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+Truncation = Annotated[
+    Truncate,
+    typer.Option(
+        help="What happens to a prompt that does not fit the context: an error, or its first tokens are dropped "
+        "(left).",
+        rich_help_panel=PROMPTS,
+    ),
+]
+
+ContinueFinalMessage = Annotated[
+    bool,
+    typer.Option(
+        "--continue-final-message",
+        help="Continue a conversation that ends with an assistant turn; `response` is what follows it. Otherwise such "
+        "a line fails.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+ResponseParser = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="Write the answer to a conversation as `message` as well, with its tool calls and reasoning. FORMAT is "
+        "hermes, qwen or another one, or auto for the tokenizer's own. For an answer that does not follow it, "
+        "`message` is null and `message_error` says why.",
+        rich_help_panel=FILES,
+    ),
+]
+CompletionBoundary = Annotated[
+    Boundary,
+    typer.Option(
+        help="Tokenize `prompt` and completion as one text, as lm-eval does (joint), or each by itself, as TRL does "
+        "(separate).",
+        rich_help_panel=PROMPTS,
+    ),
+]
+IsGreedy = Annotated[
+    bool,
+    typer.Option(
+        "--is-greedy",
+        help="Write `is_greedy`: whether every token that is counted is the most probable one.",
+        rich_help_panel=FILES,
+    ),
+]
+
+
+def policy_options(
+    chat_template: str | None, template_kwargs: list[str] | None, tokenizer_kwargs: list[str] | None = None, **more: Any
+) -> PolicyOptions:
+    """Return the options of `LLMPolicy` that have flags.
+
+    Raises:
+        OSError: the file of the template cannot be read.
+        InvalidRequestError: an illegal value.
+    """
+    from corelm import PolicyOptions
+
+    return PolicyOptions(
+        chat_template=template(chat_template),
+        template_kwargs=key_values(template_kwargs or [], "--template-kwargs"),
+        tokenizer_kwargs=key_values(tokenizer_kwargs or [], "--tokenizer-kwargs"),
+        **more,
+    )
+
+
+def template(given: str | None) -> str | None:
+    """Return the value of ``--chat-template``: the text of a file, or what was given if it is jinja text or a name.
+
+    Jinja text has a brace. The path of a file has a dot or a slash, and the name of a template has none.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if given is None or "{" in given or not ("." in given or "/" in given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{given} is not UTF-8 text: {error}", param_hint="--chat-template") from error
+
+
+def engine_options(given: list[str] | None, base_url: str | None) -> dict[str, Any]:
+    """Return the options of the engine, from ``--option`` and ``--base-url``."""
+    options = key_values(given or [], "--option")
+    for key in options:
+        if key in NOT_OPTIONS:
+            raise typer.BadParameter(f"{key} is not an engine option; {NOT_OPTIONS[key]}", param_hint="--option")
+    if base_url is not None:
+        if "base_url" in options:
+            raise typer.BadParameter("base_url is given more than once", param_hint="--base-url")
+        options["base_url"] = base_url
+    return options
+
+
+def key_values(pairs: list[str], flag: str) -> dict[str, Any]:
+    """Return ``{"dtype": "bfloat16", "seed": 1}`` for ``["dtype=bfloat16", "seed=1"]``; values may be JSON."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key.isidentifier():
+            raise typer.BadParameter(f"expected KEY=VALUE, got {pair!r}", param_hint=flag)
+        if key in found:
+            raise typer.BadParameter(f"{key} is given more than once", param_hint=flag)
+        try:
+            found[key] = strict_json.loads(value)
+        except (ValueError, RecursionError) as error:
+            if value.startswith(("{", "[")):
+                raise typer.BadParameter(f"{key} is not valid JSON: {error}", param_hint=flag) from error
+            found[key] = value
+    return found
+
+
+# Sampling parameters --------------------------------------------------------------------------------------------------
+
+
+def sampling_flags(*without: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command: its parameter `sampling` becomes a flag for each field and alias of `SamplingParams`.
+
+    The command gets a dict of those that were given, under the names that were given, for `SamplingParams.make`.
+
+    Args:
+        without: fields that the command has no flags for.
+        defaults: what the help says of fields for which the command has another default.
+    """
+    fields = {field.name: field for field in dataclasses.fields(SamplingParams) if field.name not in without}
+    flags = {name: _flag(name, field, defaults) for name, field in fields.items()}
+    flags |= {
+        alias: _flag(alias, fields[name], defaults, hidden=True) for alias, name in ALIASES.items() if name in fields
+    }
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            sampling = {name: given.pop(name) for name in flags}
+            sampling = {name: value for name, value in sampling.items() if value not in (None, [], ())}
+            command(**given, sampling={name: _value(name, value) for name, value in sampling.items()})
+
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [each for each in signature.parameters.values() if each.name != "sampling"]
+        run.__signature__ = signature.replace(parameters=[*parameters, *flags.values()])  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in (*parameters, *flags.values())}
+        return run
+
+    return decorate
+
+
+def _flag(
+    name: str, field: dataclasses.Field[Any], defaults: Mapping[str, Any], *, hidden: bool = False
+) -> inspect.Parameter:
+    """Return the parameter that typer makes a flag of: for a field, or for one of its aliases, which is not listed."""
+    option = typer.Option(
+        None,
+        help=_help(field, defaults.get(field.name, getattr(SamplingParams(), field.name))),
+        hidden=hidden,
+        metavar="<int|none>" if _may_be_none(field) else _metavar(field),
+        rich_help_panel=SAMPLING,
+    )
+    kind = str if _may_be_none(field) else _kind(field)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+
+
+def _kind(field: dataclasses.Field[Any]) -> Any:
+    """Return the type of a flag: ``int`` for ``int | None``, ``list[str]`` for ``tuple[str, ...]`` and a mapping."""
+    hint = _HINTS[field.name]
+    if get_origin(hint) is tuple:
+        return list[get_args(hint)[0]]  # type: ignore[misc]
+    if get_origin(hint) is not None and issubclass(get_origin(hint), Mapping):
+        return list[str]
+    return next((each for each in get_args(hint) if each is not NoneType), hint)
+
+
+def _metavar(field: dataclasses.Field[Any]) -> str | None:
+    """Return what the help shows for the value; None leaves it to typer."""
+    if field.name == "engine_kwargs":
+        return "KEY=VALUE"
+    kind = _kind(field)
+    return f"<{get_args(kind)[0].__name__}>" if get_origin(kind) is list else None
+
+
+def _may_be_none(field: dataclasses.Field[Any]) -> bool:
+    """Return whether None is a value that differs from not giving the parameter."""
+    return NoneType in get_args(_HINTS[field.name]) and field.default is not None
+
+
+def _help(field: dataclasses.Field[Any], default: Any) -> str:
+    """Return the field's line in the docstring of `SamplingParams`, with its default and its aliases."""
+    # The default follows in the form that all flags share.
+    text = _IN_FLAGS.get(field.name) or re.sub(r" Default [\d.]+\.$", "", _DESCRIPTIONS.get(field.name, ""))
+    parts, kind = [text[:1].upper() + text[1:]], _kind(field)
+    if kind in (int, float) and default is not None:
+        parts.append(f"Default: {default:g}.")
+    if kind is bool and field.default is not None:
+        parts.append(f"Default: {'yes' if default else 'no'}.")
+    if get_origin(kind) is list:
+        parts.append("Can be repeated.")
+    if aliases := [f"--{alias.replace('_', '-')}" for alias, name in ALIASES.items() if name == field.name]:
+        parts.append(f"Also {', '.join(aliases)}.")
+    return " ".join(filter(None, parts))
+
+
+def _value(name: str, given: Any) -> Any:
+    """Return what a flag means to `SamplingParams`."""
+    field = ALIASES.get(name, name)
+    if field == "engine_kwargs":
+        return key_values(given, "--engine-kwargs")
+    if not _may_be_none(SamplingParams.__dataclass_fields__[field]):
+        return given
+    if given.lower() == "none":
+        return None
+    try:
+        return int(given)
+    except ValueError:
+        flag = f"--{name.replace('_', '-')}"
+        raise typer.BadParameter(f"expected an integer or none, got {given!r}", param_hint=flag) from None
+
+
+#: What the docstring says with Python's values, or of a TensorDict.
+_IN_FLAGS = {
+    "max_new_tokens": "Answer length limit in tokens; none fills the model's context.",
+    "top_k": "Keep this many of the likeliest tokens; 0 or -1 keeps all, as without this flag. Applied first.",
+    "num_samples": "Answers per prompt, each on a line that says which `sample` it is.",
+    "seed": "Fixes the answers: each gets a seed derived from this one.",
+    "do_sample": "--no-do-sample is temperature 0. It follows from the temperature if it is not given.",
+}
+_HINTS = get_type_hints(SamplingParams)
+#: The lines of the docstring under "Attributes:", by name.
+_DESCRIPTIONS = {
+    name: " ".join(text.split())
+    for name, text in re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(SamplingParams) or "", re.MULTILINE)
+}

@@ -1,0 +1,172 @@
+"""`Job`: read lines, let a worker serve them in batches, write what it returns. Every command for files is one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from corelm import Backend
+from corelm.errors import BackendTimeoutError, EngineError, printable
+from corelm_cli.batch import Worker
+from corelm_cli.engine import EngineChoice
+from corelm_cli.lines import Id, L, LineError, ReadLine, count_lines, read_lines
+from corelm_cli.output import Answers, AnswersFile, AnswersStream, Errors, ErrorsFile, check_paths, errors_path
+from corelm_cli.streams import Stream, is_terminal, opened_input
+from corelm_cli.summary import Summary
+from corelm_cli.wording import as_flags
+from corelm_interop.timing import Timing
+
+#: How many characters of the error of a line are shown. The errors file has all of them.
+SHOWN = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Generic[L]):
+    """Serve the lines of `source`, and append the answers to `target`.
+
+    Attributes:
+        source: the input file; None for the standard input.
+        target: the output file; None for the standard output.
+        engine: the engine to open.
+        settings: the settings that all answers in `target` have.
+        read: reads a line.
+        worker: makes the worker for the open engine.
+        samples: number of answers to a line.
+        batch_size: number of lines to serve at a time.
+        timed: whether to measure the calls of the engine.
+    """
+
+    source: Path | None
+    target: Path | None
+    engine: EngineChoice
+    settings: Mapping[str, Any]
+    read: ReadLine[L]
+    worker: Callable[[Backend], Worker[L]]
+    samples: int = 1
+    batch_size: int = 16
+    timed: bool = False
+
+    def run(self, console: Console, summary: Summary, stdout: Stream | None) -> None:
+        """Run the job and count what it does in `summary`. If it raises, the answers so far were written.
+
+        Args:
+            stdout: where the answers go if there is no `target`.
+        """
+        with ExitStack() as stack:
+            # Open the files first, so that errors in them are reported before a model loads.
+            source, known = stack.enter_context(opened_input(self.source))
+            answers: Answers
+            if self.target is not None:
+                check_paths(known, self.target)
+                answers = stack.enter_context(AnswersFile.open(self.target, self.settings))
+                errors: Errors = stack.enter_context(ErrorsFile.open(errors_path(self.target)))
+            else:
+                assert stdout is not None
+                answers, errors = AnswersStream(stdout), Errors()
+            summary.present = len(answers)
+            summary.timing = Timing() if self.timed else None
+            engine = stack.enter_context(self.engine.open([summary.timing] if summary.timing else []))
+            summary.status = "running"
+            run = _Run(self.worker(engine), answers, errors, self.samples, console, summary)
+            progress = stack.enter_context(_progress(console, covers_answers=self.target is None))
+            task = progress.add_task(
+                "scoring" if summary.command == "score" else "answering", total=count_lines(source)
+            )
+            for lines in run.batches(read_lines(source, self.read), self.batch_size):
+                run.serve(lines)
+                progress.advance(task, len(lines))
+            errors.finished()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run(Generic[L]):
+    """A job whose files and engine are open."""
+
+    worker: Worker[L]
+    answers: Answers
+    errors: Errors
+    samples: int
+    console: Console
+    summary: Summary
+
+    def batches(self, lines: Iterator[L | LineError], size: int) -> Iterator[list[L | LineError]]:
+        """Yield the lines in batches of `size`; then, one at a time, those that the engine failed at in earlier runs.
+
+        One of these lines may be the reason why the engine failed, and must not hold up the others.
+        """
+        last: dict[Id | None, int] = {name: number for number, name in enumerate(self.errors.suspects)}
+        suspects: list[L | LineError] = []
+        while batch := list(islice(lines, size)):
+            suspects += [line for line in batch if line.id in last]
+            if others := [line for line in batch if line.id not in last]:
+                yield others
+        for line in sorted(suspects, key=lambda line: last[line.id]):
+            yield [line]
+
+    def serve(self, lines: list[L | LineError]) -> None:
+        """Write the answers to the lines, and report the lines that failed."""
+        waiting, failed = self.answers.unanswered(lines, self.samples)
+        asked = {line.line: line for line in waiting}
+        # The others have answers from an earlier run.
+        for line in lines:
+            if line.line not in {*asked, *(error.line for error in failed)}:
+                self.errors.tried(line)
+        start = time.perf_counter()
+        try:
+            for rows, more in self.worker.serve(waiting) if waiting else [([], [])]:
+                self.summary.add(self.answers.write(rows))
+                self._report(failed + more)
+                failed = []
+                # Not before: after Ctrl-C, lines without an outcome keep what an earlier run noted about them.
+                for number in {row["line"] for row in rows}:
+                    self.errors.tried(asked[number])
+        except (EngineError, BackendTimeoutError) as error:
+            self._report(failed)
+            self._note_suspects(error)
+            raise
+        finally:
+            if waiting:
+                self.summary.seconds += time.perf_counter() - start
+
+    def _report(self, failed: list[LineError]) -> None:
+        for error in sorted(failed, key=lambda error: error.line):
+            error = replace(error, error=as_flags(error.error))
+            _tell(self.console, f"line {error.line}: {_shortened(error.error)}")
+            self.errors.add(error)
+        self.summary.failed = len(self.errors.failed)
+
+    def _note_suspects(self, error: Exception) -> None:
+        suspects = self.worker.attempted
+        what = f"the engine failed while it was answering this line: {error}"
+        for line in suspects:
+            self.errors.add(LineError(line.line, line.id, what, engine_failed=True))
+        self.summary.failed = len(self.errors.failed)
+        numbers = ", ".join(str(line.line) for line in suspects)
+        _tell(
+            self.console,
+            f"The engine failed while it was answering the following lines; the next run tries them last: {numbers}",
+        )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
+
+
+def _tell(console: Console, line: str) -> None:
+    console.print(printable(line), markup=False, emoji=False, soft_wrap=True)
+
+
+def _progress(console: Console, *, covers_answers: bool) -> Progress:
+    """Return a progress bar, which shows nothing in a pipe or a log, nor where it would cover the answers."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    watched = is_terminal(sys.stderr) and not console.is_dumb_terminal
+    return Progress(*columns, console=console, disable=covers_answers or not watched)

@@ -1,0 +1,272 @@
+"""The output of ``corelm generate`` and ``corelm score``: answers, and the lines that failed.
+
+Both go into files that are appended to, or answers go to a stream. A file is emptied or removed only if this command
+wrote every line in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from corelm_cli.line_file import LineFile, OutputError, locked
+from corelm_cli.lines import Id, L, Line, LineError
+from corelm_cli.settings_file import SettingsFile
+from corelm_cli.streams import Stream
+
+#: How every answer and every failed line starts: these texts, with a JSON value after each but the last.
+ANSWER = (b'{"id": ', b', "line": ', b', "prompt_hash": "')
+FAILED = (b'{"line": ', b', "id": ', b', "error": "')
+
+
+class Answers:
+    """The answers that exist, and where further ones are written."""
+
+    def __init__(self) -> None:
+        #: The digest of what was asked, for each id and sample number.
+        self._digests: dict[Id, dict[int, str]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._digests.values()))
+
+    def unanswered(self, lines: Iterable[L | LineError], samples: int) -> tuple[list[L], list[LineError]]:
+        """Return the lines that still need one of `samples` answers, and the line errors.
+
+        A line whose id already has answers to something else becomes a line error.
+        """
+        waiting, errors = [], []
+        for line in lines:
+            if isinstance(line, LineError):
+                errors.append(line)
+                continue
+            made = self._digests.get(line.id, {})
+            if line.sample is not None:
+                made = {number: digest for number, digest in made.items() if number == line.sample}
+            wanted = range(samples) if line.sample is None else [line.sample]
+            if any(digest != line.digest for digest in made.values()):
+                conflict = f"{self} has answers to another prompt under the id {line.id!r}"
+                errors.append(LineError(line.line, line.id, f"{conflict}; use another id or another --output"))
+            elif not made.keys() >= {*wanted}:
+                waiting.append(line)
+        return waiting, errors
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Write the rows that were not written yet, and return them."""
+        new = [row for row in rows if row.get("sample", 0) not in self._digests.get(row["id"], {})]
+        if new:
+            self._append(new)
+        for row in new:
+            self._note(row)
+        return new
+
+    def _note(self, row: Mapping[str, Any]) -> None:
+        self._digests.setdefault(row["id"], {})[row.get("sample", 0)] = row["prompt_hash"]
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        raise NotImplementedError
+
+
+class AnswersStream(Answers):
+    """Answers that go to a stream. Each holds the provenance of its log-probs, and none is read back."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        self._stream.write(b"".join(map(_line, rows)))
+
+
+class AnswersFile(Answers):
+    """The open output file and the answers in it. Create one with `open`."""
+
+    def __init__(self, file: LineFile, settings: SettingsFile) -> None:
+        super().__init__()
+        self._file, self._settings = file, settings
+        self._read()
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFile]:
+        """Lock the file for this run and read it. A new file that gets no answer is removed at the end.
+
+        Raises:
+            OutputError: a line is not an answer, or was made with other `settings`, or another run has the file open,
+                or another program made the file for the settings. All files are unchanged.
+        """
+        with locked(path, keep_empty=path.exists()) as file:
+            yield cls(file, SettingsFile(settings_path(path), settings))
+
+    def __str__(self) -> str:
+        return str(self._file.path)
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        settings = self._settings
+        if not len(self):
+            # Before the first answer, so that no answer is ever without its settings.
+            settings.save(rows[0].get("provenance"))
+        kept = [
+            {name: value for name, value in row.items() if name != "provenance" or value != settings.provenance}
+            for row in rows
+        ]
+        self._file.append(_line({**row, "settings": settings.fingerprint}) for row in kept)
+
+    def _read(self) -> None:
+        for number, line in enumerate(self._file.read(ANSWER), 1):
+            where = f"{self}, line {number},"
+            try:
+                row = json.loads(line)
+                made = row["settings"]
+                self._note(row)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise OutputError(f"{where} is not an answer; use another --output") from error
+            if not self._settings.holds_for(made):
+                self._settings.refuse_answers_of(made, where)
+
+
+class Errors:
+    """The lines that failed.
+
+    Attributes:
+        failed: numbers of the lines that failed in this run.
+        suspects: ids of the lines that the engine was answering when it failed in an earlier run, in the order in which
+            that happened.
+    """
+
+    def __init__(self) -> None:
+        self.failed: set[int] = set()
+        self.suspects: list[Id] = []
+
+    def add(self, error: LineError) -> None:
+        """Note a line that failed."""
+        self.failed.add(error.line)
+
+    def tried(self, line: Line | LineError) -> None:
+        """Drop what an earlier run noted about a line."""
+
+    def finished(self) -> None:
+        """Drop everything that earlier runs noted: this run tried every line."""
+
+
+class ErrorsFile(Errors):
+    """The open errors file, next to the output. Create one with `open`.
+
+    It lists the lines that failed in the last run, and is removed if no line failed. After a run that did not finish,
+    it also lists the lines that failed in earlier runs and were not tried again.
+
+    Attributes:
+        path: where the file is.
+    """
+
+    def __init__(self, file: LineFile) -> None:
+        super().__init__()
+        self.path = file.path
+        self._file = file
+        self._earlier: dict[tuple[int, Id | None], bytes] = {}
+        self._written: list[bytes] = []
+        self._read()
+        self._at_start = len(self._earlier)
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator[ErrorsFile]:
+        """Lock the file for this run and read it.
+
+        Raises:
+            OutputError: the file does not consist of lines that failed, or another run has it open. It is
+                unchanged.
+        """
+        with locked(path, keep_empty=False) as file:
+            errors = cls(file)
+            try:
+                yield errors
+            finally:
+                errors.drop_stale()
+
+    def add(self, error: LineError) -> None:
+        """Append a line that failed."""
+        row = {"line": error.line, "id": error.id, "error": error.error}
+        if error.engine_failed:
+            row["engine_failed"] = True
+        self.tried(error)
+        super().add(error)
+        self._written.append(_line(row))
+        self._file.append(self._written[-1:])
+
+    def tried(self, line: Line | LineError) -> None:
+        """Drop what an earlier run noted about a line."""
+        self._earlier.pop((line.line, line.id), None)
+
+    def finished(self) -> None:
+        """Drop everything that earlier runs noted: this run tried every line."""
+        self._earlier.clear()
+
+    def drop_stale(self) -> None:
+        """Remove from the file what was dropped."""
+        if len(self._earlier) < self._at_start:
+            self._file.clear()
+            self._file.append([*self._earlier.values(), *self._written])
+
+    def _read(self) -> None:
+        for number, line in enumerate(self._file.read(FAILED), 1):
+            try:
+                row = json.loads(line)
+                suspect, key = row.pop("engine_failed", False), (row["line"], row["id"])
+                if set(row) != {"line", "id", "error"}:
+                    raise ValueError("other keys")
+                self._earlier[key] = line.rstrip(b"\n") + b"\n"
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise OutputError(
+                    f"{self.path}, line {number}, is not a line that failed, but failed lines are written to this "
+                    "file; move it, or use another --output"
+                ) from error
+            if suspect and row["id"] is not None:
+                self.suspects.append(row["id"])
+
+
+def errors_path(output: Path) -> Path:
+    """Return ``answers.errors.jsonl`` for ``answers.jsonl``; any other name gets ``.errors.jsonl`` appended."""
+    return output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
+
+
+def count_rows(path: Path) -> int:
+    """Return the number of answers in a file."""
+    try:
+        with path.open("rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
+
+
+def settings_path(output: Path) -> Path:
+    """Return ``answers.settings.json`` for ``answers.jsonl``; any other name gets ``.settings.json`` appended."""
+    return output.with_name(f"{output.name.removesuffix('.jsonl')}.settings.json")
+
+
+def check_paths(source: os.stat_result | None, target: Path) -> None:
+    """Check that all output files are regular files or new, that they are different, and that none is the input.
+
+    Args:
+        source: the open input file; None if it is not a file.
+
+    Raises:
+        OutputError: one of them is not a regular file, or is the input, or two are one file.
+    """
+    others = {errors_path(target): "the output's errors file", settings_path(target): "the output's settings file"}
+    for path, what in {target: "the output", **others}.items():
+        if source is not None and path.exists() and os.path.samestat(path.stat(), source):
+            raise OutputError(f"{path} is both {what} and the input; use another --output")
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{path}, {what}, is not a regular file; use another --output")
+    for path, what in others.items():
+        if target.exists() and path.exists() and target.samefile(path):
+            raise OutputError(f"{path}, {what}, is the output itself; use another --output")
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    # A lone surrogate, as in a path that is not UTF-8, cannot be encoded; backslashreplace writes it as JSON does.
+    return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="backslashreplace")

@@ -1,0 +1,207 @@
+"""What ``corelm score`` asks the engine for: log-probs of given tokens, and which fields of them it writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+from corelm import Ragged
+from corelm.backend.check_requests import sequence_problems
+from corelm.rendering.completions import encode_completions
+from corelm.spec import Chat, Message
+from corelm_cli.batch import Outcome, Worker, provenance_of_row, render_chats
+from corelm_cli.completions import ToScore
+from corelm_cli.id_fields import id_fields
+from corelm_cli.lines import LineError
+
+#: Lines that every working engine can score.
+HARMLESS_TEXT = ToScore(line=0, id=0, digest="", asked={}, text="Hello, hello")
+HARMLESS_CHAT = ToScore(
+    line=0, id=0, digest="", asked={}, chat=(Message("user", "Hello"), Message("assistant", "Hello"))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scorable:
+    """A sequence of token ids, and which of its tokens count."""
+
+    ids: list[int]
+    counted: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """The tokens of a sequence that count, with their log-probs; `is_greedy` is False unless it was asked for.
+
+    `other_ids` holds what was asked for of other ids, see `id_fields`.
+    """
+
+    ids: list[int]
+    log_probs: list[float]
+    provenance: dict[str, Any]
+    is_greedy: bool
+    other_ids: dict[str, list[Any]]
+
+
+#: The sequences of a line, or why there are none.
+Encoded = list[Scorable] | str
+
+_ENDED = (
+    "messages: the conversation ends with an assistant turn, and a completion is scored as the assistant's next turn; "
+    "add the turn that it replies to, or put the beginning of the turn and the completion into one"
+)
+_TOO_SHORT = "text: it has fewer than two tokens, and only a token after another one has a log-prob; give a longer one"
+
+
+@dataclass(kw_only=True)
+class Scorer(Worker[ToScore]):
+    """Scores texts, completions and conversations.
+
+    Attributes:
+        temperature: the logits are divided by it.
+        per_token: whether to add the log-prob of every token that counts.
+        is_greedy: whether to add whether all tokens that count are the most probable ones.
+        return_tokens: whether to add the ids of the tokens that count.
+        top_k: how many of the most probable ids to add for each of them.
+    """
+
+    temperature: float = 1.0
+    per_token: bool = False
+    is_greedy: bool = False
+    return_tokens: bool = False
+    top_k: int = 0
+
+    def ask_harmless(self, *, chat: bool) -> bool:
+        lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
+        ids = [each.ids for found in self._encode(lines) if not isinstance(found, str) for each in found]
+        self.ask(lines)
+        return len(ids) > len(sequence_problems(Ragged.from_list(ids), self.engine.capabilities))
+
+    def ask(self, lines: list[ToScore]) -> Outcome:
+        encoded = self._encode(lines)
+        errors = {at: found for at, found in enumerate(encoded) if isinstance(found, str)}
+        sequences = [(at, each) for at, found in enumerate(encoded) if not isinstance(found, str) for each in found]
+        if not sequences:
+            return [], _line_errors(lines, errors)
+        batch = self.engine.score_logprobs(
+            Ragged.from_list([each.ids for _, each in sequences]),
+            temperature=self.temperature,
+            score_from=[each.counted.index(True) for _, each in sequences],
+            return_argmax=self.is_greedy,
+            top_k=self.top_k,
+            on_error="skip",
+            adapter=self.options.adapter,
+        )
+        provenance, other_ids = self.engine.provenance(batch), id_fields(batch)
+        best = None if batch.argmax is None else batch.argmax.tolist()
+        made: dict[int, list[_Scored]] = {}
+        for row, ((at, each), log_probs) in enumerate(zip(sequences, batch.logprobs.tolist(), strict=True)):
+            if batch.errors and batch.errors[row]:
+                errors.setdefault(at, batch.errors[row])
+            ids = list(compress(each.ids, each.counted))
+            scored = _Scored(
+                ids,
+                list(compress(log_probs, each.counted)),
+                provenance_of_row(provenance, row),
+                best is not None and ids == list(compress(best[row], each.counted)),
+                {name: list(compress(values, each.counted)) for name, values in other_ids[row].items()},
+            )
+            made.setdefault(at, []).append(scored)
+        for at, parts in made.items():
+            if any(part.provenance != parts[0].provenance for part in parts):
+                errors.setdefault(at, "the weights of the engine changed while it scored this line; run it again")
+        rows = [self._row(lines[at], parts) for at, parts in made.items() if at not in errors]
+        return rows, _line_errors(lines, errors)
+
+    def _row(self, line: ToScore, parts: list[_Scored]) -> dict[str, Any]:
+        fields: dict[str, list[Any]] = {
+            "log_prob": [math.fsum(part.log_probs) for part in parts],
+            "tokens": [len(part.ids) for part in parts],
+        }
+        if self.is_greedy:
+            fields["is_greedy"] = [part.is_greedy for part in parts]
+        if self.return_tokens:
+            fields["token_ids"] = [part.ids for part in parts]
+        if self.per_token:
+            fields["log_probs"] = [part.log_probs for part in parts]
+        fields |= {name: [part.other_ids[name] for part in parts] for name in parts[0].other_ids}
+        values = {name: each[0] if line.single else each for name, each in fields.items()}
+        return self.row(line, **values, provenance=parts[0].provenance)
+
+    # Lines to ids -----------------------------------------------------------------------------------------------------
+
+    def _encode(self, lines: list[ToScore]) -> list[Encoded]:
+        """Return the sequences of every line."""
+        found: dict[int, Encoded] = {}
+        how = self.options.tokenizer_kwargs
+        texts = {at: line.text for at, line in enumerate(lines) if line.text is not None}
+        for at, ids in zip(texts, self.engine.tokenize(list(texts.values()), **how).ids.tolist(), strict=True):
+            found[at] = [_after(ids, 1)] if len(ids) > 1 else _TOO_SHORT
+        continued = {at: line.prompt for at, line in enumerate(lines) if line.prompt is not None}
+        pairs = [(prompt, each) for at, prompt in continued.items() for each in lines[at].completions]
+        encoded = encode_completions(
+            self.engine.tokenize,
+            [one for one, _ in pairs],
+            [other for _, other in pairs],
+            self.options.completion_boundary,
+            how,
+        )
+        wholes = zip(encoded.ids.tolist(), encoded.starts.tolist(), strict=True)
+        made = iter([encoded.problems.get(row) or _after(*whole) for row, whole in enumerate(wholes)])
+        for at in continued:
+            found[at] = _all(next(made) for _ in lines[at].completions)
+        found |= self._encode_chats({at: line for at, line in enumerate(lines) if line.chat is not None})
+        return [found[at] for at in range(len(lines))]
+
+    def _encode_chats(self, lines: dict[int, ToScore]) -> dict[int, Encoded]:
+        wholes: list[tuple[int, Chat]] = []
+        for at, line in lines.items():
+            chat = line.chat or ()
+            wholes += [(at, (*chat, Message("assistant", each))) for each in line.completions] or [(at, chat)]
+        prompts = {at: line.chat or () for at, line in lines.items() if line.completions}
+        tools = {at: line.tools for at, line in lines.items()}
+        before = render_chats(self.engine, prompts, tools, self.options, prompt=True, ended=_ENDED)
+        after = render_chats(
+            self.engine,
+            {key: chat for key, (_, chat) in enumerate(wholes)},
+            {key: tools[at] for key, (at, _) in enumerate(wholes)},
+            self.options,
+            prompt=False,
+        )
+        found: dict[int, list[Scorable | str]] = {at: [] for at in lines}
+        for key, (at, _) in enumerate(wholes):
+            problem = before.problems.get(at) or after.problems.get(key)
+            found[at].append(problem or _turns(after.ids[key], after.assistant[key], before.ids.get(at, [])))
+        return {at: _all(each) for at, each in found.items()}
+
+
+def _line_errors(lines: list[ToScore], errors: dict[int, str]) -> list[LineError]:
+    return [LineError(lines[at].line, lines[at].id, what) for at, what in errors.items()]
+
+
+def _turns(ids: list[int], assistant: list[bool], prompt: list[int]) -> Scorable | str:
+    """Return a conversation with the assistant's tokens after `prompt` counted."""
+    if ids[: len(prompt)] != prompt:
+        return "messages: the chat template changes the conversation when the completion is added, so they do not join"
+    # No log-prob exists for the first token.
+    counted = [mine and position >= max(len(prompt), 1) for position, mine in enumerate(assistant)]
+    return Scorable(ids, counted) if any(counted) else "messages: no turn of the assistant to score"
+
+
+def _after(ids: list[int], start: int) -> Scorable:
+    return Scorable(ids, [position >= start for position in range(len(ids))])
+
+
+def _all(found: Iterable[Scorable | str]) -> Encoded:
+    """Return all sequences of a line, or the first problem."""
+    sequences: list[Scorable] = []
+    problem = None
+    for each in found:
+        if isinstance(each, str):
+            problem = problem or each
+        else:
+            sequences.append(each)
+    return problem or sequences

@@ -1,0 +1,210 @@
+"""``corelm serve``: answer the OpenAI protocol over HTTP, with any engine.
+
+This module must not import torch, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import closing
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from corelm_cli import adapters, flags, interrupt_ends_process
+from corelm_cli.engine import EngineChoice
+from corelm_cli.exits import INTERRUPTED, REFUSED, typed_exits
+from corelm_cli.streams import tell
+
+SERVER = "Server"
+#: The variable that holds the key of the server.
+KEY_VARIABLE = "CORELM_API_KEY"
+#: As a shell shows a program that SIGTERM has ended.
+_TERMINATED = 128 + signal.SIGTERM
+
+
+class RecordedLogProbs(StrEnum):
+    """The log-probabilities to return and to record."""
+
+    raw = "raw"
+    processed = "processed"
+
+
+def serve(
+    backend: flags.BackendName,
+    model: flags.Model = None,
+    base_url: flags.BaseURL = None,
+    option: flags.EngineOptions = None,
+    retry: flags.Retry = None,
+    adapter: adapters.Adapter = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="<seconds>", help="Time limit of each request, in seconds.", rich_help_panel=flags.ENGINE
+        ),
+    ] = 600.0,
+    host: Annotated[
+        str,
+        typer.Option(help="Address to listen at. Any but 127.0.0.1 lets other machines in.", rich_help_panel=SERVER),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.", rich_help_panel=SERVER)
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=KEY_VARIABLE,
+            help="Key that clients must send. Other users of this machine can read a command line, so set the "
+            "variable instead. Without a key, one is made and printed.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    no_api_key: Annotated[
+        bool,
+        typer.Option("--no-api-key", help="Answer everyone who reaches the port.", rich_help_panel=SERVER),
+    ] = False,
+    model_name: Annotated[
+        str | None,
+        typer.Option(help="Name of the model in requests. Default: what --model says.", rich_help_panel=SERVER),
+    ] = None,
+    max_body: Annotated[
+        int, typer.Option(min=1, metavar="<bytes>", help="Largest request, in bytes.", rich_help_panel=SERVER)
+    ] = 16 * 2**20,
+    max_requests: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="<int>",
+            help="Number of requests that are answered or wait at a time. A further one gets status 429.",
+            rich_help_panel=SERVER,
+        ),
+    ] = 1024,
+    chat_template: flags.ChatTemplate = None,
+    template_kwargs: flags.TemplateKwargs = None,
+    response_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Makes tool calls and reasoning of what the model writes: hermes, qwen, llama3_json, deepseek_r1, …, "
+            "or auto for the tokenizer's own. Default: answers are texts.",
+            rich_help_panel=flags.PROMPTS,
+        ),
+    ] = None,
+    log_probs: Annotated[
+        RecordedLogProbs,
+        typer.Option(
+            help="Log-probabilities to return and to record: the model's own (raw), or those a token was sampled with "
+            "(processed).",
+            rich_help_panel=SERVER,
+        ),
+    ] = RecordedLogProbs.raw,
+    no_sessions: Annotated[
+        bool, typer.Option("--no-sessions", help="Record nothing of what clients say.", rich_help_panel=SERVER)
+    ] = False,
+    limit_sessions: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="<int>",
+            help="Number of sessions to keep; those used longest ago are dropped.",
+            rich_help_panel=SERVER,
+        ),
+    ] = 1000,
+    limit_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="<int>", help="Number of token ids to keep, in all sessions.", rich_help_panel=SERVER
+        ),
+    ] = 20_000_000,
+    telemetry: Annotated[
+        bool,
+        typer.Option(
+            "--telemetry",
+            help="Report the calls of the engine to OpenTelemetry. Start the command with opentelemetry-instrument, "
+            "which sets up where reports go.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
+) -> None:
+    """Answer the OpenAI protocol over HTTP: chat completions, completions, and token ids.
+
+    Clients use the URL that is printed as their base URL, and the key. What they say and are told is recorded, token
+    for token, under /sessions.
+
+    Ctrl-C and SIGTERM end the requests under way and close the engine.
+
+    Exit code 2: the command was refused, or the address cannot be used. 3: the engine failed. 130: Ctrl-C. 143:
+    SIGTERM.
+    """
+    # The processes of the engine must not inherit the key.
+    os.environ.pop(KEY_VARIABLE, None)
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        tell(f"error: corelm serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise typer.Exit(REFUSED)
+    if telemetry and find_spec("opentelemetry") is None:
+        tell("error: --telemetry needs OpenTelemetry: pip install opentelemetry-api")
+        raise typer.Exit(REFUSED)
+    if api_key is not None and no_api_key:
+        raise typer.BadParameter(
+            f"a key is given, here or in {KEY_VARIABLE}; leave one of them out", param_hint="--no-api-key"
+        )
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, adapter=adapter)
+    with interrupt_ends_process():
+        from corelm_serve.app import ServingApp
+        from corelm_serve.options import ServerOptions
+        from corelm_serve.server import listening, new_key, run_server, url_of
+        from corelm_serve.sessions import SessionStore
+
+    wrappers = _reporting() if telemetry else []
+    key = None if no_api_key else new_key() if api_key is None else api_key
+    ended_by: int | None = signal.SIGINT
+    with typed_exits():
+        options = ServerOptions(
+            api_key=key,
+            model_name=model_name,
+            chat_template=flags.template(chat_template),
+            template_kwargs=flags.key_values(template_kwargs or [], "--template-kwargs"),
+            response_parser=response_parser,
+            log_probs=log_probs.value,
+            adapter=engine.adapter_name,
+            sessions=not no_sessions,
+            max_body=max_body,
+            max_requests=max_requests,
+            timeout=timeout or None,
+        )
+        try:
+            # First, so that a port in use is reported before a model loads.
+            with closing(listening(host, port)) as listener, engine.open(wrappers) as opened:
+                store = SessionStore(limit_sessions=limit_sessions, limit_tokens=limit_tokens)
+                app = ServingApp(opened, options, store)
+
+                def announce() -> None:
+                    tell(f"serving {app.service.name} at {url_of(listener)}/v1")
+                    if key is not None and api_key is None:
+                        tell(f"key: {key}")
+                    sys.stderr.flush()
+
+                ended_by = run_server(app, listener, announce)
+        except KeyboardInterrupt:
+            pass
+    if ended_by == signal.SIGINT:
+        tell("interrupted")
+        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(_TERMINATED if ended_by == signal.SIGTERM else 0)
+
+
+def _reporting() -> list[object]:
+    """Return the wrapper that reports to OpenTelemetry, and say so if its reports go nowhere."""
+    from opentelemetry import trace
+
+    from corelm_interop.telemetry import Telemetry
+
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        tell(
+            "--telemetry: no SDK of OpenTelemetry is set up, so nothing is reported; install opentelemetry-distro and "
+            "an exporter, and start this command with opentelemetry-instrument"
+        )
+    return [Telemetry()]

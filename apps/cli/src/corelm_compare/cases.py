@@ -1,0 +1,186 @@
+"""`Case`: numbers of one side that differ from what they should be, and `judge`, which tries an explanation of them.
+
+An explanation is a `Prediction`: the numbers that the side would have given if one thing were as it says. It explains
+the case if what remains is noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corelm_compare.oracles import Oracle, Rows, Tables
+from corelm_compare.records import Cause, Confidence, Experiment
+from corelm_compare.sides import OpenSide
+
+#: Mean |Δ| in nats up to which float32 differs from float32. Real engines were at most 1e-5 from a plain forward.
+FLOAT32_NOISE = 2e-4
+#: A prediction explains a case if it leaves at most this part of the difference, and no more than the noise.
+_LEFT = 0.2
+#: Such a part of a large difference may be left by the other order in which float32 is summed.
+_LEFT_OF_LARGE = 0.01
+#: A log-prob from here on down may stand for -inf.
+_IMPOSSIBLE = -20.0
+#: A prediction must say something about so many tokens and such a part of them.
+_FEWEST, _COVERED = 8, 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Numbers of a side, and what they should be.
+
+    Attributes:
+        side: whose numbers.
+        what: what they are: "scores", or how they were sampled.
+        rows: the ids.
+        numbers: the side's; NaN where it has none.
+        truth: the reference's.
+        tables: the logits of the reference; None if it shows none.
+        scorer: scores other rows as the reference does.
+        reference: its name, for sentences.
+        oracle: the plain forward; None if the reference is another side, so that either may be wrong.
+        noise: mean |Δ| that counts as nothing.
+        special_ids: ids that may stand for BOS.
+        eos_ids: ids that end an answer.
+        sampling: how the numbers were sampled; None for scores.
+        prompt_lengths: how many ids of each row are the prompt.
+    """
+
+    side: OpenSide
+    what: str
+    rows: Rows
+    numbers: Sequence[Tensor]
+    truth: Sequence[Tensor]
+    tables: Tables | None
+    scorer: Callable[[Rows], list[Tensor]]
+    reference: str
+    oracle: Oracle | None
+    noise: float
+    special_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    sampling: Any = None
+    prompt_lengths: tuple[int, ...] = ()
+
+    @property
+    def accused(self) -> str | None:
+        """The side that is wrong, if the reference cannot be."""
+        return self.side.name if self.oracle is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The numbers that a side would give if one thing were changed in the reference.
+
+    Attributes:
+        id: the cause that this would be.
+        changed: the one thing, as a phrase: "one id later".
+        numbers: what follows from it; NaN where nothing does.
+        advice: what to type if it is the cause.
+        note: a fitted constant, for example.
+        figures: its numbers.
+        fitted: how many constants were fitted.
+        directed: whether the reference cannot be this change of the side, because the change loses something.
+    """
+
+    id: str
+    changed: str
+    numbers: Sequence[Tensor]
+    advice: str
+    note: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    fitted: int = 0
+    directed: bool = False
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A prediction and how well it fits."""
+
+    prediction: Prediction
+    experiment: Experiment
+
+    def cause(self, case: Case) -> Cause:
+        """Return the cause that the prediction is."""
+        done, made = self.experiment, self.prediction
+        confidence: Confidence = "certain" if exact(done.before, done.after) and case.oracle is not None else "likely"
+        fitted = f" ({made.note})" if made.note else ""
+        evidence = (
+            f"{case.side.name}'s {case.what} are {done.before:.3g} nats a token from {case.reference}, and "
+            f"{done.after:.2g} from {case.reference} with {made.changed}{fitted}, over {done.tokens} tokens"
+        )
+        accused = case.side.name if made.directed else case.accused
+        if accused is None:
+            evidence += "; without an oracle it may be the other way round"
+        figures = {"before": done.before, "after": done.after, "tokens": done.tokens, **made.figures}
+        return Cause(
+            id=made.id,
+            side=accused,
+            confidence=confidence,
+            evidence=evidence,
+            advice=made.advice,
+            figures=figures,
+        )
+
+
+def exact(before: float, after: float) -> bool:
+    """Return whether a change explains a difference wholly, so that no second cause hides in what is left.
+
+    Args:
+        before: mean |Δ| without the change, in nats.
+        after: mean |Δ| with it.
+    """
+    return after <= min(_LEFT * before, max(FLOAT32_NOISE, _LEFT_OF_LARGE * before))
+
+
+def judge(case: Case, prediction: Prediction) -> Judgement:
+    """Try an explanation: how far are the side's numbers from the reference, and from the prediction?"""
+    numbers, truth = _flat(case.numbers), _flat(case.truth)
+    predicted = _flat(prediction.numbers)
+    # Engines write an impossible id as -inf, or as some number far below all others.
+    same_infinity = (predicted == -torch.inf) & (numbers <= _IMPOSSIBLE)
+    tried = ~torch.isnan(numbers) & ~torch.isnan(predicted) & ~torch.isnan(truth)
+    before = (numbers - truth).abs()[tried & torch.isfinite(numbers) & torch.isfinite(truth)]
+    after = torch.where(same_infinity, 0.0, (numbers - predicted).abs())[tried]
+    was, left = _mean(before), _mean(after)
+    moved = (predicted - truth).abs()[tried]
+    # One that says the same as the reference explains nothing, even if it is a little nearer.
+    says = _mean(torch.where(torch.isfinite(moved), moved, (numbers - truth).abs()[tried])) >= was / 2
+    known = int((~torch.isnan(numbers) & ~torch.isnan(truth)).sum())
+    enough = int(tried.sum()) >= min(_FEWEST, known) and int(tried.sum()) >= _COVERED * known
+    explains = enough and says and was > case.noise and left <= case.noise and left <= _LEFT * was
+    return Judgement(
+        prediction,
+        Experiment(
+            id=prediction.id,
+            side=case.side.name,
+            changed=f"{case.what}: {case.reference} with {prediction.changed}",
+            before=was,
+            after=left,
+            tokens=int(tried.sum()),
+            explains=explains,
+            note=prediction.note,
+        ),
+    )
+
+
+def best(judgements: Iterable[Judgement]) -> Judgement | None:
+    """Return the explanation that leaves least; of equal ones that with fewest fitted constants, then the first."""
+    explaining = [each for each in judgements if each.experiment.explains]
+    if not explaining:
+        return None
+    least = min(each.experiment.after for each in explaining)
+    good = [each for each in explaining if each.experiment.after <= max(2 * least, FLOAT32_NOISE / 10)]
+    return min(good, key=lambda each: each.prediction.fitted)
+
+
+def _flat(rows: Sequence[Tensor]) -> Tensor:
+    return torch.cat([row.float() for row in rows]) if rows else torch.zeros(0)
+
+
+def _mean(values: Tensor) -> float:
+    """Return the mean; 0 of no values."""
+    return float(values.double().mean()) if len(values) else 0.0

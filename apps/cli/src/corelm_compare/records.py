@@ -1,0 +1,357 @@
+"""What a comparison finds: plain frozen records, each with `to_json`.
+
+The numbers of a `Gap` are ``Δ = other − one`` in nats: two scorings of the same tokens, subtracted token by token. A
+ratio is ``exp(Δ)``, as in `corelm.kl`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from corelm._version import __version__
+
+Verdict = Literal["agree", "rounding", "differ", "unexplained"]
+Confidence = Literal["certain", "likely", "possible"]
+GapKind = Literal["sides", "sampled", "again", "company", "order", "late_start", "oracle"]
+
+#: The format of `Comparison.to_json`. The number rises when a name goes or means something else.
+FORMAT = "corelm_compare/1"
+#: Exit codes of a comparison that ran to its end. Errors have those of `corelm_cli`: 2 refused, 3 the engine failed.
+EXIT_CODES: dict[Verdict, int] = {"agree": 0, "rounding": 0, "differ": 1, "unexplained": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the engines that were compared.
+
+    Attributes:
+        name: the name in this comparison, unique: the backend's, with a number if there are two of them.
+        backend: the name that the engine was opened by.
+        model: the path, or the name of the model object.
+        options: the options that it was opened with, as texts; secrets are masked.
+        software: distributions and versions of plugin and engine, as far as they are known.
+        provenance: the label of its scores, as in `Provenance.to_dict`.
+        dtype: the dtype of its logits; None if it returns none.
+        abilities: what it can do that matters here: `score`, `logits`, `score_temperature`, `raw`, `processed`, …
+        calls: how many calls of its engine the comparison made.
+        tokens: how many tokens these calls had, prompts and answers together.
+        seconds: how long they took.
+    """
+
+    name: str
+    backend: str
+    model: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    software: str = ""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    abilities: tuple[str, ...] = ()
+    calls: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes as values of JSON."""
+        return plain(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of tokens that all sides scored.
+
+    Attributes:
+        ids: prompt and completion.
+        prompt_length: how many of the ids are the prompt.
+        tokens: the text of each id.
+        text: the prompt as the caller gave it: a text, a rendered conversation, or what the ids decode to.
+        kind: what the caller gave: `text`, `conversation` or `ids`.
+        sampled_by: the side that sampled the completion; None if the caller gave it.
+        numbers: each side's log-prob of every id, by the name of the side; NaN where there is none, as at position 0.
+    """
+
+    ids: tuple[int, ...]
+    prompt_length: int
+    tokens: tuple[str, ...]
+    text: str
+    kind: Literal["text", "conversation", "ids"]
+    sampled_by: str | None
+    numbers: Mapping[str, tuple[float, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes as values of JSON. NaN is null."""
+        return plain(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstToken:
+    """A token at which two scorings differ most.
+
+    Attributes:
+        row, position: where it is; `position` counts from the first id of the row.
+        token_id, token: the id and its text.
+        one, other: both numbers, in nats.
+    """
+
+    row: int
+    position: int
+    token_id: int
+    token: str
+    one: float
+    other: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes as values of JSON."""
+        return plain(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gap:
+    """How far apart two scorings of the same tokens are, token by token: ``Δ = other − one``, in nats.
+
+    Of no tokens, all figures are 0.
+
+    Attributes:
+        kind: what was compared: `sides`, two sides' scores; `oracle`, a side with the plain float32 forward; `sampled`,
+            what a side said when it sampled with what it says when it scores; and a side's distance to itself: `again`,
+            the same call twice; `company`, each row alone and all rows together; `order`, the rows in another order;
+            `late_start`, scores from the end of the prompt on, for which an engine may use a cache of prefixes.
+        one, other: what is subtracted, and from what: names of sides, or words such as "vllm, alone".
+        count: how many tokens both scored.
+        skipped: how many tokens only one of the two scored.
+        mean: the mean of Δ, with its sign.
+        mean_abs: the mean of `|Δ|`.
+        median_abs, p90, p99, p999, max_abs: quantiles of `|Δ|`.
+        outside: the share of tokens whose ratio exp(Δ) is outside [0.9, 1.1].
+        k3: an estimate of KL(one‖other): the mean of ``exp(Δ) − 1 − Δ``. Unbiased if `one` sampled the tokens.
+        worst: the tokens with the largest `|Δ|`, the largest first.
+        delta: float32[count], for plots.
+        rows, positions: int64[count], where each Δ is.
+        first, second: float32[count], the numbers of `one` and of `other`.
+    """
+
+    kind: GapKind
+    one: str
+    other: str
+    count: int
+    skipped: int
+    mean: float
+    mean_abs: float
+    median_abs: float
+    p90: float
+    p99: float
+    p999: float
+    max_abs: float
+    outside: float
+    k3: float
+    worst: tuple[WorstToken, ...]
+    delta: Tensor
+    rows: Tensor
+    positions: Tensor
+    first: Tensor
+    second: Tensor
+
+    def to_json(self, arrays: bool = False) -> dict[str, Any]:
+        """Return the figures as values of JSON.
+
+        Args:
+            arrays: whether to return `delta`, `rows`, `positions`, `first` and `second` as well, as lists.
+        """
+        hidden = () if arrays else ("delta", "rows", "positions", "first", "second")
+        found = {each.name: plain(getattr(self, each.name)) for each in dataclasses.fields(self)}
+        return {name: value for name, value in found.items() if name not in hidden}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.one} → {self.other}: {self.count} tokens, |Δ| mean {self.mean_abs:.2e}, median "
+            f"{self.median_abs:.2e}, p99 {self.p99:.2e}, max {self.max_abs:.2e}; mean Δ {self.mean:+.2e}; "
+            f"{self.outside:.1%} outside [0.9, 1.1]; k3 {self.k3:.2e}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Where a row of two sides first differs.
+
+    Attributes:
+        what: `ids`, the tokens of the same prompt; `answer`, the tokens that both sampled greedily; `numbers`, the
+            log-probs of the same tokens, by more than the tolerance.
+        one, other: names of the sides.
+        row: the row; for `ids` and `answer`, the prompt.
+        position: the first position that differs, from the first id of the row (of the answer, for `answer`).
+        first, second: what each side has there: an id, a number, or None after its end.
+        text: the text before that position, in words of the first side: its last few tokens.
+    """
+
+    what: Literal["ids", "answer", "numbers"]
+    one: str
+    other: str
+    row: int
+    position: int
+    first: float | int | None
+    second: float | int | None
+    text: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes as values of JSON."""
+        return plain(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """One thing was changed, and the gap was measured again.
+
+    Attributes:
+        id: the detector that did it.
+        side: the side that it is about.
+        changed: the one thing, as a sentence: "the plain forward without the softcap of the logits".
+        before: mean `|Δ|` before, in nats.
+        after: mean `|Δ|` after, in nats.
+        tokens: over how many tokens.
+        explains: whether the change explains the difference: `after` is down to noise.
+        note: what else was found, such as a fitted constant.
+    """
+
+    id: str
+    side: str
+    changed: str
+    before: float
+    after: float
+    tokens: int
+    explains: bool
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes as values of JSON."""
+        return plain(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a side differs.
+
+    Attributes:
+        id: a stable name, a key of `corelm_compare.CAUSES`.
+        side: the side that is wrong; None if it is only known that the sides differ.
+        confidence: `certain`: one change explains the numbers to within noise, or the ids show it. `likely`: the
+            pattern fits nothing else that was tried. `possible`: it fits, and something that was not tried might too.
+        evidence: one sentence, with figures.
+        advice: what to type, or to look at.
+        figures: the numbers of the sentence, by name.
+    """
+
+    id: str
+    side: str | None
+    confidence: Confidence
+    evidence: str
+    advice: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes as values of JSON."""
+        return plain(self)
+
+    def __str__(self) -> str:
+        return f"{self.id} ({self.side or 'side not known'}, {self.confidence}): {self.evidence} → {self.advice}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Comparison:
+    """Everything that one comparison found.
+
+    Attributes:
+        sides: the engines, the first of which the others are compared with.
+        rows: the tokens that were scored, with every side's numbers.
+        gaps: between each two sides, and between each side and the oracle if there is one (`sides` and `oracle`).
+        own: each side's distances to itself (`again`, `company`, `order`, `late_start`, `sampled`); `one` begins with
+            the name of the side.
+        tolerances: mean `|Δ|` in nats up to which a side's distance is noise, by the name of the side.
+        divergences: where ids, answers and numbers first differ.
+        experiments: everything that was tried, in order.
+        causes: what was found, the surest first.
+        ruled_out: names of causes that were tried and do not explain the difference.
+        not_tried: names of causes that could not be tried, each with the reason.
+        notes: what limits this comparison, in sentences.
+        oracle: the folder of the plain float32 forward; None if there was none.
+        seed: of everything that was sampled.
+        seconds: how long it took.
+        verdict: `agree`: all sides are within noise of each other, and nothing was found. `rounding`: they differ by
+            no more than their dtypes round. `differ`: a cause was found. `unexplained`: they differ, and no cause
+            was found.
+    """
+
+    sides: tuple[Side, ...]
+    rows: tuple[Row, ...]
+    gaps: tuple[Gap, ...]
+    own: tuple[Gap, ...]
+    tolerances: Mapping[str, float]
+    divergences: tuple[Divergence, ...]
+    experiments: tuple[Experiment, ...]
+    causes: tuple[Cause, ...]
+    ruled_out: tuple[str, ...]
+    not_tried: Mapping[str, str]
+    notes: tuple[str, ...]
+    oracle: str | None
+    seed: int
+    seconds: float
+    verdict: Verdict
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the sides agree or differ by rounding alone, else 1."""
+        return EXIT_CODES[self.verdict]
+
+    @property
+    def calls(self) -> int:
+        """How many calls of engines the comparison made."""
+        return sum(side.calls for side in self.sides)
+
+    def to_json(self, arrays: bool = False) -> dict[str, Any]:
+        """Return everything as values of JSON.
+
+        Args:
+            arrays: whether every `Gap` has its arrays as well.
+        """
+        found = {each.name: plain(getattr(self, each.name)) for each in dataclasses.fields(self)}
+        for name in ("gaps", "own"):
+            found[name] = [gap.to_json(arrays) for gap in getattr(self, name)]
+        more = {"headline": self.headline, "exit_code": self.exit_code, "calls": self.calls}
+        return {"format": FORMAT, "corelm": __version__, **found, **more}
+
+    def __str__(self) -> str:
+        lines = [self.headline, *(f"  {gap}" for gap in self.gaps), *(f"  cause: {cause}" for cause in self.causes)]
+        if self.verdict == "unexplained":
+            lines.append(f"  ruled out: {', '.join(self.ruled_out) or 'nothing'}")
+        return "\n".join(lines)
+
+    @property
+    def headline(self) -> str:
+        """The verdict as one sentence."""
+        names = " and ".join(side.name for side in self.sides)
+        found = ", ".join(dict.fromkeys(cause.id for cause in self.causes))
+        return {
+            "agree": f"{names} agree",
+            "rounding": f"{names} differ as their dtypes round, and by no more",
+            "differ": f"{names} differ: {found}",
+            "unexplained": f"{names} differ, cause not found",
+        }[self.verdict]
+
+
+def plain(value: Any) -> Any:
+    """Return a record as dicts, lists, texts and numbers. NaN and infinities, which JSON does not have, are null."""
+    if isinstance(value, Tensor):
+        return plain(value.tolist())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, int, bool)) else str(value)

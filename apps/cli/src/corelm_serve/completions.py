@@ -1,0 +1,195 @@
+"""Answers to requests for completions: ``POST /v1/completions``. With `echo` and `logprobs`, prompts are scored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Any
+
+from corelm.spec import GenerateResult
+from corelm.spec.left_context import HALF_CHARACTER
+from corelm_interop.openai_answers import Answer, ScoredPrompt, scored_prompts
+from corelm_interop.openai_logprobs import CompletionLogprobs
+from corelm_serve.completion_request import CompletionAsk
+from corelm_serve.exchange import Exchange
+from corelm_serve.generation import Generation, Scoring
+from corelm_serve.replies import Heading, record, session_header, usage
+from corelm_serve.service import UnrecordedTurn
+
+
+async def answer_completions(exchange: Exchange, ask: CompletionAsk) -> None:
+    """Answer a request for completions. One that only scores its prompts is not recorded.
+
+    Raises:
+        CoreLMError: the engine cannot do what was asked, or fails.
+        ClientLeft: the client has hung up, or the server ends.
+    """
+    prompts = await asyncio.to_thread(_ids, exchange, ask)
+    with ExitStack() as stack:
+        turns = begin_turns(exchange, prompts if ask.samples else [], stack)
+        await _CompletionReply(exchange, ask, prompts, turns).send()
+
+
+def begin_turns(exchange: Exchange, prompts: Sequence[Sequence[int]], stack: ExitStack) -> list[Any]:
+    """Return a turn of a session for each prompt. They end with the stack."""
+    store, session = exchange.store, exchange.session
+    # An empty prompt is the beginning of nothing.
+    return [
+        UnrecordedTurn() if store is None or not ids else stack.enter_context(store.begin_tokens(ids, session=session))
+        for ids in prompts
+    ]
+
+
+def _ids(exchange: Exchange, ask: CompletionAsk) -> list[list[int]]:
+    if ask.ids is not None:
+        return [list(row) for row in ask.ids]
+    rows: list[list[int]] = exchange.service.backend.tokenize(ask.texts or ()).ids.tolist()
+    return rows
+
+
+class _CompletionReply:
+    """The reply to one request."""
+
+    def __init__(self, exchange: Exchange, ask: CompletionAsk, prompts: list[list[int]], turns: Sequence[Any]) -> None:
+        self._exchange, self._service, self._connection = exchange, exchange.service, exchange.connection
+        self._ask, self._prompts, self._turns = ask, prompts, turns
+        self._heading = Heading(exchange.service, "cmpl")
+        names = {turn.session_id for turn in turns}
+        self._headers = session_header(names.pop() if len(names) == 1 else None)
+        self._samples = ask.sampling.num_samples or 1 if ask.samples else 1
+        self._echoed: list[str] = []
+        self._scored: list[ScoredPrompt] = []
+        # One for each choice.
+        self._shapes = [
+            CompletionLogprobs(
+                exchange.service.texts,
+                exchange.service.backend.tokenizer,
+                ids,
+                skip_special_tokens=ask.sampling.skip_special_tokens,
+                by_id=ask.by_id,
+            )
+            for ids in prompts
+            for _ in range(self._samples)
+        ]
+
+    async def send(self) -> None:
+        ask, service = self._ask, self._service
+        if ask.echo:
+            await self._read_prompts()
+        if not ask.samples:
+            await self._whole([])
+            return
+        top = ask.logprobs or 0
+        # One list holds the log-probs of prompt and answer. Those of a prompt that was not drawn can only be raw.
+        mode = "raw" if self._scored else None
+        options = service.generate_options(ask.sampling, wanted=ask.logprobs is not None, top_logprobs=top, mode=mode)
+        generation = self._exchange.add(Generation(service.backend, self._prompts, ask.sampling, **options))
+        # The tokens of a stream come without the most probable ids.
+        if ask.stream and not top:
+            await self._stream(generation)
+        else:
+            await self._whole(await self._recorded(await generation.result()))
+
+    async def _read_prompts(self) -> None:
+        """Make the text, and the log-probs, that echo puts before the answers."""
+        ask, backend = self._ask, self._service.backend
+        if ask.texts is not None:
+            self._echoed = list(ask.texts)
+        else:
+            self._echoed = await asyncio.to_thread(backend.detokenize, self._prompts, skip_special_tokens=False)
+        if ask.samples:
+            # The answer may complete the last character of its prompt.
+            self._echoed = [text.rstrip(HALF_CHARACTER) for text in self._echoed]
+        if ask.logprobs is not None:
+            scoring = self._exchange.add(
+                Scoring(backend, self._prompts, top_k=ask.logprobs, **self._service.call_options)
+            )
+            self._scored = scored_prompts(self._prompts, await scoring.result())
+
+    async def _whole(self, answers: Sequence[Answer]) -> None:
+        self._exchange.refuse_if_over()
+        numbers = usage(self._prompts, (each.ids for each in answers))
+        choices = [
+            self._choice(at, answers[at] if answers else None) for at in range(len(self._prompts) * self._samples)
+        ]
+        if not self._ask.stream:
+            body = self._heading.body("text_completion", choices, usage=numbers)
+            await self._connection.reply(body, headers=self._headers)
+            return
+        await self._connection.begin_stream(self._headers)
+        for choice in choices:
+            await self._chunk([choice], None)
+        await self._end(numbers)
+
+    def _choice(self, index: int, answer: Answer | None) -> dict[str, Any]:
+        """Return a choice: the prompt, if it is echoed, and the answer, if there is one."""
+        text, logprobs = self._before(index)
+        reason = "length"
+        if answer is not None:
+            text, reason = text + answer.text, answer.finish_reason
+            if answer.logprobs is not None and self._ask.logprobs is not None:
+                added = self._shapes[index].add(answer.ids, answer.logprobs, answer.top)
+                logprobs = _joined(logprobs, added)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _before(self, index: int) -> tuple[str, dict[str, Any] | None]:
+        """Return the text and the log-probs of the prompt of a choice, if it is echoed."""
+        at = index // self._samples
+        if not self._scored:
+            return (self._echoed[at] if self._echoed else ""), None
+        prompt = self._scored[at]
+        text = self._echoed[at]
+        return text, self._shapes[index].echo(prompt, text)
+
+    async def _stream(self, generation: Generation) -> None:
+        begun = False
+        async with aclosing(generation.chunks()) as chunks:
+            async for chunk in chunks:
+                if self._connection.left:
+                    continue
+                if not begun:
+                    begun = True
+                    await self._connection.begin_stream(self._headers)
+                    if self._ask.echo:
+                        for index in range(len(self._shapes)):
+                            text, logprobs = self._before(index)
+                            await self._event(index, text, logprobs)
+                logprobs = None
+                if self._ask.logprobs is not None and chunk.ids:
+                    logprobs = self._shapes[chunk.row].add(chunk.ids, chunk.logprobs, None)
+                if chunk.text or logprobs or chunk.finish_reason:
+                    await self._event(chunk.row, chunk.text, logprobs, chunk.finish_reason)
+        answers = await self._recorded(generation.streamed)
+        self._exchange.refuse_if_over()
+        await self._end(usage(self._prompts, (each.ids for each in answers)))
+
+    async def _recorded(self, result: GenerateResult) -> list[Answer]:
+        answers = await asyncio.to_thread(self._service.answers, result, self._ask.sampling, self._prompts)
+        record_all(self._turns, self._prompts, answers, self._samples)
+        return answers
+
+    async def _event(self, index: int, text: str, logprobs: Any, reason: str | None = None) -> None:
+        await self._chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}], None)
+
+    async def _chunk(self, choices: Sequence[Any], numbers: Mapping[str, int] | None) -> None:
+        more = {"usage": numbers} if self._ask.include_usage else {}
+        await self._connection.event(self._heading.body("text_completion", choices, **more))
+
+    async def _end(self, numbers: Mapping[str, int]) -> None:
+        if self._ask.include_usage:
+            await self._chunk([], numbers)
+        await self._connection.end_stream()
+
+
+def record_all(turns: Sequence[Any], prompts: Sequence[Sequence[int]], answers: Sequence[Answer], samples: int) -> None:
+    """Record the answers to several prompts, which are next to each other."""
+    for at, (turn, ids) in enumerate(zip(turns, prompts, strict=True)):
+        record(turn, ids, answers[at * samples : (at + 1) * samples])
+
+
+def _joined(before: dict[str, Any] | None, then: dict[str, Any]) -> dict[str, Any]:
+    """Return the log-probs of a prompt and its answer as one object."""
+    if before is None:
+        return then
+    return {name: None if before[name] is None or then[name] is None else [*before[name], *then[name]] for name in then}

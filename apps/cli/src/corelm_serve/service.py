@@ -1,0 +1,284 @@
+"""`Service`: the engine, the sessions and the limits that all requests of a server share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from corelm import Backend, Ragged
+from corelm.backend.check_requests import generation_mode
+from corelm.batching import DynamicBatcher, Limits
+from corelm.errors import CapabilityError, CoreLMError, spelled_out
+from corelm.policy.conversations import ChatRenderer
+from corelm.policy.messages import AnswerReader
+from corelm.policy.rows import InputRows
+from corelm.rendering.segments import special_tokens
+from corelm.spec import Chat, GenerateResult, Message, SamplingParams
+from corelm.spec.message import new_call_id
+from corelm.validate import shown
+from corelm_interop.openai_answers import Answer, answers_of
+from corelm_interop.token_texts import TokenTexts
+from corelm_serve.options import ServerOptions
+from corelm_serve.refusals import Refusal
+from corelm_serve.sessions import SessionStore
+
+_log = logging.getLogger(__name__)
+
+#: Seconds that requests under way have to end when the server ends.
+PATIENCE = 10
+
+
+class Leaves(Protocol):
+    """A request that can be ended."""
+
+    async def leave(self, *, at_once: bool = False) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A conversation as the engine reads it.
+
+    Attributes:
+        ids: its ids.
+        text: its text.
+    """
+
+    ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnrecordedTurn:
+    """Takes the place of a turn of a session where nothing is recorded.
+
+    Attributes:
+        messages: the conversation as it came.
+        session_id: None: there is no session.
+    """
+
+    messages: Chat = ()
+    session_id: None = None
+
+    def record(self, **answer: Any) -> None:
+        """Forget an answer."""
+
+
+@dataclass(eq=False)
+class Service:
+    """What all requests share. Its attributes change on the event loop's thread only.
+
+    Attributes:
+        backend: the engine, whose calls the requests share.
+        options: what is answered, whom, and how much at a time.
+        store: the recorded sessions; None if nothing is recorded.
+        ending: whether the server ends, and answers no more.
+        admitted_now: number of requests that are read, wait or are answered.
+        created: when the server was made, in seconds since 1970.
+    """
+
+    backend: DynamicBatcher
+    options: ServerOptions
+    store: SessionStore | None
+    ending: bool = False
+    admitted_now: int = field(default=0, init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.name = self.options.model_name or self.backend.model_name or self.backend.name
+        self.texts = TokenTexts(self.backend.tokenizer)
+        self._specials = special_tokens(self.backend.tokenizer)
+        self._reader = AnswerReader.of(
+            self.options.response_parser, self.options.template_kwargs.get("tools"), self.backend, opened_here=False
+        )
+        self._open: set[Leaves] = set()
+        self._health: asyncio.Task[bool] | None = None
+
+    @property
+    def parses(self) -> bool:
+        """Whether answers are parsed, so that a client is told nothing before they are complete."""
+        return self._reader.parser is not None
+
+    # Admission -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count a request in the block.
+
+        Raises:
+            Refusal: there are too many, or the server ends.
+        """
+        if self.ending:
+            raise Refusal(503, "the server is shutting down", type="server_error", code="closed")
+        if self.admitted_now >= self.options.max_requests:
+            full = f"the server works on {self.admitted_now} requests and takes no more; retry later"
+            raise Refusal(429, full, type="rate_limit_error", code="queue_full", headers={"retry-after": "1"})
+        self.admitted_now += 1
+        try:
+            yield
+        finally:
+            self.admitted_now -= 1
+
+    @contextmanager
+    def open(self, request: Leaves) -> Iterator[None]:
+        """Let `end` know a request in the block."""
+        self._open.add(request)
+        try:
+            yield
+        finally:
+            self._open.discard(request)
+
+    async def end(self) -> None:
+        """Answer no more, and end the requests under way. Wait up to `PATIENCE` seconds for the engine."""
+        self.ending = True
+        leaving = [asyncio.ensure_future(request.leave(at_once=True)) for request in [*self._open]]
+        if leaving:
+            _, late = await asyncio.wait(leaving, timeout=PATIENCE)
+            for each in late:
+                each.cancel()
+
+    async def is_healthy(self) -> bool:
+        """Return whether the engine can serve.
+
+        Those who ask at the same time share an answer. They need no key, and each would take a thread from requests
+        that have one, for as long as an engine that hangs does not answer.
+        """
+        if self._health is None or self._health.done():
+            self._health = asyncio.create_task(asyncio.to_thread(_health_of, self.backend))
+        return await asyncio.shield(self._health)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            Refusal: the server has no model of this name.
+        """
+        if name is not None and name != self.name:
+            message = f"the model {shown(name)} does not exist; give {self.name!r}"
+            raise Refusal(404, message, code="model_not_found", param="model")
+
+    # Calls to the engine ---------------------------------------------------------------------------------------------
+
+    def render(
+        self, messages: Chat, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any]
+    ) -> RenderedPrompt:
+        """Return the prompt of a conversation. Answers that the engine sampled keep their ids.
+
+        Raises:
+            InvalidRequestError, TemplateError: the conversation cannot be rendered.
+        """
+        renderer = ChatRenderer(
+            backend=self.backend,
+            prompt=True,
+            continue_final_message=None,
+            prefer_tokens=True,
+            template_kwargs={**self.options.template_kwargs, **template_kwargs},
+            options={"chat_template": self.options.chat_template, "want_assistant": False},
+        )
+        rendered = renderer([messages], None if tools is None else [tools], [None])
+        return RenderedPrompt(rendered.ids.tolist()[0], rendered.texts[0])
+
+    def with_stop_ids(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how to sample with the ids of stop strings that are special tokens.
+
+        Special tokens are not in the text, so they could not be found there. Harnesses name the EOS so.
+        """
+        ids = [each for each, text in self._specials.items() if text in sampling.stop]
+        if not ids:
+            return sampling
+        texts = {self._specials[each] for each in ids}
+        return replace(
+            sampling,
+            stop=tuple(stop for stop in sampling.stop if stop not in texts),
+            stop_token_ids=(*sampling.stop_token_ids, *ids),
+        )
+
+    def chat_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how to sample answers that are read as messages."""
+        return self._reader.sampling(sampling)
+
+    def generate_options(
+        self, sampling: SamplingParams, *, wanted: bool, top_logprobs: int, mode: str | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments of a call that samples.
+
+        Args:
+            wanted: whether the client asks for log-probs. Otherwise they are recorded, if the engine has them.
+            top_logprobs: how many of the most probable ids the client asks for.
+            mode: the log-probs that the client asks for; None for those of the server.
+        """
+        logprobs = mode or self.options.log_probs
+        if not wanted:
+            logprobs = self._recorded_mode(sampling)
+        return {"logprobs": logprobs, "top_logprobs": top_logprobs, **self.call_options}
+
+    @property
+    def call_options(self) -> dict[str, Any]:
+        """The arguments of every call."""
+        return {"timeout": self.options.timeout, "adapter": self.options.adapter}
+
+    def _recorded_mode(self, sampling: SamplingParams) -> Literal["none", "raw", "processed"]:
+        if self.store is None:
+            return "none"
+        try:
+            generation_mode(self.options.log_probs, sampling, self.backend.capabilities, self.backend.name)
+        except CapabilityError:
+            return "none"
+        return self.options.log_probs
+
+    # Its answers -----------------------------------------------------------------------------------------------------
+
+    def answers(
+        self, result: GenerateResult, sampling: SamplingParams, prompts: Sequence[Sequence[int]] | None = None
+    ) -> list[Answer]:
+        """Return the answers of a result: messages, or what continues the texts of `prompts`."""
+        return answers_of(result, sampling, self.backend, prompts)
+
+    def messages(
+        self,
+        result: GenerateResult,
+        answers: Sequence[Answer],
+        sampling: SamplingParams,
+        prompt: RenderedPrompt,
+        tools: list[dict[str, Any]] | None,
+    ) -> list[Message]:
+        """Return the answers to one prompt as messages, as a policy with this parser makes them.
+
+        Every tool call has an id.
+        """
+        rows = InputRows(
+            batch_size=(1,),
+            ids=Ragged.from_list([prompt.ids]),
+            texts=(prompt.text,),
+            tools=None if tools is None else (tools,),
+        ).repeat(len(answers))
+        said = tuple(each.text for each in answers)
+        messages, problems = self._reader.read(rows, rows.texts or (), said, result, sampling, self.backend)
+        if problems:
+            _log.debug("answers that are not in the format %s: %s", self.options.response_parser, spelled_out(problems))
+        return [_with_call_ids(each) for each in messages]
+
+
+def _with_call_ids(message: Message) -> Message:
+    if not message.tool_calls:
+        return message
+    calls = tuple({"id": new_call_id(), "type": "function", **call} for call in message.tool_calls)
+    return replace(message, tool_calls=calls)
+
+
+def _health_of(backend: Backend) -> bool:
+    try:
+        return backend.health()
+    except CoreLMError:
+        return False
+
+
+def batched(backend: Backend, options: ServerOptions) -> DynamicBatcher:
+    """Return a backend whose calls many requests share: the given one, if it does that."""
+    if isinstance(backend, DynamicBatcher):
+        return backend
+    return DynamicBatcher(backend, Limits(max_queue=options.max_requests, on_full="raise"))

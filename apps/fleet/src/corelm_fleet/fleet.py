@@ -1,0 +1,308 @@
+"""`FleetEngine`: many engines that answer as one engine. It implements the hooks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from corelm.backend.futures import in_thread, unfinished, uninterrupted
+from corelm.backend.program_end import at_program_end
+from corelm.errors import CoreLMError, EngineError, StaleWeightsError, brief, first_few
+from corelm.spec import (
+    AbortRequest,
+    Capabilities,
+    CloseRequest,
+    GenerateRequest,
+    GenerateResult,
+    HealthRequest,
+    ScoreRequest,
+    ScoreResult,
+    SleepRequest,
+    TokenizeRequest,
+    TokenizeResult,
+    WakeRequest,
+    WeightUpdate,
+    hookimpl,
+)
+from corelm.validate import invalid, shown
+from corelm.waiting import next_item
+from corelm_fleet.agreement import disagreement
+from corelm_fleet.canary import Canary
+from corelm_fleet.lives import open_replica
+from corelm_fleet.parts import Request, Result
+from corelm_fleet.pending import PendingCall
+from corelm_fleet.records import FleetLimits, State, UpdateFailed
+from corelm_fleet.replica import Member, OpenReplica
+from corelm_fleet.routing import LeastWork, Policy
+from corelm_fleet.runner import FleetRunner
+from corelm_fleet.sleeping import sleep_all, wake_all
+from corelm_fleet.status import ReplicaStatus
+from corelm_fleet.weights import own_copy
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+#: Seconds between two looks at the engines.
+_PAUSE = 1.0
+#: Seconds between two looks whether all replicas serve, when the fleet is opened.
+_LOOK = 0.01
+
+
+class FleetEngine:
+    """Many engines that answer as one engine: `Backend.from_plugin` takes it like any plugin's engine.
+
+    Every row is answered exactly once, or fails with an error that names it. When an engine dies, the rows that it has
+    not answered are sent to another one with their own seeds, and it is started again. New weights are loaded into all
+    engines before one of them serves again. An engine serves only after its canary has agreed: it answers as the others
+    do. While the fleet sleeps, no engine is started again.
+
+    `weights_state` is not carried: the weights of a fleet change with `update_weights`, or with `weights_changed`. Rows
+    of an engine whose weights were changed otherwise are not returned. `to_containers` is core's own: an engine that
+    makes its own containers is refused.
+
+    Args:
+        members: how each engine is opened. All are opened now, at once.
+        name: the name of the fleet, for messages.
+        limits: how patient the fleet is.
+        canary: how the answers of two engines are compared.
+        policy: chooses the engine for the rows of a prompt; None for the one with the least work.
+
+    Attributes:
+        capabilities: what every engine can do, except gradients, which cannot leave the threads of the fleet.
+        tokenizer: the tokenizer of an engine that runs.
+
+    Raises:
+        InvalidRequestError: there are no members, two have one name, or two engines would not answer alike.
+        CoreLMError: an engine did not open; the message names it.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        name: str = "fleet",
+        *,
+        limits: FleetLimits | None = None,
+        canary: Canary | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        names = [member.name for member in members]
+        if not names or len({*names}) < len(names):
+            raise invalid("replicas", f"expected engines with different names, got {shown(names)}")
+        if limits is not None and not isinstance(limits, FleetLimits):
+            raise invalid("fleet_limits", f"expected corelm_fleet.FleetLimits(…), got {shown(limits)}")
+        self.name = name
+        options = canary or Canary()
+        opened = _open_all(members, options)
+        try:
+            self._runner = FleetRunner(members, opened, limits or FleetLimits(), options, policy or LeastWork())
+        except BaseException:
+            _close_all(list(opened.values()))
+            raise
+        try:
+            self._await_all()
+        except BaseException:
+            self._runner.close()
+            raise
+        self.capabilities: Capabilities = self._runner.lives.capabilities
+        self.tokenizer = self._runner.lives.tokenizer
+        stop = threading.Event()
+        # The thread holds no reference to the runner, so that a fleet that is dropped can be collected.
+        watcher = threading.Thread(
+            target=_watch_over, args=(weakref.ref(self._runner), stop), name="corelm-fleet-watch", daemon=True
+        )
+        watcher.start()
+        self._stop_watching = weakref.finalize(self, stop.set)
+        self._stop_watching.atexit = False
+        _runners.add(self._runner)
+
+    def __repr__(self) -> str:
+        replicas = list(self._runner.state.replicas.values())
+        return f"FleetEngine({', '.join(f'{each.name}: {each.state.value}' for each in replicas)})"
+
+    def status(self) -> list[ReplicaStatus]:
+        """Return how each replica is doing."""
+        return self._runner.status()
+
+    def join(self, member: Member) -> None:
+        """Open one more engine; return at once. It serves when it has the weights in force and its canary agrees.
+
+        Args:
+            member: how it is opened. Its name may be that of an engine that has left.
+
+        Raises:
+            BackendClosedError: the fleet is closed.
+            BackendAsleepError: the fleet sleeps.
+            InvalidRequestError: an engine of this name has not left.
+        """
+        self._runner.join(member)
+
+    def drain(self, name: str) -> None:
+        """Let an engine finish its rows and then close it; return at once.
+
+        Raises:
+            InvalidRequestError: no engine has this name.
+        """
+        self._runner.do(self._runner.state.drain, name)
+
+    @hookimpl
+    def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
+        failure: CoreLMError | None = None
+        for replica in self._runner.lives.each_running():
+            try:
+                tokens: TokenizeResult = replica.backend.engine.hooks.call("tokenize", request)
+                return tokens
+            except CoreLMError as error:
+                if not replica.closed and getattr(error, "usable", None) is not False:
+                    raise
+                failure = error
+        raise failure or EngineError("no engine of the fleet runs", usable=False)
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = self._serve(request)
+        assert isinstance(result, GenerateResult)
+        return result
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        result = self._serve(request)
+        assert isinstance(result, ScoreResult)
+        return result
+
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        ended = next_item(uninterrupted(partial(self._runner.update, own_copy(request))))
+        if isinstance(ended, Exception):
+            raise ended
+        if not isinstance(ended, UpdateFailed):
+            for replica, why in ended.missed.items():
+                _log.warning("%s does not have weights %s yet: %s", replica, brief(request.version), brief(why))
+            return True
+        reasons = first_few([f"{replica}: {why}" for replica, why in ended.reasons.items()])
+        if ended.refused and not request.by_owner:
+            raise invalid("weights", f"no engine of the fleet took them, {self._still_has()}: {reasons}")
+        if not ended.reasons:
+            raise EngineError("no engine of the fleet is left", usable=False)
+        kind = StaleWeightsError if self._runner.lives.stale >= ended.reasons.keys() else EngineError
+        raise kind(f"no engine of the fleet has the new weights, {self._still_has()}: {reasons}")
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        sleep_all(self._runner, request)
+        return True
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        wake_all(self._runner, request)
+        return True
+
+    @hookimpl
+    def health(self, request: HealthRequest) -> bool:
+        state = self._runner.state
+        able = (State.HEALTHY,) if state.updating is None else (State.HEALTHY, State.STALE)
+        return any(replica.state in able for replica in list(state.replicas.values()))
+
+    @hookimpl
+    def abort(self, request: AbortRequest) -> bool:
+        uninterrupted(partial(self._runner.abort, request.request_ids))
+        return True
+
+    @hookimpl
+    def close(self, request: CloseRequest) -> bool:
+        self._stop_watching()
+        self._runner.close()
+        return True
+
+    def _serve(self, request: Request) -> Result:
+        call = PendingCall(request)
+        try:
+            uninterrupted(partial(self._runner.begin, call))
+            call.wait()
+        except BaseException:
+            # For example a TimeoutError or a KeyboardInterrupt.
+            uninterrupted(partial(self._runner.leave, call))
+            raise
+        return call.result(self._runner.label())
+
+    def _still_has(self) -> str:
+        """Return which weights the fleet has after an update that no engine took."""
+        states = [each.backend.engine.hooks.sleep_state for each in list(self._runner.lives.running.values())]
+        if states and all(state.without_weights for state in states):
+            return "and it still has no weights; call update_weights with a set that fits"
+        return "and the old ones are in force"
+
+    def _await_all(self) -> None:
+        """Wait until the canary of every engine has agreed."""
+        replicas = self._runner.state.replicas
+        while not all(replica.state is State.HEALTHY for replica in list(replicas.values())):
+            for replica in list(replicas.values()):
+                if replica.state in (State.DEAD, State.GONE):
+                    if replica.name not in self._runner.lives.stale:
+                        raise EngineError(f"{replica.name} failed when the fleet was opened: {replica.why}")
+                    others = [each.name for each in replicas.values() if each.state is State.HEALTHY]
+                    raise disagreement(replica.name, others, replica.why)
+            self._runner.do(self._runner.state.tick)
+            time.sleep(_LOOK)
+
+
+def _open_all(members: Sequence[Member], canary: Canary) -> dict[str, OpenReplica]:
+    """Open all engines at once. If one does not open, close the others.
+
+    Raises:
+        CoreLMError: one did not open; the message names it.
+    """
+    futures: dict[str, Future[OpenReplica]] = {}
+    try:
+        for member in members:
+            futures[member.name] = in_thread(partial(open_replica, member, canary), f"corelm-open-{member.name}")
+        unfinished(futures.values())
+        return {name: future.result() for name, future in futures.items()}
+    except BaseException as error:
+        for future in futures.values():
+            # An engine that is still being opened, after an interrupt, is closed when it is open.
+            future.add_done_callback(_close_opened)
+        named = next((name for name, future in futures.items() if _failed(future)), None)
+        if isinstance(error, CoreLMError) and named is not None:
+            error.args = (f"{named}: {error.args[0]}", *error.args[1:])
+        raise
+
+
+def _failed(future: Future[OpenReplica]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is not None
+
+
+def _close_opened(future: Future[OpenReplica]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().close(by_force=False)
+
+
+def _close_all(replicas: Sequence[OpenReplica]) -> None:
+    unfinished([in_thread(partial(replica.close, False), "corelm-fleet-close") for replica in replicas])
+
+
+def _watch_over(runner: weakref.ref[FleetRunner], stop: threading.Event) -> None:
+    while not stop.wait(_PAUSE):
+        found = runner()
+        if found is None or found.closed:
+            return
+        try:
+            found.look_around()
+        except Exception:
+            # Without this thread, no engine would be started again.
+            _log.exception("a look at the engines of a fleet failed; the next one follows")
+        del found
+
+
+_runners: weakref.WeakSet[FleetRunner] = weakref.WeakSet()
+
+
+@at_program_end
+def _retire() -> None:
+    for runner in list(_runners):
+        runner.retire()

@@ -1,0 +1,216 @@
+"""`EngineServer`: an open engine that answers the calls of a `HostedEngine` in another process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from corelm.backend.default_hooks import DefaultHooks
+from corelm.backend.hook_kinds import OUT_OF_TURN
+from corelm.backend.registering import registered
+from corelm.backend.registry import open_plugin
+from corelm.errors import CapabilityError
+from corelm.spec import AbortRequest, Capabilities, CloseRequest
+from corelm_fleet.hosting.failures import Failure
+from corelm_fleet.hosting.tokenizer import TokenizerServer
+
+#: Threads for calls that an engine computes in. Each is started when it is needed.
+_MOST_CALLS = 4096
+#: Threads for calls that are answered at any time, and as many for those of the tokenizer.
+_MOST_QUICK_CALLS = 16
+#: Seconds between two requests to abort a call.
+_ABORT_AGAIN = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a `HostedEngine` asks for.
+
+    Attributes:
+        part: "hook", or "tokenizer" for a function of `TokenizerServer`.
+        name: the name of the hook or function.
+        args: its arguments; a hook has one, its request.
+        kwargs: its arguments by name.
+        callbacks: the fields of the request that are functions. The request has None there.
+    """
+
+    part: Literal["hook", "tokenizer"]
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    callbacks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a `HostedEngine` has to know of the engine.
+
+    Attributes:
+        capabilities: what the engine can do, gradients excepted.
+        copied: attributes of its tokenizer.
+        hooks: which of `health` and `close` it implements. The capabilities tell the other optional hooks.
+        reasons: why it lacks capabilities, by their names.
+    """
+
+    capabilities: Capabilities
+    copied: dict[str, Any]
+    hooks: frozenset[str]
+    reasons: dict[str, str]
+
+
+#: Takes how a call ended: its result or its failure.
+Answer = Callable[[Any], None]
+#: Takes an argument for one of the callbacks of a call: the name of the field, and the arguments.
+Tell = Callable[[str, tuple[Any, ...]], None]
+
+
+class EngineServer:
+    """Answers calls on threads of its own. An engine without `concurrent_calls` is entered by one of them at a time.
+
+    Args:
+        engine: what the plugin's ``open`` returned.
+        name: the name that the engine was opened by.
+        wrappers: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
+
+    Raises:
+        BackendIncompatibleError: the engine does not fit the hook specification.
+        CapabilityError: the engine makes its own containers, which cannot leave its process.
+    """
+
+    def __init__(self, engine: Any, name: str, wrappers: Sequence[object] = ()) -> None:
+        capabilities, self._hooks = registered(engine, name, wrappers)
+        self._reasons = dict(getattr(engine, "reasons", {}))
+        if len(self._hooks.to_containers.get_hookimpls()) > 1:
+            raise CapabilityError(
+                f"backend {name!r} makes its own containers, which cannot leave its process; open it without python=",
+                capability="to_containers",
+            )
+        self._capabilities = capabilities
+        self._tokenizer = TokenizerServer(engine.tokenizer, lambda request: self._hooks.tokenize(request=request))
+        # An engine that takes updates in flight lets them, and their canary, in by itself.
+        at_once = capabilities.concurrent_calls or capabilities.updates_in_flight
+        self._turn: AbstractContextManager[object] = nullcontext() if at_once else threading.RLock()
+        # Encoding changes the encoder's settings. An engine with its own `tokenize` is entered. Rendering and decoding
+        # wait for nothing: a chat template may take seconds.
+        default = all(isinstance(each.plugin, DefaultHooks) for each in self._hooks.tokenize.get_hookimpls())
+        encoding = threading.RLock()
+        self._tokenizer_turns: dict[str, AbstractContextManager[object]] = {
+            "encode": encoding if default else self._turn,
+            "method": encoding,
+            "set": encoding,
+        }
+        self._calls = ThreadPoolExecutor(_MOST_CALLS, "corelm-host-call")
+        self._quick_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-quick-call")
+        self._tokenizer_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-tokenizer-call")
+        #: The names of the requests of each call that has not ended.
+        self._under_way: dict[Hashable, Sequence[str]] = {}
+        self._forgotten: set[Hashable] = set()
+        self._forgets = threading.Event()
+        self._closed = False
+        if capabilities.abort:
+            threading.Thread(target=self._abort_forgotten, name="corelm-host-abort", daemon=True).start()
+
+    def opened(self) -> Opened:
+        """Return what a `HostedEngine` has to know of the engine."""
+        return Opened(
+            capabilities=replace(self._capabilities, gradients=False, weight_stream=False),
+            copied=self._tokenizer.copied_attributes(),
+            hooks=frozenset(name for name in ("health", "close") if getattr(self._hooks, name).get_hookimpls()),
+            reasons=self._reasons,
+        )
+
+    def start(self, number: Hashable, call: Call, answer: Answer, tell: Tell) -> None:
+        """Begin to serve a call; return at once.
+
+        Args:
+            number: tells it from the other calls, for `forget`.
+            call: what to do.
+            answer: called with the result, or with a `Failure`.
+            tell: called with the arguments of a callback.
+        """
+        request = call.args[0] if call.args else None
+        self._under_way[number] = getattr(request, "request_ids", ()) if call.name not in OUT_OF_TURN else ()
+        quick = self._quick_calls if call.name in OUT_OF_TURN else self._calls
+        pool = self._tokenizer_calls if call.part == "tokenizer" else quick
+        try:
+            pool.submit(self._serve, number, call, answer, tell)
+        except BaseException:
+            self._under_way.pop(number, None)
+            raise
+
+    def forget(self, number: Hashable) -> None:
+        """End a call whose caller has stopped waiting, if the engine can abort it; return at once."""
+        self._forgotten.add(number)
+        if number not in self._under_way:
+            self._forgotten.discard(number)
+        self._forgets.set()
+
+    def end(self) -> None:
+        """Abort all calls and close the engine, for a caller that is gone."""
+        for number in list(self._under_way):
+            self.forget(number)
+        if self._hooks.close.get_hookimpls() and not self._closed:
+            with self._turn, suppress(Exception):
+                self._hooks.close(request=CloseRequest())
+
+    def _serve(self, number: Hashable, call: Call, answer: Answer, tell: Tell) -> None:
+        try:
+            result = self._hook(number, call, tell) if call.part == "hook" else self._of_tokenizer(call)
+        except BaseException as error:  # an engine can raise SystemExit, too
+            result = Failure.of(error)
+        finally:
+            self._under_way.pop(number, None)
+            self._forgotten.discard(number)
+        answer(result)
+
+    def _hook(self, number: Hashable, call: Call, tell: Tell) -> Any:
+        (request,) = call.args
+        if call.callbacks:
+            request = replace(request, **{name: partial(_told, tell, name) for name in call.callbacks})
+        hook = getattr(self._hooks, call.name)
+        if call.name in OUT_OF_TURN:
+            return hook(request=request)
+        with self._turn:
+            if number in self._forgotten:
+                raise TimeoutError("the caller has stopped waiting")
+            self._closed = self._closed or call.name == "close"
+            return hook(request=request)
+
+    def _of_tokenizer(self, call: Call) -> Any:
+        with self._tokenizer_turns.get(call.name, nullcontext()):
+            return self._tokenizer(call.name, *call.args, **(call.kwargs or {}))
+
+    def _abort_forgotten(self) -> None:
+        """Abort calls that no caller waits for, until they have ended."""
+        while self._forgets.wait():
+            self._forgets.clear()
+            # An abort that reaches the engine before its request does is lost, so it is repeated.
+            while names := [name for number in list(self._forgotten) for name in self._under_way.get(number, ())]:
+                with suppress(Exception):
+                    self._hooks.abort(request=AbortRequest(request_ids=tuple(names)))
+                time.sleep(_ABORT_AGAIN)
+
+
+def open_server(
+    name: str, model: Any, options: Mapping[str, Any], wrappers: Sequence[object] = ()
+) -> tuple[EngineServer, str]:
+    """Open an engine in this process, to be served to others.
+
+    Returns:
+        The engine's server, and the distributions and versions of its plugin and engine.
+
+    Raises:
+        CoreLMError: see `open_plugin` and `EngineServer`.
+    """
+    engine, info = open_plugin(name, model, options)
+    return EngineServer(engine, name, wrappers), info.software()
+
+
+def _told(tell: Tell, name: str, *args: Any) -> None:
+    tell(name, args)

@@ -1,0 +1,226 @@
+"""`Lives`: starts, stops and loads the engines of a fleet, and asks their canaries, as the state machine decides."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError, StaleWeightsError, brief, message
+from corelm.spec import CloseRequest, WeightUpdate
+from corelm.validate import invalid
+from corelm_fleet.agreement import capabilities_of_all, facts, require_alike
+from corelm_fleet.canary import Canary
+from corelm_fleet.records import STARTING, Life, State
+from corelm_fleet.replica import Member, OpenReplica, Said
+from corelm_fleet.state import FleetState
+from corelm_fleet.tokenizer import FleetTokenizer
+from corelm_fleet.weights import KeptWeights
+
+_log = logging.getLogger(__name__)
+
+#: Seconds between two looks whether an engine runs.
+_LOOK = 0.05
+
+
+class Lives:
+    """The open engines of a fleet. Each job runs on a separate thread and reports to the state machine.
+
+    Args:
+        members: how each replica is opened.
+        opened: the replicas that are open already: the first life of each.
+        canary: how canaries compare.
+        state: the state machine.
+        lock: held around every event of the state machine.
+        report: takes an event of the state machine and its arguments.
+
+    Attributes:
+        capabilities: what all can do.
+        tokenizer: stands for their tokenizers.
+        running: the engines that are open.
+        stale: the replicas whose canary has disagreed since the fleet was opened or the last update began.
+        ended: whether the fleet is closed or the program ends, so that nothing is started any more.
+
+    Raises:
+        InvalidRequestError: two of them would not answer alike.
+    """
+
+    def __init__(
+        self,
+        members: Iterable[Member],
+        opened: Mapping[str, OpenReplica],
+        canary: Canary,
+        state: FleetState,
+        lock: threading.RLock,
+        report: Callable[..., None],
+    ) -> None:
+        self._members = {member.name: member for member in members}
+        self._opened, self._canary = dict(opened), canary
+        self._state, self._lock, self._report = state, lock, report
+        self.running: dict[Life, OpenReplica] = {}
+        self.stale: set[str] = set()
+        self.ended = False
+        self._stopping: dict[str, threading.Event] = {}
+        self._weights = KeptWeights()
+        self._references: dict[int, Said] = {}
+        # The replicas that were there when the owner of the weights changed them.
+        self._witnesses: frozenset[Life] = frozenset()
+        self._name, first = next(iter(opened.items()))
+        self._facts = facts(first.backend)
+        for name, replica in opened.items():
+            require_alike(self._name, self._facts, name, facts(replica.backend))
+        self.capabilities = capabilities_of_all([replica.capabilities for replica in opened.values()])
+        self._last_tokenizer = first.tokenizer
+        self.tokenizer = FleetTokenizer(lambda: [each.tokenizer for each in self.replicas()], self._each_tokenizer)
+
+    def replicas(self) -> list[OpenReplica]:
+        """Return the engines that run; those that have not been given a life yet, at first."""
+        return list(self.running.values()) or list(self._opened.values())
+
+    def each_running(self) -> Iterator[OpenReplica]:
+        """Yield the engines that run, and then those that are started later, as long as rows would wait for one."""
+        end, seen = time.monotonic() + self._state.limits.outage, list[OpenReplica]()
+        while True:
+            for replica in self.replicas():
+                if replica not in seen:
+                    seen.append(replica)
+                    yield replica
+            gone = all(each.state is State.GONE for each in list(self._state.replicas.values()))
+            if self.ended or gone or time.monotonic() > end:
+                return
+            time.sleep(_LOOK)
+
+    def admit(self, member: Member) -> None:
+        """Know how a replica is opened that will join."""
+        self._members[member.name] = member
+
+    def begin_update(self, epoch: int, update: WeightUpdate) -> None:
+        """Keep the weights of an epoch that is being loaded."""
+        self._weights.begin(epoch, self._state.epoch, update)
+        self.stale.clear()
+        if update.by_owner:
+            self._witnesses = frozenset(self.running)
+
+    def end_update(self, epoch: int) -> None:
+        """Forget all weights but those of the epoch in force."""
+        self._weights.end(epoch)
+        self._references = {each: said for each, said in self._references.items() if each == epoch}
+
+    def begin_stop(self, life: Life) -> OpenReplica | None:
+        """Take an engine out of service. Its next life does not start before `stop` has ended this one."""
+        replica = self.running.pop(life, None)
+        if replica is not None:
+            self._last_tokenizer = replica.tokenizer
+            self._stopping[life.replica] = threading.Event()
+        return replica
+
+    # Jobs -------------------------------------------------------------------------------------------------------------
+
+    def start(self, life: Life) -> None:
+        """Open an engine."""
+        name = life.replica
+        try:
+            if (stopping := self._stopping.get(name)) is not None:
+                stopping.wait()
+            replica = self._opened.pop(name, None)
+            if replica is None:
+                replica = open_replica(self._members[name], self._canary)
+                try:
+                    self._require_same(name, replica)
+                except BaseException:
+                    replica.close(by_force=True)
+                    raise
+        except BaseException as error:
+            self._report(self._state.died, life, why=f"it did not start: {message(error)}")
+            return
+        with self._lock:
+            known = self._state.replicas[name]
+            wanted = known.life == life and known.state in STARTING and not self.ended
+            if wanted:
+                self.running[life] = replica
+        if wanted:
+            self._report(self._state.opened, life)
+        else:
+            replica.close(by_force=True)
+
+    def stop(self, life: Life, replica: OpenReplica, by_force: bool) -> None:
+        """End an engine that `begin_stop` returned."""
+        try:
+            replica.close(by_force)
+        finally:
+            self._stopping[life.replica].set()
+
+    def load(self, life: Life, epoch: int) -> None:
+        """Load the weights of an epoch."""
+        replica = self.running.get(life)
+        if replica is None:
+            return
+        try:
+            with self._lock:
+                updates = self._weights.to(epoch, self._state.replicas[life.replica].weights)
+            for update in updates:
+                if update.by_owner and life not in self._witnesses and self._references.get(epoch) is None:
+                    raise EngineError(
+                        "the owner of the weights has changed them before it was started, and nothing shows whether it "
+                        "has them; use update_weights on the fleet"
+                    )
+                replica.load(update)
+        except (InvalidRequestError, CapabilityError) as error:
+            self._report(self._state.load_refused, life, epoch, why=message(error))
+        except BaseException as error:
+            if isinstance(error, StaleWeightsError):
+                self.stale.add(life.replica)
+            self._report(self._state.died, life, why=f"it did not load its weights: {message(error)}")
+        else:
+            self._report(self._state.loaded, life, epoch)
+
+    def ask(self, life: Life, epoch: int) -> None:
+        """Ask the canary of an epoch. The first replica to answer says what the others are compared with."""
+        replica = self.running.get(life)
+        if replica is None:
+            return
+        try:
+            expected = self._references.get(epoch)
+            said = replica.look(expected)
+            with self._lock:
+                known = None if said is None else self._references.setdefault(epoch, said)
+            if expected is None and known is not said:
+                replica.look(known)
+        except StaleWeightsError as error:
+            self.stale.add(life.replica)
+            self._report(self._state.canary, life, epoch, False, why=message(error))
+        except BaseException as error:
+            self._report(self._state.died, life, why=f"its canary could not ask it: {message(error)}")
+        else:
+            self._report(self._state.canary, life, epoch, True)
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _require_same(self, name: str, replica: OpenReplica) -> None:
+        """Refuse an engine that, started now, is not like those that the fleet was opened with."""
+        require_alike(f"the fleet, as {self._name} did,", self._facts, name, facts(replica.backend))
+        if capabilities_of_all([self.capabilities, replica.capabilities]) != self.capabilities:
+            raise invalid("replicas", f"{name} can do less than when the fleet was opened")
+        self.tokenizer.adopt(replica.tokenizer)
+
+    def _each_tokenizer(self) -> Iterator[Any]:
+        """Yield tokenizers, that of an engine that was lost among them: it may live in this process."""
+        yield from [replica.tokenizer for replica in self.replicas()]
+        yield self._last_tokenizer
+        for replica in self.each_running():
+            yield replica.tokenizer
+
+
+def open_replica(member: Member, canary: Canary) -> OpenReplica:
+    """Open an engine. One that does not fit is closed again."""
+    plugin = member.open()
+    try:
+        return OpenReplica(member, plugin, canary)
+    except BaseException as error:
+        _log.info("%s does not fit: %s", member.name, brief(message(error)))
+        with suppress(Exception):
+            plugin.close(CloseRequest())
+        raise

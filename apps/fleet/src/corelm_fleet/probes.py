@@ -1,0 +1,204 @@
+"""The probes: a few fixed sequences of token ids, and what a trainer's model says about them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corelm import Backend
+from corelm.spec import ProbeScores
+from corelm.spec.probes import Probe
+from corelm.tensors.log_probs import log_probs
+from corelm.validate import count, invalid, shown
+
+#: Tokens of the long probes, of which the first `_SHARED` are the same in both. Engines cache blocks of 16, 64 or 128
+#: tokens (vLLM on a CPU), so a cache holds at least one whole block of them.
+_LONG, _SHARED = 144, 136
+#: Tokens of the short probes.
+_SHORT = (3, 9)
+#: Tokens that are sampled after the first long probe.
+SAMPLED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """The probes for one engine.
+
+    Attributes:
+        rows: two short probes, then two long ones that share their beginning.
+        shared: how many tokens the long ones share.
+        sampled: how many tokens to sample after the first long probe.
+    """
+
+    rows: tuple[Probe, ...]
+    shared: int
+    sampled: int
+
+    @property
+    def pair(self) -> tuple[Probe, Probe]:
+        """The two long probes."""
+        return self.rows[-2], self.rows[-1]
+
+
+def probes_for(vocab_size: int, max_context: int | None, never: Collection[int] = ()) -> Probes:
+    """Return the probes for a model. They depend on the arguments alone.
+
+    Ids are taken from the middle half of the vocabulary: special ids, for example of images, are at its ends.
+
+    Args:
+        vocab_size: legal ids are below.
+        max_context: the largest number of tokens in a probe and what is sampled after it; None for no limit.
+        never: ids to leave out, such as those that end an answer.
+    """
+    room = _LONG + SAMPLED if max_context is None else min(max_context, _LONG + SAMPLED)
+    long = max(room - SAMPLED, (room + 1) // 2)
+    shared = max(long - (_LONG - _SHARED), long // 2)
+    legal = _legal(vocab_size, never)
+    first, second = _ids("first", long, legal), list(_ids("second", long, legal))
+    second[:shared] = first[:shared]
+    if second[shared:] and second[shared] == first[shared]:
+        second[shared] = legal[(legal.index(second[shared]) + 1) % len(legal)]
+    short = [_ids(f"short {size}", min(size, room), legal) for size in _SHORT]
+    return Probes((*short, first, tuple(second)), shared, room - long)
+
+
+def probe_scores(
+    model: Backend | nn.Module | Callable[[Tensor], Any],
+    *,
+    vocab_size: int | None = None,
+    max_context: int | None = None,
+) -> ProbeScores:
+    """Return what a model says about the probes, for ``backend.update_weights(…, expect=…)``.
+
+    A module is called in eval mode, without gradients and autocast, one probe at a time: ``model(ids)`` with int64
+    ``[1, time]`` returns logits ``[1, time, vocab]``, or an object with `logits`. If the model is sharded, call this on
+    every rank.
+
+    Args:
+        model: a torch module, any other callable like it, or a `Backend`.
+        vocab_size: legal ids are below; None reads it from the model's config. A callable needs it.
+        max_context: the largest number of tokens that the model takes; None reads it from the config, if it is there.
+
+    Raises:
+        InvalidRequestError: the model is of another type, its vocabulary is not known, or its logits have another
+            shape; `field` names the argument.
+        CapabilityError: the backend cannot score.
+    """
+    if isinstance(model, Backend):
+        known = model.capabilities
+        rows = probes_for(known.vocab_size, known.max_context, model.eos_token_ids).rows
+        return ProbeScores(rows, scores(model, rows, 1), dtype_of_engine(model, rows[0]))
+    if not callable(model):
+        raise invalid("model", f"expected a module, a callable or a backend, got {shown(model)}")
+    config = _config(model)
+    if vocab_size is None:
+        vocab_size = getattr(config, "vocab_size", None)
+    if vocab_size is None:
+        raise invalid("vocab_size", "the model has no config that says it; pass vocab_size=")
+    if max_context is None:
+        max_context = getattr(config, "max_position_embeddings", None)
+    size = count("vocab_size", vocab_size, 1)
+    rows = probes_for(size, None if max_context is None else count("max_context", max_context, 1)).rows
+    weights = list(model.parameters()) if isinstance(model, nn.Module) else []
+    device = weights[0].device if weights else torch.device("cpu")
+    with plain_modes(), _evaluated(model):
+        found = tuple(_scores_of_logits(model, row, size, device) for row in rows)
+    return ProbeScores(rows, found, _coarsest(weights))
+
+
+def scores(backend: Backend, rows: Sequence[Probe], start: int | Sequence[int]) -> tuple[tuple[float, ...], ...]:
+    """Return the log-probs of the tokens of each row from position `start` on."""
+    starts = [start] * len(rows) if isinstance(start, int) else list(start)
+    result = backend.score_logprobs([list(row) for row in rows], score_from=starts)
+    split = zip(result.logprobs.tolist(), starts, strict=True)
+    return tuple(tuple(row[first:]) for row, first in split)
+
+
+def dtype_of_engine(backend: Backend, probe: Probe) -> str | None:
+    """Return the dtype that an engine's logits were computed in; None if it returns no logits.
+
+    Numbers of a lower precision are still those numbers in float32.
+    """
+    if not backend.capabilities.logits or len(probe) < 2:
+        return None
+    result = backend.score_logprobs([list(probe)], return_logits=True)
+    assert result.logits is not None
+    values = result.logits.values[1:].float()
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
+        if torch.equal(values.to(dtype).float(), values):
+            return name
+    return _float32_on(result.logits.values.device)
+
+
+@contextmanager
+def plain_modes() -> Iterator[None]:
+    """Switch gradients and autocast off inside, so that the numbers do not depend on the caller's modes."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _legal(vocab_size: int, never: Collection[int]) -> Sequence[int]:
+    low = vocab_size // 4
+    middle = range(low, low + max(1, vocab_size // 2))
+    return [token for token in middle if token not in never] or middle
+
+
+def _ids(name: str, length: int, legal: Sequence[int]) -> Probe:
+    # Python's `random` may draw other numbers in another version.
+    digests = (hashlib.sha256(f"{name}, {place}".encode()).digest() for place in range(length))
+    return tuple(legal[int.from_bytes(digest[:8], "big") % len(legal)] for digest in digests)
+
+
+def _config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", None)
+    return text() if callable(text) else config
+
+
+def _scores_of_logits(model: Any, row: Probe, vocab_size: int, device: torch.device) -> tuple[float, ...]:
+    ids = torch.tensor([row], device=device)
+    made = model(ids)
+    logits = getattr(made, "logits", made)
+    if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape or logits.shape[-1] < vocab_size:
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise invalid("model", f"expected logits [1, {len(row)}, at least {vocab_size}] for a probe, got {shape}")
+    logprobs = log_probs(logits[0, :-1].float())
+    chosen: list[float] = logprobs.gather(-1, ids[0, 1:, None].to(logprobs.device))[:, 0].tolist()
+    return tuple(chosen)
+
+
+@contextmanager
+def _evaluated(model: Any) -> Iterator[None]:
+    """Put a module in eval mode inside, and every part of it back afterwards."""
+    trained = [part for part in model.modules() if part.training] if isinstance(model, nn.Module) else []
+    try:
+        for part in trained:
+            part.training = False
+        yield
+    finally:
+        for part in trained:
+            part.training = True
+
+
+def _coarsest(weights: Sequence[Tensor]) -> str | None:
+    found = [weight for weight in weights if weight.is_floating_point()]
+    if not found:
+        return None
+    weight = max(found, key=lambda weight: torch.finfo(weight.dtype).eps)
+    name = str(weight.dtype).removeprefix("torch.")
+    return _float32_on(weight.device) if name == "float32" else name
+
+
+def _float32_on(device: torch.device) -> str:
+    """Return in what a device multiplies matrices of float32."""
+    return "tf32" if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest" else "float32"

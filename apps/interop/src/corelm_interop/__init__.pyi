@@ -1,0 +1,10 @@
+from .histogram import Spread as Spread
+from .observer import EngineCall as EngineCall
+from .observer import ObservedCall as ObservedCall
+from .observer import Observer as Observer
+from .observer import Origin as Origin
+from .observer import current_call as current_call
+from .telemetry import Telemetry as Telemetry
+from .timing import Timing as Timing
+from .timing_summary import HookTiming as HookTiming
+from .timing_summary import TimingSummary as TimingSummary

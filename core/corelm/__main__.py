@@ -1,6 +1,0 @@
-"""``python -m corelm`` is the `corelm` command."""
-
-from corelm.cli import main
-
-if __name__ == "__main__":
-    main()

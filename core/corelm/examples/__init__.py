@@ -1,1 +1,0 @@
-"""What users can run without a checkout: ``python -m corelm.examples.tiny``."""

@@ -1,1 +1,0 @@
-"""Adapters to other libraries, one module each. Core itself does not need those libraries."""

@@ -1,0 +1,207 @@
+"""Build the result of a call from the outcome of each of its rows.
+
+Many engines answer row by row, and a row may fail alone. A plugin turns the reply for a row into a `RowAnswer`
+(or, of a scored row, `RowScores`) or a `RowFailure`. These functions then lay out the tensors and label them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from corelm.spec.provenance import Provenance
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm.spec.top_ids import TopIds
+from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
+
+
+@dataclass(frozen=True, slots=True)
+class RowAnswer:
+    """The answer to one prompt.
+
+    Attributes:
+        ids: the sampled ids, with the one that ended the answer.
+        logprobs: one number for each id; empty if none were asked for.
+        finish_reason: ``stop``, ``length`` or ``abort``.
+        kept_ids: for each id, the ids that truncation had left, in any order; empty if they were not asked for.
+        kept_log_mass: for each id, the log of the probability of those ids before truncation; empty likewise.
+        top: the most probable ids where each id was sampled; None if they were not asked for.
+        cached_tokens: how many ids of the prompt the engine says that it took from its prefix cache, as it says so; a
+            value that is no count is left out.
+    """
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str
+    kept_ids: Sequence[Sequence[int]] = ()
+    kept_log_mass: Sequence[float] = ()
+    top: TopIds | None = None
+    cached_tokens: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """The scores of the last ids of one sequence, up to and including its last.
+
+    Attributes:
+        logprobs: one number for each of these ids.
+        argmax: the most probable id at each of these positions; empty if none were asked for.
+        top: the most probable ids at each of these positions; None if they were not asked for.
+    """
+
+    logprobs: Sequence[float]
+    argmax: Sequence[int] = ()
+    top: TopIds | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """A row that has no answer.
+
+    Attributes:
+        why: the reason, in words that help the caller.
+        aborted: the row was aborted before it had an answer. Nothing went wrong, so a generated row gets the finish
+            reason ``abort`` and no error.
+    """
+
+    why: str
+    aborted: bool = False
+
+
+def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFailure]) -> GenerateResult:
+    """Return the result of `request` from the outcome of each of its rows, in their order.
+
+    A row that failed has no ids, and its finish reason is ``error``, or ``abort`` if it was aborted. An answer that
+    lacks what was asked for at some of its ids is an error of that row.
+    """
+    rows = [_incomplete(row, request) or row if isinstance(row, RowAnswer) else row for row in rows]
+    answers = [_no_answer(row) if isinstance(row, RowFailure) else row for row in rows]
+    errors = [row.why if isinstance(row, RowFailure) and not row.aborted else "" for row in rows]
+    device = request.prompts.values.device
+    logprobs = None
+    if request.logprobs != "none":
+        logprobs = Ragged.from_list([answer.logprobs for answer in answers], torch.float32).to(device)
+    return GenerateResult(
+        ids=Ragged.from_list([answer.ids for answer in answers]).to(device),
+        logprobs=logprobs,
+        finish_reasons=tuple(answer.finish_reason for answer in answers),
+        errors=tuple(errors) if any(errors) else None,
+        cached_tokens=_cached_tokens(request, answers),
+        **_kept(request, answers),
+        **_top_of_answers(request, answers),
+        **Provenance.label(request.logprobs, request.sampling),
+    )
+
+
+def _incomplete(answer: RowAnswer, request: GenerateRequest) -> RowFailure | None:
+    """Return why an answer does not say of all its ids what was asked for; None if it does."""
+    given: list[tuple[str, int]] = []
+    if request.return_support:
+        given += [("the kept ids", len(answer.kept_ids)), ("the mass of the kept ids", len(answer.kept_log_mass))]
+    if request.top_logprobs:
+        given += [("the most probable ids", 0 if answer.top is None else len(answer.top.ids))]
+    for what, count in given:
+        if count != len(answer.ids):
+            return RowFailure(f"the engine returned {what} of {count} tokens, and {len(answer.ids)} were sampled")
+    return None
+
+
+def _cached_tokens(request: GenerateRequest, answers: Sequence[RowAnswer]) -> tuple[int | None, ...] | None:
+    counts = [answer.cached_tokens for answer in answers]
+    counts = [count if type(count) is int and count >= 0 else None for count in counts]
+    if all(count is None for count in counts):
+        return None
+    samples = request.sampling.num_samples or 1
+    lengths = [length for length in request.prompts.lengths.tolist() for _ in range(samples)]
+    # An engine that interrupts a request and goes on later finds some of the answer in its cache as well.
+    return tuple(None if count is None else min(count, length) for count, length in zip(counts, lengths, strict=True))
+
+
+def _kept(request: GenerateRequest, answers: Sequence[RowAnswer]) -> dict[str, Any]:
+    if not request.return_support:
+        return {}
+    device = request.prompts.values.device
+    kept = TokenSets.from_list([[sorted(ids) for ids in answer.kept_ids] for answer in answers])
+    mass = Ragged.from_list([answer.kept_log_mass for answer in answers], torch.float32)
+    return {"kept_ids": kept.to(device), "kept_log_mass": mass.to(device)}
+
+
+def _top_of_answers(request: GenerateRequest, answers: Sequence[RowAnswer]) -> dict[str, Any]:
+    k = request.top_logprobs
+    if not k:
+        return {}
+    found = [TopIds.nothing(0, k) if answer.top is None else answer.top for answer in answers]
+    lengths = torch.tensor([len(top.ids) for top in found], dtype=torch.int64)
+    return _laid_out(TopIds.cat(found, k), lengths, request.prompts.values.device)
+
+
+def _laid_out(top: TopIds, lengths: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    values = {"top_ids": top.ids, "top_logprobs": top.logprobs, "tail_log_mass": top.tail}
+    return {name: Ragged(each, lengths).to(device) for name, each in values.items()}
+
+
+def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailure]) -> ScoreResult:
+    """Return the result of `request` from the scores of each of its rows.
+
+    Sequences ``[[5, 6, 7], [8, 9]]`` scored from 1 and 1, with rows
+    ``{0: RowScores([-0.5, -2.0]), 1: RowFailure("too long")}``::
+
+        logprobs  [[0.0, -0.5, -2.0], [0.0, 0.0]]
+        scored    [[False, True, True], [False, False]]
+        errors    ("", "too long")
+
+    Args:
+        rows: by row number, the scores of the last ids of the sequence. There may be more of them than
+            ``request.score_from`` asks for; the first ones are dropped. A row may be missing only if nothing of it was
+            asked for. A row with fewer scores than were asked for is an error of that row.
+    """
+    sequences = request.sequences
+    starts = request.score_from.clamp_min(1).tolist()
+    values = torch.zeros(sequences.values.shape[0])
+    scored = torch.zeros(sequences.values.shape[0], dtype=torch.bool)
+    argmax = torch.full((sequences.values.shape[0],), -1) if request.return_argmax else None
+    k = request.top_k if request.top_ids is None else request.top_ids.values.shape[1]
+    top = TopIds.nothing(sequences.values.shape[0], k) if k else None
+    errors = [""] * len(sequences)
+    for number, found in rows.items():
+        first, end = sequences.offsets[number : number + 2].tolist()
+        if isinstance(found, RowFailure):
+            errors[number] = found.why
+            continue
+        asked = max(0, end - first - starts[number])
+        count = len(found.logprobs)
+        if count < asked:
+            errors[number] = f"the engine returned {count} log-probs, but {asked} were asked for"
+            continue
+        if argmax is not None:
+            if len(found.argmax) != count:
+                errors[number] = f"the engine returned {len(found.argmax)} most probable ids for {count} log-probs"
+                continue
+            argmax[end - asked : end] = Ragged.from_list([found.argmax[count - asked :]]).values
+        if top is not None:
+            if found.top is None or len(found.top.ids) != count:
+                given = 0 if found.top is None else len(found.top.ids)
+                errors[number] = f"the engine returned the most probable ids of {given} tokens for {count} log-probs"
+                continue
+            top.ids[end - asked : end] = found.top.ids[count - asked :]
+            top.logprobs[end - asked : end] = found.top.logprobs[count - asked :]
+            top.tail[end - asked : end] = found.top.tail[count - asked :]
+        values[end - asked : end] = Ragged.from_list([found.logprobs[count - asked :]], torch.float32).values
+        scored[end - asked : end] = True
+    device = request.device or sequences.values.device
+    return ScoreResult(
+        logprobs=Ragged(values, sequences.lengths).to(device),
+        scored=Ragged(scored, sequences.lengths).to(device),
+        argmax=None if argmax is None else Ragged(argmax, sequences.lengths).to(device),
+        errors=tuple(errors) if any(errors) else None,
+        **({} if top is None else _laid_out(top, sequences.lengths, device)),
+        **Provenance.label_of_scores(request.temperature, truncated=request.support is not None),
+    )
+
+
+def _no_answer(failure: RowFailure) -> RowAnswer:
+    return RowAnswer([], [], "abort" if failure.aborted else "error")

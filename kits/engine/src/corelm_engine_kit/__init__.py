@@ -1,0 +1,34 @@
+"""Code that several plugins need, written once. All of it is public.
+
+- `StopStrings`, `text_before_stop`, `skipped_texts`, `stops_without_specials`: which token completes a stop string, the
+  text before it, what the text of an answer leaves out, and which stop strings an engine that does not may look for.
+- `AnswerTexts`: the text of answers whose tokens arrive little by little.
+- `Deadline`, `opening_within`: how much time a call, or opening an engine, has left.
+- `row_outcome`, `checked_ids`, `checked_logprobs`, `checked_argmax`, `checked_finish_reason`: is this the answer that a
+  row asked for?
+- `generate_result`, `score_result`, `RowAnswer`, `RowScores`, `RowFailure`: the result of a call, built from the
+  outcome of each row.
+- `RowStreams`: streams the rows of an engine that reports each answer so far.
+- `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
+- `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
+- `as_in_checkpoint`, `saved_shapes`: the names that a model's weights have in its checkpoint.
+- `adapter_folder`, `checked_adapter`: a LoRA adapter for an engine that reads a folder, if it fits (needs safetensors).
+- `did_you_mean`, `why_unreadable`: parts of error messages about an unknown name, and about a file of a model.
+- `refuse_missing_path`, `refuse_unknown_arguments`, `torch_device`, `torch_dtype`: checks of a path and of options,
+  before anything is opened.
+- `HttpClient`: requests to a server behind a URL (needs the extra ``http``).
+- `Decode`, `decoded`, `decoder_of`: what a body in JSON says, with a faster way for long replies (needs orjson, too).
+- `id_texts`: ids as texts, for replies that name ids so (needs the extra ``http``).
+- `SignOfWork`: how a server that takes long shows that it works.
+- `InFlight`: the ids by which an engine knows the requests in flight.
+- `Secrets`: masks keys in messages.
+- `WeightGroup`: where a server on another machine is sent the tensors of new weights.
+- `EventLoopThread`: an asyncio event loop on a thread.
+- `next_item`, `done_within`: waits for another thread that Ctrl-C ends.
+
+The names are listed in ``__init__.pyi`` and imported on first use.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

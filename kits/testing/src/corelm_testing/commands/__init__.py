@@ -1,0 +1,1 @@
+"""The subcommands of `corelm` for authors of backends."""

@@ -1,0 +1,166 @@
+"""The settings file next to the answers: what they were made with, once, so that different ones are never mixed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import corelm
+from helpers.command_line import generate, rows, settings_of, write_prompts, write_rows
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return write_prompts(tmp_path)
+
+
+def saved(files: tuple[Path, Path]) -> Path:
+    return files[1].with_name("answers.settings.json")
+
+
+def test_settings_and_provenance_are_saved_once(files):
+    generate(files, "--log-probs", "raw", "--seed", 5, "--top-k", 3)
+    made = settings_of(files[1])
+    assert made["corelm"] == corelm.__version__
+    assert made["settings"] == {
+        "command": "generate",
+        "backend": "toy",
+        "model": None,
+        "options": {},
+        "log_probs": "raw",
+        "return_tokens": False,
+        "copy_input": False,
+        "max_new_tokens": 9,
+        "temperature": 1.0,
+        "top_k": 3,
+        "seed": 5,
+    }
+    assert (made["provenance"]["backend"], made["provenance"]["weight_version"]) == ("toy", "0")
+    for row in rows(files[1]):
+        assert row["settings"] == made["fingerprint"] and "provenance" not in row
+
+
+def test_an_answer_with_another_provenance_holds_its_own(files, fabricate):
+    changing = """
+import dataclasses
+import corelm
+from corelm_testing.toy import ToyBackend
+
+class Changing(ToyBackend):
+    @corelm.hookimpl
+    def generate(self, request):
+        made = super().generate(request)
+        versions = ["1" if row[-3:] == [*b"sea"] else "0" for row in request.prompts.tolist()]
+        return dataclasses.replace(made, weight_versions=tuple(versions))
+"""
+    fabricate("changing", "1", {"changing": "changing:Changing"}, {"changing": changing})
+    assert generate(files, "--log-probs", "raw", backend="changing").exit_code == 0
+    assert settings_of(files[1])["provenance"]["weight_version"] == "0"
+    versions = [row.get("provenance", {}).get("weight_version") for row in rows(files[1])]
+    assert versions == [None, None, "1", None, None]
+
+
+def test_a_run_goes_on_and_keeps_the_file(files):
+    generate(files, "--seed", 5)
+    before = saved(files).read_bytes()
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole[: whole.index(b"\n") + 1])
+    assert generate(files, "--seed", 5).exit_code == 0
+    assert (saved(files).read_bytes(), files[1].read_bytes()) == (before, whole)
+
+
+def test_answers_without_their_settings_file_are_not_added_to(files):
+    generate(files)
+    saved(files).unlink()
+    before = files[1].read_bytes()
+    result = generate(files)
+    assert result.exit_code == 2 and "answers.settings.json, which says how the answers were made, is missing" in (
+        result.stderr
+    )
+    assert files[1].read_bytes() == before and not saved(files).exists()
+
+
+def test_a_settings_file_of_other_answers_does_not_pass_for_theirs(files, tmp_path):
+    """The names of two runs were exchanged."""
+    generate(files)
+    other = (files[0], tmp_path / "other.jsonl")
+    generate(other, "--temperature", 0.5)
+    saved(files).write_bytes((tmp_path / "other.settings.json").read_bytes())
+    before = files[1].read_bytes()
+    for more in ([], ["--temperature", 0.5]):
+        result = generate(files, *more)
+        assert result.exit_code == 2 and "answers.jsonl, line 1, was made with other settings" in result.stderr
+        assert files[1].read_bytes() == before
+
+
+def test_answers_of_two_runs_in_one_file_are_refused(files, tmp_path):
+    generate(files)
+    generate((files[0], tmp_path / "other.jsonl"), "--temperature", 0.5)
+    with files[1].open("ab") as file:
+        file.write((tmp_path / "other.jsonl").read_bytes())
+    result = generate(files)
+    assert result.exit_code == 2 and "answers.jsonl, line 6, was made with other settings" in result.stderr
+
+
+def test_answers_of_the_earlier_format_are_not_added_to(files):
+    """Earlier versions wrote the settings into every line."""
+    old = {"id": 1, "line": 1, "prompt_hash": "0", "response": "x", "settings": {"backend": "toy"}}
+    write_rows(files[1], [old])
+    before = files[1].read_bytes()
+    result = generate(files)
+    assert result.exit_code == 2 and "line 1, was written by an earlier version of corelm" in result.stderr
+    assert files[1].read_bytes() == before and not saved(files).exists()
+
+
+def test_a_file_of_another_program_is_kept(files):
+    for content in ("", "mine", "{}", "[]", '{"settings": {}}', "[" * 100_000):
+        saved(files).write_text(content)
+        result = generate(files)
+        assert result.exit_code == 2 and "is not a settings file of corelm" in result.stderr, content[:20]
+        assert saved(files).read_text() == content and not files[1].exists()
+
+
+def test_the_settings_file_of_answers_that_are_gone_is_replaced(files):
+    generate(files)
+    files[1].unlink()
+    assert generate(files, "--temperature", 0.5).exit_code == 0
+    assert settings_of(files[1])["settings"]["temperature"] == 0.5
+
+
+def test_a_settings_file_that_is_the_input_is_refused(tmp_path):
+    source = tmp_path / "run.settings.json"
+    source.write_text('{"prompt": "The cat"}\n')
+    result = generate((source, tmp_path / "run.jsonl"))
+    assert result.exit_code == 2 and "is both the output's settings file and the input" in result.stderr
+    assert source.read_text() == '{"prompt": "The cat"}\n'
+
+
+def test_no_settings_file_without_answers(files):
+    files[0].write_text("not json\n")
+    assert generate(files).exit_code == 1
+    assert not saved(files).exists()
+
+
+def test_a_settings_file_that_cannot_be_written_leaves_no_answer_without_settings(files):
+    files[1].parent.chmod(0o755)
+    taken = saved(files)
+    taken.mkdir()
+    result = generate(files)
+    assert result.exit_code == 2 and "is not a regular file" in result.stderr and not files[1].exists()
+
+
+def test_a_path_that_is_not_utf_8_is_saved(files, fabricate):
+    opening = """
+from corelm_testing.toy import ToyBackend
+
+class Opening(ToyBackend):
+    @classmethod
+    def open(cls, model=None):
+        return super().open()
+"""
+    fabricate("opening", "1", {"opening": "opening:Opening"}, {"opening": opening})
+    for _ in range(2):
+        assert generate(files, "--model", "a\udcff", backend="opening").exit_code == 0
+    assert json.loads(saved(files).read_text())["settings"]["model"] == "a\udcff"

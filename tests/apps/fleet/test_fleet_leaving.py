@@ -1,0 +1,166 @@
+"""Callers that stop waiting, and fleets that are closed or dropped: calls end, and nothing is left."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from apps.fleet.conftest import PROMPTS, SAMPLING, assert_same
+from corelm.errors import BackendClosedError, BackendTimeoutError
+from helpers.mortal_toys import OTHER, MortalToy, Toys, user_rows
+from helpers.processes import wait_until
+
+
+def hang(engine: MortalToy, hook: str, request: Any) -> None:
+    """Hold calls of tests until they are aborted."""
+    if hook == "generate" and user_rows(request):
+        engine.aborted.wait(20)
+
+
+def all_asked(toys: Toys) -> bool:
+    """Return whether every engine has been asked to sample for a test."""
+    return all(any(hook == "generate" and user_rows(each) for hook, each in engine.asked) for engine in toys.made)
+
+
+def test_a_timeout_ends_the_wait_and_the_calls() -> None:
+    with Toys("a", "b", before=hang) as toys:
+        with pytest.raises(BackendTimeoutError):
+            toys.backend.generate(PROMPTS, SAMPLING, timeout=2.0)
+        assert all_asked(toys)
+        assert all(engine.aborted.wait(5) for engine in toys.made)
+        toys.before = lambda *given: None
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+
+
+def test_an_abort_reaches_the_replica_that_has_the_request() -> None:
+    with Toys("a", "b", before=hang) as toys:
+        names = [f"r{n}" for n in range(20)]
+        future = toys.backend.submit_generate(PROMPTS, SAMPLING, request_ids=names)
+        assert wait_until(lambda: all_asked(toys))
+        toys.backend.abort(["r0"])
+        owner = next(
+            each
+            for each in toys.made
+            for hook, request in each.asked
+            if hook == "generate" and PROMPTS[0] in request.prompts.tolist()
+        )
+        assert owner.aborted.wait(5)
+        others = [each for each in toys.made if each is not owner]
+        assert not any(each.aborted.is_set() for each in others)
+        toys.backend.abort(names)
+        assert len(future.result(10).ids) == 20
+
+
+def test_rows_that_wait_are_aborted_at_once() -> None:
+    with Toys("a", before=hang, concurrent_calls=False) as toys:
+        first = toys.backend.submit_generate(PROMPTS[:1], SAMPLING, request_ids=["first"])
+        assert wait_until(lambda: all_asked(toys))
+        second = toys.backend.submit_generate(PROMPTS[1:3], SAMPLING, request_ids=["x", "y"])
+
+        def ended() -> bool:
+            # Another thread submits the rows: an abort may come before them.
+            toys.backend.abort(["x", "y"])
+            return second.done()
+
+        assert wait_until(ended)
+        found = second.result(5)
+        assert found.finish_reasons == ("abort", "abort") and found.ids.tolist() == [[], []]
+        assert not first.done()
+        toys.backend.abort(["first"])
+        assert len(first.result(5).ids) == 1
+
+
+def test_closing_ends_calls_and_threads() -> None:
+    before = set(threading.enumerate())
+    toys = Toys("a", "b", before=hang)
+    future = toys.backend.submit_generate(PROMPTS, SAMPLING)
+    assert wait_until(lambda: all_asked(toys))
+    threading.Timer(0.2, lambda: [engine.aborted.set() for engine in toys.made]).start()
+    toys.backend.close()
+    with pytest.raises(BackendClosedError):
+        future.result(5)
+    with pytest.raises(BackendClosedError):
+        toys.backend.generate(PROMPTS, SAMPLING)
+    assert wait_until(lambda: not set(threading.enumerate()) - before, 10)
+    assert [engine.closed for engine in toys.made] == [1, 1]
+
+
+def test_a_fleet_that_is_dropped_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    toys = Toys("a", "b")
+    assert len(toys.backend.generate(PROMPTS, SAMPLING).ids) == 20
+    del toys
+
+    def ended() -> bool:
+        gc.collect()
+        return not set(threading.enumerate()) - before
+
+    assert wait_until(ended)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Undo for a test what a shell does to background processes: they ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_the_wait_and_the_calls(interruptible: None) -> None:
+    with Toys("a", "b", before=hang) as toys:
+
+        def interrupt() -> None:
+            wait_until(lambda: all_asked(toys))
+            _thread.interrupt_main()
+
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            toys.backend.generate(PROMPTS, SAMPLING)
+        assert all(engine.aborted.wait(5) for engine in toys.made)
+        toys.before = lambda *given: None
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+
+
+def test_an_interrupt_ends_the_wait_for_new_weights(interruptible: None) -> None:
+    begun, loaded, ended = threading.Event(), threading.Event(), list[bool]()
+
+    def before(engine: MortalToy, hook: str, request: Any) -> None:
+        if hook == "update_weights":
+            begun.set()
+            ended.append(loaded.wait(60))
+
+    with Toys("a", "b", before=before) as toys:
+
+        def interrupt() -> None:
+            begun.wait()
+            _thread.interrupt_main()
+
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            toys.backend.update_weights({"table": OTHER})
+        assert not ended, "the interrupt has waited for the engines"
+        loaded.set()
+
+
+def test_closing_does_not_wait_for_an_engine_that_hangs() -> None:
+    never, ended = threading.Event(), []
+
+    def before(engine: MortalToy, hook: str, request: Any) -> None:
+        if hook == "generate" and user_rows(request):
+            never.wait(60)
+            ended.append(hook)
+
+    toys = Toys("a", before=before, abort=False, concurrent_calls=False)
+    future = toys.backend.submit_generate(PROMPTS, SAMPLING)
+    assert wait_until(lambda: all_asked(toys))
+    toys.backend.close()
+    with pytest.raises(BackendClosedError):
+        future.result(1)
+    assert not ended
+    never.set()

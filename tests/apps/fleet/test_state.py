@@ -1,0 +1,392 @@
+"""The rules of a fleet, one example each. No engine runs: `World` says what each one did."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from corelm.errors import InvalidRequestError
+from corelm_fleet.records import TRANSITIONS, Abandon, FleetLimits, Start, State, Updated
+from corelm_fleet.state import FleetState
+from helpers.fleet_world import World, state, world
+
+
+def test_rows_go_to_a_replica_and_are_answered_once():
+    w = world("a", "b")
+    w.add(0, 1, 2)
+    first = w.send("a", 0, 1)
+    w.send("b", 2)
+    w.answer(first)
+    w.answer(first)  # as a retry of a transport would
+    assert w.rows[0].outcomes == w.rows[1].outcomes == ["answered"] and not w.rows[2].outcomes
+
+
+def test_a_death_sends_only_unanswered_rows_again_and_elsewhere():
+    w = world("a", "b")
+    w.add(0, 1)
+    call = w.send("a", 0, 1)
+    w.answer(call, [0])
+    w.check()
+    w.die(w.engine("a"))
+    assert w.fleet.trials() == [(1, "b")]
+    w.answer(w.send("b", 1, trial=True))
+    assert w.rows[1].outcomes == ["answered"]
+
+
+def test_a_caller_that_leaves_takes_all_its_rows_of_a_flight_back_at_once():
+    w = world("a", "b")
+    w.add(*range(6))
+    calls = [w.send("a", 0, 1, 2), w.send("b", 3, 4)]
+    decisions = w.fleet.cancel([0, 2, 3, 4, 5], w.now)
+    assert [(each.flight, each.rows) for each in decisions if isinstance(each, Abandon)] == [(0, (0, 2)), (1, (3, 4))]
+    w.answer(calls[0], [1])
+    assert w.rows[1].outcomes == ["answered"]
+
+
+def test_poison_in_a_batch_of_eight_fails_alone_and_takes_two_replicas_along():
+    w = world("a", "b", "c", "d")
+    w.add(*range(8))
+    w.send("a", *range(8))
+    w.die(w.engine("a"))
+    deaths = 1
+    for _ in range(20):
+        for row, name in w.fleet.trials():
+            w.send(name, row, trial=True)
+        for call in w.in_flight():
+            if call.rows == [5]:
+                w.die(call.engine)
+                deaths += 1
+            else:
+                w.answer(call)
+    assert deaths == 2 and not w.fleet.rows.all
+    assert [row for row in range(8) if w.rows[row].outcomes != ["answered"]] == [5]
+    error = w.failures[5].error
+    assert error.usable and error.rows == (5,)
+    assert "a (start 1): exit code -9; " in str(error) and "2 replicas were lost" in str(error)
+
+
+def test_accused_rows_are_tried_on_half_of_the_replicas_and_fresh_ones_go_on():
+    w = world("a", "b", "c", "d", "e")
+    w.add(*range(20))
+    w.send("a", *range(10))
+    w.die(w.engine("a"))
+    tried = [name for _, name in w.fleet.trials()]
+    assert len(tried) == 2 and w.fleet.takers == {"b", "c", "d", "e"} - set(tried)
+
+
+def test_the_rows_sent_last_are_tried_first():
+    w = world("a", "b")
+    w.add(0, 1)
+    w.send("a", 0)
+    w.now += 1
+    w.send("a", 1)
+    w.die(w.engine("a"))
+    assert list(w.fleet.rows.accused) == [1, 0]
+
+
+def test_a_row_on_trial_waits_until_its_replica_has_survived_the_rows_it_has():
+    w = world("a", "b", trial=5.0)
+    w.add(0, 1, 2)
+    w.send("a", 0)
+    w.send("b", 1)
+    w.die(w.engine("a"))
+    assert w.fleet.trials() == [] and w.fleet.takers == frozenset()
+    w.now += 5
+    w.hear(w.engine("b"))
+    assert w.fleet.trials() == [(0, "b")]
+    call = w.send("b", 0, trial=True)
+    assert w.fleet.takers == frozenset()
+    w.obey(w.fleet.producing(call.number, w.now))
+    assert w.fleet.takers == {"b"}, "a row that produces tokens is no longer on trial"
+
+
+def test_a_death_during_a_trial_blames_only_the_row_on_trial():
+    w = world("a", "b", trial=5.0)
+    w.add(0, 1)
+    w.send("a", 0)
+    w.send("b", 1)
+    w.die(w.engine("a"))
+    w.now += 5
+    w.hear(w.engine("b"))
+    w.send("b", 0, trial=True)
+    w.die(w.engine("b"))
+    assert w.rows[0].outcomes == ["failed"] and list(w.fleet.rows.fresh) == [1]
+
+
+def test_rows_that_did_not_reach_a_replica_are_not_blamed_for_its_death():
+    w = world("a", "b", "c")
+    w.add(*range(4))
+    w.send("a", 0)
+    unsent = w.send("a", 1, 2)
+    w.engine("a").alive = False
+    w.lose(w.engine("a"), [call for call in w.in_flight() if call is not unsent], final=True)
+    w.obey(w.fleet.unsent(unsent.number, w.now))
+    assert state(w, "a") is State.DEAD
+    assert list(w.fleet.rows.fresh) == [3, 1, 2] and list(w.fleet.rows.accused) == [0]
+    w.obey(w.fleet.unsent(unsent.number, w.now))
+    w.check()
+
+
+def test_a_bad_request_does_not_count():
+    w = world("a")
+    w.add(*range(8))
+    for row in range(4):
+        w.refuse(w.send("a", row))
+    w.refuse(w.send("a", 4, 5, 6), [5])
+    assert state(w, "a") is State.HEALTHY
+    assert list(w.fleet.rows.fresh) == [7, 4, 6] and w.rows[5].outcomes == ["refused"]
+
+
+def test_a_replica_that_fails_every_call_is_restarted():
+    w = world("a", "b")
+    w.add(0, 1, 2)
+    for call in [w.send("a", row) for row in range(3)]:
+        assert state(w, "a") is State.HEALTHY
+        w.fail(call)
+    assert state(w, "a") is State.DEAD and list(w.fleet.rows.accused) == [0, 1, 2]
+
+
+def test_a_suspect_gets_no_rows_and_its_late_answer_is_discarded():
+    w = world("a", "b")
+    w.add(0, 1)
+    call = w.send("a", 0)
+    w.miss(w.engine("a"))
+    w.miss(w.engine("a"))
+    assert state(w, "a") is State.SUSPECT and w.fleet.takers == {"b"}
+    w.pass_time(10)
+    again = w.send("b", *[row for row, _ in w.fleet.trials()], trial=True)
+    w.hear(w.engine("a"))
+    w.answer(call)
+    assert not w.rows[0].outcomes
+    w.answer(again)
+    assert w.rows[0].outcomes == ["answered"] and state(w, "a") is State.HEALTHY
+
+
+def test_a_suspect_that_answers_in_time_keeps_its_rows():
+    w = world("a", "b")
+    w.add(0)
+    call = w.send("a", 0)
+    w.miss(w.engine("a"))
+    w.miss(w.engine("a"))
+    w.pass_time(9)
+    w.answer(call)
+    assert w.rows[0].outcomes == ["answered"]
+
+
+def test_a_suspect_that_comes_back_is_forgiven():
+    w = world("a", "b")
+    w.add(0)
+    w.send("a", 0)
+    w.miss(w.engine("a"))
+    w.miss(w.engine("a"))
+    w.pass_time(10)
+    assert list(w.fleet.rows.accused) == [0]
+    w.hear(w.engine("a"))
+    assert list(w.fleet.rows.fresh) == [0] and not w.fleet.rows.accused
+
+
+def test_a_suspect_that_never_comes_back_is_restarted():
+    w = world("a")
+    w.miss(w.engine("a"))
+    w.miss(w.engine("a"))
+    w.pass_time(60)
+    assert state(w, "a") is State.DEAD
+    w.pass_time(1)
+    assert w.jobs == [Start(w.fleet.replicas["a"].life)]
+
+
+def test_a_late_report_of_an_earlier_life_is_ignored():
+    w = world("a")
+    old = w.engine("a")
+    w.die(old)
+    w.pass_time(1)
+    w.finish_all()
+    assert w.fleet.died(old.life, 1.0, "late") == w.fleet.opened(old.life, 1.0) == []
+    assert w.fleet.loaded(old.life, 0, 1.0) == []
+    assert state(w, "a") is State.HEALTHY
+
+
+def test_a_report_that_was_not_asked_for_is_ignored():
+    w = world("a")
+    w.update()
+    assert w.fleet.loaded(w.engine("a").life, 0, w.now) == w.fleet.canary(w.engine("a").life, 1, True, w.now) == []
+    assert state(w, "a") is State.STALE and w.updating
+
+
+def test_restarts_wait_longer_each_time_and_end():
+    w = world("a", backoff=1.0, longest_backoff=3.0, restarts=3)
+    w.add(0)
+    waits = []
+    for _ in range(3):
+        w.die(w.engine("a"))
+        waits.append(w.fleet.replicas["a"].retry_at - w.now)
+        w.pass_time(3)
+        w.finish_all()
+    assert waits == [1.0, 2.0, 3.0]
+    w.die(w.engine("a"))
+    assert state(w, "a") is State.GONE and w.rows[0].outcomes == ["failed"]
+    error = w.failures[0].error
+    assert error.usable is False and "no replica is left" in str(error) and "started too often" in str(error)
+
+
+def test_a_replica_that_answers_may_be_restarted_again_and_again():
+    w = world("a", restarts=1)
+    for row in range(5):
+        w.add(row)
+        w.answer(w.send("a", row))
+        w.die(w.engine("a"))
+        w.pass_time(60)
+        w.finish_all()
+    assert state(w, "a") is State.HEALTHY
+
+
+def test_a_replica_that_dies_once_a_day_is_restarted_though_nothing_is_asked_of_it():
+    w = world("a", restarts=1)
+    for _ in range(3):
+        w.pass_time(86_400)
+        w.die(w.engine("a"))
+        w.pass_time(1)
+        w.finish_all()
+    assert state(w, "a") is State.HEALTHY
+
+
+def test_rows_fail_after_an_outage():
+    w = world("a", outage=30.0, restarts=1000, start=1e6)
+    w.add(0)
+    w.die(w.engine("a"))
+    w.pass_time(1)
+    w.pass_time(29.9)
+    assert not w.rows[0].outcomes
+    w.pass_time(0.1)
+    assert w.rows[0].outcomes == ["failed"] and "a (start 2) is restarting" in str(w.failures[0].error)
+
+
+def test_a_fleet_without_replicas_fails_rows_at_once():
+    w = World()
+    w.add(0)
+    assert w.rows[0].outcomes == ["failed"]
+
+
+def test_a_draining_replica_finishes_its_rows_and_leaves():
+    w = world("a", "b")
+    w.add(0, 1)
+    call = w.send("a", 0)
+    w.drain("a")
+    assert state(w, "a") is State.DRAINING and w.fleet.takers == {"b"}
+    w.answer(call)
+    assert state(w, "a") is State.GONE
+    w.open("a")
+    assert w.fleet.takers == {"a", "b"} and w.fleet.replicas["a"].life.number == 2
+
+
+def test_the_rows_of_a_replica_that_dies_while_it_drains_go_elsewhere():
+    w = world("a", "b")
+    w.add(0)
+    w.send("a", 0)
+    w.drain("a")
+    w.die(w.engine("a"))
+    assert state(w, "a") is State.GONE and w.fleet.trials() == [(0, "b")]
+    w.answer(w.send("b", 0, trial=True))
+    assert w.rows[0].outcomes == ["answered"]
+
+
+def test_a_replica_with_one_call_at_once():
+    w = World()
+    w.open("a", most_flights=1)
+    w.add(0, 1)
+    call = w.send("a", 0)
+    assert w.fleet.takers == frozenset()
+    w.answer(call)
+    assert w.fleet.takers == {"a"}
+
+
+def test_what_takes_too_long_is_given_up():
+    for name, seconds in itertools.product(("start", "load", "canary"), (0.0, 1e6)):
+        w = World(limits=FleetLimits(**{name: 5.0}))
+        w.join("a")
+        if name != "start":
+            w.finish(w.jobs[0])
+        if name == "load":
+            w.finish_all()
+            w.update()
+        w.pass_time(4.9)
+        assert state(w, "a") is not State.DEAD, name
+        w.pass_time(0.1 + seconds)
+        assert state(w, "a") is State.DEAD and "within 5 s" in w.fleet.replicas["a"].why, name
+
+
+def test_a_replica_that_stalls_while_it_loads_is_given_up_before_the_limit_of_a_load():
+    w = world("a", "b", give_up=60.0, load=900.0)
+    w.update()
+    w.finish(w.jobs[0])
+    w.finish(w.jobs[-1])
+    for _ in range(5):
+        w.miss(w.engine("b"))
+    assert state(w, "b") is State.STALE, "it may be busy"
+    w.now += 60
+    w.miss(w.engine("b"))
+    assert w.ended == [Updated(1, {"b": "no reply to a health check"})]
+
+
+def test_mistakes_are_refused():
+    w = world("a")
+    with pytest.raises(InvalidRequestError):
+        w.fleet.join("a", 0.0)
+    with pytest.raises(InvalidRequestError, match="there is no replica 'z'; there are a"):
+        w.fleet.drain("z", 0.0)
+    with pytest.raises(InvalidRequestError):
+        w.fleet.add([3, 3], 0.0)
+    with pytest.raises(InvalidRequestError):
+        w.fleet.send("a", [7], 0.0)
+    w.fleet.drain("a", 0.0)
+    with pytest.raises(InvalidRequestError):
+        w.fleet.send("a", [3], 0.0)
+    with pytest.raises(InvalidRequestError, match="trial: expected"):
+        FleetLimits(trial=-1)
+    with pytest.raises(InvalidRequestError):
+        FleetLimits(deaths=0)
+
+
+def test_the_table_shows_every_transition(monkeypatch):
+    """Walk through the table; `_move` refuses every change of state that is not in it."""
+    seen = set()
+
+    class Recorder(FleetState):
+        def _move(self, replica, to, now, why=""):
+            seen.add((replica.state, to))
+            super()._move(replica, to, now, why)
+
+    def fleet(until: State) -> World:
+        w = World(FleetLimits(restarts=3))
+        w.join("a")
+        if until is State.JOINING:
+            return w
+        w.finish(w.jobs[0])
+        if until is State.STALE:
+            return w
+        w.finish_all()
+        if until is State.SUSPECT:
+            w.miss(w.engine("a"))
+            w.miss(w.engine("a"))
+        elif until is State.DRAINING:
+            w.add(0)
+            w.send("a", 0)
+            w.drain("a")
+        elif until in (State.DEAD, State.RESTARTING):
+            w.die(w.engine("a"))
+            if until is State.RESTARTING:
+                w.pass_time(1)
+        assert state(w, "a") is until
+        return w
+
+    monkeypatch.setattr(World, "machine", Recorder)
+    for until in set(State) - {State.GONE}:
+        fleet(until).drain("a")
+        fleet(until).calm_down()
+        w = fleet(until)
+        w.obey(w.fleet.died(w.fleet.replicas["a"].life, w.now, "exit code 1"))
+        w = fleet(until)
+        w.update()
+        w.calm_down()
+    assert seen == set(TRANSITIONS)

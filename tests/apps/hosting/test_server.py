@@ -1,0 +1,144 @@
+"""The host's side: forgotten calls, slow calls and odd tokenizers leave the other calls alone."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from corelm import SamplingParams, hookimpl
+from corelm.spec import GenerateRequest, GenerateResult, HealthRequest, TokenizeRequest, TokenizeResult
+from corelm.spec.records import AbortRequest
+from corelm.tensors.ragged import Ragged
+from corelm_fleet.hosting.server import Call, EngineServer
+from corelm_fleet.hosting.tokenizer import HostedTokenizer, TokenizerServer
+from corelm_testing.toy import ToyBackend
+from helpers.processes import wait_until
+
+
+class Stuck(ToyBackend):
+    """An engine whose calls go on until `go_on` is set, although they are aborted."""
+
+    def __init__(self, concurrent: bool = True) -> None:
+        engine = ToyBackend.open()
+        vars(self).update(vars(engine))
+        self.capabilities = replace(engine.capabilities, abort=True, concurrent_calls=concurrent)
+        self.go_on, self.aborted = threading.Event(), set[str]()
+        self.inside = 0
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.inside += 1
+        self.go_on.wait(30)
+        self.inside -= 1
+        return ToyBackend.generate(self, request)
+
+    @hookimpl
+    def abort(self, request: AbortRequest) -> bool:
+        self.aborted.update(request.request_ids)
+        return True
+
+    @hookimpl
+    def health(self, request: HealthRequest) -> bool:
+        return True
+
+
+class Encoding(Stuck):
+    """An engine that encodes texts by itself, and takes one call at a time."""
+
+    @hookimpl
+    def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
+        assert not self.inside, "two calls at once"
+        return TokenizeResult(ids=Ragged.from_list([[1] for _ in request.texts]))
+
+
+def generation(name: str) -> Call:
+    request = GenerateRequest(
+        prompts=Ragged.from_list([[72]]),
+        sampling=SamplingParams(max_new_tokens=1),
+        seeds=(0,),
+        request_ids=(name,),
+        stop_ids=frozenset(),
+        timeout=None,
+        logprobs="none",
+    )
+    return Call("hook", "generate", (request,))
+
+
+def start(server: EngineServer, number: int, call: Call) -> SimpleQueue[Any]:
+    answers = SimpleQueue[Any]()
+    server.start(number, call, answers.put, lambda *_: None)
+    return answers
+
+
+def test_forgotten_calls_do_not_hold_up_a_health_check() -> None:
+    engine = Stuck()
+    server = EngineServer(engine, "stuck")
+    answers = [start(server, number, generation(str(number))) for number in range(40)]
+    for number in range(40):
+        server.forget(number)
+    assert start(server, 99, Call("hook", "health", (HealthRequest(),))).get(timeout=5) is True
+    # Another thread aborts them, which may come late on a busy machine.
+    assert wait_until(lambda: bool(engine.aborted))
+    engine.go_on.set()
+    for each in answers:
+        each.get(timeout=10)
+
+
+def test_a_call_is_aborted_until_it_ends() -> None:
+    engine = Stuck()
+    server = EngineServer(engine, "stuck")
+    answers = start(server, 1, generation("a"))
+    server.forget(1)
+    server.forget(5)  # it has ended long ago
+    assert wait_until(lambda: "a" in engine.aborted)
+    engine.go_on.set()
+    answers.get(timeout=10)
+
+
+def test_a_slow_chat_template_holds_up_no_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, go_on = Stuck(), threading.Event()
+    server = EngineServer(engine, "stuck")
+    monkeypatch.setattr("corelm_fleet.hosting.tokenizer.segments_of", lambda *_, **__: go_on.wait(20))
+    slow = [start(server, number, Call("tokenizer", "render_segments", ([], {}))) for number in range(8)]
+    rows = start(server, 20, Call("tokenizer", "decode_rows", ([[72]], {})))
+    assert rows.get(timeout=5) == [engine.tokenizer.decode([72])]
+    assert start(server, 21, Call("tokenizer", "encode", ((["H"],), {"add_special_tokens": False}))).get(timeout=5)
+    go_on.set()
+    for each in slow:
+        each.get(timeout=10)
+
+
+def test_an_engine_that_encodes_by_itself_is_entered_by_one_call_at_a_time() -> None:
+    engine = Encoding(concurrent=False)
+    server = EngineServer(engine, "stuck")
+    call = start(server, 1, generation("a"))
+    assert wait_until(lambda: bool(engine.inside))
+    texts = start(server, 2, Call("tokenizer", "encode", ((["H", "i"],), {"add_special_tokens": False})))
+    engine.go_on.set()
+    assert texts.get(timeout=10) == {"input_ids": [[1], [1]]}
+    call.get(timeout=10)
+
+
+class Odd:
+    """A tokenizer whose attributes raise, or are objects that stay in the host."""
+
+    eos_token_id = 3
+    chat_template = object()
+    engine = object()
+
+    @property
+    def vocab_size(self) -> int:
+        raise NotImplementedError("slow tokenizers count nothing")
+
+
+def test_attributes_that_cannot_be_copied_are_left_out() -> None:
+    server = TokenizerServer(Odd(), lambda request: pytest.fail("not asked"))
+    copied = server.copied_attributes()
+    assert copied == {"eos_token_id": 3}
+    tokenizer = HostedTokenizer(server, copied)
+    assert not hasattr(tokenizer, "vocab_size") and not hasattr(tokenizer, "engine")
+    assert getattr(tokenizer, "engine", None) is None

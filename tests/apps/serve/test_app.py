@@ -1,0 +1,53 @@
+"""The ASGI application in a server that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import httpx
+from starlette.testclient import TestClient
+
+import corelm
+from corelm import Backend, hookimpl
+from corelm.spec import HealthRequest
+from corelm_serve import ServerOptions, ServingApp
+from helpers.serving import PATIENCE
+
+
+def test_no_thread_is_left_when_the_server_ends_and_the_backend_stays_open(toy: Backend) -> None:
+    before = set(threading.enumerate())
+    with TestClient(ServingApp(toy, ServerOptions(api_key="k")), headers={"authorization": "Bearer k"}) as client:
+        assert client.post("/v1/completions", json={"prompt": [65], "max_tokens": 2}).status_code == 200
+        assert set(threading.enumerate()) - before
+    left = [each for each in set(threading.enumerate()) - before if each.is_alive()]
+    assert not left, left
+    assert toy.health()
+
+
+def test_a_hanging_engine_that_many_ask_for_its_health_answers_requests_meanwhile() -> None:
+    gate, asked = threading.Event(), []
+
+    class Hangs:
+        @hookimpl
+        def health(self, request: HealthRequest) -> bool:
+            asked.append(request)
+            assert gate.wait(PATIENCE)
+            return True
+
+    async def crowd(app: ServingApp) -> tuple[int, set[int]]:
+        headers = {"authorization": "Bearer k"}
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as client:
+            looks = [asyncio.create_task(client.get("/health")) for _ in range(100)]
+            try:
+                body = {"prompt": [65], "max_tokens": 2}
+                answer = await asyncio.wait_for(client.post("/v1/completions", json=body), PATIENCE / 4)
+            finally:
+                gate.set()
+            return answer.status_code, {each.status_code for each in await asyncio.gather(*looks)}
+
+    with corelm.get_backend("toy", wrappers=[Hangs()]) as backend:
+        app = ServingApp(backend, ServerOptions(api_key="k"))
+        assert asyncio.run(crowd(app)) == (200, {200}) and len(asked) == 1
+        app.service.backend.cleanup()

@@ -1,0 +1,358 @@
+"""An engine that sleeps: what is refused meanwhile, what it wakes with, and what happens if it fails to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from corelm import Backend, DynamicBatcher, get_backend, hookimpl
+from corelm.errors import BackendAsleepError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
+from corelm.spec import GenerateRequest, ScoreRequest, ScoreResult, SleepRequest, WakeRequest, WeightUpdate
+from corelm_testing.toy import Bigram, ToyBackend
+from helpers.adapter_toys import ADD, CONFIG, AdapterToy
+from helpers.capable_plugins import Abortable, Sleeper
+from helpers.insides import a_call_waits
+from helpers.processes import wait_until
+from helpers.refusals import refused
+
+ROWS = [[10, 20, 30], [40, 50]]
+
+
+@pytest.fixture
+def watch() -> Any:
+    """Return what gives a backend a canary; skip the test where there is none."""
+    return pytest.importorskip("corelm_fleet.canary").watch
+
+
+def sleeper(kind: type[ToyBackend] = Sleeper) -> Backend:
+    return Backend.from_plugin(kind.open(Bigram.of_talk()), "toy")
+
+
+@pytest.fixture
+def backend() -> Iterator[Backend]:
+    with sleeper() as opened:
+        yield opened
+
+
+def scores(backend: Backend) -> list[list[float]]:
+    return backend.score_logprobs(ROWS).logprobs.tolist()
+
+
+def test_what_a_sleeping_engine_cannot_do_is_refused_and_says_what_to_call(backend: Backend) -> None:
+    backend.sleep()
+    with pytest.raises(BackendAsleepError, match=r"its weights and KV cache sleep; call backend\.wake\(\) first"):
+        backend.generate(ROWS)
+    with pytest.raises(BackendAsleepError, match=r"call backend\.wake\(\['weights'\]\) first"):
+        backend.update_weights(Bigram.of_talk().state_dict())
+    backend.wake("weights")
+    with pytest.raises(BackendAsleepError):
+        backend.score_logprobs(ROWS)
+    assert backend.health() and backend.detokenize([[104]]) == ["h"]
+
+
+@pytest.mark.parametrize("tags", [None, ["weights", "kv_cache"], ("kv_cache", "weights")])
+def test_waking_brings_the_same_weights_under_the_same_label(backend: Backend, tags: Any) -> None:
+    before = scores(backend)
+    for _ in range(2):
+        backend.sleep(1)
+        backend.wake(tags)
+        assert scores(backend) == before and backend.weight_version == "0"
+
+
+def test_a_change_by_the_owner_before_the_sleep_is_still_noticed(backend: Backend) -> None:
+    scores(backend)
+    with torch.no_grad():
+        backend.engine.plugin.model.table.mul_(2)
+    backend.sleep()
+    backend.wake()
+    assert backend.weight_version == "1"
+
+
+def test_after_level_2_only_an_update_makes_it_answer(backend: Backend) -> None:
+    new = {"table": torch.randn(260, 260, generator=torch.Generator().manual_seed(3))}
+    backend.sleep(level=2)
+    backend.wake()
+    with pytest.raises(BackendAsleepError):
+        scores(backend)
+    with pytest.raises(InvalidRequestError):
+        backend.update_weights({"tables": new["table"]})
+    with pytest.raises(BackendAsleepError):
+        scores(backend)
+    assert backend.update_weights(new) == "1"
+    assert scores(backend)[1][1] == pytest.approx(float(new["table"][40].log_softmax(-1)[50]))
+
+
+def test_an_engine_opened_without_weights_waits_for_an_update(watch: Any) -> None:
+    class Dummy(ToyBackend):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.capabilities = replace(self.capabilities, without_weights=True)
+
+    with sleeper(Dummy) as backend:
+        watch(backend)
+        with pytest.raises(BackendAsleepError):
+            scores(backend)
+        other = {"table": torch.randn(260, 260, generator=torch.Generator().manual_seed(4))}
+        with sleeper() as elsewhere:
+            expect = watch(elsewhere).scores
+        with pytest.raises(StaleWeightsError):
+            backend.update_weights(other, expect=expect)
+        backend.update_weights(Bigram.of_talk().state_dict(), expect=expect)
+        assert scores(backend)
+
+
+def test_sleeping_twice_is_refused_and_waking_twice_is_fine(backend: Backend) -> None:
+    backend.wake()
+    backend.sleep()
+    with pytest.raises(BackendAsleepError):
+        backend.sleep(2)
+    backend.wake()
+    backend.wake()
+    assert scores(backend)
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda each: each.sleep(0), "level"),
+        (lambda each: each.sleep(True), "level"),
+        (lambda each: each.sleep(when="now"), "when"),
+        (lambda each: each.wake("weight"), "tags"),
+        (lambda each: each.wake([]), "tags"),
+        (lambda each: each.wake(3), "tags"),
+        (lambda each: each.wake([["weights"]]), "tags"),
+    ],
+)
+def test_a_bad_argument_is_refused(backend: Backend, call: Callable[[Backend], None], field: str) -> None:
+    with refused(InvalidRequestError, field=field):
+        call(backend)
+    assert scores(backend)
+
+
+def test_a_level_that_the_engine_lacks_is_refused() -> None:
+    class Shallow(Sleeper):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.capabilities = replace(self.capabilities, sleep_levels=frozenset({2}))
+
+    with sleeper(Shallow) as backend, refused(InvalidRequestError, field="level"):
+        backend.sleep(1)
+    with get_backend("toy") as backend, refused(CapabilityError, capability="sleep_levels"):
+        backend.sleep()
+
+
+def test_an_engine_that_refuses_to_sleep_stays_awake_and_one_that_fails_counts_as_asleep() -> None:
+    class Stubborn(Sleeper):
+        error: Exception = CapabilityError("not now", capability="sleep_levels")
+
+        @hookimpl
+        def sleep(self, request: SleepRequest) -> bool:
+            raise self.error
+
+    with sleeper(Stubborn) as backend:
+        with refused(CapabilityError, capability="sleep_levels"):
+            backend.sleep(2)
+        assert scores(backend)
+        backend.engine.plugin.error = RuntimeError("half-way")
+        with pytest.raises(EngineError):
+            backend.sleep(1)
+        with pytest.raises(BackendAsleepError):
+            scores(backend)
+        backend.wake()
+        assert scores(backend)
+
+
+def test_an_engine_that_fails_to_wake_can_be_woken_again() -> None:
+    class Drowsy(Sleeper):
+        tries = 0
+
+        @hookimpl
+        def wake(self, request: WakeRequest) -> bool:
+            self.tries += 1
+            if self.tries == 1:
+                raise RuntimeError("out of memory")
+            return super().wake(request)
+
+    with sleeper(Drowsy) as backend:
+        backend.sleep()
+        with pytest.raises(EngineError):
+            backend.wake()
+        with pytest.raises(BackendAsleepError):
+            scores(backend)
+        backend.wake()
+        assert scores(backend)
+
+
+def test_the_canary_asks_when_all_is_awake(backend: Backend, watch: Any) -> None:
+    watch(backend)
+    backend.sleep()
+    kept = backend.engine.plugin.kept
+    backend.wake("kv_cache")
+    backend.engine.plugin.kept = kept.flip(0)
+    with pytest.raises(StaleWeightsError):
+        backend.wake("weights")
+    assert backend.weight_version != "0"
+
+
+def test_the_canary_compares_an_update_made_while_the_cache_slept(backend: Backend, watch: Any) -> None:
+    watch(backend)
+    other, unlike = (torch.randn(260, 260, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    with sleeper() as elsewhere:
+        elsewhere.update_weights({"table": other})
+        expect = watch(elsewhere).scores
+    for given in (other, unlike):
+        backend.sleep(2)
+        backend.wake("weights")
+        backend.update_weights({"table": given}, expect=expect)
+        if given is other:
+            backend.wake()
+        else:
+            with pytest.raises(StaleWeightsError):
+                backend.wake()
+    assert scores(backend)
+
+
+def test_a_batcher_answers_what_came_before_the_sleep() -> None:
+    with sleeper() as inner, DynamicBatcher(inner) as batcher:
+        before = [batcher.submit_score_logprobs(ROWS) for _ in range(20)]
+        batcher.sleep()
+        assert all(future.result().logprobs.tolist() for future in before)
+        with pytest.raises(BackendAsleepError):
+            batcher.score_logprobs(ROWS)
+        batcher.wake()
+        assert batcher.score_logprobs(ROWS).logprobs.tolist() == before[0].result().logprobs.tolist()
+
+
+def test_sleep_without_draining_aborts_answers_and_keeps_what_they_have() -> None:
+    class Both(Abortable, Sleeper):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.capabilities = replace(self.capabilities, sleep_levels=frozenset({1, 2}))
+
+    with sleeper(Both) as backend:
+        future = backend.submit_generate(ROWS[:1], {"max_new_tokens": 300, "ignore_eos": True})
+        while not backend.engine.hooks.under_way:
+            pass
+        backend.sleep(when="abort")
+        assert future.result().finish_reasons == ("abort",)
+        backend.wake()
+        assert scores(backend)
+
+
+def test_level_2_is_refused_while_adapters_are_loaded() -> None:
+    class Both(Sleeper, AdapterToy):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.capabilities = replace(self.capabilities, sleep_levels=frozenset({1, 2}))
+
+    with sleeper(Both) as backend:
+        backend.load_adapter("policy", {"added": ADD}, config=CONFIG)
+        with refused(InvalidRequestError, field="level"):
+            backend.sleep(level=2)
+        assert scores(backend)
+
+
+def test_two_threads_that_wake_it_wake_it_once() -> None:
+    class Watched(Sleeper):
+        asked = 0
+
+        @hookimpl
+        def wake(self, request: WakeRequest) -> bool:
+            self.asked += 1
+            if self.asked == 1:
+                other.start()
+                assert wait_until(lambda: a_call_waits(backend))
+            return super().wake(request)
+
+    with sleeper(Watched) as backend:
+        other = threading.Thread(target=lambda: backend.wake())
+        backend.sleep()
+        backend.wake()
+        other.join()
+        assert backend.engine.plugin.asked == 1 and scores(backend)
+
+
+def test_a_change_by_the_owner_between_the_halves_of_waking_is_noticed(backend: Backend) -> None:
+    scores(backend)
+    backend.sleep()
+    backend.wake("weights")
+    with torch.no_grad():
+        backend.engine.plugin.model.table.mul_(2)
+    backend.wake("kv_cache")
+    assert backend.weight_version == "1"
+
+
+@pytest.mark.parametrize("tags", ["weights", None])
+def test_the_word_of_the_owner_brings_no_weights_back(backend: Backend, tags: str | None) -> None:
+    backend.sleep(2)
+    backend.wake(tags)
+    with pytest.raises(BackendAsleepError):
+        backend.weights_changed()
+    backend.wake()
+    with pytest.raises(BackendAsleepError):
+        scores(backend)
+    assert backend.weight_version == "0"
+
+
+def test_a_wrapper_cannot_put_the_engine_to_sleep_in_the_middle_of_a_call() -> None:
+    class Tired:
+        @hookimpl(wrapper=True)
+        def generate(self, request: GenerateRequest) -> Iterator[Any]:
+            with pytest.raises(EngineError):
+                backend.sleep()
+            return (yield)
+
+    with Backend.from_plugin(Sleeper.open(Bigram.of_talk()), "toy", wrappers=[Tired()]) as backend:
+        assert backend.generate(ROWS, {"max_new_tokens": 2, "ignore_eos": True}).ids.lengths.tolist() == [2, 2]
+
+
+def test_weights_that_the_canary_could_not_ask_about_lose_their_label(watch: Any) -> None:
+    class Ill(Sleeper):
+        ill = False
+
+        @hookimpl
+        def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+            if self.ill:
+                raise RuntimeError("busy")
+            return super().score_logprobs(request)
+
+    with sleeper(Ill) as backend:
+        canary = watch(backend)
+        backend.sleep()
+        backend.engine.plugin.ill = True
+        with pytest.raises(EngineError):
+            backend.wake()
+        backend.engine.plugin.ill = False
+        assert backend.weight_version == "1" and backend.score_logprobs(ROWS).weight_versions == ("1", "1")
+        with pytest.raises(StaleWeightsError):
+            canary.look()
+        backend.update_weights(Bigram.of_talk().state_dict())
+        canary.look()
+
+
+def test_an_update_that_fails_half_way_is_not_taken_for_the_one_before_it_when_the_canary_asks(watch: Any) -> None:
+    class Fragile(Sleeper):
+        fails = False
+
+        @hookimpl
+        def update_weights(self, request: WeightUpdate) -> bool:
+            if not self.fails:
+                return super().update_weights(request)
+            self.model.table.data[:100] = 0
+            raise RuntimeError("half-way")
+
+    with sleeper(Fragile) as backend:
+        watch(backend)
+        backend.sleep()
+        backend.wake("weights")
+        backend.update_weights(Bigram.of_talk().state_dict())
+        backend.engine.plugin.fails = True
+        with pytest.raises(EngineError):
+            backend.update_weights(Bigram.of_talk().state_dict())
+        with pytest.raises(StaleWeightsError):
+            backend.wake()

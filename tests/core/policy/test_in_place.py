@@ -1,0 +1,333 @@
+"""Scoring in place joins what a rollout holds, and replaces nothing unless told."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+import corelm
+from corelm import ChatHistory, History, Keys, LLMPolicy, Masks, PolicyOptions, Provenance, Text, Tokens
+from corelm.errors import InvalidRequestError
+from corelm.kl import RetrieveKL, RetrieveLogProb
+from corelm_testing.toy import ByteTokenizer
+from helpers.each import each
+from helpers.refusals import refused
+from helpers.rollouts import FIELDS, contents, plain, rollout
+from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat, flat
+
+PADS = each("pad", [False, True])
+SHAPES = each("shape", [(), (3,), (2, 2)])
+
+
+@PADS
+@SHAPES
+@each("mode", ["history", "text", "tokens"])
+def test_scoring_with_all_defaults_drops_no_field_of_a_rollout(backend, mode, shape, pad):
+    td = rollout(backend, mode, shape, pad)
+    td["reward"] = torch.ones(shape)
+    before, keys = contents(td), set(td.keys())
+    scorer = LLMPolicy(backend, input_mode=mode, generate=False)
+    assert scorer(td) is td and set(td.keys()) == keys
+    after = contents(td)
+    kept = [key for key in before if key[0] != "log_probs"]
+    assert {key: after[key] for key in kept} == {key: before[key] for key in kept}
+    assert None not in after.values() or mode != "history"
+    assert td["log_probs"].provenance == Provenance("toy", "", "0") and td["log_probs"].padded is pad
+    # The sampled numbers stay, id for id; the prompts have theirs now.
+    assert after["log_probs", "response"] == before["log_probs", "response"]
+    full, ids = corelm.ragged(td, ("log_probs", "full")), corelm.ragged(td, ("tokens", "full"))
+    scored = corelm.ragged(td, ("log_probs", "scored_mask"))
+    assert torch.equal(scored.values, ids.positions > 0)
+    for row, values in zip(ids.split(), full.split(), strict=True):
+        torch.testing.assert_close(values[1:].double(), TABLE[row[:-1], row[1:]], atol=1e-5, rtol=0)
+    first = corelm.ragged(td, ("log_probs", "prompt"))
+    assert [a[: len(b)] for a, b in zip(full.tolist(), first.tolist(), strict=True)] == first.tolist()
+
+
+def test_sampled_numbers_that_differ_from_the_scores_by_rounding_stay(backend):
+    td = rollout(backend, "history", (3,), True)
+    answered = td["log_probs"].scored_mask.clone()
+    td["log_probs"].full[answered] -= 0.01
+    sampled = td["log_probs"].full[answered]
+    LLMPolicy(backend, generate=False)(td)
+    assert torch.equal(td["log_probs"].full[answered], sampled)
+    assert bool((td["log_probs"].scored_mask & ~answered).any()), "the prompts are scored now"
+
+
+def test_a_scorer_with_another_template_or_tokenizer_mixes_nothing(backend):
+    class Shouting(ByteTokenizer):
+        def apply_chat_template(self, conversation, **options):
+            return super().apply_chat_template(conversation, **options).replace("user", "USER")
+
+    td = rollout(backend)
+    before = contents(td)
+    with corelm.get_backend("toy", tokenizer=Shouting()) as another:
+        scorer = LLMPolicy(another, generate=False)
+        for policy in (scorer, scorer.replace(log_probs_key="ref_log_probs")):
+            with refused(InvalidRequestError, field="tokens", rows=(0, 1, 2)):
+                policy(td)
+        assert contents(td) == before and "ref_log_probs" not in td.keys()
+        assert scorer.replace(inplace=False)(td)["text"].full[0].startswith("<|im_start|>USER")
+        keys = Keys(text="ref_text", tokens="ref_tokens", masks="ref_masks", log_probs="ref_log_probs")
+        scorer.replace(keys=keys)(td)
+        assert contents(td) == before and td["ref_text"].full[0].startswith("<|im_start|>USER")
+        scorer.replace(overwrite=True)(td)
+        assert td["text"].full[0].startswith("<|im_start|>USER") and td["tokens"].prompt is None
+        assert td["history"].response is not None  # what was read stays whole
+
+
+def test_an_input_that_changed_since_is_refused_or_replaced(backend):
+    scorer = LLMPolicy(backend, input_mode="text", generate=False)
+    td = scorer(TensorDict(text=["The cat", "Who"]))
+    td["text"].full = ["The cat", "When"]
+    with refused(InvalidRequestError, field="tokens", rows=(1,)):
+        scorer(td)
+    scorer.replace(overwrite=True)(td)
+    assert [len(row) for row in td["tokens"].full] == [8, 5] == [len(row) for row in td["log_probs"].full]
+
+
+def test_log_probs_of_tokens_that_are_replaced_do_not_stay(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
+    td = policy(TensorDict(text=["The cat", "Who"]), seed=1)
+    before = contents(td)
+    again = policy.replace(log_probs_key="mine")
+    with refused(InvalidRequestError, field="log_probs"):
+        again(td)
+    td["text"].full = ["The dog", "When"]
+    scorer = policy.replace(generate=False, overwrite=True, prefer_tokens=False)
+    with refused(InvalidRequestError, field="log_probs"):
+        scorer.replace(log_probs_key="ref_log_probs")(td)
+    assert "ref_log_probs" not in td.keys()
+    with refused(InvalidRequestError, field="masks"):
+        scorer.replace(return_masks=False)(td)
+    assert contents(td, {"tokens": FIELDS["tokens"]}).items() <= before.items()
+    lean = td.exclude("log_probs")
+    scorer.replace(log_probs_key="ref_log_probs")(lean)
+    assert [len(row) for row in lean["ref_log_probs"].full] == [len(row) for row in lean["tokens"].full] == [8, 5]
+
+
+@each(
+    "name, value",
+    [
+        ("text", ["a", "b", "c"]),
+        ("tokens", torch.zeros(3, 2)),
+        ("masks", torch.ones(3, 2, dtype=torch.bool)),
+        ("log_probs", torch.zeros(3)),
+        ("log_probs", TensorDict(full=torch.zeros(3, 2), batch_size=[3])),
+        ("text", Text(full=["a", "b", "c"], batch_size=[3])),
+        ("masks", Masks(all_attention_mask=torch.ones(3, 2), batch_size=[3])),
+        ("tokens", Tokens(prompt=torch.ones(3, 2), batch_size=[3])),
+    ],
+)
+def test_what_a_user_keeps_under_the_key_of_a_container_is_not_replaced(backend, name, value):
+    td = TensorDict(history=History.from_chats([chat(q) for q in QUESTIONS[:3]]), batch_size=[3])
+    td[name] = value
+    scorer = LLMPolicy(backend, generate=False)
+    with refused(InvalidRequestError, field=name):
+        scorer(td)
+    assert set(td.keys()) == {"history", name}
+    assert scorer.replace(overwrite=True)(td)["log_probs"].provenance
+
+
+def test_another_conversation_under_the_key_of_the_history_is_not_replaced(backend):
+    told = History.from_chats([chat(q) for q in QUESTIONS[:2]])
+    longer = ChatHistory(full=told.append(chat("And?")[0]), batch_size=[2])
+    td = TensorDict(messages=told, history=longer, batch_size=[2])
+    scorer = LLMPolicy(backend, generate=False, input_key="messages")
+    with refused(InvalidRequestError, field="history"):
+        scorer(td)
+    td["history"].full = told
+    assert scorer(td)["log_probs"].full is not None
+
+
+def test_a_plain_tensordict_keeps_what_its_container_would_lose(backend):
+    ids = torch.tensor([[72, 105], [72, 111]])
+    td = TensorDict(tokens=TensorDict(prompt=ids[:, :1], full=ids, batch_size=[2]), batch_size=[2])
+    scorer = LLMPolicy(backend, input_mode="tokens", generate=False)
+    with refused(InvalidRequestError, field="tokens"):
+        scorer(td)
+    assert isinstance(scorer(td.exclude(("tokens", "prompt")))["tokens"], Tokens)
+
+
+def test_a_custom_mask_is_kept(backend):
+    td = rollout(backend)
+    td["masks"].all_assistant_mask = [torch.zeros_like(mask) for mask in td["masks"].all_assistant_mask]
+    LLMPolicy(backend, generate=False)(td)
+    assert not any(bool(mask.any()) for mask in td["masks"].all_assistant_mask)
+
+
+@PADS
+def test_fields_that_are_missing_are_added(backend, pad):
+    td = rollout(backend, pad=pad)
+    expected = contents(td)
+    del td["masks", "all_assistant_mask"], td["text", "full"], td["tokens", "response"]
+    before = contents(td)
+    assert before["masks", "all_assistant_mask"] is None and before["text", "full"] is None
+    LLMPolicy(backend, generate=False)(td)
+    after = contents(td)
+    assert after["masks", "all_assistant_mask"] == expected["masks", "all_assistant_mask"]
+    assert after["tokens", "response"] == expected["tokens", "response"]
+    assert after["text", "prompt"] == expected["text", "prompt"] and after["text", "full"] is not None
+
+
+def test_scoring_in_place_takes_the_layout_of_the_tokens(backend, other):
+    for pad in (False, True):
+        td = rollout(backend, pad=pad)
+        LLMPolicy(other, generate=False, pad_output=not pad, log_probs_key="ref_log_probs")(td)
+        assert td["ref_log_probs"].padded is pad is td["tokens"].padded
+
+
+def test_bare_dense_tokens_with_masks_keep_their_columns(backend):
+    ids = torch.tensor([[256, 72, 105], [72, 101, 108]])
+    masks = {"all_attention_mask": ids != 256, "all_assistant_mask": ids == 105}
+    for kind in (Masks, TensorDict):
+        td = TensorDict(tokens=ids, masks=kind(**masks, batch_size=[2]), batch_size=[2])
+        LLMPolicy(backend, input_mode="tokens", generate=False, pad_output=True)(td)
+        assert torch.equal(td["masks"].all_assistant_mask, ids == 105)
+        assert torch.equal(td["masks"].all_attention_mask, ids != 256) and torch.equal(td["tokens"].full, ids)
+
+
+def test_messages_about_skipped_rows_are_kept(backend):
+    td = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, on_error="skip")(TensorDict(text=["", "Who"]))
+    td["errors"] = ["was slow", ""]
+    scorer = LLMPolicy(backend, input_mode="tokens", generate=False, on_error="skip")
+    scorer(td)
+    assert td["errors"] == ["was slow", ""]
+    td["errors"] = torch.zeros(2)
+    with refused(InvalidRequestError, field="errors"):
+        scorer(td)
+
+
+@each("shape", [(0,), (2, 0)])
+def test_scoring_no_rows_in_place_keeps_every_key(backend, shape):
+    td = LLMPolicy(backend, sampling_params=SAMPLING)(TensorDict(history=History.of([], shape)))
+    keys = set(td.keys(include_nested=True))
+    assert set(LLMPolicy(backend, generate=False)(td).keys(include_nested=True)) >= keys
+
+
+def test_scoring_a_stack_of_rows_in_place_keeps_their_fields(backend):
+    td = lazy_stack(list(rollout(backend).unbind(0)))
+    before = contents(td)
+    after = contents(LLMPolicy(backend, generate=False)(td))
+    assert {key for key, value in before.items() if value is not None} <= {key for key, value in after.items() if value}
+    assert after["tokens", "prompt"] == before["tokens", "prompt"]
+
+
+def test_scoring_in_place_from_many_threads_and_from_tasks(backend):
+    policy = LLMPolicy(backend, generate=False, batching=True)
+    tds = [rollout(backend) for _ in range(8)]
+    expected = contents(tds[0])
+    threads = [threading.Thread(target=policy, args=(td,)) for td in tds[:4]]
+    for thread in threads:
+        thread.start()
+
+    async def score():
+        await asyncio.gather(*map(policy.aforward, tds[4:]))
+
+    asyncio.run(score())
+    for thread in threads:
+        thread.join()
+    policy.cleanup_batching()
+    for td in tds:
+        assert contents(td)["text", "response"] == expected["text", "response"]
+        assert bool(corelm.ragged(td, ("log_probs", "scored_mask")).values.sum() > len(flat(td["tokens"].prompt)))
+
+
+# The key of the log-probs ---------------------------------------------------------------------------------------------
+
+
+def test_log_probs_key_is_short_for_keys(backend):
+    assert PolicyOptions(log_probs_key="ref") == PolicyOptions(keys=Keys(log_probs="ref"))
+    assert PolicyOptions(keys=Keys(log_probs=("a", "b"))).log_probs_key == ("a", "b")
+    policy = LLMPolicy(backend, input_mode="text", log_probs_key="mine", sampling_params=SAMPLING)
+    assert {"mine"} < set(policy(TensorDict(text=["Hi"])).keys())
+    assert policy.replace(pad_output=True).options.keys.log_probs == "mine"
+    assert policy.replace(log_probs_key="other").options.keys == Keys(log_probs="other")
+    assert policy.replace(keys=Keys(text="words")).options.log_probs_key == "log_probs"
+    assert policy.replace(log_probs_key=None).options.keys == Keys()
+    with refused(InvalidRequestError, field="log_probs_key"):
+        LLMPolicy(backend, keys=Keys(log_probs="b"), log_probs_key="a")
+    for bad in (3, (), ("a", 1)):
+        with refused(InvalidRequestError, field="log_probs_key"):
+            LLMPolicy(backend, log_probs_key=bad)
+    with refused(InvalidRequestError, field="overwrite"):
+        LLMPolicy(backend, overwrite="yes")
+
+
+# corelm.kl -----------------------------------------------------------------------------------------------------------
+
+
+@PADS
+def test_retrieving_replaces_no_sampled_log_probs_of_another_provenance(backend, other, pad):
+    td = rollout(backend, pad=pad)
+    before = contents(td)
+    with pytest.raises(InvalidRequestError, match=r"log_probs: row 0.*overwrite=True"):
+        RetrieveLogProb(LLMPolicy(other), log_probs_key="log_probs")(td)
+    with refused(InvalidRequestError, field="log_probs", rows=(0, 1, 2)):
+        RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False)(td)
+    assert contents(td) == before
+    RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False, gen_log_probs_key=("now", "full"))(
+        td
+    )
+    assert contents(td) == before and td["now"].provenance == td["ref_log_probs"].provenance
+    RetrieveLogProb(LLMPolicy(backend))(td)  # replaces what was retrieved before
+    assert td["ref_log_probs"].provenance == td["log_probs"].provenance
+    RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False, overwrite=True)(td)
+    assert td["log_probs"].provenance.model == "Bigram"
+
+
+@PADS
+@SHAPES
+def test_retrieving_protects_sampled_log_probs_under_every_key(backend, other, pad, shape):
+    # The scorer has its own key, but RetrieveKL writes to "log_probs" by default.
+    own = LLMPolicy(other, log_probs_key="gen_log_probs")
+    td = rollout(backend, shape=shape, pad=pad)
+    before = contents(td)
+    for make in (
+        lambda: RetrieveKL(LLMPolicy(other), gen_policy=own, add_to_reward=False),
+        lambda: RetrieveLogProb(own, log_probs_key="log_probs"),
+    ):
+        with refused(InvalidRequestError, field="log_probs"):
+            make()(td)
+    assert contents(td) == before and "gen_log_probs" not in td.keys()
+    # The sampler had another key, which none of the scorers has.
+    td = rollout(backend, shape=shape, pad=pad, log_probs_key=("gen", "log_probs"))
+    answers = plain(td["gen", "log_probs"].full)
+    retrieve = RetrieveLogProb(LLMPolicy(other), log_probs_key=("gen", "log_probs"))
+    with pytest.raises(InvalidRequestError, match=r"^gen.log_probs: row 0.*overwrite=True"):
+        retrieve(td)
+    assert plain(td["gen", "log_probs"].full) == answers
+    RetrieveLogProb(LLMPolicy(other), log_probs_key=("gen", "log_probs"), overwrite=True)(td)
+    assert td["gen", "log_probs"].provenance.model == "Bigram"
+    # What was retrieved under such a key is not sampled.
+    RetrieveLogProb(LLMPolicy(backend), log_probs_key=("gen", "log_probs"))(td)
+    assert td["gen", "log_probs"].provenance.model == ""
+
+
+# Generating ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_answer_replaces_the_containers_of_an_earlier_one_and_leaves_the_rest(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
+    td = policy(TensorDict(text=QUESTIONS[:2]), seed=1)
+    td["reward"] = torch.ones(2)
+    td["text"] = Text(prompt=QUESTIONS[2:], batch_size=[2])
+    again = policy.replace(inplace=False)(td.select("text"), seed=2)
+    policy(td, seed=2)
+    names = ("text", "tokens", "masks", "log_probs")
+    assert contents(td, {name: FIELDS[name] for name in names}) == contents(again)
+    assert td["reward"].tolist() == [1.0, 1.0]
+
+
+@each("name", ["text", "tokens", "masks", "log_probs", "history"])
+def test_a_new_answer_next_to_a_container_of_an_earlier_one_is_refused(backend, name):
+    td = rollout(backend)
+    policy = LLMPolicy(backend, sampling_params=SAMPLING, **{f"return_{name}": False})
+    td["history"].prompt = td["history"].full.append({"role": "user", "content": "And?"})
+    before = contents(td)
+    with pytest.raises(InvalidRequestError, match=f"'{name}' holds that of an earlier answer") as error:
+        policy(td)
+    assert error.value.field == f"return_{name}" and contents(td) == before
+    assert name not in policy.replace(inplace=False)(td).keys()

@@ -1,0 +1,286 @@
+"""The ids that truncation left, and the most probable ones, from a policy to its containers and back into scores.
+
+The oracle is the table of the toy backend's bigram model: the logits after a token are a row of it.
+"""
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+import corelm
+from corelm import History, LLMPolicy, token_sets
+from corelm.errors import (
+    InvalidRequestError,
+    ProvenanceMismatchError,
+)
+from corelm.kl import RetrieveLogProb
+from corelm_testing.toy import Bigram
+from helpers.each import each
+from helpers.refusals import refused
+
+MODEL = Bigram.of_talk()
+TABLE = MODEL.table.detach().double()
+TEXTS = ["The cat", "Who", "It is so"]
+HEAT, K = 0.7, 3
+SAMPLING = {"max_new_tokens": 6, "temperature": HEAT, "top_k": K}
+LAYOUTS = each("pad", [False, True])
+
+
+@pytest.fixture(scope="module")
+def sampler(backend):
+    return LLMPolicy(
+        backend,
+        input_mode="text",
+        sampling_params=SAMPLING,
+        log_probs_mode="processed",
+        return_support=True,
+        inplace=False,
+    )
+
+
+def scorer_of(policy, **changes):
+    given = {"input_mode": "tokens", "support_key": "log_probs"}
+    given |= {"sampling_params": {"temperature": HEAT}, "log_probs_mode": "processed"}
+    return policy.replace(generate=False, **given | changes)
+
+
+def sampled(policy, seed=3, **changes):
+    return policy.replace(**changes)(TensorDict(text=TEXTS), seed=seed)
+
+
+def of_table(td, cut=True, heat=HEAT):
+    """Return, by row and position, the set and the log-prob over it; prompts are over the whole vocabulary."""
+    sets, numbers, masses = [], [], []
+    prompts = corelm.ragged(td, ("tokens", "prompt")).lengths.tolist()
+    for prompt, ids in zip(prompts, corelm.ragged(td, ("tokens", "full")).tolist(), strict=True):
+        row, values, mass = [[]], [0.0], [0.0]
+        for at in range(1, len(ids)):
+            whole = (TABLE[ids[at - 1]] / heat).log_softmax(-1)
+            kept = sorted(whole.topk(K).indices.tolist()) if cut and at >= prompt else []
+            mass.append(float(whole[kept].logsumexp(-1)) if kept else 0.0)
+            row.append(kept)
+            values.append(float(whole[ids[at]]) - mass[-1])
+        sets.append(row)
+        numbers.append(values)
+        masses.append(mass)
+    return sets, numbers, masses
+
+
+def best_of(before, ids, k):
+    """Return the k largest log-probs after each token; `ids` have them. Equally probable ids may stand in any order."""
+    whole = TABLE[before].log_softmax(-1)
+    best = whole.topk(k).values
+    torch.testing.assert_close(whole.gather(-1, ids), best)
+    return best
+
+
+def assert_close(td, key, expected, where=None):
+    found = corelm.ragged(td, key)
+    flat = torch.tensor([value for row in expected for value in row], dtype=torch.float64)
+    mask = torch.ones(len(flat), dtype=torch.bool) if where is None else corelm.ragged(td, where).values
+    assert mask.any()
+    torch.testing.assert_close(found.values[mask].double(), flat[mask], atol=1e-5, rtol=0)
+
+
+# Sampling ------------------------------------------------------------------------------------------------------------
+
+
+@LAYOUTS
+@each("samples", [None, 2])
+def test_what_was_left_is_written_next_to_the_numbers(sampler, pad, samples):
+    td = sampled(sampler, pad_output=pad, num_samples=samples)
+    sets, numbers, masses = of_table(td)
+    assert token_sets(td).tolist() == sets and td["log_probs"].provenance.support == "truncated"
+    assert_close(td, ("log_probs", "full"), numbers, ("log_probs", "scored_mask"))
+    assert_close(td, ("log_probs", "kept_log_mass"), masses)
+    assert set(map(str, sampler.out_keys)) <= set(map(str, td.keys(include_nested=True)))
+    assert td["log_probs"].top_ids is None
+
+
+@LAYOUTS
+def test_the_most_probable_ids(sampler, pad):
+    td = sampled(sampler, pad_output=pad, top_logprobs=4, log_probs_mode="raw", return_support=False)
+    assert td["log_probs"].kept_ids is None and td["log_probs"].top_ids is not None
+    answered = corelm.ragged(td, ("log_probs", "scored_mask")).values
+    ids, tail = (corelm.ragged(td, ("log_probs", name)).values for name in ("top_ids", "tail_log_mass"))
+    before = corelm.ragged(td, ("tokens", "full")).values.roll(1)[answered]
+    best = best_of(before, ids[answered], 4)
+    assert ids[~answered].eq(-1).all()
+    values = corelm.ragged(td, ("log_probs", "top_log_probs")).values[answered]
+    torch.testing.assert_close(values.double(), best, atol=1e-5, rtol=0)
+    torch.testing.assert_close(tail[answered].double().exp(), 1.0 - best.exp().sum(-1), atol=1e-5, rtol=0)
+
+
+def test_a_stream_of_answers_ends_with_the_same_containers(sampler):
+    plain = sampled(sampler)
+    with sampler.stream(TensorDict(text=TEXTS), seed=3) as stream:
+        chunks = list(stream)
+    assert token_sets(stream.result).tolist() == token_sets(plain).tolist() and chunks
+
+
+def test_a_batcher_gives_every_caller_their_own_sets(sampler):
+    batched = sampler.replace(batching=True)
+    assert token_sets(sampled(batched)).tolist() == token_sets(sampled(sampler)).tolist()
+    td = sampled(sampler)
+    again = scorer_of(batched, log_probs_key="again")(td.clone())["again"].full
+    batched.cleanup_batching()
+    for one, other in zip(again, scorer_of(sampler, log_probs_key="again")(td)["again"].full, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_conversations_carry_sets_too(backend):
+    chats = History.from_chats([[{"role": "user", "content": "Who?"}], [{"role": "user", "content": "It is?"}]])
+    policy = LLMPolicy(backend, sampling_params=SAMPLING, log_probs_mode="processed", return_support=True)
+    td = policy(TensorDict(history=chats, batch_size=[2]), seed=1)
+    assert token_sets(td).tolist() == of_table(td)[0]
+    scorer_of(policy, input_mode="history", log_probs_key="again")(td)
+    mask = ("log_probs", "scored_mask")
+    assert_close(td, ("again", "full"), corelm.ragged(td, ("log_probs", "full")).tolist(), mask)
+
+
+def test_without_truncation_the_sets_are_empty_and_the_support_is_full(sampler):
+    td = sampled(sampler, sampling_params={"max_new_tokens": 6, "temperature": HEAT})
+    assert not corelm.ragged(td, ("log_probs", "kept_counts")).values.any()
+    assert td["log_probs"].provenance.support == "full"
+    scorer_of(sampler, log_probs_key="again", inplace=True)(td)
+    assert td["again"].provenance == td["log_probs"].provenance and token_sets(td, "again").tolist()
+    assert_close(td, ("again", "full"), of_table(td, cut=False)[1])
+
+
+def test_greedy_answers_were_drawn_from_one_id(sampler):
+    td = sampled(sampler, sampling_params={"max_new_tokens": 6, "temperature": 0.0})
+    ids, said = corelm.ragged(td, ("tokens", "full")).tolist(), corelm.ragged(td, ("log_probs", "scored_mask")).tolist()
+    expected = [[[t] if on else [] for t, on in zip(*row, strict=True)] for row in zip(ids, said, strict=True)]
+    assert token_sets(td).tolist() == expected
+    td = sampled(sampler, sampling_params={"max_new_tokens": 6, "temperature": 0.0, "top_k": K})
+    at_zero = scorer_of(sampler, sampling_params={"temperature": 0.0})
+    for score in (scorer_of(sampler), at_zero, RetrieveLogProb(sampler)):
+        with pytest.raises(ProvenanceMismatchError, match=r"row 0: is greedy.* score without support_key"):
+            score(td)
+    RetrieveLogProb(sampler.replace(log_probs_mode="raw"), support_key=None)(td)
+
+
+# Scoring -------------------------------------------------------------------------------------------------------------
+
+
+@LAYOUTS
+@each("samples", [None, 2])
+def test_scores_over_the_sampler_s_ids_are_the_sampler_s_numbers(sampler, pad, samples):
+    td = sampled(sampler, pad_output=pad, num_samples=samples)
+    scorer = scorer_of(sampler, log_probs_key="again", pad_output=pad, inplace=True)
+    assert scorer(td) is td
+    assert_close(td, ("again", "full"), of_table(td)[1])  # prompts over the whole vocabulary, at the temperature
+    mask = ("log_probs", "scored_mask")
+    assert_close(td, ("again", "full"), corelm.ragged(td, ("log_probs", "full")).tolist(), mask)
+    assert token_sets(td, "again").tolist() == token_sets(td).tolist()
+    assert td["again"].provenance == td["log_probs"].provenance and td["again"].kept_log_mass is None
+    assert set(map(str, scorer.out_keys)) <= set(map(str, td.keys(include_nested=True)))
+
+
+def test_a_sampling_policy_may_be_asked_to_score_as_it_is(sampler):
+    td = sampled(sampler)
+    scorer = sampler.replace(generate=False, input_mode="tokens", support_key="log_probs", inplace=False)
+    found = scorer(td)["log_probs"]
+    assert [row.tolist() for row in found.full] == [row.tolist() for row in scorer_of(sampler)(td)["log_probs"].full]
+
+
+@LAYOUTS
+def test_log_prob_and_get_dist_are_over_the_same_ids_with_gradients(sampler, pad):
+    td = sampled(sampler, pad_output=pad)
+    scorer = scorer_of(sampler, pad_output=pad)
+    full = scorer.log_prob(td)
+    values = full[td["masks"].all_attention_mask] if pad else torch.cat(full)
+    expected = torch.tensor([value for row in of_table(td)[1] for value in row])
+    torch.testing.assert_close(values, expected.float(), atol=1e-5, rtol=0)
+    assert values.requires_grad
+    dist = scorer.get_dist(td, mask="response")
+    dense = corelm.repad(td)
+    numbers = dist.log_prob(dense["tokens"].full)
+    torch.testing.assert_close(numbers, dense["log_probs"].full, atol=1e-5, rtol=0)
+    entropy = dist.entropy()[dist.mask]
+    assert torch.isfinite(entropy).all() and entropy.max() <= torch.tensor(float(K)).log() + 1e-5
+
+
+@LAYOUTS
+def test_the_most_probable_ids_of_scores(sampler, pad):
+    td = sampled(sampler, pad_output=pad)
+    options = {"support_key": None, "log_probs_key": "ref", "top_k": 5, "log_probs_mode": "raw", "inplace": True}
+    scorer_of(sampler, **options)(td)
+    scored = corelm.ragged(td, ("ref", "scored_mask")).values
+    before = corelm.ragged(td, ("tokens", "full")).values.roll(1)[scored]
+    best = best_of(before, corelm.ragged(td, ("ref", "top_ids")).values[scored], 5)
+    values = corelm.ragged(td, ("ref", "top_log_probs")).values[scored]
+    torch.testing.assert_close(values.double(), best, atol=1e-5, rtol=0)
+    assert td["ref"].kept_ids is None and td["ref"].tail_log_mass is not None
+
+
+def test_rows_without_sets_keep_the_label_of_full_support(sampler):
+    whole = sampled(sampler, seed=5, sampling_params={"max_new_tokens": 6, "temperature": HEAT})
+    both = lazy_stack([*sampled(sampler).unbind(0), *whole.unbind(0)])
+    scorer_of(sampler, log_probs_key="again", inplace=True)(both)
+    assert [row["again"].provenance.support for row in both] == ["truncated"] * 3 + ["full"] * 3
+    mask = ("log_probs", "scored_mask")
+    assert_close(both, ("again", "full"), corelm.ragged(both, ("log_probs", "full")).tolist(), mask)
+
+
+def test_the_sampler_s_log_probs_may_be_under_next(sampler):
+    td = sampled(sampler)
+    nested = TensorDict({"tokens": td["tokens"], "next": {"log_probs": td["log_probs"]}}, batch_size=[3])
+    found = scorer_of(sampler, inplace=False)(nested)["log_probs"]
+    assert_close(TensorDict(log_probs=found, batch_size=[3]), ("log_probs", "full"), of_table(td)[1])
+
+
+# In place ------------------------------------------------------------------------------------------------------------
+
+
+@LAYOUTS
+def test_scores_join_the_sampler_s_log_probs_and_keep_their_sets(sampler, pad):
+    td = sampled(sampler, pad_output=pad)
+    mass = corelm.ragged(td, ("log_probs", "kept_log_mass")).tolist()
+    scorer_of(sampler, inplace=True)(td)
+    assert corelm.ragged(td, ("log_probs", "scored_mask")).lengths.sum() > 0
+    assert token_sets(td).tolist() == of_table(td)[0]
+    assert_close(td, ("log_probs", "full"), of_table(td)[1])
+    assert corelm.ragged(td, ("log_probs", "kept_log_mass")).tolist() == mass
+
+
+def test_scores_over_other_ids_do_not_join(sampler):
+    td = sampled(sampler)
+    other = td.clone()
+    ids = other["log_probs"][1].kept_ids.clone()
+    answer = td["tokens"].response[1].tolist()
+    start = len(td["tokens"].prompt[1])
+    free = next(token for token in range(200, 259) if token not in ids.tolist())
+    position = next(at for at in range(len(answer)) if ids[K * at + K - 1] != answer[at])
+    ids[K * position + K - 1] = free
+    other["log_probs"][1].set("kept_ids", ids)
+    td["other"] = other["log_probs"]
+    with pytest.raises(InvalidRequestError) as caught:
+        scorer_of(sampler, support_key="other", inplace=True)(td)
+    if "other ids" in str(caught.value):
+        assert caught.value.rows == (1,) and f"position {start + position}" in str(caught.value)
+    else:  # that token's number moved so far that the numbers differ as well
+        assert "row 1" in str(caught.value)
+
+
+def test_log_probs_without_sets_are_not_joined_by_those_that_have_some(sampler):
+    td = sampled(sampler)
+    td["sampled"] = td["log_probs"].clone()
+    for row in td["log_probs"]:
+        row.del_("kept_ids"), row.del_("kept_counts")
+    with refused(InvalidRequestError, field="log_probs"):
+        scorer_of(sampler, support_key="sampled", inplace=True)(td)
+
+
+def test_the_most_probable_ids_are_there_for_all_tokens_or_for_none(sampler):
+    td = sampled(sampler, top_logprobs=2, return_support=False, log_probs_mode="raw")
+    plain = {"support_key": None, "log_probs_mode": "raw", "inplace": True}
+    before = corelm.ragged(td, ("log_probs", "top_ids")).tolist()
+    for changes in ({}, {"top_k": 3}):
+        with refused(InvalidRequestError, field="log_probs.top_ids"):
+            scorer_of(sampler, **plain, **changes)(td)
+    scorer_of(sampler, **plain, top_k=2)(td)
+    after = corelm.ragged(td, ("log_probs", "top_ids")).tolist()
+    prompts = corelm.ragged(td, ("tokens", "prompt")).lengths.tolist()
+    for one, other, start in zip(before, after, prompts, strict=True):
+        assert one[start:] == other[start:] and other[0] == [-1, -1] and min(min(ids) for ids in other[1:start]) >= 0

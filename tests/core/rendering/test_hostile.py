@@ -1,0 +1,162 @@
+"""Texts that cannot be encoded, and chat templates that never end: refused by row, and the other rows are rendered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+import corelm
+from corelm import History, LLMPolicy
+from corelm.errors import InvalidRequestError, TemplateError
+from corelm.rendering import template as module
+from corelm.spec import SamplingParams
+from helpers import chat_templates as ct
+from helpers.each import each
+from helpers.refusals import refused
+from helpers.rendering import MORE, QUESTION, TOKENIZER, own, rendered, sampled
+
+#: Half of an emoji, as a cut text ends.
+CUT = "How nice \ud83d"
+#: 6,398 of the 6,400 characters that rendering chooses its marks from.
+PRIVATE = "".join(map(chr, range(0xE000, 0xE000 + 6398)))
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+CUT_CHATS = {
+    "content": {"role": "user", "content": CUT},
+    "name": {"role": "user", "content": "Hello", "name": CUT},
+    "role": {"role": CUT, "content": "Hello"},
+    "tool_calls": {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"of": [CUT]}}}]},
+    "reasoning_content": {"role": "assistant", "content": "Hi", "reasoning_content": CUT},
+    "a key": {"role": "user", "content": "Hi", "meta": {CUT: 1}},
+}
+
+# Texts that cannot be encoded ----------------------------------------------------------------------------------------
+
+
+@each("field", CUT_CHATS)
+@each("prompt", [True, False])
+def test_a_text_that_cannot_be_encoded_is_refused_by_row_and_field(field: str, prompt: bool) -> None:
+    with refused(InvalidRequestError, field="history", rows=(1,)) as caught:
+        rendered([[QUESTION], [QUESTION, CUT_CHATS[field]], [MORE]], ct.THINKING, prompt)
+    assert (field if field != "a key" else "meta") in str(caught.value)
+
+
+def test_a_system_prompt_and_a_sampled_turn_are_texts_too() -> None:
+    system = {"role": "system", "content": CUT}
+    turn = {**sampled("Paris.<|im_end|>"), "content": CUT}
+    with refused(InvalidRequestError, rows=(0, 2)):
+        rendered([[system, QUESTION], [MORE], [QUESTION, turn, MORE]], ct.CHATML, True)
+
+
+@each("tools", [[{"name": CUT}], [{"parameters": {CUT: {}}}]])
+def test_tools_that_cannot_be_encoded_are_refused(tools: list[Any]) -> None:
+    with refused(InvalidRequestError, field="template_kwargs"):
+        rendered([[QUESTION]], ct.CHATML, template_kwargs={"tools": tools})
+
+
+def test_a_template_that_holds_or_writes_a_lone_surrogate_is_refused() -> None:
+    with refused(InvalidRequestError, field="chat_template"):
+        rendered([[QUESTION]], ct.CHATML + CUT)
+    writes = ct.CHATML + r"{{ '\ud83d' if 'Italy' in messages[-1].content }}"
+    with refused(TemplateError, rows=(1,)):
+        rendered([[QUESTION], [MORE]], writes)
+    with refused(InvalidRequestError, field="chat_template"):
+        rendered([[QUESTION]], 5)
+
+
+def test_a_whole_emoji_is_an_ordinary_character() -> None:
+    chat = [{"role": "user", "content": "\U0001f600 \ue000 \x00 \uffff"}]
+    assert rendered([chat], ct.CHATML).ids.tolist()[0] == own(chat, ct.CHATML)["input_ids"]
+
+
+def test_a_stop_string_that_cannot_be_encoded_is_refused() -> None:
+    with refused(InvalidRequestError, field="stop"):
+        SamplingParams(stop=["\n", CUT])
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from corelm_testing.tiny import build_tiny
+
+    folder = build_tiny(tmp_path_factory.mktemp("models") / "tiny", steps=2, progress=False)
+    with corelm.get_backend("transformers", str(folder), dtype="float32") as opened:
+        yield opened
+
+
+TEXTS = ["Who are", CUT, "What is", 7]
+CHATS = [
+    [QUESTION],
+    [{"role": "user", "content": CUT}],
+    [MORE],
+    [{"role": "user", "content": PRIVATE}],
+    [{"role": "user", "content": "Stop"}],
+]
+FAILS_AT_STOP = ct.CHATML + "{% if messages[0].content == 'Stop' %}{{ raise_exception('stopped') }}{% endif %}"
+
+
+@each("generate", [True, False])
+def test_a_policy_answers_the_rows_next_to_a_bad_one(backend: Any, generate: bool) -> None:
+    policy = LLMPolicy(backend, generate=generate, sampling_params={"max_new_tokens": 3}, inplace=False)
+    part = "prompt" if generate else "full"
+    texts = policy.replace(input_mode="text")
+    with refused(InvalidRequestError, field=f"text.{part}", rows=(1, 3)):
+        texts(TensorDict(text=TEXTS))
+    td = texts.replace(on_error="skip")(TensorDict(text=TEXTS))
+    assert [bool(error) for error in td["errors"]] == [False, True, False, True]
+    alone = texts(TensorDict(text=["Who are", "What is"]), **({"seed": 3} if generate else {}))
+    both = texts.replace(on_error="skip")(TensorDict(text=TEXTS), **({"seed": 3} if generate else {}))
+    assert both["tokens"].full[0].tolist() == alone["tokens"].full[0].tolist()
+
+    history = policy.replace(input_mode="history", chat_template=FAILS_AT_STOP)
+    chats = TensorDict(history=History.from_chats(CHATS))
+    with refused(InvalidRequestError, rows=(1,)):
+        history(chats)
+    td = history.replace(on_error="skip")(chats)
+    errors = list(td["errors"])
+    assert [bool(error) for error in errors] == [False, True, False, True, True]
+    assert "lone surrogate" in errors[1] and "private use area" in errors[3] and "stopped" in errors[4]
+    assert all(len(row) for row in (td["tokens"].full[0], td["tokens"].full[2]))
+
+
+def test_a_backend_refuses_texts_by_row(backend: Any) -> None:
+    with refused(InvalidRequestError, field="texts", rows=(1,)):
+        backend.tokenize(["Who", CUT])
+
+
+def test_a_history_refuses_texts_by_row_if_it_tokenizes_them() -> None:
+    history = History.from_chats([[QUESTION], [{"role": "user", "content": CUT}]])
+    with refused(InvalidRequestError, rows=(1,)):
+        history.apply_chat_template(TOKENIZER, tokenize=True)
+    assert CUT in history.apply_chat_template(TOKENIZER)[1], "a str may hold it"
+
+
+# Private characters --------------------------------------------------------------------------------------------------
+
+
+def test_the_conversation_that_uses_up_the_private_characters_is_named() -> None:
+    greedy = [{"role": "user", "content": PRIVATE}]
+    some = [{"role": "user", "content": PRIVATE[:100]}]
+    with refused(TemplateError, rows=(2,)):
+        rendered([[QUESTION], some, greedy], ct.CHATML)
+    assert len(rendered([[QUESTION], some], ct.CHATML).ids) == 2
+    reads_tools = "{% if tools %}{% endif %}" + ct.CHATML
+    with refused(TemplateError, rows=()):
+        rendered([[QUESTION]], reads_tools, template_kwargs={"tools": [{"name": PRIVATE}]})
+
+
+# Templates that write too much ----------------------------------------------------------------------------------------
+
+
+def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_CHARACTERS", 1000)
+    for source in (
+        "{{ 'ab' * 5000 }}",
+        "{{ 'a' * 10 ** 15 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ range(10 ** 9) | list }}",
+        "{% for a in messages %}",
+    ):
+        with refused(TemplateError, rows=(0, 1)):
+            rendered([[QUESTION], [MORE]], source)

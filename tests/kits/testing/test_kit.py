@@ -1,0 +1,302 @@
+"""The conformance kit itself, run by pytest in pytest: missing tests, tests that do not apply, and the report."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  # so that the inner runs, which forget their imports, do not import it again
+
+import corelm
+import corelm_testing
+from corelm import SamplingParams
+from corelm.spec.sampling import FIELDS
+from corelm_testing import BackendConformance, ConformanceBase
+from corelm_testing.plugin import META_TEST, standard_tests
+from corelm_testing.trials import DECLARABLE, HALF, TRIALS
+
+pytest_plugins = "pytester"
+
+ROOT = Path(__file__).parents[3]
+
+SUITE = """
+import pytest
+import corelm
+from corelm_testing import BackendConformance, needs
+from helpers.toy_conformance import TABLE, of_table
+from corelm_testing.toy import Bigram
+
+class TestToy(BackendConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def open_backend(cls):
+        return lambda: corelm.get_backend("toy", Bigram(TABLE.clone()))
+
+    def oracle(self, ids, temperature):
+        return of_table(TABLE, ids, temperature)
+"""
+
+Run = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester) -> Run:
+    """Return ``run(lines, *arguments)``, which runs the toy suite with these lines added to its class."""
+
+    def run(lines: str = "", *arguments: str) -> pytest.RunResult:
+        body = "".join(f"    {line}\n" for line in lines.strip("\n").splitlines())
+        pytester.makepyfile(test_suite=SUITE + body)
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "--strict-markers", *arguments)
+
+    return run
+
+
+@pytest.fixture
+def meta(run: Run) -> Run:
+    """Return ``meta(lines)``, which runs only the check of the standard tests."""
+    return lambda lines: run(lines, "-k", META_TEST)
+
+
+def test_a_suite_that_changes_nothing_is_complete(meta: Run) -> None:
+    outcomes = meta("").parseoutcomes()
+    assert outcomes.keys() == {"passed", "deselected"} and outcomes["passed"] == 1 and outcomes["deselected"] > 300
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ("test_text_survives_tokenizing = None", "test_text_survives_tokenizing is deleted by TestToy"),
+        ("def test_closing_twice_is_fine(self): pass", "test_closing_twice_is_fine is overridden by TestToy without"),
+        (
+            "@pytest.mark.skip(reason='slow')\ndef test_closing_twice_is_fine(self): pass",
+            "test_closing_twice_is_fine is overridden by TestToy without",
+        ),
+        (
+            "@pytest.mark.xfail\ndef test_closing_twice_is_fine(self): pass",
+            "test_closing_twice_is_fine is overridden by TestToy without an xfail with a reason",
+        ),
+        (f"def {META_TEST}(self): pass\ntest_closing_twice_is_fine = None", "test_closing_twice_is_fine is deleted"),
+    ],
+    ids=["deleted", "overridden", "skipped", "xfail-without-reason", "the-check-itself-overridden"],
+)
+def test_a_standard_test_cannot_be_left_out(meta: Run, lines: str, complaint: str) -> None:
+    result = meta(lines)
+    assert result.parseoutcomes()["failed"] == 1
+    result.stdout.fnmatch_lines([f"*{complaint}*"])
+
+
+def test_a_standard_test_left_out_by_a_parent_class_is_noticed(pytester: pytest.Pytester) -> None:
+    between = "\nclass TestMine(TestToy):\n    pass\n"
+    pytester.makepyfile(test_suite=SUITE + "    test_closing_twice_is_fine = None\n" + between)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", f"TestMine and {META_TEST}")
+    outcomes = result.parseoutcomes()
+    assert outcomes["failed"] == 1 and "passed" not in outcomes
+
+
+def test_a_standard_test_may_be_an_xfail_with_a_reason(run: Run) -> None:
+    lines = """
+@pytest.mark.xfail(reason="this engine reads NaN as a pad")
+def test_closing_twice_is_fine(self):
+    raise AssertionError
+"""
+    outcomes = run(lines, "-k", f"{META_TEST} or closing_twice").parseoutcomes()
+    assert (outcomes["passed"], outcomes["xfailed"]) == (1, 1) and "failed" not in outcomes
+
+
+def test_a_test_that_does_not_apply_names_the_missing_capability(run: Run) -> None:
+    lines = """
+@needs("abort")
+def test_claim_one(self): raise AssertionError
+@needs("score", "sampling:min_p")
+def test_claim_two(self): raise AssertionError
+@needs("mode:raw", "score", "sampling:top_k")
+def test_claim_three(self): pass
+"""
+    result = run(lines, "-rs", "-k", "test_claim")
+    outcomes = result.parseoutcomes()
+    assert (outcomes["passed"], outcomes["skipped"]) == (1, 2) and "failed" not in outcomes
+    result.stdout.fnmatch_lines(
+        ["*not applicable: abort is not declared", "*not applicable: sampling:min_p is not declared"], consecutive=False
+    )
+    result.stdout.fnmatch_lines(["corelm conformance: 1 passed, 2 not applicable (TestToy)"])
+
+
+def test_the_name_of_a_theme_selects_all_its_tests(run: Run) -> None:
+    themes = {test: theme.__module__.rpartition(".")[2] for test, theme in standard_tests(BackendConformance).items()}
+    result = run("pass", "--collect-only", "-q", "-k", "in_flight")
+    chosen = {line.rpartition("::")[2].partition("[")[0] for line in result.outlines if "::" in line}
+    assert chosen >= {test for test, theme in themes.items() if theme == "in_flight"}
+    assert all("in_flight" in themes[test] + test for test in chosen)
+
+
+def test_a_misspelt_capability_is_an_error(run: Run) -> None:
+    for name in ("scores", "sampling:top_q"):
+        result = run(f"@needs({name!r})\ndef test_one(self): pass", "-k", "test_one")
+        assert result.parseoutcomes()["errors"] == 1
+
+
+def test_a_suite_without_a_backend_says_what_to_write(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("from corelm_testing import BackendConformance\nclass TestMine(BackendConformance): pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "closing_twice")
+    result.stdout.fnmatch_lines(["*NotImplementedError: define the fixture `open_backend`*"])
+
+
+def test_the_report_holds_every_outcome(run: Run, pytester: pytest.Pytester) -> None:
+    lines = """
+tolerance = 0.0
+@pytest.mark.parametrize("case", [1, 2])
+def test_good(self, case): pass
+def test_bad(self): assert 1 == 2, "one|two"
+@needs("abort")
+def test_absent(self): pass
+@pytest.mark.xfail(reason="not yet")
+def test_later(self): raise AssertionError
+@pytest.fixture
+def broken(self): raise KeyError("torn")
+def test_broken(self, broken): pass
+"""
+    choice = "good or bad or absent or later or broken or twice"
+    result = run(lines, "--corelm-report=reports/toy.json", "-k", f"({choice}) and not prompt and not bad_ and not row")
+    written = json.loads((pytester.path / "reports/toy.json").read_text())
+    (suite,) = written["suites"]
+    assert written["corelm"] == corelm.__version__ and suite["backend"] == "toy"
+    found = {(test["test"], test["case"]): test for test in suite["tests"]}
+    outcomes = {key: test["outcome"] for key, test in found.items()}
+    assert outcomes["test_good", "1"] == outcomes["test_good", "2"] == "passed"
+    assert outcomes["test_bad", ""] == outcomes["test_broken", ""] == "failed"
+    assert (
+        outcomes["test_absent", ""] == "not applicable"
+        and found["test_absent", ""]["reason"] == "abort is not declared"
+    )
+    assert outcomes["test_later", ""] == "xfailed" and found["test_later", ""]["reason"] == "not yet"
+    assert found["test_closing_twice_is_fine", ""]["theme"] == "lifecycle"
+    assert "one|two" in found["test_bad", ""]["reason"]
+    told = result.parseoutcomes()
+    assert Counter(outcomes.values()) == Counter(suite["counts"])
+    assert suite["counts"]["passed"] == told["passed"] and suite["counts"]["failed"] == told["failed"] + told["errors"]
+    table = (pytester.path / "reports/toy.md").read_text()
+    assert "| lifecycle | closing twice is fine | passed |" in table
+    assert "| own | good | 2 passed |" in table and "| own | absent | not applicable: abort is not declared |" in table
+
+
+@pytest.mark.nightly
+def test_a_backend_with_minimal_capabilities_passes_and_the_rest_is_not_applicable(pytester: pytest.Pytester) -> None:
+    suite = SUITE.replace(
+        'corelm.get_backend("toy", Bigram(TABLE.clone()))',
+        'corelm.Backend.from_plugin(Modest.open(Bigram(TABLE.clone())), "modest")',
+    )
+    modest = """
+from corelm_testing.toy import ToyBackend
+
+class Modest(ToyBackend):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.capabilities = corelm.Capabilities(vocab_size=260, max_context=None)
+"""
+    head, _, body = suite.partition("class TestToy")
+    pytester.makepyfile(test_suite=f"{head}{modest}\nclass TestToy{body}")
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", "--corelm-report=modest")
+    (suite,) = json.loads((pytester.path / "modest.json").read_text())["suites"]
+    wrong = [test for test in suite["tests"] if test["outcome"] not in ("passed", "not applicable")]
+    assert not wrong
+    reasons = {test["reason"] for test in suite["tests"] if test["outcome"] == "not applicable"}
+    lacking = {"score", "generation_modes", "per_answer_seeds", "update_weights", "abort", "max_context"}
+    assert {f"{name} is not declared" for name in lacking} <= reasons
+    assert suite["counts"]["passed"] > 50
+
+
+def test_every_theme_is_in_the_suite_and_no_test_overrides_another() -> None:
+    names = [module.name for module in pkgutil.iter_modules(corelm_testing.__path__, "corelm_testing.")]
+    themes = {
+        value
+        for name in names
+        for value in vars(importlib.import_module(name)).values()
+        if isinstance(value, type) and issubclass(value, ConformanceBase) and value.__module__ == name
+        # Suites that are made of it, such as the one of `corelm conformance`.
+        if value is BackendConformance or not issubclass(value, BackendConformance)
+    }
+    assert themes == {c for c in BackendConformance.__mro__ if issubclass(c, ConformanceBase)}
+    defined = Counter(test for theme in themes for test in vars(theme) if test.startswith("test_"))
+    assert set(defined) == set(standard_tests(BackendConformance)) and max(defined.values()) == 1
+    assert {name.rpartition(".")[2] for name in names} >= set(corelm_testing.THEMES)
+
+
+def test_every_sampling_parameter_has_a_trial() -> None:
+    assert set(TRIALS) == set(FIELDS), "say in corelm/testing/trials.py how the kit uses the parameter"
+    assert all(TRIALS[name].values for name in DECLARABLE)
+    neutral = SamplingParams()
+    for name, trial in TRIALS.items():
+        assert all(value is HALF or value != getattr(neutral, name) for value in trial.values), name
+        assert trial.given.keys() <= set(FIELDS), name
+
+
+def test_what_is_declared_and_not_shown_fails(run: Run) -> None:
+    result = run("", "-k", "weights")
+    assert result.parseoutcomes()["errors"] == 6 and "passed" in result.parseoutcomes()
+    result.stdout.fnmatch_lines(["*declared and not shown: update_weights. Define `new_weights(self)`*not_shown = *"])
+
+
+def test_what_is_declared_and_cannot_be_shown_needs_a_reason(run: Run) -> None:
+    result = run('not_shown = {"update_weights": "the server is shared"}', "-rx", "-k", "weights")
+    assert result.parseoutcomes()["xfailed"] == 6 and "errors" not in result.parseoutcomes()
+    result.stdout.fnmatch_lines(["*declared and not shown: update_weights: the server is shared*"])
+
+
+def test_an_engines_own_options_need_an_example(pytester: pytest.Pytester) -> None:
+    plugin = "corelm.Backend.from_plugin(Reshaping.open(Bigram(TABLE.clone())), 'reshaping')"
+    suite = SUITE.replace('corelm.get_backend("toy", Bigram(TABLE.clone()))', plugin)
+    pytester.makepyfile(f"from helpers.broken_plugins import Reshaping\n{suite}")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "engine_kwargs")
+    assert result.parseoutcomes()["failed"] == 3
+    result.stdout.fnmatch_lines(["*declared and not shown: engine_kwargs. Define `engine_sampling(self)`*"])
+
+
+def test_a_parameter_whose_range_allows_only_its_default_is_declared_and_not_shown(pytester: pytest.Pytester) -> None:
+    narrow = """
+from corelm_testing.toy import ToyBackend
+
+class Narrow(ToyBackend):
+    def __init__(self, *given):
+        super().__init__(*given)
+        sampling = {"presence_penalty": (0.0, 0.0), "temperature": (0.0, 0.5)}
+        self.capabilities = dataclasses.replace(self.capabilities, sampling=sampling)
+"""
+    plugin = 'corelm.Backend.from_plugin(Narrow.open(Bigram(TABLE.clone())), "narrow")'
+    head, _, body = SUITE.replace('corelm.get_backend("toy", Bigram(TABLE.clone()))', plugin).partition("class TestToy")
+    pytester.makepyfile(f"import dataclasses\n{head}{narrow}\nclass TestToy{body}")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "penalty or temperature and log_probs")
+    result.stdout.fnmatch_lines(["*declared and not shown: presence_penalty. Declare*"])
+    # The end of the range is used where none of the kit's own temperatures is legal.
+    result.stdout.no_fnmatch_line("*FAILED*_under?temperature?*")
+
+
+def test_a_token_that_is_not_the_likeliest_is_named_with_its_row_and_prompt(run: Run) -> None:
+    lines = """
+def next_logprobs(self, ids, temperature):
+    return -TABLE[ids[-1]].log_softmax(-1)
+"""
+    result = run(lines, "-k", "greedy_takes")
+    assert result.parseoutcomes()["failed"] == 1
+    said = r"*row 0, after a prompt of 4 tokens that ends in [[]*, *, *, *], token 0: id * has log-prob *, but id *"
+    result.stdout.fnmatch_lines([said])
+
+
+def test_a_large_vocabulary_needs_next_logprobs() -> None:
+    case = ConformanceBase()
+    case.vocab_size = 32_000
+    with pytest.raises(NotImplementedError, match="define `next_logprobs"):
+        case.next_logprobs([1, 2], 1.0)
+
+
+@pytest.mark.process
+def test_without_pytest_the_import_error_says_what_to_install() -> None:
+    code = "import sys; sys.modules['pytest'] = None; import corelm_testing"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1 and "ImportError: the conformance kit runs on pytest: pip install" in result.stderr
