@@ -18,8 +18,7 @@ TEST := tests/core tests/kits/testing tests/plugins/transformers_backend \
 	tests/apps/fleet/test_state.py tests/apps/fleet/test_stateful.py tests/apps/fleet/test_parts.py \
 	tests/test_docs.py tests/test_imports.py tests/real
 # What make check runs: all folders but those that need an engine or a harness, or hold no tests.
-CHECK := $(filter-out $(addprefix tests/,engines harnesses families helpers mutants __pycache__), \
-	$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py)
+CHECK := $(addprefix tests/,core kits plugins apps examples real) $(wildcard tests/test_*.py)
 # Where the newest libraries are tried. SELECT=1 keeps the files about what transformers and PEFT do.
 PLUGIN := tests/plugins/transformers_backend
 NEWEST := tests/test_third_party_names.py $(addprefix tests/core/,tensors containers kl policy) tests/kits/testing/test_kit.py tests/apps/interop \

@@ -165,7 +165,8 @@ def test_brief_is_one_printable_line_of_bounded_length(text: str) -> None:
 
 
 def test_the_loggers_are_named_after_their_modules_and_nothing_is_configured() -> None:
-    for path in SOURCES:
+    # That module reads what vLLM logs in vLLM's own processes.
+    for path in [source for source in SOURCES if source.name != "children.py"]:
         source = path.read_text()
         names = re.findall(r"getLogger\((.*?)\)", source)
         assert set(names) <= {"__name__"}, path

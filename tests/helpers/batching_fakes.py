@@ -178,6 +178,12 @@ def hold_one(engine: GatedEngine, batcher: DynamicBatcher) -> Future:
     return first
 
 
+def corelm_threads() -> list[threading.Thread]:
+    """Return core's threads, without those of hosts: other tests leave some that wait for the end of a process."""
+    names = ((each, each.name) for each in threading.enumerate())
+    return [each for each, name in names if name.startswith("corelm") and not name.startswith("corelm-host")]
+
+
 def join_threads(threads: Iterable[threading.Thread]) -> None:
     """Wait until the threads have ended."""
     for thread in threads:

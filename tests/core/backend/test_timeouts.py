@@ -18,6 +18,7 @@ from helpers.batching_fakes import (
     SEEDED,
     GatedEngine,
     all_capabilities,
+    corelm_threads,
     ids,
     join_threads,
     lone_answer,
@@ -30,10 +31,6 @@ from helpers.insides import a_call_waits
 from helpers.refusals import refused
 
 ENDLESS = [1e10, float(sys.maxsize), 1e300]
-
-
-def corelm_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("corelm")]
 
 
 # Large timeouts ------------------------------------------------------------------------------------------------------

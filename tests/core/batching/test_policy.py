@@ -15,7 +15,15 @@ import corelm
 from corelm import Backend, LLMPolicy
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, InvalidRequestError
-from helpers.batching_fakes import LONG, GatedEngine, all_capabilities, join_threads, lone_answer, wait_until
+from helpers.batching_fakes import (
+    LONG,
+    GatedEngine,
+    all_capabilities,
+    corelm_threads,
+    join_threads,
+    lone_answer,
+    wait_until,
+)
 from helpers.each import each
 from helpers.fakes import SHORT
 from helpers.refusals import refused
@@ -28,7 +36,7 @@ def no_thread_is_left():
     """Allow threads some time to end: a backend without a batcher answers before its thread has ended."""
     before = set(threading.enumerate())
     yield
-    join_threads(each for each in threading.enumerate() if each not in before and each.name.startswith("corelm"))
+    join_threads(each for each in corelm_threads() if each not in before)
 
 
 def run(main):
@@ -162,7 +170,7 @@ def test_tasks_share_calls_and_one_thread_serves_them_all():
         tasks = [asyncio.create_task(policy.aforward(tokens([3 + n % 9, 1 + n % 7]), seed=n)) for n in range(64)]
         while (state := policy.get_batching_state()).queued + state.in_flight < 64:
             await asyncio.sleep(0.001)
-        ours = [each for each in threading.enumerate() if each.name.startswith("corelm")]
+        ours = corelm_threads()
         assert len(ours) == 1
         engine.free()
         return await asyncio.gather(*tasks)

@@ -108,7 +108,7 @@ def test_calls_that_the_template_does_not_write_are_refused():
             assert "Oslo" in prompts(template, called)[1]
         # Sampled ids hold the calls, until the turn is rendered from its text.
         (ids,) = opened.tokenize(["Oslo"]).ids.tolist()
-        sampled = corelm.Message("assistant", "", tool_calls=calls, token_ids=tuple(ids))
+        sampled = corelm.Message("assistant", "Oslo", tool_calls=calls, token_ids=tuple(ids))
         assert "Oslo" in prompts(answers, sampled)[1]
         with pytest.raises(TemplateError, match="does not read tool_calls"):
             prompts(answers, sampled, prefer_tokens=False)

@@ -202,7 +202,7 @@ def test_an_argument_that_sglang_does_not_have_is_refused_at_once(folder, fake_l
 def test_the_error_says_what_to_type_if_sglang_is_not_installed(folder):
     if find_spec("sglang") is not None:
         pytest.skip("SGLang is installed")
-    with pytest.raises(EngineError, match=r'pip install "core\[sglang\]"\. Or pass python= .* or base_url='):
+    with pytest.raises(EngineError, match=r"plugins/sglang_backend\[engine\].* Or pass python= .* or base_url="):
         corelm.get_backend("sglang", folder, progress=False)
 
 

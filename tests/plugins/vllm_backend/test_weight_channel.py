@@ -253,7 +253,7 @@ def test_a_trainer_without_vllm_is_told_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     backend = connect(weight_group=HERE)
-    with pytest.raises(CapabilityError, match=r'pip install "core\[vllm\]"'):
+    with pytest.raises(CapabilityError, match=r"plugins/vllm_backend\[engine\]"):
         backend.update_weights(new_weights(1))
     assert routes.calls == [] and backend.weight_version == "0"
 
