@@ -53,6 +53,7 @@ def distillation(folder: Path) -> Iterator[Distillation]:
         yield opened
 
 
+@pytest.mark.nightly
 def test_the_loss_falls_and_everything_is_written(folder: Path, printed: str):
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     losses = [step["loss"] for step in steps]

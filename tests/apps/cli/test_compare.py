@@ -257,6 +257,7 @@ class Broken(ToyBackend):
     assert result.exit_code == 3 and "out of memory" in result.stderr and result.stdout == ""
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_ctrl_c_ends_the_command_and_closes_the_engines(tmp_path):
     (tmp_path / "slow_plugin.py").write_text(

@@ -67,6 +67,7 @@ def test_a_good_backend_keeps_its_promises(kit, tiny_model, tmp_path):
     assert "every sampled token has its log prob" in page and "transformers" in page
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_a_backend_with_a_defect_fails_and_the_report_says_how_far_off_it_is(kit, tiny_model, tmp_path, fabricate):
     site = fabricate("flattened", "1", {"flattened": "flattened:Flattened"}, {"flattened": FLATTENED})
@@ -83,6 +84,7 @@ def test_a_backend_with_a_defect_fails_and_the_report_says_how_far_off_it_is(kit
 UNSHOWN = ("-k", "engine_kwargs_change_answers")
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_what_is_declared_and_cannot_be_shown_fails(kit, tiny_model):
     result = kit("transformers", "--model", str(tiny_model), *UNSHOWN)

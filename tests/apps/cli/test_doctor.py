@@ -275,6 +275,7 @@ def test_a_process_that_crashes_raises_or_hangs_is_told_apart():
         probe("import time; time.sleep(600)", timeout=0.5)
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_this_and_another_interpreter_are_looked_at_and_one_that_is_none_is_a_problem(tmp_path):
     """Nothing is wrong where the tests run: the only problem is the interpreter that is none."""

@@ -69,6 +69,7 @@ def test_a_prompt_that_the_server_always_fails_fails_alone(files, fake, server, 
         assert [row["id"] for row in rows(target.with_name(f"{name}.errors.jsonl"))] == ["the poison", "poison again"]
 
 
+@pytest.mark.nightly
 def test_a_prompt_that_the_server_never_answers_fails_alone(files, fake, server):
     # The timeout is for all lines, so it leaves the other one time enough on a busy machine.
     write_rows(files[0], [{"id": text, "prompt": text} for text in ("the poison", "two")])

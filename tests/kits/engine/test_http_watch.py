@@ -204,6 +204,7 @@ def test_closing_the_client_ends_the_watch(connect: Connect, serve: Any) -> None
     server.wait_for(lambda: server.in_flight == 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not TABLE.exists(), reason="needs /proc")
 def test_the_system_notices_a_silent_connection_that_is_lost(connect: Connect, serve: Any) -> None:
     work = Server(asks=10**6)
