@@ -86,6 +86,7 @@ def test_a_full_disk_leaves_whole_answers_and_the_run_goes_on_later(files):
 
 
 @pytest.mark.parametrize("stderr", [pytest.param("/dev/full", marks=pytest.mark.nightly), "broken pipe", "closed"])
+@pytest.mark.nightly
 def test_a_run_does_not_need_its_messages_to_be_read(files, stderr):
     with files[0].open("a") as file:
         file.write("not json\n")
@@ -103,6 +104,7 @@ def test_a_run_does_not_need_its_messages_to_be_read(files, stderr):
     assert len(rows(files[1].with_name("answers.errors.jsonl"))) == 1
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_when_its_terminal_is_closed(tmp_path):
     output = tmp_path / "answers.jsonl"
     terminal, stderr = pty.openpty()

@@ -117,6 +117,7 @@ def test_the_input_that_the_shell_opens_is_not_written_to(files):
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_ctrl_c_while_writing_to_a_pipe_says_how_much_was_written(files):
     write_rows(files[0], [{"prompt": f"The cat {number}"} for number in range(5000)])
     run = subprocess.Popen(
@@ -228,6 +229,7 @@ def test_libraries_draw_no_progress_into_a_pipe(files, tiny_model):
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_progress_is_drawn_on_a_terminal(files):
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
