@@ -26,6 +26,7 @@ from corelm.spec.message import Message
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.stop_strings import text_before_stop
+from corelm.tensors.ragged import Ragged
 
 _log = logging.getLogger(__name__)
 
@@ -42,17 +43,18 @@ def answer_texts(
     batch: GenerateResult,
     sampling: SamplingParams,
     backend: Backend,
-    prompts: Sequence[Sequence[int]] | None = None,
+    prompts: Ragged | None = None,
 ) -> tuple[str, ...]:
     """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it.
 
     Args:
-        prompts: the ids that each answer continues the text of, none for the message of a chat, which is a text of its
-            own; None if all answers are such.
+        prompts: int64, the ids whose text each answer continues; None for messages of a chat, which are texts of their
+            own.
     """
     if prompts is not None:
         # The prompt of a row that failed may be illegal.
-        prompts = [ids if length else () for ids, length in zip(prompts, batch.ids.lengths.tolist(), strict=True)]
+        ends = torch.where(batch.ids.lengths > 0, prompts.lengths, 0)
+        prompts = prompts.slice(torch.zeros_like(ends), ends)
     decode = partial(backend.detokenize, skip_special_tokens=sampling.skip_special_tokens, before=prompts)
     texts = batch.texts or tuple(decode(batch.ids))
     if not sampling.stop:

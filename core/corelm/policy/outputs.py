@@ -39,8 +39,7 @@ def generated(
     errors = batch.errors or ("",) * len(batch.ids)
     if fields & {"text", "history"}:
         # The text of a message does not continue that of the prompt: templates write the space between them.
-        prompts = rows.ids.tolist()
-        said = answer_texts(batch, sampling, backend, prompts if rows.chats is None else None)
+        said = answer_texts(batch, sampling, backend, rows.ids if rows.chats is None else None)
         asked = rows.texts or _without_half(given_texts(rows.ids, backend), batch.ids)
         if rows.chats is not None:
             messages, problems = reader.read(rows, asked, said, batch, sampling, backend)
@@ -52,7 +51,7 @@ def generated(
             )
             chats = Parts(rows.chats, replies, _joined(asked_before, replies))
         if "text" in fields:
-            after = said if rows.chats is None else answer_texts(batch, sampling, backend, prompts)
+            after = said if rows.chats is None else answer_texts(batch, sampling, backend, rows.ids)
             texts = Parts(asked, said, _joined(_without_half(asked, batch.ids), after))
     # True where the answers are: those positions are scored, and they are the assistant's.
     answered = rows.ids.join_mask(batch.ids)

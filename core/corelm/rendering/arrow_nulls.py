@@ -11,7 +11,7 @@ from typing import Any
 
 
 def without_nulls(schema: Any) -> Any:
-    """Drop keys of tools, or of a part of one, whose value is null where JSON Schema allows no null."""
+    """Drop the keys of a tool, or of a part of it, that are null where JSON Schema allows no null."""
     if isinstance(schema, Mapping):
         return {key: without_nulls(value) for key, value in schema.items() if value is not None or _may_be(key, schema)}
     return [each if each is None else without_nulls(each) for each in schema] if isinstance(schema, list) else schema

@@ -408,7 +408,7 @@ class Layout:
         return None
 
     def end_of_thinking(self, before: str, answer: str) -> str:
-        """Return what is missing after an answer that was cut off inside its thinking, and "" if it was not.
+        """Return the text that closes the thinking of an answer that was cut off inside it, "" for other answers.
 
         Args:
             before: the text of the prompt that it was sampled from.

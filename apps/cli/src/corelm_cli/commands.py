@@ -1,7 +1,7 @@
 """Subcommands that other distributions add through entry points of the group ``corelm.commands``.
 
-An entry point is named as its command, and refers to a `typer.Typer`. Help and lists of commands import none of them:
-they show the summary of the distribution, or what is known of ours.
+An entry point has the name of its command and refers to a `typer.Typer`, which is imported when the command runs. The
+help shows the summary of its distribution, or for our own distributions the description below.
 """
 
 from __future__ import annotations

@@ -88,11 +88,9 @@ class Generator(Worker[Prompt]):
             top_logprobs=self.top_logprobs,
             adapter=self.options.adapter,
         )
-        before = [
-            () if prompt.chat is not None else row
-            for prompt, row in zip(prompts, rows_of_ids.tolist(), strict=True)
-            for _ in range(samples)
-        ]
+        # The message of a chat is a text of its own.
+        rows = zip(prompts, rows_of_ids.tolist(), strict=True)
+        before = Ragged.from_list([() if prompt.chat is not None else row for prompt, row in rows]).repeat(samples)
         texts = answer_texts(batch, sampling, self.engine, before)
         tokens, reasons = batch.ids.tolist(), batch.finish_reasons
         messages = self._messages(prompts, rows_of_ids, batch, sampling)

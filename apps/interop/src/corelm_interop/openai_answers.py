@@ -62,9 +62,8 @@ def answers_of(
     Args:
         prompts: those whose texts the answers continue; None for messages.
     """
-    if prompts is not None:
-        prompts = [ids for ids in prompts for _ in range(sampling.num_samples or 1)]
-    texts = answer_texts(result, sampling, backend, prompts)
+    before = None if prompts is None else Ragged.from_list(prompts).repeat(sampling.num_samples or 1)
+    texts = answer_texts(result, sampling, backend, before)
     provenance = backend.provenance(result)
     ids = result.ids.tolist()
     logprobs = None if result.logprobs is None else result.logprobs.tolist()

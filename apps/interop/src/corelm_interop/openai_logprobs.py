@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from os.path import commonprefix  # of characters
+from itertools import takewhile
 from typing import Any
 
 from corelm.spec.left_context import HALF_CHARACTER, Decode, decoder_after
@@ -61,7 +61,8 @@ class _Places:
         # In UTF-8, every byte of a character except its first starts with the bits 10.
         goes_on = self._text == before or (text.data and text.data[0] & 0xC0 == 0x80)
         if not (goes_on and before.endswith(HALF_CHARACTER)):
-            self._place = self._start + len(commonprefix((before, self._text)))  # noqa: RUF071
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(before, self._text, strict=False))
+            self._place = self._start + len([*same])
         if len(self._ids) >= _WINDOW and not self._text.endswith(HALF_CHARACTER):
             self._start += len(self._text)
             self._earlier += self._ids

@@ -132,6 +132,9 @@ def _end_with(owner: int, path: Path) -> None:
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except OSError:
+    except ProcessLookupError:
         return False
+    except PermissionError:
+        # It runs, as another user.
+        pass
     return True
