@@ -57,7 +57,7 @@ test: $(VENV)/.test ## run the tests of the kernel and of the transformers plugi
 
 test-core: $(VENV)/.run constraints/test.txt ## run the tests of the kernel with the transformers plugin and core-testing, and nothing else of ours
 	$(call PINS,constraints/test.txt,$(BIN))
-	$(BIN)/python -m pytest -m "not process and not nightly" $(PARALLEL) tests/core tests/kits/testing
+	$(BIN)/python -m pytest -m "not process and not nightly" $(PARALLEL) tests/core tests/kits/testing tests/plugins/transformers_backend/test_conformance.py
 
 test-real: $(VENV)/.test ## compare a trained model's numbers with its plain forward; minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real
