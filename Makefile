@@ -16,7 +16,7 @@ METADATA := $(addsuffix /pyproject.toml,$(PACKAGES))
 # What make test runs. tests/mutants reads this list.
 TEST := tests/core tests/kits/testing tests/plugins/transformers_backend \
 	tests/apps/fleet/test_state.py tests/apps/fleet/test_stateful.py tests/apps/fleet/test_parts.py \
-	tests/test_docs.py tests/test_imports.py tests/real
+	tests/test_docs.py tests/test_imports.py tests/real/test_briefly.py
 # What make check runs: all folders but those that need an engine or a harness, or hold no tests.
 CHECK := $(addprefix tests/,core kits plugins apps examples real) $(wildcard tests/test_*.py)
 # Where the newest libraries are tried. SELECT=1 keeps the files about what transformers and PEFT do.
