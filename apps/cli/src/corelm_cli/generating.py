@@ -89,8 +89,8 @@ class Generator(Worker[Prompt]):
             adapter=self.options.adapter,
         )
         # The message of a chat is a text of its own.
-        rows = zip(prompts, rows_of_ids.tolist(), strict=True)
-        before = Ragged.from_list([() if prompt.chat is not None else row for prompt, row in rows]).repeat(samples)
+        asked = zip(prompts, rows_of_ids.tolist(), strict=True)
+        before = Ragged.from_list([() if prompt.chat is not None else row for prompt, row in asked]).repeat(samples)
         texts = answer_texts(batch, sampling, self.engine, before)
         tokens, reasons = batch.ids.tolist(), batch.finish_reasons
         messages = self._messages(prompts, rows_of_ids, batch, sampling)
