@@ -109,7 +109,14 @@ def test_an_unknown_name_is_an_attribute_error():
 @each(
     "name",
     [
-        *("corelm.spec", "corelm_engine_kit", "corelm.containers", "corelm.kl", "corelm.batching"),
+        *(
+            "corelm.application",
+            "corelm.spec",
+            "corelm_engine_kit",
+            "corelm.containers",
+            "corelm.kl",
+            "corelm.batching",
+        ),
         *("corelm_fleet.hosting", "corelm_fleet", "corelm_testing", "corelm_testing.cassette", "corelm_interop"),
         *("corelm_serve", "corelm_compare"),
     ],
@@ -119,6 +126,14 @@ def test_every_name_of_a_public_package_exists(name: str):
         return
     package = importlib.import_module(name)
     assert package.__all__ and not [each for each in package.__all__ if not hasattr(package, each)]
+
+
+def test_applications_need_all_that_the_kernel_shows_them():
+    nodes = (node for path in (ROOT / "apps").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    taken = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "corelm.application"]
+    assert {alias.name for node in taken for alias in node.names} == {
+        *importlib.import_module("corelm.application").__all__
+    }
 
 
 # Private names -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from .containers.classes import Tokens as Tokens
 from .containers.classes import ragged as ragged
 from .containers.history import History as History
 from .containers.kept_sets import token_sets as token_sets
-from .containers.overview import summary as summary
 from .containers.padding import collate as collate
 from .containers.padding import repad as repad
 from .containers.records import to_records as to_records

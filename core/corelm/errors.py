@@ -19,7 +19,7 @@ Each is also a builtin exception that a caller would think to catch::
     ├── ProvenanceMismatchError   (ValueError)           log-probs of different distributions
     └── EngineError               (RuntimeError)         the engine failed: usable, rows
         ├── QueueFullError                               a batcher's queue is full
-        └── StaleWeightsError                            a canary found other weights than those in force
+        └── StaleWeightsError                            the engine has other weights than those in force
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class QueueFullError(EngineError):
 
 
 class StaleWeightsError(EngineError):
-    """A canary disagrees: the engine does not answer as the weights in force do. It takes requests nevertheless.
+    """The engine does not answer as the weights in force would. It takes requests nevertheless.
 
     From then on, rows carry a label that no weights had before. Load the weights again, or open the engine again.
     """

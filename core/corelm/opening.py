@@ -17,7 +17,6 @@ from torch import nn
 from corelm._version import __version__
 from corelm.backend.backend import Backend
 from corelm.backend.call_log import abilities, place
-from corelm.backend.registering import EngineLabels
 from corelm.backend.registry import open_plugin, options_named_by
 from corelm.errors import BackendNotInstalledError, CoreLMError, how_to_install
 from corelm.spec.records import CloseRequest
@@ -106,15 +105,14 @@ def get_backend(
     for opener in openers:
         open_all = partial(opener.open, open_all, name, model)
     opened, label = open_all(options)
-    # A replay answers for the engine that was recorded.
-    labels = getattr(opened, "labels", EngineLabels(name, _model_name(model, options), label))
+    # A replay answers under the names of the engine that was recorded.
+    names = {"name": name, "model_name": _model_name(model, options), "software": label}
+    names |= getattr(opened, "answers_as", {})
     backend = None
     try:
         backend = Backend.from_plugin(
             opened,
-            labels.name,
-            model_name=labels.model,
-            software=labels.software,
+            **names,
             wrappers=wrappers,
             retry=retry,
             timeout=timeout,

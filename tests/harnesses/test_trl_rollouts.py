@@ -167,7 +167,7 @@ def test_a_canary_is_told_what_to_expect(tmp_path):
         trainer = make_trainer(model, rollout := GRPORollout(backend), tmp_path, max_steps=2)
         trainer.train()
         rollout.sync_weights(trainer)
-        backend.canary.look(expect=corelm_fleet.probe_scores(model))
+        corelm_fleet.canary_of(backend).look(expect=corelm_fleet.probe_scores(model))
         assert backend.weight_version == "3"
 
 

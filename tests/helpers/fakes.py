@@ -77,8 +77,7 @@ class Fake:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         self.requests.append(request)
         new = request.sampling.max_new_tokens or 1
-        samples = request.sampling.num_samples or 1
-        ids = Ragged.from_list([[row[-1]] * new for row in request.prompts.tolist() for _ in range(samples)])
+        ids = Ragged.from_list([[row[-1]] * new for row in request.prompts.tolist()])
         logprobs = Ragged.full(ids.lengths, -1.0, torch.float32)
         return self.bend(GenerateResult(ids=ids, logprobs=logprobs, finish_reasons=("length",) * len(ids)))
 

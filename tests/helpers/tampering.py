@@ -94,10 +94,10 @@ def check_a_restart_is_found(
         url: the server.
     """
     backend.update_weights(folder, "tuned")
-    assert backend.canary is not None
-    backend.canary.look()
+    canary = corelm_fleet.canary_of(backend)
+    canary.look()
     restart()
     body = {"new_version": "tuned", "abort_all_requests": False}
     httpx.post(f"{url}/update_weight_version", json=body, headers=dict(headers), trust_env=False).raise_for_status()
     with pytest.raises(StaleWeightsError):
-        backend.canary.look()
+        canary.look()

@@ -47,6 +47,7 @@ THIRD_PARTY = {
     "corelm.backend: _thread": "a documented module, despite its name: it starts a thread in one uninterrupted step",
     "corelm.containers: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
     "corelm.errors: _getframe": "sys has no public way to find the first caller outside corelm before Python 3.12",
+    "corelm_interop: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
     "corelm_interop: _last_loaded_step": "TRL keeps there for which step its vLLM was given weights",
     "corelm_testing: _version": "torch has no public counter of changes made to a tensor in place",
     "corelm_interop: _version": "torch has no public counter of changes made to a tensor in place",

@@ -16,7 +16,7 @@ from corelm.backend.aborts import Aborts
 from corelm.backend.call_log import log_close_failed
 from corelm.backend.controls import EngineControls
 from corelm.backend.encoding import decoded
-from corelm.backend.engine import Canary, OpenEngine
+from corelm.backend.engine import OpenEngine
 from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
 from corelm.backend.provenance import provenance_of
@@ -126,11 +126,6 @@ class Backend(EngineControls, AnswerStreams):
         return self.engine.pad_id
 
     @property
-    def canary(self) -> Canary | None:
-        """Asks the engine after every change of its weights, and at once with ``canary.look()``; None without one."""
-        return self.engine.canary
-
-    @property
     def closed(self) -> bool:
         return self.engine.hooks.closed
 
@@ -218,7 +213,6 @@ class Backend(EngineControls, AnswerStreams):
         request_ids: Sequence[str] | None = None,
         timeout: float | None = None,
         on_error: OnError = "raise",
-        problems: Mapping[int, str] | None = None,
         adapter: Adapter = None,
         return_support: bool = False,
         top_logprobs: int = 0,
@@ -231,12 +225,10 @@ class Backend(EngineControls, AnswerStreams):
             sampling: how to sample.
             logprobs: which log-probability of each sampled token to return.
             seeds: int64[answers], one seed per answer, instead of the seeds derived from ``sampling.seed``.
-            request_ids: one name per row that the engine is sent: one per answer, or one per prompt if the engine
-                declares `native_samples`.
+            request_ids: one name per answer.
             timeout: seconds that the call may take; None for the backend's own timeout.
             on_error: "raise" looks for all bad rows first and then runs nothing. "skip" serves the other rows; a bad
                 row comes back empty, with the finish reason `error` and its message in `errors`.
-            problems: rows that the caller already knows to be bad, and why.
             adapter: the name of the adapter that answers, see `load_adapter`; False for the base weights alone. None
                 leaves the model as it is: without an adapter, or with those active in a PEFT model object.
 
@@ -268,7 +260,6 @@ class Backend(EngineControls, AnswerStreams):
                 request_ids=request_ids,
                 timeout=timeout,
                 on_error=on_error,
-                problems=problems,
                 adapter=adapter,
                 return_support=return_support,
                 top_logprobs=top_logprobs,
@@ -305,7 +296,6 @@ class Backend(EngineControls, AnswerStreams):
         request_ids: Sequence[str] | None = None,
         timeout: float | None = None,
         on_error: OnError = "raise",
-        problems: Mapping[int, str] | None = None,
         adapter: Adapter = None,
         support: Any = None,
         top_k: int = 0,
@@ -325,7 +315,6 @@ class Backend(EngineControls, AnswerStreams):
             timeout: seconds that the call may take; None for the backend's own timeout.
             on_error: "raise" looks for all bad rows first and then runs nothing. "skip" scores the other rows; nothing
                 of a bad row is scored, and `errors` says why.
-            problems: rows that the caller already knows to be bad, and why.
             adapter: as for `generate`. Scores with ``adapter=False`` are those of the reference that an adapter started
                 from.
             support: `TokenSets`, or nested lists: the ids over which to normalise at each position, as `kept_ids` of
@@ -357,7 +346,6 @@ class Backend(EngineControls, AnswerStreams):
                 request_ids=request_ids,
                 timeout=timeout,
                 on_error=on_error,
-                problems=problems,
                 adapter=adapter,
                 support=support,
                 top_k=top_k,

@@ -101,7 +101,7 @@ def check_generation(
 ) -> None:
     """Check the result of `generate`."""
     check_type("the result", batch, GenerateResult, fail)
-    answers = len(request.prompts) * (request.sampling.num_samples or 1)
+    answers = len(request.prompts)
     ids = batch.ids
     check_rows("ids", ids, torch.int64, fail)
     if len(ids) != answers:
@@ -164,8 +164,8 @@ def _check_ends(
 
 def _limits(request: GenerateRequest, capabilities: Capabilities) -> list[int] | None:
     """Return the most tokens that each answer may have; None if nothing limits them."""
-    limit, context, samples = request.sampling.max_new_tokens, capabilities.max_context, request.sampling.num_samples
-    lengths = request.prompts.lengths.repeat_interleave(samples or 1).tolist()
+    limit, context = request.sampling.max_new_tokens, capabilities.max_context
+    lengths = request.prompts.lengths.tolist()
     if limit is not None:
         return [limit] * len(lengths)
     return None if context is None else [context - length for length in lengths]
@@ -184,7 +184,7 @@ def _at_stop_string(batch: GenerateResult, row: int, request: GenerateRequest, t
         return True
     start, end = batch.ids.offsets[row : row + 2].tolist()
     ids = batch.ids.values[start:end].tolist()
-    return StopStrings.of_rows(request, tokenizer)[row // (request.sampling.num_samples or 1)].occurs_in(ids)
+    return StopStrings.of_rows(request, tokenizer)[row].occurs_in(ids)
 
 
 def _check_answer_logprobs(batch: GenerateResult, request: GenerateRequest, fail: Fail) -> None:

@@ -49,17 +49,17 @@ class EngineControls(WeightUpdates):
             backend.update_weights(model)
             backend.wake(["kv_cache"])
 
-        When all of it is awake and has weights, the canary, if there is one, asks the engine before any other call.
+        When all of it is awake and has weights, a listener, such as a canary, looks at it before any other call.
 
         Args:
             tags: which parts: "weights", "kv_cache" or both; None for all.
 
         Raises:
             InvalidRequestError: an unknown part.
-            StaleWeightsError: the canary disagrees: the weights came back as others. Rows get a label that no weights
+            StaleWeightsError: the listener objects: the weights came back as others. Rows get a label that no weights
                 had before.
             EngineError: the engine failed. It counts as asleep, and `wake` can be called again. If it failed when the
-                canary asked it, it is awake, and rows get a label as above, until an update succeeds.
+                listener looked, it is awake, and rows get a label as above, until an update succeeds.
         """
         sleeping.wake(self.engine, tags)
 

@@ -23,7 +23,6 @@ from corelm.backend.versions_in_flight import Attempt
 from corelm.backend.waits import program_deadline, seconds
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, brief
 from corelm.spec.capabilities import Capabilities
-from corelm.spec.probes import ProbeScores
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import AbortRequest, HealthRequest, WeightUpdate
 from corelm.spec.when import WHENS, WHENS_OF_ADAPTERS, When
@@ -35,28 +34,27 @@ _log = logging.getLogger(__name__)
 _PAUSE = 0.02
 
 
-class Canary(Protocol):
-    """Finds out by asking an engine whether it answers as its weights should. See `corelm_fleet.canary`."""
+class WeightsListener(Protocol):
+    """Is told of every change of an engine's weights while no other call is in the engine, and may object to it.
 
-    @property
-    def scores(self) -> ProbeScores | None:
-        """What the engine said in the last good look; None if it cannot score."""
-
-    def look(self, expect: ProbeScores | Mapping[str, Any] | None = None) -> None:
-        """Ask the engine, and compare its answers with earlier ones of the same weights, or with those expected."""
+    It may call the engine from the thread that tells it.
+    """
 
     def before_update(self, update: WeightUpdate) -> None:
-        """Prepare for new weights. No other call is in the engine; what this raises ends the update before it began."""
+        """Prepare for new weights. What this raises ends the update before it began."""
 
     def after_update(self, update: WeightUpdate) -> None:
-        """Ask the engine, which has loaded the weights of `update`. No other call is in the engine.
+        """Look at the engine, which has loaded the weights of `update`.
 
         Raises:
-            EngineError: the engine does not answer as those weights should, or not at all.
+            EngineError: it does not answer as those weights should. They get a label that none had before.
         """
 
-    def distrust(self, label: str) -> None:
-        """Fail every look at the weights with this label: loading them failed, or the engine disagreed."""
+    def awake(self) -> None:
+        """Look at the engine, which has slept and has the weights of before. Errors are those of `after_update`."""
+
+    def update_failed(self, label: str) -> None:
+        """Learn that weights have this new label because loading them failed, or because of an objection."""
 
 
 class OpenEngine:
@@ -79,6 +77,7 @@ class OpenEngine:
         hooks: calls the plugin's hooks.
         name, model_name, software, timeout: as given.
         adapters: the adapters that were loaded, and their versions.
+        listener: is told of every change of the weights; None at first.
         given_model: returns the `model`, as long as others keep it alive.
         weight_version: the label of the weights in force, "0" until they first change. It may be assigned.
 
@@ -107,9 +106,9 @@ class OpenEngine:
         self.timeout = None if timeout is None else seconds("timeout", timeout)
         self.hooks = EngineHooks(plugin, name, wrappers, retry, place(model_name))
         self.adapters = Adapters()
-        self.canary: Canary | None = None
-        # An update that the canary could not ask about, because the engine slept.
-        self._not_asked: WeightUpdate | None = None
+        self.listener: WeightsListener | None = None
+        # An update that the listener could not look at, because the engine slept.
+        self._unseen: WeightUpdate | None = None
         _open.add(self)
 
     @property
@@ -151,7 +150,7 @@ class OpenEngine:
         weights: NewWeights,
         version: str | None,
         when: When,
-        expect: ProbeScores | Mapping[str, Any] | None = None,
+        expect: object = None,
     ) -> str:
         """Load new weights and return their label. Arguments and errors are those of `Backend.update_weights`."""
         one_of("when", when, WHENS)
@@ -160,7 +159,7 @@ class OpenEngine:
             self.require(
                 "updates_in_flight", 'type when="drain" to let its answers finish, or when="abort" to end them'
             )
-        update = WeightUpdate(version="", when=when, expect=self._expected(expect))
+        update = WeightUpdate(version="", when=when, expect=self._heard(expect))
         if isinstance(weights, (str, os.PathLike)):
             return self._update(replace(update, path=Path(weights)), version)
         if isinstance(weights, nn.Module):
@@ -196,9 +195,9 @@ class OpenEngine:
         self.require("adapters", "it has none to unload")
         update_adapter(self.hooks, self.adapters, WeightUpdate(version="", adapter=name), None)
 
-    def weights_changed(self, version: str | None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
+    def weights_changed(self, version: str | None, expect: object = None) -> str:
         """Give weights that their owner has changed a label, and return it. See `Backend.weights_changed`."""
-        update = WeightUpdate(version="", expect=self._expected(expect))
+        update = WeightUpdate(version="", expect=self._heard(expect))
         if self.capabilities.update_weights:
             return self._update(update, version)
         _check_label(version)
@@ -206,48 +205,48 @@ class OpenEngine:
         def put() -> str:
             weights = self.hooks.weights
             unused = weights.next_label(version)
-            self._ask_canary_before(update)
+            self._before_update(update)
             try:
                 self._put(unused, unused if version is None else version, update)
             except BaseException:
-                self._distrust(unused)
+                self._update_failed(unused)
                 raise
             return weights.label
 
         return self.hooks.alone(put)
 
-    def _expected(self, expect: ProbeScores | Mapping[str, Any] | None) -> ProbeScores | None:
-        if expect is not None and self.canary is None:
-            raise invalid("expect", "the backend has no canary to compare with it; open it with canary=True")
-        return ProbeScores.make(expect)
+    def _heard(self, expect: object) -> object:
+        if expect is not None and self.listener is None:
+            raise invalid("expect", "nothing compares the backend with it; core-fleet does: open it with canary=True")
+        return expect
 
-    def _ask_canary_before(self, update: WeightUpdate) -> None:
-        if self.canary is not None:
-            self.canary.before_update(update)
+    def _before_update(self, update: WeightUpdate) -> None:
+        if self.listener is not None:
+            self.listener.before_update(update)
 
-    def _distrust(self, unused: str) -> None:
-        """Tell the canary that an update failed, if the weights were left with the label that they had meanwhile."""
-        if self.canary is not None and self.hooks.weights.label == unused:
-            self.canary.distrust(unused)
+    def _update_failed(self, unused: str) -> None:
+        """Tell the listener, if the weights were left with the label that they had meanwhile."""
+        if self.listener is not None and self.hooks.weights.label == unused:
+            self.listener.update_failed(unused)
 
     def _put(self, unused: str, label: str, update: WeightUpdate) -> None:
-        """Put the label of new weights in force once the canary agrees with them.
+        """Put the label of new weights in force once the listener has not objected.
 
         Args:
-            unused: the label that they have until then, and keep if the canary disagrees.
+            unused: the label that they have until then, and keep if it objects.
             label: the label to put in force.
             update: the new weights.
         """
         weights = self.hooks.weights
-        if self.canary is not None:
-            # The state that the weights have now belongs to this label. Otherwise the canary's calls would count a
+        if self.listener is not None:
+            # The state that the weights have now belongs to this label. Otherwise the listener's calls would count a
             # change by the owner.
             weights.put(unused)
             update = replace(update, version=label)
             if self.hooks.sleep_state.answers:
-                self.canary.after_update(update)
+                self.listener.after_update(update)
             else:
-                self._not_asked = update
+                self._unseen = update
         weights.put(label)
         if label != unused:
             weights.release(unused)
@@ -264,7 +263,7 @@ class OpenEngine:
         Raises:
             InvalidRequestError: the engine refused the weights, and the old ones are in force under their label.
             CapabilityError: as above.
-            EngineError: loading failed, or the canary disagrees with what was loaded.
+            EngineError: loading failed, or the listener objects to what was loaded.
         """
         _check_label(version)
         weights = self.hooks.weights
@@ -276,7 +275,7 @@ class OpenEngine:
             if request.by_owner:
                 # Only an update brings weights that were dropped.
                 self.hooks.sleep_state.require_weights()
-            self._ask_canary_before(request)
+            self._before_update(request)
             # Not earlier: another update may have been in force in the meantime.
             before, unused = weights.saved(), weights.next_label(version)
             label = unused if version is None else version
@@ -308,32 +307,31 @@ class OpenEngine:
             loaded: str = self.hooks.call("update_weights", request, finish, fill, failed=failed)
         except BaseException:
             if weights.label == unused:
-                # The engine no longer has the weights of the update that the canary still had to ask about.
-                self._not_asked = None
-            self._distrust(unused)
+                # The engine no longer has the weights that the listener still had to look at.
+                self._unseen = None
+            self._update_failed(unused)
             raise
         _log.info("%s: weights %s are in force, after %s", self.name, brief(repr(loaded)), brief(repr(before[0])))
         return loaded
 
-    def ask_canary_awake(self) -> None:
-        """Have the canary ask an engine that was woken. No other call is in it.
+    def awake(self) -> None:
+        """Let the listener look at an engine that was woken. No other call is in it.
 
         Raises:
-            StaleWeightsError: the engine does not answer as its weights should. They get a label that none had before.
-            EngineError: the engine failed. Its weights, which nobody has asked about, get such a label, too.
+            EngineError: the listener objects, or the engine failed. Its weights get a label that none had before.
         """
-        update, self._not_asked = self._not_asked, None
-        if self.canary is None:
+        update, self._unseen = self._unseen, None
+        if self.listener is None:
             return
         try:
             if update is None:
-                self.canary.look()
+                self.listener.awake()
             else:
-                self.canary.after_update(update)
+                self.listener.after_update(update)
         except BaseException:
             unused = self.hooks.weights.next_label()
             self.hooks.weights.put(unused)
-            self._distrust(unused)
+            self._update_failed(unused)
             raise
 
     def require(self, capability: str, why: str) -> None:

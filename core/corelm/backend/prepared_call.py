@@ -190,10 +190,10 @@ def prepare_generation(
     served = admitted(problems, len(prompts), on_error, "prompts")
     answers = served.repeat(samples)
     # A copy, as the caller may write to the rows again while the request waits.
-    names = arguments.request_ids(request_ids, len(prompts) * (1 if capabilities.native_samples else samples))
+    names = arguments.request_ids(request_ids, len(prompts) * samples)
     given = prompts.clone().split() if on_tokens is not None else []
     prompts = prompts.select(served.index) if problems else prompts.clone()
-    if not capabilities.native_samples and sampling.num_samples is not None:
+    if sampling.num_samples is not None:
         prompts = prompts.repeat(samples)
         sampling = SamplingParams.make(sampling, num_samples=None)
     delivery = None
@@ -211,7 +211,7 @@ def prepare_generation(
         logprobs=mode,
         seeds=None if seeds is None else seeds[answers.index],
         stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids),
-        request_ids=tuple(names[row] for row in (served if capabilities.native_samples else answers).index.tolist()),
+        request_ids=tuple(names[row] for row in answers.index.tolist()),
         timeout=engine.time_limit(timeout),
         on_tokens=delivery if capabilities.streaming else None,
         on_answer=on_answer,
@@ -256,7 +256,7 @@ def prepare_generation(
         nothing=None
         if len(answers)
         else lambda: finish(no_answers(mode, sampling, support=support.from_engine, top_logprobs=top_logprobs)),
-        caller_rows=served.index if capabilities.native_samples else answers.index // samples,
+        caller_rows=answers.index // samples,
         rows=len(answers),
         tokens=prompts.values.shape[0] + sampled,
         delivery=delivery,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pluggy
@@ -18,21 +17,6 @@ _HOOKS = (
     *(("score", "score_logprobs"), ("update_weights", "update_weights"), ("adapters", "update_weights")),
     *(("sleep_levels", "sleep"), ("sleep_levels", "wake"), ("abort", "abort")),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLabels:
-    """Names for an engine that answers for another one. A plugin object that has some as its `labels` is called so.
-
-    Attributes:
-        name: the name of the backend, in errors and in the provenance of numbers.
-        model: the name of the model.
-        software: the distributions and versions of plugin and engine.
-    """
-
-    name: str
-    model: str
-    software: str
 
 
 def registered(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[Capabilities, Any]:

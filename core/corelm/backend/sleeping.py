@@ -75,7 +75,7 @@ def wake(engine: OpenEngine, tags: str | Iterable[str] | None) -> None:
             state.asleep -= woken
             hooks.weights.put(hooks.weights.label)
             if state.answers:
-                engine.ask_canary_awake()
+                engine.awake()
 
         hooks.call("wake", WakeRequest(tags=woken, last=woken == state.asleep), finish)
 

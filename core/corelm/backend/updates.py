@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,7 +9,6 @@ from torch import nn
 from corelm.backend.adapters import NewAdapter
 from corelm.backend.engine import OpenEngine
 from corelm.backend.trained_model import NewWeights
-from corelm.spec.probes import ProbeScores
 from corelm.spec.when import When
 
 
@@ -22,7 +20,7 @@ class WeightUpdates:
         weights: NewWeights,
         version: str | None = None,
         when: When = "drain",
-        expect: ProbeScores | Mapping[str, Any] | None = None,
+        expect: object = None,
     ) -> str:
         """Load new weights, and return the version that every later row carries.
 
@@ -32,19 +30,19 @@ class WeightUpdates:
             when: "drain" lets answers in flight finish on the old weights first. "abort" ends them with the reason
                 `abort`, in an engine that can. "now" lets them go on, on the new weights: their `version_runs` say from
                 which token on. Scores never mix two sets of weights.
-            expect: what ``probe_scores(model)`` returned for the trainer's model, or its ``to_dict()``. The canary of
-                the backend compares the engine with it before any other call is served.
+            expect: what the engine should answer, for what listens to its updates, such as a canary of ``core-fleet``
+                before any other call is served. Without a listener, it is refused.
 
         Raises:
             InvalidRequestError: the weights do not fit; the old ones are still in force.
             CapabilityError: the engine cannot load them, or not while it answers; the old ones are still in force.
-            StaleWeightsError: the canary disagrees; as after the next error.
+            StaleWeightsError: a listener finds other weights in the engine; as after the next error.
             EngineError: loading failed, or an iterator did half-way. As after an interrupt, weights may be partly new:
                 `weight_version` and the tokens that follow get a label that none had before, until an update succeeds.
         """
         return self.engine.update_weights(weights, version, when, expect)
 
-    def weights_changed(self, version: str | None = None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
+    def weights_changed(self, version: str | None = None, expect: object = None) -> str:
         """Say that the owner of the model has changed its weights, and return the version that later rows carry.
 
         Use it for changes that the engine may not notice. It waits for calls under way; the engine empties its caches.
@@ -55,7 +53,7 @@ class WeightUpdates:
 
         Raises:
             BackendAsleepError: the engine has dropped its weights, or was opened without: only an update brings some.
-            StaleWeightsError: the canary disagrees; rows get a label that no weights had before.
+            StaleWeightsError: a listener finds other weights; rows get a label that no weights had before.
         """
         return self.engine.weights_changed(version, expect)
 

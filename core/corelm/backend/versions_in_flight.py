@@ -1,7 +1,7 @@
 """`VersionsInFlight`: how the weights were called while a call was under way, if they changed in its course.
 
 An engine says from which token on an answer was sampled with the weights of an update. Whether these weights have the
-label that the update asked for is known later: loading may fail, or the canary may disagree.
+label that the update asked for is known later: loading may fail, or the listener may object.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class VersionsInFlight:
     def sampled(self, request: GenerateRequest) -> Any:
         """Have the engine sample, and return its result under the labels that the weights of its tokens have got.
 
-        A call that begins in the middle of an update first waits for its end, unless the update's canary makes it.
+        A call that begins in the middle of an update first waits for its end, unless the update's listener makes it.
 
         Raises:
             BackendTimeoutError: an update was under way when the time of the call was over.

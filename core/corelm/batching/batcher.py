@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from corelm.batching.merging import sharing_key
 from corelm.batching.queued_call import QueuedCall
 from corelm.batching.scheduling import Limits, queue_for
 from corelm.errors import EngineError
-from corelm.spec.probes import ProbeScores
 from corelm.spec.records import GenerateRequest, GenerateResult
 from corelm.spec.row_results import RowAnswer, generate_result
 from corelm.spec.when import When
@@ -181,7 +180,7 @@ class DynamicBatcher(Backend):
         weights: NewWeights,
         version: str | None = None,
         when: When = "drain",
-        expect: ProbeScores | Mapping[str, Any] | None = None,
+        expect: object = None,
     ) -> str:
         """Load new weights as `Backend.update_weights` does; to drain, in its turn among the requests."""
         if when != "drain":
@@ -189,7 +188,7 @@ class DynamicBatcher(Backend):
         update = super().update_weights
         return self.dispatcher.in_turn(self._barrier(), lambda: update(weights, version, when, expect))
 
-    def weights_changed(self, version: str | None = None, expect: ProbeScores | Mapping[str, Any] | None = None) -> str:
+    def weights_changed(self, version: str | None = None, expect: object = None) -> str:
         """Give the owner's changed weights a label as `Backend.weights_changed` does, in turn among the requests."""
         change = super().weights_changed
         return self.dispatcher.in_turn(self._barrier(), lambda: change(version, expect))

@@ -200,7 +200,7 @@ def _shared_count(requests: Sequence[GenerateRequest]) -> Callable[[int, int], N
 def _places(requests: Sequence[GenerateRequest]) -> Iterator[tuple[GenerateRequest, int]]:
     """Yield the request and its own row for each row of the joined request's result."""
     for request in requests:
-        for row in range(len(request.prompts) * (request.sampling.num_samples or 1)):
+        for row in range(len(request.prompts)):
             yield request, row
 
 

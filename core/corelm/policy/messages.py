@@ -22,6 +22,7 @@ from corelm.errors import Problems, ResponseParserWarning, described, level_of_c
 from corelm.policy.rows import InputRows
 from corelm.rendering.response_parsers import NamedParser, parser_named
 from corelm.rendering.segments import special_tokens
+from corelm.spec.left_context import HALF_CHARACTER
 from corelm.spec.message import Message
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
@@ -30,8 +31,6 @@ from corelm.tensors.ragged import Ragged
 
 _log = logging.getLogger(__name__)
 
-#: Number of ids before an answer with which it is decoded where it continues a given text.
-_CONTEXT = 16
 #: Characters that Unicode keeps for use inside programs.
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
 
@@ -48,8 +47,7 @@ def answer_texts(
     """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it.
 
     Args:
-        prompts: int64, the ids whose text each answer continues; None for messages of a chat, which are texts of their
-            own.
+        prompts: int64, the ids whose text each answer continues, as `InputRows.continued` has them; None for none.
     """
     if prompts is not None:
         # The prompt of a row that failed may be illegal.
@@ -127,7 +125,7 @@ class AnswerReader:
             sampling: how they were sampled.
             backend: decodes them.
         """
-        turns = _turns(rows, said, batch, sampling, backend)
+        turns = _turns(rows, said, batch)
         parser = self.parser
         if parser is None:
             return turns, {}
@@ -155,15 +153,18 @@ class AnswerReader:
         return tuple(messages), problems
 
 
-def _turns(
-    rows: InputRows, said: tuple[str, ...], batch: GenerateResult, sampling: SamplingParams, backend: Backend
-) -> tuple[Message, ...]:
-    """Return the turns that the answers make, with their texts as the contents."""
-    continued = continued_turns(rows, said, batch, sampling, backend)
-    return tuple(
-        continued.get(row) or Message("assistant", text, token_ids=tuple(ids))
-        for row, (text, ids) in enumerate(zip(said, batch.ids.tolist(), strict=True))
-    )
+def _turns(rows: InputRows, said: Sequence[str], batch: GenerateResult) -> tuple[Message, ...]:
+    """Return the turns that the answers make, those that they continue included, with their texts as the contents."""
+    turns = []
+    for turn, text, ids in zip(rows.begun or (None,) * len(said), said, batch.ids.tolist(), strict=True):
+        if turn is None:
+            turns.append(Message("assistant", text, token_ids=tuple(ids)))
+            continue
+        # The answer's text begins with a character that the turn left incomplete.
+        before = (turn.content or "").rstrip(HALF_CHARACTER) if ids else turn.content or ""
+        begun = turn.to_dict() if turn.token_ids is None else turn.begun
+        turns.append(replace(turn, content=before + text, token_ids=(*(turn.token_ids or ()), *ids), begun=begun))
+    return tuple(turns)
 
 
 def without_eos(batch: GenerateResult, backend: Backend) -> GenerateResult:
@@ -175,14 +176,22 @@ def without_eos(batch: GenerateResult, backend: Backend) -> GenerateResult:
 
 
 def whole_texts(
-    batch: GenerateResult, sampling: SamplingParams, backend: Backend, parser: NamedParser
+    batch: GenerateResult,
+    sampling: SamplingParams,
+    backend: Backend,
+    parser: NamedParser,
+    prompts: Ragged | None = None,
 ) -> tuple[tuple[str, ...], str]:
     """Return the texts of answers for a parser, with the special tokens that are its marks, and a character.
 
     What looks like a special token and is none has this character in it; it is "" if there is no such text.
+
+    Args:
+        prompts: as for `answer_texts`.
     """
     batch = without_eos(batch, backend)
-    said = list(answer_texts(batch, replace(sampling, skip_special_tokens=False), backend))
+    said = list(answer_texts(batch, replace(sampling, skip_special_tokens=False), backend, prompts))
+    before = [[]] * len(said) if prompts is None else prompts.tolist()
     specials = special_tokens(backend.tokenizer)
     longest_first = sorted(filter(None, specials.values()), key=len, reverse=True)
     special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -195,7 +204,7 @@ def whole_texts(
             continue
         parts = []
         for at, (is_special, run) in _runs(ids, specials):
-            (text,) = backend.detokenize([run], skip_special_tokens=False, before=[ids[:at]])
+            (text,) = backend.detokenize([run], skip_special_tokens=False, before=[before[row] + ids[:at]])
             text, left = text[:left], left - len(text[:left])
             if not is_special:
                 if special.search(text):
@@ -222,9 +231,8 @@ def _whole_turns(
     rows: InputRows, batch: GenerateResult, sampling: SamplingParams, backend: Backend, parser: NamedParser
 ) -> tuple[tuple[str, ...], str]:
     """Return the texts of whole turns, those that answers continue included, as `whole_texts` has them."""
-    said, typed = whole_texts(batch, sampling, backend, parser)
-    whole = replace(sampling, skip_special_tokens=False)
-    turns = _turns(rows, said, without_eos(batch, backend), whole, backend)
+    said, typed = whole_texts(batch, sampling, backend, parser, rows.continued)
+    turns = _turns(rows, said, without_eos(batch, backend))
     return tuple(turn.content or "" for turn in turns), typed
 
 
@@ -262,58 +270,3 @@ def warn_unparsed(problems: Problems) -> None:
         )
     except ResponseParserWarning:
         _log.warning("response_parser raised on %d answers; 'errors' says why", len(problems))
-
-
-def continued_turns(
-    rows: InputRows, answers: tuple[str, ...], batch: GenerateResult, sampling: SamplingParams, backend: Backend
-) -> dict[int, Message]:
-    """Return, by row, each turn that was continued, as one message with its answer: the text of both, and the ids that
-    were sampled.
-    """
-    made: dict[int, Message] = {}
-    if rows.begun is None:
-        return made
-    asked = rows.ids.tolist()
-    for row, (turn, then) in enumerate(zip(rows.begun, batch.ids.tolist(), strict=True)):
-        if turn is None:
-            continue
-        own = turn.token_ids
-        content, first = turn.content or "", asked[row][-_CONTEXT:] if own is None else list(own)
-        # The ids of a row that was skipped may be illegal, so they cannot be decoded.
-        if then:
-            texts = backend.detokenize([first, then, first + then], skip_special_tokens=sampling.skip_special_tokens)
-            content = _continued_text(content, answers[row], *texts)
-        made[row] = replace(
-            turn,
-            content=content,
-            token_ids=(*(own or ()), *then),
-            begun=turn.to_dict() if own is None else turn.begun,
-        )
-    return made
-
-
-def _continued_text(content: str, answer: str, first: str, then: str, both: str) -> str:
-    """Return the text of a turn and the answer that continues it.
-
-    Texts that are decoded apart are not always the parts of what both decode to: SentencePiece drops the first space of
-    a text, and a character may have bytes on both sides.
-
-    >>> _continued_text("I am", "Pip", "I am", "Pip", "I am Pip")
-    'I am Pip'
-
-    Args:
-        content: the text of the turn.
-        answer: the text of the answer, perhaps without its end, where a stop string was.
-        first: what the ids of the turn decode to.
-        then: what the ids of the answer decode to.
-        both: what all of these ids decode to.
-    """
-    stop = then[len(answer) :]
-    if not (then.startswith(answer) and both.endswith(stop)):
-        # The engine's own text, which may have been decoded with the tokens before it.
-        return content + answer
-    both = both[: len(both) - len(stop)]
-    if first == content:
-        return both
-    # The text that the user gave is kept as it is.
-    return content + both[len(first) :] if both.startswith(first) else content + answer

@@ -38,8 +38,7 @@ def generated(
     problems: Problems = {}
     errors = batch.errors or ("",) * len(batch.ids)
     if fields & {"text", "history"}:
-        # The text of a message does not continue that of the prompt: templates write the space between them.
-        said = answer_texts(batch, sampling, backend, rows.ids if rows.chats is None else None)
+        said = answer_texts(batch, sampling, backend, rows.continued)
         asked = rows.texts or _without_half(given_texts(rows.ids, backend), batch.ids)
         if rows.chats is not None:
             messages, problems = reader.read(rows, asked, said, batch, sampling, backend)

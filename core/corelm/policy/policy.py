@@ -39,14 +39,6 @@ from corelm.tensors.ragged import Ragged
 
 Positions = Literal["attention", "assistant", "response"]
 
-#: Attributes of TorchRL's own policies.
-_READ_BY_TORCHRL = frozenset(
-    {
-        *("_get_sft_dist", "_get_rlhf_dist", "_get_generic_dist", "log_probs_key", "generate"),
-        *("input_mode", "layout", "pad_output", "return_log_probs", "tokenizer"),
-    }
-)
-
 
 class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
     """Sample answers from an engine, or score what is already there.
@@ -257,6 +249,12 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             "support": None if support is None else support.for_engine,
         }
 
+    def _scored(self, rows: InputRows, **options: Any) -> ScoreResult:
+        """Score rows with a graph, if gradients are on."""
+        return self.backend.run(
+            prepare_scoring(self.backend.engine, **self._scoring(rows), grad=self._grad(), **options)
+        )
+
     @property
     def score_provenance(self) -> Provenance:
         """The label of the log-probs that this policy scores over the whole vocabulary, with the weights in force."""
@@ -287,7 +285,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         """
         rows = self._read(tensordict, "full", want_assistant=isinstance(mask, str) and mask == "assistant")
         rows = with_support(tensordict, rows, self.options, self.score_provenance.temperature)
-        batch = self.backend.score_logprobs(**self._scoring(rows), return_logits=True, grad=self._grad())
+        batch = self._scored(rows, return_logits=True)
         assert batch.logits is not None
         columns = rows.columns or dense_columns(rows.tokens)
         shape = (*rows.batch_size, columns.mask.shape[-1])
@@ -312,7 +310,7 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         """
         rows = self._read(tensordict, "full", want_assistant=False)
         rows = with_support(tensordict, rows, self.options, self.score_provenance.temperature)
-        batch = self.backend.score_logprobs(**self._scoring(rows), grad=self._grad())
+        batch = self._scored(rows)
         fields = frozenset({"log_probs"})
         request = scored(rows, batch, self.backend, fields=fields, pad_output=self.options.pad_output)
         return self.backend.to_containers(request)["log_probs"].full
@@ -375,19 +373,6 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
 
     def __exit__(self, *exc: Any) -> None:
         self.backend.__exit__(*exc)
-
-    def __getattr__(self, name: str) -> Any:
-        # Not an AttributeError: TorchRL asks with hasattr and getattr, and would go on with a wrong default.
-        if name in _READ_BY_TORCHRL:
-            raise validate.invalid(
-                "policy",
-                f"an LLMPolicy has no {name!r}, which TorchRL's losses and transforms read. Pass "
-                "LossActor(policy) to a loss and ReferenceActor(policy) to KLRewardTransform, both of "
-                "corelm_interop.torchrl; or use RetrieveLogProb, RetrieveKL and KLRewardTransform of corelm.kl, in a "
-                "ModuleTransform, instead of TorchRL's. "
-                "The options of a policy are in policy.options, its tokenizer is policy.backend.tokenizer",
-            )
-        return super().__getattr__(name)
 
     def __reduce__(self) -> Any:
         raise TypeError("a policy holds an open engine, which cannot be copied or pickled; use replace()")

@@ -71,6 +71,15 @@ class InputRows:
         prompt = self.ids.slice(start, self.prompt_lengths)
         return Parts(prompt, self.ids.slice(self.prompt_lengths, self.ids.lengths), self.ids)
 
+    @property
+    def continued(self) -> Ragged:
+        """The ids whose text each answer continues: none before a new message, which is a text of its own."""
+        if self.chats is None:
+            return self.ids
+        begun = [turn is not None for turn in self.begun or (None,) * len(self.ids)]
+        start = torch.zeros_like(self.ids.lengths)
+        return self.ids.slice(start, self.ids.lengths * torch.tensor(begun, dtype=torch.int64))
+
     def repeat(self, n: int) -> InputRows:
         """Return every prompt `n` times, under a new last batch dimension."""
 

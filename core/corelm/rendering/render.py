@@ -37,7 +37,7 @@ from corelm.errors import CapabilityError, TemplateError
 from corelm.rendering.arrow_nulls import without_foreign_arguments
 from corelm.rendering.segments import Memory, Segment, Segmenter, special_tokens
 from corelm.rendering.template import Marks, Template, check_encodable, joined_strings, map_chats
-from corelm.spec.message import Chat
+from corelm.spec.message import Chat, short_id
 from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
 from corelm.validate import nested_texts, shown, unencodable
@@ -160,7 +160,7 @@ def segments_of(
     template = Template.find(tokenizer, chat_template, template_kwargs or {})
     specials, tools = special_tokens(tokenizer), template.kwargs.get("tools")
     messages = [without_foreign_arguments([message.for_template() for message in chat], tools) for chat in chats]
-    messages = _with_wanted_arguments(template, messages)
+    messages = _with_wanted_calls(template, messages)
     keeps = options["prefer_tokens"]
     template.refuse_lost_calls(messages, [[keeps and bool(turn.token_ids) for turn in chat] for chat in chats])
     begun = [message.begun for chat in chats for message in chat if message.begun]
@@ -173,21 +173,24 @@ def segments_of(
     return map_chats(list, segmenter.segments(chats, messages))
 
 
-def _with_wanted_arguments(template: Template, chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Return messages with the arguments of calls as JSON texts if the template wants texts.
+def _with_wanted_calls(template: Template, chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Return messages whose calls are written as the template wants them.
 
-    It fails on objects, as DeepSeek's do, or writes them as Python does.
+    A template may fail on arguments that are objects, as DeepSeek's do, or write them as Python does: then they become
+    JSON texts. It may fail on ids that have not nine letters or digits, as Mistral's do: then they become such.
     """
     for chat in chats:
         if first := next((at for at, message in enumerate(chat, 1) if message.get("tool_calls")), None):
-            begun = chat[:first]
-            if not _reads_objects(template, begun) and _rendered(template, list(map(_with_texts, begun))) is not None:
-                return [list(map(_with_texts, each)) for each in chats]
+            changes = (_with_texts, _with_short_ids, lambda message: _with_short_ids(_with_texts(message)))
+            if not _reads_calls(template, chat[:first]):
+                for change in changes:
+                    if _reads_calls(template, list(map(change, chat[:first]))):
+                        return [list(map(change, each)) for each in chats]
             break
     return chats
 
 
-def _reads_objects(template: Template, chat: list[dict[str, Any]]) -> bool:
+def _reads_calls(template: Template, chat: list[dict[str, Any]]) -> bool:
     text = _rendered(template, chat)
     arguments = [call.get("function", call).get("arguments") for call in chat[-1]["tool_calls"]]
     return text is not None and not any(each and isinstance(each, dict) and repr(each) in text for each in arguments)
@@ -209,6 +212,17 @@ def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
         return {**call, "function": holder} if "function" in call else holder
 
     return {**message, "tool_calls": list(map(text, message["tool_calls"]))} if message.get("tool_calls") else message
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    def short(call: dict[str, Any]) -> dict[str, Any]:
+        return {**call, "id": short_id(call["id"])} if isinstance(call.get("id"), str) else call
+
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": list(map(short, message["tool_calls"]))}
+    if isinstance(message.get("tool_call_id"), str):
+        message = {**message, "tool_call_id": short_id(message["tool_call_id"])}
+    return message
 
 
 def _join(

@@ -15,7 +15,6 @@ from .hookspecs import hookimpl as hookimpl
 from .hookspecs import hookspec as hookspec
 from .message import Chat as Chat
 from .message import Message as Message
-from .probes import ProbeScores as ProbeScores
 from .provenance import Adapter as Adapter
 from .provenance import LogProbLabel as LogProbLabel
 from .provenance import Mode as Mode

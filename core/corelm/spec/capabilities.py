@@ -60,8 +60,6 @@ class Capabilities:
         seeds_are_costly: an answer with a seed takes longer than one without. Core then sends seeds only if the caller
             gave some; otherwise ``GenerateRequest.seeds`` is None and the engine chooses. If seeds are free, core
             always sends them and draws the seed of a call without one from torch's generator.
-        native_samples: `generate` accepts ``sampling.num_samples`` and returns that many rows per prompt, next to each
-            other. Otherwise core repeats the prompts.
         concurrent_calls: hooks may be called from several threads at once.
         stops_at_timeout: soon after ``request.timeout`` seconds, `generate` and `score_logprobs` raise a `TimeoutError`
             and the engine stops working on the request. Otherwise core ends the caller's wait in time, and the engine
@@ -73,7 +71,7 @@ class Capabilities:
             an iterator on the CPU and passes a state dict.
         updates_in_flight: `update_weights` may be called with ``when="now"`` while calls of `generate` are running.
             They go on with the new weights and say in `version_runs` from which token on. Before and after it, on the
-            same thread, core may also call `score_logprobs` and `generate`, for a canary. `generate` always returns
+            same thread, core may also call `score_logprobs` and `generate`, to check it. `generate` always returns
             `version_runs` or `weight_versions`.
         without_weights: the engine was opened without weights. Core refuses to generate and score until an update has
             loaded some.
@@ -105,7 +103,6 @@ class Capabilities:
     empty_prompt: bool = False
     per_answer_seeds: bool = False
     seeds_are_costly: bool = False
-    native_samples: bool = False
     concurrent_calls: bool = False
     stops_at_timeout: bool = False
     streaming: bool = False

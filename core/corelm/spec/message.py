@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -193,6 +195,11 @@ def _joined_parts(content: Sequence[Any]) -> str:
 def new_call_id() -> str:
     """Return the id of a call that has none: nine letters or digits, as the templates of Mistral demand."""
     return uuid.uuid4().hex[:9]
+
+
+def short_id(call_id: str) -> str:
+    """Return an id of nine letters or digits for a call, the same for the same id."""
+    return call_id if re.fullmatch("[A-Za-z0-9]{9}", call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _copy(name: str, value: Any) -> Any:

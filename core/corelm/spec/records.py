@@ -2,8 +2,7 @@
 
 A hook takes one record, and not separate arguments, because a record can gain a field without breaking plugins.
 
-`rows` is the number of prompts or sequences in a request. Row r of a result belongs to row r of its request; only with
-`native_samples` there are n answers to each prompt, and those to prompt p are the rows n·p to n·p + n − 1. Token ids
+`rows` is the number of prompts or sequences in a request. Row r of a result belongs to row r of its request. Token ids
 are int64, log-probabilities are float32 and in nats, masks are bool. A result holds no inference tensors, and a graph
 only if gradients were requested. Core copies ids, offsets, log-probabilities and masks out of a result before the next
 call, so an engine may reuse the buffers that hold them. It does not copy logits, nor results with gradients: a plugin
@@ -34,7 +33,6 @@ from corelm.tensors.ragged import Side as Side
 from corelm.tensors.token_sets import TokenSets as TokenSets
 
 if TYPE_CHECKING:
-    from corelm.spec.probes import ProbeScores
     from corelm.spec.sampling import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -97,8 +95,8 @@ class TokenChunk:
 class GenerateRequest:
     """Sample one answer for every prompt.
 
-    Core repeats each prompt for each of its samples, so ``sampling.num_samples`` is None, unless the backend declares
-    `native_samples`. Core also combines EOS, `stop_token_ids` and `ignore_eos` into `stop_ids`.
+    Core repeats each prompt for each of its samples, so ``sampling.num_samples`` is None. Core also combines EOS,
+    `stop_token_ids` and `ignore_eos` into `stop_ids`.
 
     Attributes:
         prompts: one row of ids per prompt.
@@ -317,8 +315,8 @@ class WeightUpdate:
         stream: names and tensors that can be read once, one after the other, or None. The memory of a tensor may be
             used for the next one. Reading raises an `InvalidRequestError` if the caller's iterator fails. Core sets it
             for engines that declare `weight_stream`.
-        expect: what a canary should find with these weights, or None. A plugin that only loads weights ignores it; one
-            with engines behind it hands it on to their canaries.
+        expect: what the caller said the engine should answer, or None. A plugin that only loads weights ignores it; one
+            with engines behind it hands it on to those that listen to their updates.
         adapter: the name of the adapter that is loaded, or replaced if there is one of this name; with neither
             `state_dict` nor `path`, the one to unload. The base weights stay. None unless the backend declares
             `adapters`.
@@ -331,15 +329,10 @@ class WeightUpdate:
     number: int = 0
     state_dict: Mapping[str, Tensor] | None = None
     path: Path | None = None
-    expect: ProbeScores | None = None
+    expect: object = None
     adapter: str | None = None
     adapter_config: Mapping[str, Any] | None = None
     stream: Iterator[tuple[str, Tensor]] | None = None
-
-    @property
-    def drain(self) -> bool:
-        """Whether answers in flight were allowed to finish on the old weights. API 1.0 had it in place of `when`."""
-        return self.when == "drain"
 
     @property
     def by_owner(self) -> bool:

@@ -115,8 +115,7 @@ def _cached_tokens(request: GenerateRequest, answers: Sequence[RowAnswer]) -> tu
     counts = [count if type(count) is int and count >= 0 else None for count in counts]
     if all(count is None for count in counts):
         return None
-    samples = request.sampling.num_samples or 1
-    lengths = [length for length in request.prompts.lengths.tolist() for _ in range(samples)]
+    lengths = request.prompts.lengths.tolist()
     # An engine that interrupts a request and goes on later finds some of the answer in its cache as well.
     return tuple(None if count is None else min(count, length) for count, length in zip(counts, lengths, strict=True))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from typing import Any
 
 from corelm.validate import count, did_you_mean, factor, flag, invalid, is_index, number, shown, token_ids, unencodable
@@ -134,67 +134,24 @@ class SamplingParams:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        temperature = self.temperature
-        if self.do_sample is not None:
-            flag("do_sample", self.do_sample)
-        if temperature is None:
-            temperature = 0.0 if self.do_sample is False else 1.0
-        temperature = factor("temperature", temperature, zero=True)
-        put("temperature", temperature)
-        sampled = temperature > 0
-        if self.do_sample is not None and self.do_sample != sampled:
-            raise invalid(
-                "do_sample", f"do_sample={self.do_sample} contradicts temperature={temperature}; give one of them"
-            )
-        put("do_sample", sampled)
-        put("stop", _texts("stop", self.stop))
-        if len(self.stop) > MOST_STOPS:
-            raise invalid("stop", f"got {len(self.stop)} strings; give at most {MOST_STOPS} (OpenAI allows 4)")
-        put("reasoning_marks", _texts("reasoning_marks", self.reasoning_marks))
-        if len(self.reasoning_marks) not in (0, 2):
-            raise invalid("reasoning_marks", f"expected two texts or none, got {shown(self.reasoning_marks)}")
-        put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        if self.top_k is not None:
-            top_k = count("top_k", self.top_k, -1, LARGEST)
-            put("top_k", top_k if top_k > 0 else None)
-        if self.max_new_tokens is not None:
-            put("max_new_tokens", count("max_new_tokens", self.max_new_tokens, 1, LARGEST))
-        put("min_new_tokens", count("min_new_tokens", self.min_new_tokens, 0, LARGEST))
+        put = object.__setattr__
+        for name, (default, read) in _READ.items():
+            value = getattr(self, name)
+            if value is not default:
+                put(self, name, read(name, value))
+        if self.temperature is None:
+            put(self, "temperature", 0.0 if self.do_sample is False else 1.0)
+        sampled = self.temperature > 0
+        if self.do_sample not in (None, sampled):
+            both = f"do_sample={self.do_sample} contradicts temperature={self.temperature}"
+            raise invalid("do_sample", f"{both}; give one of them")
+        put(self, "do_sample", sampled)
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise invalid("min_new_tokens", f"{self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
-        put("top_p", number("top_p", self.top_p, 0.0, 1.0, above=True))
-        put("min_p", number("min_p", self.min_p, 0.0, 1.0))
-        put("repetition_penalty", factor("repetition_penalty", self.repetition_penalty))
-        for name in ("presence_penalty", "frequency_penalty"):
-            put(name, number(name, getattr(self, name), -1e30, 1e30))
-        put("length_penalty", number("length_penalty", self.length_penalty))
-        put("num_beams", count("num_beams", self.num_beams, 1, LARGEST))
-        if self.num_samples is not None:
-            put("num_samples", count("num_samples", self.num_samples, 1, LARGEST))
-        if self.seed is not None:
-            put("seed", count("seed", self.seed, None))
-        for name in ("ignore_eos", "early_stopping", "skip_special_tokens"):
-            flag(name, getattr(self, name))
         if self.num_beams == 1 and (self.length_penalty != 1.0 or self.early_stopping):
             raise invalid("num_beams", "length_penalty and early_stopping belong to beam search; give num_beams > 1")
         if self.num_beams > 1 and (self.num_samples or 1) > 1:
             raise invalid("num_samples", "a beam search returns its best answer only; leave num_samples (n) out")
-        if not isinstance(self.engine_kwargs, Mapping):
-            raise invalid("engine_kwargs", f"expected a mapping, got {shown(self.engine_kwargs)}")
-        put("engine_kwargs", dict(self.engine_kwargs))
-        if odd := [name for name in self.engine_kwargs if not isinstance(name, str)]:
-            raise invalid("engine_kwargs", f"expected names of parameters as keys, got {shown(odd[0])}")
-        for name, value in self.engine_kwargs.items():
-            own = ALIASES.get(name, name)
-            if own in FIELDS:
-                raise invalid(
-                    "engine_kwargs", f"{name} is a sampling parameter of core; give {own}={shown(value)} next to it"
-                )
-            if name in NOT_OURS:
-                raise invalid("engine_kwargs", f"{name} is not passed to engines: {NOT_OURS[name]}")
 
     def __hash__(self) -> int:
         # By value, like ==. The values in engine_kwargs need not be hashable; their names are.
@@ -303,6 +260,70 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     return texts
 
 
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    texts = _texts(name, value)
+    if len(texts) > MOST_STOPS:
+        raise invalid(name, f"got {len(texts)} strings; give at most {MOST_STOPS} (OpenAI allows 4)")
+    return texts
+
+
+def _marks(name: str, value: Any) -> tuple[str, ...]:
+    texts = _texts(name, value)
+    if len(texts) not in (0, 2):
+        raise invalid(name, f"expected two texts or none, got {shown(texts)}")
+    return texts
+
+
+def _limit(name: str, value: Any) -> int | None:
+    return None if value is None else count(name, value, 1, LARGEST)
+
+
+def _top_k(name: str, value: Any) -> int | None:
+    kept = count(name, value, -1, LARGEST)
+    return kept if kept > 0 else None
+
+
+def _of_engine(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise invalid(name, f"expected a mapping, got {shown(value)}")
+    if odd := [key for key in value if not isinstance(key, str)]:
+        raise invalid(name, f"expected names of parameters as keys, got {shown(odd[0])}")
+    for key, given in value.items():
+        if (own := ALIASES.get(key, key)) in FIELDS:
+            raise invalid(name, f"{key} is a sampling parameter of core; give {own}={shown(given)} next to it")
+        if key in NOT_OURS:
+            raise invalid(name, f"{key} is not passed to engines: {NOT_OURS[key]}")
+    return dict(value)
+
+
+_penalty = partial(number, low=-1e30, high=1e30)
+#: How a value is read that is not the default: its type, its range, and what it becomes.
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "do_sample": flag,
+    "temperature": partial(factor, zero=True),
+    "stop": _stops,
+    "reasoning_marks": _marks,
+    "stop_token_ids": _ids,
+    "top_k": _top_k,
+    "max_new_tokens": _limit,
+    "min_new_tokens": partial(count, high=LARGEST),
+    "top_p": partial(number, low=0.0, high=1.0, above=True),
+    "min_p": partial(number, low=0.0, high=1.0),
+    "repetition_penalty": factor,
+    "presence_penalty": _penalty,
+    "frequency_penalty": _penalty,
+    "length_penalty": number,
+    "num_beams": partial(count, low=1, high=LARGEST),
+    "num_samples": partial(count, low=1, high=LARGEST),
+    "seed": partial(count, low=None),
+    "ignore_eos": flag,
+    "early_stopping": flag,
+    "skip_special_tokens": flag,
+    "engine_kwargs": _of_engine,
+}
+_READ = {f.name: (f.default, _READERS[f.name]) for f in dataclasses.fields(SamplingParams)}
+
+
 def _foreign(value: Any) -> str:
     """Return what `value` is, and, if it holds sampling parameters of another library, what to pass instead."""
     kind = type(value)
@@ -326,7 +347,7 @@ FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
 _made = SamplingParams.__init__
 
 
-@functools.wraps(_made)
+@wraps(_made)
 def _make(self: SamplingParams, **given: Any) -> None:
     # Aliases and misspelt names are the same mistakes here as in `make`.
     _made(self, **(given if given.keys() <= _NAMES else _canonical(given)))

@@ -25,11 +25,6 @@ class SleepRequest:
     level: int
     when: When = "drain"
 
-    @property
-    def drain(self) -> bool:
-        """Whether calls in flight were allowed to finish. API 1.0 had it in place of `when`."""
-        return self.when == "drain"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WakeRequest:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import corelm
 from corelm import Backend
-from corelm_fleet.canary import Watch
+from corelm_fleet.canary import Watch, canary_of
 from helpers.mortal_toys import one_engine
 
 #: What tests of fleets ask for, and what one engine answers.
@@ -35,8 +35,7 @@ def table(seed: int) -> dict[str, Tensor]:
 
 def looks(backend: Backend) -> Watch:
     """Return the canary of a backend."""
-    assert isinstance(backend.canary, Watch)
-    return backend.canary
+    return canary_of(backend)
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import corelm
 from apps.fleet.conftest import looks, table
 from corelm import Backend, DynamicBatcher, hookimpl
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
-from corelm.spec import ProbeScores, When
-from corelm_fleet import Canary, probe_scores
+from corelm.spec import When
+from corelm_fleet import Canary, ProbeScores, probe_scores
 from corelm_fleet.canary import watch
 from corelm_testing.toy import Bigram, ToyBackend
 from helpers.fakes import SHORT, Fake, Gate
@@ -64,7 +64,7 @@ def test_it_looks_when_the_engine_is_opened_and_around_each_update() -> None:
     with corelm.get_backend("toy", wrappers=[seen]) as backend:
         seen.calls.clear()
         backend.update_weights(table(0))
-        assert seen.calls == ["update"] and backend.canary is None
+        assert seen.calls == ["update"] and backend.engine.listener is None
 
 
 def test_versions_count_up_as_without_it(toy: Backend) -> None:
@@ -326,7 +326,7 @@ def test_an_engine_that_shows_nothing_of_its_weights_is_refused() -> None:
     blind = Backend.from_plugin(Fake(score=False, sampling={"temperature": (0.5, 2.0)}), "blind")
     with pytest.raises(CapabilityError):
         watch(blind)
-    assert blind.canary is None
+    assert blind.engine.listener is None
 
 
 def test_probes_fit_every_model() -> None:

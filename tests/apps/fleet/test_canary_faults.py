@@ -10,8 +10,8 @@ from torch import Tensor
 
 from corelm import Backend
 from corelm.errors import StaleWeightsError
-from corelm.spec import ProbeScores
-from corelm_fleet.canary import Canary, Watch, probe_scores, watch
+from corelm_fleet import ProbeScores
+from corelm_fleet.canary import Canary, Watch, canary_of, probe_scores, watch
 from helpers.faulty_weights import Half, Ignoring, PrefixCaching, Restarting, StalePrefixes, open_faulty
 from helpers.tiny_models import tiny_model
 from transformers_backend import TransformersBackend
@@ -35,8 +35,7 @@ def watched(plugin: type[TransformersBackend], dtype: torch.dtype = torch.float3
 
 
 def eye(backend: Backend) -> Watch:
-    assert isinstance(backend.canary, Watch)
-    return backend.canary
+    return canary_of(backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,7 +165,7 @@ def test_weights_that_are_nan_are_found() -> None:
     with Backend.from_plugin(TransformersBackend.open(model, tokenizer=backend.tokenizer), "nan") as unwatched:
         with pytest.raises(StaleWeightsError):
             watch(unwatched)
-        assert unwatched.canary is None
+        assert unwatched.engine.listener is None
 
 
 def test_weights_that_the_canary_refuses_have_a_label_that_none_had_until_an_update_succeeds() -> None:

@@ -13,8 +13,7 @@ import corelm
 from apps.fleet.conftest import looks, table
 from corelm import Backend
 from corelm.errors import InvalidRequestError, StaleWeightsError
-from corelm.spec import ProbeScores
-from corelm_fleet import probe_scores
+from corelm_fleet import ProbeScores, probe_scores
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 

@@ -16,7 +16,7 @@ import torch
 
 from corelm import SamplingParams
 from corelm.errors import InvalidRequestError
-from corelm.spec import Capabilities, Message, ProbeScores, records, sleeping
+from corelm.spec import Capabilities, Message, records, sleeping
 from corelm.spec.records import GenerateRequest, Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm_fleet.hosting import packing
@@ -117,7 +117,7 @@ def sample(annotation: str) -> Any:
         "Path | None": Path("/somewhere"),
         "Adapter": "policy",
         "Mapping[str, Any] | None": {"r": 4},
-        "ProbeScores | None": ProbeScores(((1, 2, 3),), ((-0.5, -0.25),), "float32"),
+        "object": {"probes": [[1, 2, 3]]},
         # An iterator is read where it is: hosts do not declare `weight_stream`.
         "Iterator[tuple[str, Tensor]] | None": None,
     }

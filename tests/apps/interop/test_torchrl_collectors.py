@@ -56,7 +56,7 @@ def check_conversations(rows, model):
 
 
 @pytest.mark.parametrize(
-    "several", [pytest.param(each, marks=[pytest.mark.process] if each == "in processes" else []) for each in SEVERAL]
+    "several", [pytest.param(each, marks=[pytest.mark.nightly] if each == "in processes" else []) for each in SEVERAL]
 )
 def test_several_environments(backend, model, several):
     make, options = SEVERAL[several]

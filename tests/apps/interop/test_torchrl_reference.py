@@ -100,6 +100,14 @@ def test_rows_are_refused_and_the_message_names_what_reads_them(backend, trainer
     assert error.value.field == "tokens"
 
 
+def test_a_policy_in_place_of_the_actor_fails(backend, trainer):
+    with pytest.raises(InvalidRequestError):
+        rollout(
+            LLMPolicy(backend, sampling_params={"max_new_tokens": 6}, pad_output=True),
+            TheirKLRewardTransform(LLMPolicy(trainer, generate=False)),
+        )
+
+
 def test_log_probs_of_another_distribution_are_refused(backend, trainer):
     policy = LLMPolicy(backend, sampling_params={"temperature": 0.5}, log_probs_mode="processed", pad_output=True)
     with pytest.raises(ProvenanceMismatchError, match="give the actor the log_probs_mode and temperature"):

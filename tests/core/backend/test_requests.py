@@ -218,15 +218,13 @@ def test_stop_ids_are_eos_and_the_callers():
     assert sent(listed)[-1].stop_ids == {7, 8}
 
 
-def test_core_expands_samples_unless_the_engine_does():
-    for native in (False, True):
-        backend = fake(native_samples=native)
-        out = backend.generate([[1], [3]], {"num_samples": 2, "seed": 5, **SHORT})
-        assert out.ids.tolist() == [[1, 1], [1, 1], [3, 3], [3, 3]]
-        request = sent(backend)[-1]
-        assert len(request.prompts) == (2 if native else 4)
-        assert request.sampling.num_samples == (2 if native else None)
-        assert len(set(request.seeds.tolist())) == 4
+def test_core_expands_samples():
+    backend = fake()
+    out = backend.generate([[1], [3]], {"num_samples": 2, "seed": 5, **SHORT})
+    assert out.ids.tolist() == [[1, 1], [1, 1], [3, 3], [3, 3]]
+    request = sent(backend)[-1]
+    assert len(request.prompts) == 4 and request.sampling.num_samples is None
+    assert len(set(request.seeds.tolist())) == 4
 
 
 def test_seeds_stay_with_their_rows_if_others_are_skipped():

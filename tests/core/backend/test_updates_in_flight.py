@@ -46,7 +46,7 @@ def test_an_answer_under_way_has_both_labels_and_a_later_one_only_the_new(steppi
     backend, engine, begin = stepping
     answer = begin()
     assert backend.update_weights({}, "new", when="now") == "new"
-    assert engine.requests[-1].when == "now" and not engine.requests[-1].drain
+    assert engine.requests[-1].when == "now"
     batch = ended(engine, answer)
     assert batch.version_runs == ((("0", 0), ("new", 3)),) * 2 and batch.weight_versions == ("0", "0")
     later = backend.generate([[5]], LONG)
@@ -116,16 +116,14 @@ def test_scores_finish_on_the_old_weights_first(stepping: Any) -> None:
 
 
 def test_an_answer_waits_for_the_verdict_on_weights_that_it_has_seen(stepping: Any) -> None:
-    """The canary asks after the hook. Until it agrees, nobody knows the label of the tokens sampled meanwhile."""
+    """A listener looks after the hook. Until it agrees, nobody knows the label of the tokens sampled meanwhile."""
     backend, engine, begin = stepping
     asking, answered = threading.Event(), threading.Event()
 
     class Disagreeing:
-        scores = None
+        def awake(self) -> None: ...
 
-        def look(self, expect: Any = None) -> None: ...
-
-        def distrust(self, label: str) -> None: ...
+        def update_failed(self, label: str) -> None: ...
 
         def before_update(self, update: WeightUpdate) -> None:
             assert backend.score_logprobs([[5, 6]]).weight_versions == ("0",)
@@ -135,9 +133,9 @@ def test_an_answer_waits_for_the_verdict_on_weights_that_it_has_seen(stepping: A
             assert backend.score_logprobs([[5, 6]]) is not None
             asking.set()
             assert answered.wait(PATIENCE)
-            raise EngineError("the canary disagrees", usable=True)
+            raise EngineError("the listener disagrees", usable=True)
 
-    backend.engine.canary = Disagreeing()
+    backend.engine.listener = Disagreeing()
     answer = begin()
     with ThreadPoolExecutor() as pool:
         update = pool.submit(backend.update_weights, {}, "new", "now")
@@ -151,16 +149,14 @@ def test_an_answer_waits_for_the_verdict_on_weights_that_it_has_seen(stepping: A
     assert answer.result(PATIENCE).version_runs == ((("0", 0), ("1", 3)),) * 2 and backend.weight_version == "1"
 
 
-def test_a_canary_that_hangs_keeps_no_answer_beyond_its_timeout() -> None:
+def test_a_listener_that_hangs_keeps_no_answer_beyond_its_timeout() -> None:
     engine = Stepping(stops_at_timeout=True, concurrent_calls=True)
     asking, answered = threading.Event(), threading.Event()
 
     class Hanging:
-        scores = None
+        def awake(self) -> None: ...
 
-        def look(self, expect: Any = None) -> None: ...
-
-        def distrust(self, label: str) -> None: ...
+        def update_failed(self, label: str) -> None: ...
 
         def before_update(self, update: WeightUpdate) -> None: ...
 
@@ -169,7 +165,7 @@ def test_a_canary_that_hangs_keeps_no_answer_beyond_its_timeout() -> None:
             assert answered.wait(PATIENCE)
 
     with Backend.from_plugin(engine, "stepping") as backend, ThreadPoolExecutor() as pool:
-        backend.engine.canary = Hanging()
+        backend.engine.listener = Hanging()
         under_way = pool.submit(backend.generate, [[5]], LONG, timeout=1)
         assert engine.in_the_middle.wait(PATIENCE)
         update = pool.submit(backend.update_weights, {}, "new", "now")

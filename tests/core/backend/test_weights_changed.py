@@ -124,7 +124,7 @@ def test_the_owner_says_that_the_weights_have_changed():
     backend = fake()
     assert backend.weights_changed() == "1"
     (request,) = sent(backend)
-    assert request.by_owner and request.version == "1" and request.drain
+    assert request.by_owner and request.version == "1" and request.when == "drain"
     assert backend.weights_changed(version="step-9") == "step-9" == backend.weight_version
     assert backend.generate([[3]], SHORT).weight_versions == ("step-9",)
     with refused(InvalidRequestError, field="version"):

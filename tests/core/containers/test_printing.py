@@ -1,313 +1,63 @@
-"""What is printed: short, for people, never an exception, and without making the rows of a large batch."""
+"""The ``repr`` of containers and results: short, for people, and never an exception."""
 
 from __future__ import annotations
 
-import html.parser
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import TensorClass, TensorDict, lazy_stack
 
-import corelm
-from corelm import History, LLMPolicy
-from corelm.containers import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
-from corelm.containers.assemble import assemble
-from corelm.containers.notebook import result_or_none
-from corelm.errors import InvalidRequestError
+from corelm import History
+from corelm.containers import Tokens
 from corelm.spec.message import Message
-from corelm.spec.records import ContainerRequest, Parts
-from corelm.tensors.ragged import Ragged
+from helpers.broken_containers import BROKEN
 from helpers.each import each
 from helpers.four_rows import HOT, RAW, batch, both_layouts
-from helpers.refusals import refused
-from helpers.toy_prompts import QUESTIONS, SAMPLING, TOKENIZER, chat
-
-CONTAINERS = ("text", "tokens", "masks", "log_probs", "history")
-
-
-@pytest.fixture(autouse=True)
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal of the usual size."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("LINES", "24")
-
-
-@pytest.fixture(scope="module")
-def result() -> TensorDict:
-    with corelm.get_backend("toy") as backend:
-        policy = LLMPolicy(backend, sampling_params=SAMPLING)
-        return policy(TensorDict(history=History.from_chats([chat(q) for q in QUESTIONS])), seed=3)
-
-
-def many(count: int, words: int = 5) -> TensorDict:
-    """Many rows that have not been made."""
-    tokens = Ragged.from_list([[1] * words] * count)
-    return assemble(
-        ContainerRequest(
-            batch_size=(count,),
-            fields=frozenset({"text", "tokens", "masks", "log_probs", "history"}),
-            tokens=Parts(
-                tokens.slice(tokens.lengths * 0, tokens.lengths - 2),
-                tokens.slice(tokens.lengths - 2, tokens.lengths),
-                tokens,
-            ),
-            texts=Parts(("Q",) * count, ("A",) * count, ("QA",) * count),
-            chats=Parts(None, None, ((Message("user", "Q"),),) * count),
-            logprobs=Ragged(-tokens.values.float(), tokens.lengths),
-            scored=Ragged.full(tokens.lengths, True, torch.bool),
-            provenance=RAW,
-            finish_reasons=("stop",) * count,
-            errors=("",) * count,
-        )
-    )
-
-
-# print(result) -------------------------------------------------------------------------------------------------------
-
-
-def test_printing_a_result_shows_texts_lengths_log_probs_and_provenance(result: TensorDict) -> None:
-    shown = repr(result)
-    for text in result["text"].response[:3]:
-        assert repr(text)[1:8] in shown
-    assert "raw, toy, model" in shown and "mean of each row -" in shown and "4 rows" in shown
-    assert f"prompt {min(map(len, result['tokens'].prompt))}–" in shown
-    assert "finish_reason: NonTensorStack(['stop', " in shown
-    assert len(shown.splitlines()) <= 24 and max(map(len, shown.splitlines())) <= 120
-
-
-@both_layouts
-@each("shape", [(), (4,), (2, 2)])
-def test_the_summary_fits_a_screen(shape: tuple[int, ...], pad_output: bool) -> None:
-    td = batch((4,), pad_output)[1] if shape == () else batch(shape, pad_output)
-    td["reward"] = torch.zeros(shape)
-    lines = str(corelm.summary(td)).splitlines()
-    assert len(lines) <= 22 and max(map(len, lines)) <= 80
-    shown = "\n".join(lines)
-    assert "raw, toy, model 'tiny', weights '0'" in shown and "-10.000" in shown and "length" in shown
-    assert "1 + 3" in shown and f"reward float32{list(shape)}" in shown
-    assert ("padded" in shown) and ("not padded" in shown) is not pad_output
-    assert ("1, 0" in shown) is (shape == (2, 2))
-
-
-def test_the_summary_says_how_many_rows_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    td = many(500)
-    lines = str(corelm.summary(td)).splitlines()
-    assert len(lines) <= 22 and "500 rows" in lines[0]
-    assert any("finish_reason: stop 500" in line for line in lines) and "more rows" in lines[-1]
-    monkeypatch.setenv("LINES", "10")
-    assert len(str(corelm.summary(td)).splitlines()) <= 12
-
-
-def test_the_summary_shows_errors_and_every_kind_of_log_probs() -> None:
-    td = batch()
-    td["errors"] = ["", "the prompt has 9 tokens", "", ""]
-    td["ref_log_probs"] = td["log_probs"].clone()
-    shown = str(corelm.summary(td))
-    assert "errors: 1, the first: the prompt has 9 tokens" in shown and "(the prompt" in shown
-    assert "ref_log_probs: mean -10.500 over 6 scored tokens" in shown and "mean ref_log_probs" in shown
-
-
-def test_control_characters_and_wide_ones_do_not_break_the_table() -> None:
-    td = batch()
-    td["text"].response = ["\x1b[31mred\n\ttab", "漢字" * 40, "e\u0301" * 90, "<b>"]
-    shown = str(corelm.summary(td))
-    assert "\x1b" not in shown and "\\x1b[31mred\\n\\ttab" in shown and "漢字" in shown
-    assert "\x1b" not in repr(td)
-
-
-def test_the_summary_refuses_what_is_not_a_tensordict(result: TensorDict) -> None:
-    with refused(InvalidRequestError, field="td"):
-        corelm.summary(result["tokens"])
-
-
-# Containers ----------------------------------------------------------------------------------------------------------
 
 
 @both_layouts
 def test_every_container_says_what_it_holds(pad_output: bool) -> None:
     td = batch((4,), pad_output, provenance=(RAW, HOT, RAW, RAW))
-    layout = "padded" if pad_output else "not padded"
-    assert repr(td["text"]).splitlines()[:2] == ["Text(4 rows: prompt, response, full", "    0: 'a' → 'a'"]
-    assert repr(td["text"]).endswith("… 1 more)")
+    assert repr(td["text"]) == "Text(4 rows: prompt, response, full: 'a' → 'a')"
     widths = "prompt 3, response 3, full 6" if pad_output else "prompt 1–3, response 0–3, full 2–4"
-    assert repr(td["tokens"]) == f"Tokens(4 rows, {layout}: {widths})"
-    assert "all_response_mask" in repr(td["masks"]) and "Masks(4 rows" in repr(td["masks"])
-    shown = repr(td["log_probs"])
-    assert "scored_mask" in shown and "; and 1 more" in shown
-    assert "mean of each row -8.000, -10.000, –, -12.500" in shown
-    assert "0: user: a" in repr(td["history"]) and "0: user: a" in repr(td["history"].full)
-    kl = PerToken(full=torch.zeros(2, 3), batch_size=[2])
-    assert repr(kl) == "PerToken(2 rows, padded: full 3)"
+    assert repr(td["tokens"]) == f"Tokens(4 rows: {widths})"
+    assert repr(td["log_probs"]).endswith("; raw, toy, model 'tiny', weights '0')")
+    chats = History.from_chats([[Message("user", "a\x1b[31m"), Message("assistant", "b" * 99)]] * 2)
+    assert repr(chats) == f"History(2 rows: conversation; 2 messages in the first, assistant: '{'b' * 36}…')"
 
 
-def test_a_long_conversation_shows_its_last_turns() -> None:
-    turns = [{"role": "user", "content": f"question {number}"} for number in range(9)]
-    shown = repr(History.from_chats(turns))
-    assert "… 7 messages | user: question 7 | user: question 8" in shown and len(shown.splitlines()) == 2
-
-
-BROKEN: dict[str, Any] = {
-    "meta": lambda: batch((4,), True).to("meta"),
-    "meta rows": lambda: batch().to("meta"),
-    "a stack of both layouts": lambda: lazy_stack([batch()[0], batch((4,), True)[1]]),
-    "dense rows of different widths": lambda: lazy_stack([batch((4,), True)[0], corelm.repad(batch()[2:])[0]]),
-    "dense without masks": lambda: batch((4,), True).exclude("masks"),
-    "fields left out": lambda: batch().exclude(("tokens", "full"), ("log_probs", "full"), ("text", "response")),
-    "no fields": lambda: TensorDict(tokens=Tokens(batch_size=[2]), text=Text(batch_size=[2]), batch_size=[2]),
-    "no rows": lambda: batch().exclude("finish_reason")[:0],
-    "NaN and infinity": lambda: TensorDict(
-        log_probs=LogProbs(full=torch.tensor([[float("nan"), float("-inf")]]), batch_size=[1]), batch_size=[1]
-    ),
-    "floats where ids are meant": lambda: TensorDict(
-        tokens=Tokens(full=torch.rand(2, 3), batch_size=[2]), batch_size=[2]
-    ),
-    "strings where tensors are meant": lambda: TensorDict(tokens=Tokens(full="x", batch_size=[2]), batch_size=[2]),
-    "a number where a text is meant": lambda: TensorDict(
-        text=Text(prompt=3, response=None, batch_size=[]), batch_size=[]
-    ),
-    "a nested tensor": lambda: TensorDict(
-        tokens=Tokens(
-            full=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), batch_size=[2]
-        ),
-        batch_size=[2],
-    ),
-    "a conversation that is not one": lambda: TensorDict(
-        history=History(conversation=NonTensorData("x", batch_size=[2]), batch_size=[2]), batch_size=[2]
-    ),
-    "masks of another width": lambda: TensorDict(
-        tokens=Tokens(full=torch.zeros(2, 3, dtype=torch.int64), batch_size=[2]),
-        masks=Masks(all_attention_mask=torch.ones(2, 5, dtype=torch.bool), batch_size=[2]),
-        batch_size=[2],
-    ),
-    "a chat history of texts": lambda: TensorDict(history=ChatHistory(full="x", batch_size=[]), batch_size=[]),
-    "containers under next": lambda: TensorDict({"next": batch()}, batch_size=[4]),
-}
+@both_layouts
+@each("shape", [(), (4,), (2, 2)])
+def test_a_result_can_be_printed_alone_nested_and_stacked(shape: tuple[int, ...], pad_output: bool) -> None:
+    td = batch((4,), pad_output)[1] if shape == () else batch(shape, pad_output)
+    if len(shape) == 1:
+        td["text"].response = ["\x1b[2J", "b", "c", "d"]
+    for printed in (td, TensorDict({"next": td}), lazy_stack([td, td])):
+        assert "\x1b" not in repr(printed) and "tokens" in repr(printed)
 
 
 @each("make", BROKEN.values())
-def test_nothing_that_is_printed_raises(make: Any) -> None:
-    td = make()
-    assert str(corelm.summary(td)) and corelm.summary(td)._repr_html_()
-    for value in td.values():
-        if hasattr(value, "_repr_html_") and type(value).__module__.startswith("corelm"):
-            assert repr(value).startswith(type(value).__name__) and value._repr_html_().startswith("<div>")
+def test_no_repr_raises(make: Any) -> None:
+    for value in make().values():
+        assert repr(value).startswith(type(value).__name__)
 
 
-# Large batches -------------------------------------------------------------------------------------------------------
+class Rollout(TensorClass):
+    """What a user may keep a container in."""
+
+    tokens: Tokens
+    reward: torch.Tensor
 
 
-def test_what_is_printed_of_long_rows_is_short() -> None:
-    td = many(4, words=50_000)
-    assert len(repr(td["tokens"])) < 300 and len(str(corelm.summary(td))) < 2000
-    assert len(corelm.summary(td)._repr_html_()) < 500_000
+class LongTokens(Tokens):
+    """A user's own container."""
+
+    extra: torch.Tensor | None = None
 
 
-# Notebooks -----------------------------------------------------------------------------------------------------------
-
-
-class Checker(html.parser.HTMLParser):
-    """Checks that every tag is closed in order, and collects the text and the titles."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text, self.titles = "", []
-        self.feed(page)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag != "br":
-            self.open.append(tag)
-        self.titles += [value for name, value in attrs if name == "title"]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-@both_layouts
-def test_a_notebook_shows_tokens_with_role_mask_and_log_prob(pad_output: bool) -> None:
-    td = batch((4,), pad_output)
-    td["masks"].all_assistant_mask = td["masks"].all_response_mask
-    page = Checker(corelm.summary(td, tokenizer=TOKENIZER)._repr_html_())
-    assert "position 1, id 9, response, assistant, log-prob -9, probability 0.0001234" in page.titles
-    assert "position 0, id 4, prompt, not the assistant" in page.titles
-    assert len(page.titles) == 13 and "raw, toy, model 'tiny', weights '0'" in page.text
-    ids = Checker(corelm.summary(td)._repr_html_())
-    assert "4 9 10 11" in ids.text
-
-
-@both_layouts
-@each("name", CONTAINERS)
-def test_every_container_is_shown_in_a_notebook(name: str, pad_output: bool) -> None:
-    td = batch((2, 2), pad_output)
-    td["text"].response = [["<script>alert(1)</script>", "&amp;"], ["\x1b[2J", "d"]]
-    page = Checker(td[name]._repr_html_())
-    assert type(td[name]).__name__ in page.text and "4 rows as (2, 2)" in page.text
-    assert "\x1b" not in page.text
-    if name == "text":
-        assert "<script>alert(1)</script>" in page.text and "<script" not in td[name]._repr_html_()
-    if name == "log_probs":
-        assert any("log-prob -10, " in title for title in page.titles)
-
-
-def test_a_page_stays_small(result: TensorDict) -> None:
-    assert len(corelm.summary(many(100, words=5000))._repr_html_()) < 400_000
-    assert "… 92 more rows" in Checker(corelm.summary(many(100))._repr_html_()).text
-    assert Checker(corelm.summary(result)._repr_html_()).text
-
-
-def test_a_tensordict_without_containers_is_shown_as_tensordict_shows_it() -> None:
-    other = TensorDict(a=torch.zeros(2), batch_size=[2])
-    # tensordict 0.15.3 has HTML for it.
-    assert result_or_none(other) == (other._repr_html_() if hasattr(other, "_repr_html_") else None)
-    found = result_or_none(batch())
-    assert found is not None and found.startswith("<div>")
-
-
-#: What a notebook does with the last value of a cell.
-NOTEBOOK = """
-from IPython.core.interactiveshell import InteractiveShell
-shell = InteractiveShell.instance()
-shell.run_cell("import torch, corelm; from tensordict import TensorDict; from corelm import LLMPolicy")
-shell.run_cell("policy = LLMPolicy('toy', input_mode='text', sampling_params={'max_new_tokens': 3})")
-for cell in ("policy(TensorDict(text=['Who?', 'Hi']))", "TensorDict(a=torch.zeros(2), batch_size=[2])"):
-    shell.run_cell("value = " + cell)
-    shown, _ = shell.display_formatter.format(shell.user_ns["value"])
-    print(sorted(shown), shown.get("text/html", "")[:18])
-shell.run_cell("policy.close()")
-"""
-
-
-@pytest.mark.process
-def test_ipython_shows_a_result_and_leaves_other_tensordicts_alone(tmp_path: Path) -> None:
-    pytest.importorskip("IPython", reason="IPython is not installed")
-    environment = {**os.environ, "IPYTHONDIR": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, env=environment)
-    other = "['text/html', 'text/plain'] <div style=" if hasattr(TensorDict, "_repr_html_") else "['text/plain']"
-    assert f"['text/html', 'text/plain'] <div><b>2 rows</b>\n{other}" in ran.stdout, ran.stdout + ran.stderr
-
-
-@each("padded", [False, True])
-def test_log_probs_without_a_mask_of_scores_count_all_tokens_and_no_pads(padded):
-    values = [[-1.0, -2.0, -3.0], [-4.0, -5.0]]
-    log_probs, masks = LogProbs.from_rows(full=values), None
-    if padded:
-        dense = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0]])
-        log_probs = LogProbs(full=dense, batch_size=[2])
-        masks = Masks(all_attention_mask=dense != 0, batch_size=[2])
-    td = TensorDict({"log_probs": log_probs, **({} if masks is None else {"masks": masks})}, batch_size=[2])
-    shown = str(corelm.summary(td))
-    assert "mean -3.000 over 5 scored tokens" in shown and "-2.000" in shown and "-4.500" in shown
-    assert "-4.500" in corelm.summary(td)._repr_html_()
-    assert ("-2.000, -4.500" in str(log_probs)) is not padded
-    if padded:
-        alone = str(corelm.summary(td.exclude("masks")))
-        assert "cannot be told from pads" in alone and "-3.000" not in alone
+def test_containers_print_inside_a_tensorclass_and_as_a_subclass() -> None:
+    td = batch()
+    rollout = Rollout(tokens=td["tokens"], reward=torch.zeros(4), batch_size=[4])
+    assert "tokens" in repr(rollout) and "tokens" in repr(TensorDict(rollout=rollout, batch_size=[4]))
+    own = LongTokens(full=torch.zeros(2, 3, dtype=torch.int64), extra=torch.zeros(2, 1), batch_size=[2])
+    assert "extra" in repr(own)

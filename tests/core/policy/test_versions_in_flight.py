@@ -79,7 +79,7 @@ def test_each_token_is_as_old_as_its_weights(pad_output: bool) -> None:
 @each("pad_output", [True, False])
 def test_all_weights_of_an_answer_are_printed(pad_output: bool) -> None:
     td = sampled(pad_output)
-    assert "weights '0, 1'" in repr(td["log_probs"]) and "weights '0, 1'" in str(corelm.summary(td))
+    assert "weights '0, 1'" in repr(td["log_probs"])
 
 
 def labelled(**changes: Any) -> TensorDict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -213,6 +214,20 @@ def test_arguments_are_objects_or_texts_as_the_template_wants_them() -> None:
                 for one in (CALL, as_text)
             ]
             assert texts[0] == texts[1] and written in texts[0]
+
+
+def test_ids_of_calls_are_nine_letters_or_digits_where_the_template_wants_these() -> None:
+    picky = TURNS.replace("END", "<|end|>").replace(
+        "{% if m.tool_calls %}",
+        "{% for id in [m.tool_call_id or m.tool_calls and m.tool_calls[0].id] if id %}"
+        "{% if id | length != 9 %}{{ raise_exception('nine') }}{% endif %}[{{ id }}]{% endfor %}{% if m.tool_calls %}",
+    )
+    with opened(picky) as (backend, _):
+        for given in ("call_0123456789abcdef", "abcdef123"):
+            chat = [QUESTION, {"role": "assistant", "tool_calls": [{**CALL, "id": given}]}]
+            prompt, _ = read(backend, [*chat, {**RESULT, "tool_call_id": given}])
+            (written, again) = re.findall(r"<\|msg\|>(?:sunny)?\[(\w+)\]", prompt)
+            assert written == again and len(written) == 9 and (written == given) is (len(given) == 9)
 
 
 @each("given", ["", " ", "null", "{}", None, {}, ...])

@@ -158,11 +158,13 @@ def test_two_programs_share_an_actor(open_toys: Open) -> None:
     assert backend.health()
 
 
+@pytest.mark.nightly
 def test_ray_that_was_running_is_left_running(open_toys: Open) -> None:
     open_toys().close()
     assert ray.is_initialized() and CLUSTER.ours
 
 
+@pytest.mark.nightly
 def test_only_this_machine_can_reach_a_ray_that_was_started(open_toys: Open) -> None:
     open_toys()
     assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")

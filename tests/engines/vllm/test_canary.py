@@ -23,12 +23,12 @@ def backend(open_vllm: Open) -> Any:
 
 
 def test_new_weights_of_a_state_dict_and_of_a_folder_raise_no_alarm(backend: Backend, tmp_path: Path) -> None:
-    assert backend.canary is not None
-    backend.canary.look()
+    canary = corelm_fleet.canary_of(backend)
+    canary.look()
     for seed in (1, 1, 2):
         other = tiny_model(seed=seed, hidden_size=128)
         backend.update_weights(other.state_dict(), expect=corelm_fleet.probe_scores(other))
-        backend.canary.look()
+        canary.look()
     other.save_pretrained(tmp_path)
     backend.update_weights(tmp_path)
     backend.update_weights(tmp_path, expect=corelm_fleet.probe_scores(other))

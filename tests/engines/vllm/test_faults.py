@@ -52,6 +52,7 @@ def wait_for_requests(backend: Backend, count: int) -> None:
 # Asynchronous mode ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_if_the_engines_process_is_killed_all_calls_fail(open_vllm: Open, leftovers: Leftovers) -> None:
     backend = open_vllm()
     (pid,) = (item for item in leftovers() if isinstance(item, int))
@@ -114,6 +115,7 @@ def test_the_engines_processes_end_with_the_program_that_opened_it(tiny_folder: 
         assert wait_until(lambda: not any(map(runs, family)), 20.0)
 
 
+@pytest.mark.nightly
 def test_closing_ends_running_calls_and_leaves_nothing_behind(open_vllm: Open, leftovers: Leftovers) -> None:
     backend = open_vllm()
     with ThreadPoolExecutor(1) as pool:
@@ -196,6 +198,7 @@ def test_a_second_engine_and_abort_are_refused(sync: Backend, open_vllm: Open) -
         sync.abort(["a"])
 
 
+@pytest.mark.nightly
 def test_a_closed_engine_makes_room_for_the_next(open_vllm: Open, leftovers: Leftovers) -> None:
     for _ in range(3):
         with open_vllm(engine="sync") as backend:

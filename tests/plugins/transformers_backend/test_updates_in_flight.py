@@ -166,14 +166,14 @@ def test_weights_that_do_not_fit_change_no_answer(open_model: Open) -> None:
 def test_the_canary_asks_between_two_steps(open_model: Open, watch: Any, probe_scores: Any) -> None:
     old, new = tiny_model(), tiny_model(seed=1)
     updated = Updated(open_model, old, recompute_kv_on_update=True)
-    watch(updated.backend)
+    canary = watch(updated.backend)
     made = updated.answers(new.state_dict(), expect=probe_scores(new))
     assert updated.raised is None
     at = place(made)
     for prompt, answer, found in zip(PROMPTS, made.ids.tolist(), made.logprobs.split(), strict=True):  # type: ignore[union-attr]
         by_old, by_new = (oracle.answer_logprobs(model, prompt, answer) for model in (old, new))
         torch.testing.assert_close(found, torch.cat([by_old[:at], by_new[at:]]), rtol=0, atol=1e-4)
-    updated.backend.canary.look()  # type: ignore[union-attr]
+    canary.look()
 
 
 def test_a_canary_that_disagrees_spoils_the_tokens_since_the_update(

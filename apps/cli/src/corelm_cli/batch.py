@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from corelm import Backend, PolicyOptions
+from corelm.application import ChatRenderer
 from corelm.errors import CoreLMError, InvalidRequestError, TemplateError
-from corelm.policy.conversations import ChatRenderer
 from corelm.spec import Chat, Provenance
 from corelm_cli.lines import L, LineError
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from corelm.backend.registry import scan
+from corelm.application import scan
 from corelm.errors import printable
 from corelm_cli import flags, interrupt_ends_process
 from corelm_cli.diagnosis.findings import Finding

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 from typer.core import TyperCommand
 
-from corelm.backend.registry import scan
+from corelm.application import scan
 from corelm.spec import ALIASES, SamplingParams
 from corelm_cli import strict_json
 

@@ -6,11 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from corelm import NamedParser, Ragged, parser_named
-from corelm.backend.check_requests import prompt_problems
-from corelm.backend.seeds import answer_seeds
+from corelm.application import answer_seeds, answer_texts, last_tokens, prompt_problems, room_for_prompts, whole_texts
 from corelm.errors import ResponseFormatError
-from corelm.policy.messages import answer_texts, whole_texts
-from corelm.policy.rows import last_tokens, room_for_prompts
 from corelm.spec import GenerateResult, Message, SamplingParams
 from corelm_cli.batch import Outcome, Worker, provenance_of_row, render_chats
 from corelm_cli.id_fields import id_fields

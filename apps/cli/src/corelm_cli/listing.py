@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from corelm.backend.registry import DISTRIBUTION, scan
+from corelm.application import DISTRIBUTION, scan
 from corelm.errors import how_to_install, printable
 
 _ENGINE = {True: "yes", False: "not installed", None: "unknown"}

@@ -9,8 +9,7 @@ from itertools import compress
 from typing import Any
 
 from corelm import Ragged
-from corelm.backend.check_requests import sequence_problems
-from corelm.rendering.completions import encode_completions
+from corelm.application import encode_completions, sequence_problems
 from corelm.spec import Chat, Message
 from corelm_cli.batch import Outcome, Worker, provenance_of_row, render_chats
 from corelm_cli.completions import ToScore

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.backend.encoding import Encoder
+from corelm.application import Encoder, render
 from corelm.errors import CoreLMError, TemplateError
-from corelm.rendering.render import render
 from corelm.spec import Message, TokenizeRequest, TokenizeResult
 from corelm.tensors.log_probs import log_probs
 from corelm_engine_kit.eos import eos_token_ids

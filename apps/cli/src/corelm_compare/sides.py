@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from corelm import Backend, get_backend
+from corelm.application import render
 from corelm.errors import CapabilityError, CoreLMError
-from corelm.rendering.render import render
 from corelm.spec import Adapter, Message, Provenance, SamplingParams
 from corelm.validate import invalid
 from corelm_compare.records import Side

@@ -35,7 +35,7 @@ class Generation:
 
     def __init__(self, backend: Backend, prompts: Any, sampling: SamplingParams, **options: Any) -> None:
         self._backend = backend
-        rows = len(prompts) * (1 if backend.capabilities.native_samples else sampling.num_samples or 1)
+        rows = len(prompts) * (sampling.num_samples or 1)
         call = uuid.uuid4().hex
         self._names = tuple(f"serve-{call}-{row}" for row in range(rows))
         self._asked = ((prompts, sampling), {**options, "request_ids": self._names})

@@ -19,8 +19,7 @@ import torch
 from tensordict import TensorDict
 
 from corelm import Ragged, validate
-from corelm.containers.assemble import assemble, non_tensors
-from corelm.containers.turn_provenance import SampledPart, disagreement, provenance_of_parts
+from corelm.application import SampledPart, assemble, disagreement, non_tensors, provenance_of_parts
 from corelm.errors import InvalidRequestError, ProvenanceMismatchError, spelled_out
 from corelm.spec import Chat, ContainerRequest, Message, Parts
 from corelm.validate import invalid, shown

@@ -11,13 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from corelm import Backend, Ragged
-from corelm.backend.check_requests import generation_mode
+from corelm.application import AnswerReader, ChatRenderer, InputRows, generation_mode, special_tokens
 from corelm.batching import DynamicBatcher, Limits
 from corelm.errors import CapabilityError, CoreLMError, spelled_out
-from corelm.policy.conversations import ChatRenderer
-from corelm.policy.messages import AnswerReader
-from corelm.policy.rows import InputRows
-from corelm.rendering.segments import special_tokens
 from corelm.spec import Chat, GenerateResult, Message, SamplingParams
 from corelm.spec.message import new_call_id
 from corelm.validate import shown

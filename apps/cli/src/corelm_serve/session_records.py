@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from corelm.containers.classes import as_provenance
+from corelm.application import as_provenance
 from corelm.errors import InvalidRequestError
 from corelm.spec import Message, Provenance
 from corelm.validate import shown

@@ -1,5 +1,7 @@
 from .canary import Canary as Canary
+from .canary import canary_of as canary_of
 from .fleet import FleetEngine as FleetEngine
+from .probes import ProbeScores as ProbeScores
 from .probes import probe_scores as probe_scores
 from .records import FleetLimits as FleetLimits
 from .replica import Member as Member

@@ -34,7 +34,6 @@ def capabilities_of_all(given: Sequence[Capabilities]) -> Capabilities:
         "gradients": False,
         # Every engine loads the same weights, and one that is opened later as well.
         "weight_stream": False,
-        "native_samples": False,
         # Its engines load one after another, and an answer may go from one engine to another.
         "updates_in_flight": False,
         "score_top_k": min(one.score_top_k for one in given),

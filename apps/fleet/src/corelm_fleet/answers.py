@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from corelm import Backend
 from corelm.errors import CapabilityError
-from corelm.spec import ProbeScores
-from corelm.spec.probes import Probe
-from corelm_fleet.probes import dtype_of_engine, plain_modes, probes_for, scores
+from corelm_fleet.probes import Probe, ProbeScores, dtype_of_engine, plain_modes, probes_for, scores
 
 Row = tuple[float, ...]
 #: Log-probs by the ids of their probe.

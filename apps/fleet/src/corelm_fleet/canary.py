@@ -7,7 +7,7 @@ its weights, a few fixed probes are scored and one is sampled greedily, before a
     backend = corelm.get_backend("vllm", model, canary=True)
     expect = corelm_fleet.probe_scores(trainer_model)
     backend.update_weights(path, expect=expect)    # StaleWeightsError if the engine disagrees
-    backend.canary.look()                          # at any time, for example after a restart
+    canary_of(backend).look()                      # at any time, for example after a restart
 
 The canary compares:
 
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corelm import Backend, validate
-from corelm.backend.prepared_call import prepare_scoring
+from corelm.application import prepare_scoring
 from corelm.errors import (
     BackendClosedError,
     BackendTimeoutError,
@@ -44,14 +44,13 @@ from corelm.errors import (
     StaleWeightsError,
     message,
 )
-from corelm.spec import ProbeScores, WeightUpdate
-from corelm.spec.probes import Probe
+from corelm.spec import WeightUpdate
 from corelm.validate import invalid, shown
 from corelm_fleet.answers import Answers, Questions, Sampled, Scores, apart
 from corelm_fleet.fingerprints import Fingerprint, differ_much, fingerprint
-from corelm_fleet.probes import probe_scores
+from corelm_fleet.probes import Probe, ProbeScores, probe_scores
 
-__all__ = ["Canary", "ProbeScores", "Watch", "probe_scores", "watch"]
+__all__ = ["Canary", "ProbeScores", "Watch", "canary_of", "probe_scores", "watch"]
 
 _log = logging.getLogger(__name__)
 
@@ -128,8 +127,19 @@ def watch(backend: Backend, options: Canary | None = None) -> Watch:
     made = Watch(backend, options or Canary())
     if backend.engine.hooks.sleep_state.answers:
         made.look()
-    backend.engine.canary = made
+    backend.engine.listener = made
     return made
+
+
+def canary_of(backend: Backend) -> Watch:
+    """Return the canary in front of the backend's engine.
+
+    Raises:
+        InvalidRequestError: it has none; `field` is ``backend``.
+    """
+    if not isinstance(found := backend.engine.listener, Watch):
+        raise invalid("backend", "it has no canary; open it with canary=True")
+    return found
 
 
 class Watch:
@@ -209,11 +219,11 @@ class Watch:
         """Refuse what cannot be compared, and fill the engine's prefix cache with the probes under the old weights.
 
         Raises:
-            InvalidRequestError: the engine cannot score the probes of `expect`.
+            InvalidRequestError: `expect` is no `ProbeScores`, or the engine cannot score its probes.
             CapabilityError: the engine cannot score.
             BackendTimeoutError: the engine did not answer in time.
         """
-        self._require_comparable(update.expect)
+        self._require_comparable(ProbeScores.make(update.expect))
         if not update.by_owner and self._engine.hooks.sleep_state.answers:
             try:
                 self._questions.warm_up()
@@ -234,21 +244,25 @@ class Watch:
             StaleWeightsError: the engine disagrees.
             EngineError: the engine failed.
         """
-        (handed_over, before), last = self._next, self._good
-        now = self._ask(update.expect)
-        if update.expect is not None:
-            self._compare(now.scores, update.expect.by_probe(), "those expected", update.expect.dtype)
+        (handed_over, before), last, expect = self._next, self._good, ProbeScores.make(update.expect)
+        now = self._ask(expect)
+        if expect is not None:
+            self._compare(now.scores, expect.by_probe(), "those expected", expect.dtype)
         if before is not None:
-            self._require_moved(before, now, last.expected if last else None, update.expect)
+            self._require_moved(before, now, last.expected if last else None, expect)
             if self._handed_over and handed_over and differ_much(self._handed_over, handed_over) and now.equals(before):
                 raise self._stale(
                     "the scores of all probes are those of the weights before, to the last bit, although weights were "
                     "handed over that differ much from the last ones"
                 )
         self._handed_over = None if update.by_owner else handed_over
-        self._accept(update.version, now, update.expect)
+        self._accept(update.version, now, expect)
 
-    def distrust(self, label: str) -> None:
+    def awake(self) -> None:
+        """Ask an engine that was woken. See `look`."""
+        self.look()
+
+    def update_failed(self, label: str) -> None:
         """Fail every look at the weights with this label: loading them failed, or the engine disagreed."""
         self._distrusted, self._handed_over = label, None
 
@@ -308,7 +322,7 @@ class Watch:
         except StaleWeightsError:
             weights = self._engine.hooks.weights
             weights.put(weights.next_label())
-            self.distrust(weights.label)
+            self.update_failed(weights.label)
             raise
 
     def _compare(self, one: Scores, other: Scores, what: str, dtype: str | None = "float32") -> None:

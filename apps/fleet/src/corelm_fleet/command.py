@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from corelm.backend.registry import load_backend, scan
+from corelm.application import load_backend, scan
 from corelm.errors import BackendImportError, CapabilityError, brief, printable
 from corelm_cli import flags
 from corelm_cli.exits import typed_exits

@@ -11,8 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from corelm.backend.futures import in_thread, unfinished, uninterrupted
-from corelm.backend.program_end import at_program_end
+from corelm.application import at_program_end, in_thread, unfinished, uninterrupted
 from corelm.errors import CoreLMError, EngineError, StaleWeightsError, brief, first_few
 from corelm.spec import (
     AbortRequest,

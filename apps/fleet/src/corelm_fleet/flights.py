@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from corelm.backend.skipping import renumbered
+from corelm.application import renumbered
 from corelm.errors import (
     BackendClosedError,
     BackendTimeoutError,

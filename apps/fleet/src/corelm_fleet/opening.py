@@ -11,7 +11,7 @@ from corelm import Backend
 from corelm.validate import count, invalid, shown
 
 if TYPE_CHECKING:
-    from corelm.opening import OpenOne
+    from corelm.application import OpenOne
     from corelm_fleet.canary import Canary
     from corelm_fleet.records import FleetLimits
 

@@ -13,16 +13,14 @@ from typing import Any
 import torch
 
 from corelm import Backend
-from corelm.backend import check_results
-from corelm.backend.aborts import Aborts
-from corelm.backend.adapters import update_adapter
+from corelm.application import Aborts, check_generation, check_scores, owned, update_adapter
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
-from corelm.spec import GenerateRequest, GenerateResult, ProbeScores, ScoreResult, WeightUpdate
-from corelm.spec.probes import Probe
+from corelm.spec import GenerateRequest, GenerateResult, ScoreResult, WeightUpdate
 from corelm_fleet.agreement import require_plain
 from corelm_fleet.answers import Sampled
 from corelm_fleet.canary import Canary, Watch
 from corelm_fleet.parts import Request, Result
+from corelm_fleet.probes import Probe, ProbeScores
 
 #: Seconds that an engine has to finish its calls when it is closed, and seconds after which it is ended by force.
 _PATIENCE, _CLOSE = 2.0, 10.0
@@ -87,7 +85,7 @@ class OpenReplica:
         self._agreed_at, self._looking = -math.inf, threading.Lock()
         self.watch: Watch | None = None
         with suppress(CapabilityError):
-            self._engine.canary = self.watch = Watch(self.backend, canary)
+            self._engine.listener = self.watch = Watch(self.backend, canary)
 
     @property
     def tokenizer(self) -> Any:
@@ -122,16 +120,16 @@ class OpenReplica:
 
         def finish(batch: Any) -> Any:
             if isinstance(request, GenerateRequest):
-                check_results.check_generation(batch, request, can, engine.tokenizer, fault)
+                check_generation(batch, request, can, engine.tokenizer, fault)
             else:
-                check_results.check_scores(batch, request, can.vocab_size, fault)
+                check_scores(batch, request, can.vocab_size, fault)
             if engine.hooks.weights.label != self._label:
                 raise EngineError(
                     f"{self._member.name}: the weights were changed where they are, so they are not those of the "
                     "fleet; use update_weights, or weights_changed, on the fleet",
                     usable=False,
                 )
-            checked: GenerateResult | ScoreResult = check_results.owned(batch)
+            checked: GenerateResult | ScoreResult = owned(batch)
             return checked
 
         result: Result = engine.hooks.call(hook, request, finish, attended=attended)

@@ -15,7 +15,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from corelm.backend.futures import join, uninterrupted
+from corelm.application import join, uninterrupted
 from corelm.errors import BackendAsleepError, BackendClosedError, brief, message
 from corelm.spec import WeightUpdate
 from corelm_fleet.canary import Canary

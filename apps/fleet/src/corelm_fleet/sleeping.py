@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from corelm.backend.futures import in_thread, unfinished
+from corelm.application import in_thread, unfinished
 from corelm.errors import (
     CapabilityError,
     EngineError,

@@ -1,3 +1,7 @@
+from .display import Summary as Summary
+from .display import container_html as container_html
+from .display import show_results as show_results
+from .display import summary as summary
 from .histogram import Spread as Spread
 from .observer import EngineCall as EngineCall
 from .observer import ObservedCall as ObservedCall

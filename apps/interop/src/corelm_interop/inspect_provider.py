@@ -23,10 +23,9 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from tensordict import TensorDict, TensorDictBase
 
 from corelm import Backend, History, LLMPolicy, NamedParser, PolicyOptions, get_backend, parser_named, ragged
+from corelm.application import AUTO, provenance_of_rows
 from corelm.batching import Limits
-from corelm.containers.classes import provenance_of_rows
 from corelm.errors import EngineError, InvalidRequestError
-from corelm.rendering.response_parsers import AUTO
 from corelm.spec import Message, Mode
 from corelm.validate import invalid
 from corelm_interop import inspect_messages as convert

@@ -21,9 +21,8 @@ from tqdm import tqdm
 
 from corelm import Backend, get_backend, list_backends
 from corelm._version import __version__
-from corelm.backend.seeds import answer_seeds
+from corelm.application import Template, answer_seeds
 from corelm.errors import EngineError, InvalidRequestError, Problems, TemplateError, first_few, refuse
-from corelm.rendering.template import Template
 from corelm.validate import count, flag, invalid, shown
 from corelm_interop.lm_eval_answers import AnswerWriter, stable_numbers
 from corelm_interop.lm_eval_texts import TextEncoder

@@ -8,10 +8,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corelm.backend.engine_call import Arrival
-from corelm.backend.engine_call import EngineCall as EngineCall
-from corelm.backend.engine_call import Origin as Origin
-from corelm.backend.engine_call import current_call as current_call
+from corelm.application import Arrival
+from corelm.application import EngineCall as EngineCall
+from corelm.application import Origin as Origin
+from corelm.application import current_call as current_call
 from corelm.errors import is_interrupt
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, TokenizeRequest, hookimpl
 

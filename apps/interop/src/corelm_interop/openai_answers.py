@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corelm import Backend, Ragged
-from corelm.policy.messages import answer_texts
+from corelm.application import answer_texts
 from corelm.spec import GenerateResult, Provenance, SamplingParams, ScoreResult
 
 #: For one token: the most probable ids with their log-probs, the most probable first.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corelm._version import __version__
-from corelm.backend.engine_call import Origin
+from corelm.application import Origin
 from corelm.errors import brief, described
 from corelm.spec import GenerateRequest
 from corelm_interop.observer import ObservedCall, Observer

@@ -14,10 +14,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from corelm import Keys, LLMPolicy, LogProbs, MaskedCategorical, Masks, PolicyOptions, Tokens
-from corelm.containers.kept_sets import carries_sets
-from corelm.containers.keys import list_keys
+from corelm.application import carries_sets, find_value, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
-from corelm.policy.values import find_value
 from corelm.spec import Provenance
 from corelm.tensors.masks import as_mask
 from corelm.validate import invalid

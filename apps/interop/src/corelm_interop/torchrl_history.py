@@ -16,7 +16,7 @@ from torchrl.modules.llm.policies import Text as TheirText
 from torchrl.modules.llm.policies import Tokens as TheirTokens
 
 from corelm import ChatHistory, History, Masks, Text, Tokens
-from corelm.containers.field_access import flat
+from corelm.application import flat
 from corelm.errors import InvalidRequestError
 from corelm.spec import Message
 

@@ -15,8 +15,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from corelm import Backend, History, LLMPolicy, merge_turns, ragged
+from corelm.application import checked_backend
 from corelm.errors import CapabilityError
-from corelm.policy.mistakes import checked_backend
 from corelm.validate import invalid, one_of
 from corelm_fleet.probes import probe_scores
 from corelm_interop.trl_config import must_answer_prompts, must_be_served, policy_for
@@ -161,7 +161,7 @@ class GRPORollout:
         if isinstance(adapter, str):
             self.backend.load_adapter(adapter, model)
         else:
-            expect = None if self.backend.canary is None else probe_scores(model)
+            expect = None if self.backend.engine.listener is None else probe_scores(model)
             self.backend.update_weights(model, expect=expect)
 
 

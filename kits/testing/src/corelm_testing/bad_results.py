@@ -32,7 +32,7 @@ class ForwardingPlugin:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.capabilities = replace(backend.capabilities, native_samples=False, **NOT_FORWARDED)
+        self.capabilities = replace(backend.capabilities, **NOT_FORWARDED)
         self.tokenizer = backend.tokenizer
 
     @hookimpl

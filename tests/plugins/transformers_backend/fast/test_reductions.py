@@ -69,7 +69,7 @@ class Plain:
         product.copy_((chosen.to(softmax) - softmax) * upstream[:, None])
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 @WITH_TRITON
 def test_the_triton_kernels_are_right_in_the_interpreter() -> None:
     environment = dict(os.environ, TRITON_INTERPRET="1")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 from corelm import BackendInfo
-from corelm.backend.registry import Scan, install_line
+from corelm.application import Scan, install_line
 from corelm_cli.diagnosis.findings import Finding
 from corelm_cli.diagnosis.installation import unmet_requirements
 from corelm_cli.diagnosis.probes import ProbeError, probe

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 import corelm
 from corelm._version import __version__
-from corelm.backend.registry import ALLOW_LIST, DISTRIBUTION, Scan, allow_list
+from corelm.application import ALLOW_LIST, DISTRIBUTION, Scan, allow_list
 from corelm_cli.diagnosis.findings import Finding
 
 #: Python versions that core is tested with.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from corelm.backend.registry import scan
+from corelm.application import scan
 from corelm.errors import CoreLMError
 from corelm_cli.diagnosis.devices import devices
 from corelm_cli.diagnosis.engines import engines

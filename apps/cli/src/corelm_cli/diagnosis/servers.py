@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from corelm.backend.registry import Scan, install_line
+from corelm.application import Scan, install_line
 from corelm.errors import CoreLMError, InvalidRequestError
 from corelm_cli.diagnosis.findings import Finding
 

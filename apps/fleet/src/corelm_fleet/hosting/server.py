@@ -11,10 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from corelm.backend.default_hooks import DefaultHooks
-from corelm.backend.hook_kinds import OUT_OF_TURN
-from corelm.backend.registering import registered
-from corelm.backend.registry import open_plugin
+from corelm.application import OUT_OF_TURN, DefaultHooks, open_plugin, registered
 from corelm.errors import CapabilityError
 from corelm.spec import AbortRequest, Capabilities, CloseRequest
 from corelm_fleet.hosting.failures import Failure

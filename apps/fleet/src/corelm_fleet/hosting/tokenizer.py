@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
+from corelm.application import Segment, segments_of
 from corelm.errors import CapabilityError
-from corelm.rendering.render import segments_of
-from corelm.rendering.segments import Segment
 from corelm.spec import Chat, TokenizeRequest, TokenizeResult
 
 #: What core reads of a tokenizer, if the tokenizer has it.

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from corelm.backend.encoding import Encoder
-from corelm.backend.registering import EngineLabels
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
@@ -46,7 +45,7 @@ class CassetteBackend:
     Attributes:
         capabilities: those of the recorded engine.
         tokenizer: the one that was passed, or the recorded one, which is loaded when a text needs it.
-        labels: the names of the recorded engine.
+        answers_as: the names of the recorded engine.
     """
 
     requires_api = ">=1,<2"
@@ -54,7 +53,11 @@ class CassetteBackend:
     def __init__(self, reader: CassetteReader, match: Match, tokenizer: Any, *, seeds: bool) -> None:
         recorded = Recorded.of(reader.path, reader.header)
         self.capabilities = recorded.capabilities
-        self.labels = EngineLabels(recorded.backend, recorded.model, f"a cassette of {recorded.software}")
+        self.answers_as = {
+            "name": recorded.backend,
+            "model_name": recorded.model,
+            "software": f"a cassette of {recorded.software}",
+        }
         named = isinstance(tokenizer, (str, os.PathLike))
         if tokenizer is None or named:
             tokenizer = ReplayTokenizer(reader.path, recorded.tokenizer, os.fspath(tokenizer) if named else None)

@@ -15,17 +15,11 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, ragged
-from corelm.containers.field_access import rows
-from corelm.containers.field_shapes import COUNTS, SETS
-from corelm.containers.history import History, last_turns
-from corelm.containers.reading import CONTAINERS, Path, entries, head, masks_of, objects
-from corelm.containers.windows import row_tensors
-from corelm.errors import InvalidRequestError, printable
-from corelm.spec.message import Chat
+from corelm.application import CONTAINERS, COUNTS, SETS, Path, entries, head, last_turns, masks_of, objects, row_tensors
+from corelm.containers import ChatHistory, History, LogProbs, Masks, Text, ragged
+from corelm.errors import printable
 from corelm.spec.provenance import Provenance
-from corelm.tensors.lazy_rows import FlatRows, flat_source
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.lazy_rows import flat_source
 
 #: How many rows are read at most, once the rows of a batch have been made one by one.
 MOST = 200
@@ -116,40 +110,12 @@ def row_count(batch_size: Sequence[int]) -> str:
     return words if len(batch_size) == 1 else f"{words} as {tuple(batch_size)}"
 
 
-def last_words(count: int, shown: Chat, width: int) -> str:
-    """Return the last messages of a conversation of `count` messages on one line."""
-    before = f"… {count - len(shown)} messages | " if count > len(shown) else ""
-    room = max(8, (width - len(before)) // max(len(shown), 1) - 3)
-    return before + " | ".join(cut(f"{one.role}: {one.content or '(no text)'}", room) for one in shown)
-
-
 # Rows ----------------------------------------------------------------------------------------------------------------
-
-
-def few(container: Any) -> Any:
-    """Return the container, or its first `MOST` rows if its rows were made one by one and are many."""
-    td = container._tensordict
-    return first(container, MOST) if _made(td) and math.prod(td.batch_size) > MOST else container
 
 
 def first(container: Any, count: int) -> Any:
     """Return the first `count` rows of a container, under one batch dimension."""
     return type(container).from_tensordict(head(container._tensordict, count))
-
-
-def field_lengths(container: Any, name: str) -> list[int]:
-    """Return the number of values in each row of a field; of a dense field its width alone, pads included."""
-    source = flat_source(container._tensordict)
-    if isinstance(source, FlatRows):
-        field = source.fields[name]
-        return field.lengths.tolist() if isinstance(field, Ragged) else []
-    try:
-        value = getattr(container, name)
-    except InvalidRequestError:  # rows of both layouts, or of different widths
-        return [row.get(name).shape[-1] for row in rows(container._tensordict)]
-    if isinstance(value, Tensor):
-        return [value.shape[-1]]
-    return [row.shape[-1] for row in _leaves(value)]
 
 
 def row_means(log_probs: LogProbs, count: int, masks: Masks | None = None) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""How notebooks show results: as `corelm.summary` does."""
+"""How notebooks show results: as `corelm_interop.summary` does."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from corelm.containers.glance import containers_of
-from corelm.containers.overview import Summary
-from corelm.containers.reading import head
+from corelm.application import CONTAINERS, head
+from corelm_interop.display.glance import containers_of
+from corelm_interop.display.html import container_html
+from corelm_interop.display.overview import Summary
 
 
 def result_or_none(td: TensorDictBase) -> str | None:
@@ -25,13 +26,11 @@ def result_or_none(td: TensorDictBase) -> str | None:
 
 
 def show_results() -> None:
-    """Let a running IPython show a TensorDict with containers as HTML, unless it already has a way to show one.
-
-    A result is a TensorDict, whose class is not ours, so IPython is told here.
-    """
+    """Let a running IPython show containers, and a TensorDict with some, as HTML, unless it has a way to show one."""
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None:
         return
     formatter = shell.display_formatter.formatters["text/html"]
-    if TensorDictBase not in formatter.type_printers:
-        formatter.for_type(TensorDictBase, result_or_none)
+    for kind, show in ((TensorDictBase, result_or_none), *((each, container_html) for each in CONTAINERS)):
+        if kind not in formatter.type_printers:
+            formatter.for_type(kind, show)

@@ -14,8 +14,10 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
-from corelm.containers.glance import (
+from corelm.application import TokenColumns, head, last_turns, row_tensors, token_lengths, tokens_path, window
+from corelm.containers import ChatHistory, History, LogProbs, Masks, PerToken, Text, Tokens
+from corelm.errors import printable
+from corelm_interop.display.glance import (
     attempt,
     containers_of,
     cut,
@@ -27,10 +29,6 @@ from corelm.containers.glance import (
     row_means_at,
     strings_of,
 )
-from corelm.containers.history import History, last_turns
-from corelm.containers.reading import TokenColumns, head, token_lengths, tokens_path
-from corelm.containers.windows import row_tensors, window
-from corelm.errors import printable
 
 #: Rows, tokens of a row (of the prompt the last ones), and characters of a text that a page shows.
 _ROWS, _TOKENS, _PROMPT_TOKENS, _CHARACTERS = 8, 200, 50, 600

@@ -8,8 +8,10 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from corelm.containers.classes import LogProbs, Tokens
-from corelm.containers.glance import (
+from corelm.application import head, token_lengths
+from corelm.containers import LogProbs, Tokens
+from corelm.validate import invalid
+from corelm_interop.display.glance import (
     attempt,
     bounded,
     containers_of,
@@ -28,9 +30,7 @@ from corelm.containers.glance import (
     support_facts,
     tally,
 )
-from corelm.containers.html import result_html
-from corelm.containers.reading import head, token_lengths
-from corelm.validate import invalid
+from corelm_interop.display.html import result_html
 
 #: Rows that are shown at most, in however large a terminal.
 _ROWS = 20
@@ -61,8 +61,8 @@ class Summary:
 def summary(td: TensorDictBase, *, tokenizer: Any = None) -> Summary:
     """Return what a result holds, in at most a screen: rows, texts, lengths, log-probs, finish reasons, provenance.
 
-    ``print(corelm.summary(result))`` fits the terminal. In a notebook, the summary shows every token, its role, its
-    mask and its log-prob. Only the first rows are read; a summary of a broken result shows what can be read.
+    ``print(corelm_interop.summary(result))`` fits the terminal. In a notebook, the summary shows every token, its role,
+    its mask and its log-prob. Only the first rows are read; a summary of a broken result shows what can be read.
 
     Args:
         td: what a policy returned, or any TensorDict with containers.
