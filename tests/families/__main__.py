@@ -13,7 +13,7 @@ from .special import names
 #: One of each kind, for a quick look.
 SAMPLE = (
     *("llama", "gpt2", "gemma2", "phi3", "mixtral", "deepseek_v4", "llama4_text", "mamba2", "nemotron_h"),
-    *("bart", "roberta", "bloom", "qwen3_5_text", "lfm2"),
+    *("bart", "roberta", "bloom", "qwen3_5_text", "lfm2", "recurrent_gemma"),
 )
 
 

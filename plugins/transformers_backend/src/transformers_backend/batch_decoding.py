@@ -24,6 +24,7 @@ from transformers_backend.masses import KeptIds, log_softmax_at
 from transformers_backend.memory import DecodingLimits
 from transformers_backend.protocol import NOT_NUMBERS, PromptBatch, SampledAnswers
 from transformers_backend.sampling import Drawn, Sampler
+from transformers_backend.trials import with_others
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class BatchDecoding:
         sampler, ending: for all of them.
         start: puts rows of ids into the model.
         limits: returns how many tokens may be decoded at a time, given the length of the longest row in the model.
-        keep_raw: whether to keep the model's own log-probs.
+        keep_raw: whether to keep the model's own log-probs, see `SampledAnswers.raw`.
     """
 
     def __init__(
@@ -140,7 +141,8 @@ class BatchDecoding:
         while True:
             call.deadline.check()
             drawn = sampler(growing.logits, read=ending.reads_ids or request.on_tokens is not None)
-            raw = (log_softmax_at(growing.logits, drawn.ids),) if self._keep_raw else ()
+            compared = with_others(drawn.ids, growing.logits.shape[-1]) if self._keep_raw else None
+            raw = () if compared is None else (log_softmax_at(growing.logits, compared),)
             self._steps.append((alive, drawn.ids, drawn.logprobs, *raw))
             if drawn.kept is not None:
                 self._kept.append(drawn.kept)

@@ -34,6 +34,7 @@ from transformers_backend.protocol import (
 )
 from transformers_backend.sampling import Sampler
 from transformers_backend.self_test import TAIL, TAKES_NO_CACHE, OwnRow, SelfTest
+from transformers_backend.trials import with_others
 
 #: How prompts are decoded, fastest first. Each is tried on the model before it is used; the last always is right.
 DecodingWay = Literal["cached and padded", "cached", "uncached", "uncached, one at a time"]
@@ -178,7 +179,10 @@ class Decoder:
         rows = sorted({int(longest), int(prompts.argmin()), int(furthest)})
         sequences = batch.prompts.to("cpu").join(found.ids).select(rows).split()
         pairs = zip(sequences, found.raw.select(rows).split(), strict=True)
-        ends = (OwnRow(ids[:-1], raw[-2 * TAIL :], ids[-len(raw) :][-2 * TAIL :]) for ids, raw in pairs)
+        ends = (
+            OwnRow(ids[:-1], raw[-2 * TAIL :], with_others(ids[-len(raw) :][-2 * TAIL :], self._engine.vocab_size))
+            for ids, raw in pairs
+        )
         return self._self_test.confirm(way, columns, ends)
 
     # Which way --------------------------------------------------------------------------------------------------------
@@ -205,7 +209,12 @@ class Decoder:
             return False
         if padded and self._self_test.is_refuted("cached", columns):
             return False
-        return self._self_test.may_run(way, partial(self._continued, way, depth), padded=padded, depth=depth)
+        for each in (depth, 2):
+            if not self._self_test.may_run(way, partial(self._continued, way, each), padded=padded, depth=each):
+                return False
+            if way.startswith("uncached") or not self._engine.keeps_states:
+                break
+        return True
 
     def _continued(self, way: DecodingWay, depth: int, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
         """Yield every row's number and the logits of its last positions, ``[n, vocab]``, as decoding makes them.

@@ -89,6 +89,11 @@ class CausalLM:
         """Whether the model's forward takes a cache."""
         return self._cache_name is not None
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether modules keep tensors of the last forward. Then a cache does not hold all that rows were read into."""
+        return any(isinstance(value, Tensor) for module in self.base.modules() for value in vars(module).values())
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Turn gradients and dropout off inside; restore the train/eval mode of every submodule afterwards."""

@@ -117,12 +117,12 @@ def _totals(scores: Tensor, mass: Tensor) -> Tensor:
 
 
 def log_softmax_at(logits: Tensor, ids: Tensor, total: Tensor | None = None) -> Tensor:
-    """Return float32[rows]: the log-softmax of float32[rows, V] at int64[rows].
+    """Return the log-softmax of float32[rows, V] at int64[rows] or int64[rows, k], float32 of that shape.
 
     The id asked for may have underflowed in softmax, so its score itself is used.
 
     Args:
         total: float64[rows], the `log_total` of the logits if it is known.
     """
-    chosen = logits.gather(-1, ids[:, None])[:, 0].double()
-    return (chosen - (log_total(logits) if total is None else total)).float()
+    chosen = logits.gather(-1, ids.view(len(ids), -1)).double()
+    return (chosen - (log_total(logits) if total is None else total)[:, None]).float().view(ids.shape)

@@ -58,7 +58,8 @@ class SampledAnswers:
         logprobs: float32, as long as `ids`.
         stopped: bool[n]; False for an answer that reached its length limit.
         aborted: bool[n]; True for an answer that was aborted.
-        raw: float32, as long as `ids`: the model's own log-probs, whatever `logprobs` are; None if they were not kept.
+        raw: float32 ``[total, 2]``, as long as `ids`: the model's own log-probs of the ids that `trials.with_others`
+            makes of them, whatever `logprobs` are; None if they were not kept.
         kept_ids: as long as `ids`: what truncation left; None unless requested.
         kept_log_mass: float32, as long as `ids`; None unless requested.
         top: the most probable ids, one position for each of `ids`, row after row; None unless requested.

@@ -69,8 +69,8 @@ class OwnRow:
     """A row of the caller's, and what a way made of it."""
 
     ids: Tensor  # int64[n], what the model read
-    found: Tensor  # the logits of its last k positions, ``[k, vocab]``, or the log-probs of `targets` there, float32[k]
-    targets: Tensor | None = None  # int64[k]
+    found: Tensor  # the logits of its last k positions, ``[k, vocab]``, or the log-probs of `targets` there, float32
+    targets: Tensor | None = None  # int64[k] or int64[k, 2]
 
 
 class SelfTest:

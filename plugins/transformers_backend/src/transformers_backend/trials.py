@@ -17,6 +17,8 @@ from transformers_backend.masses import log_softmax_at
 LONGEST = 8
 #: The number of the trial row that is only there to be read beside the others.
 OTHER = 1
+#: How far apart ids are that are compared together: a prime.
+_STRIDE = 7919
 #: Lengths beyond this are not in any configuration; powers of two go up to it.
 _NO_LENGTH = 2**24
 #: Ids that a model of text may read anywhere in a row.
@@ -78,14 +80,25 @@ def spread(logits: Tensor) -> float:
     return max(float(some[some.isfinite()].std(correction=0).nan_to_num()) for some in logits.float())
 
 
+def with_others(ids: Tensor, vocab_size: int) -> Tensor:
+    """Return int64[n, 2]: each id, and some other one: the log-prob of an id that is nearly certain hides much."""
+    return torch.stack([ids, (ids * _STRIDE + 1) % vocab_size], -1)
+
+
 def token_differences(found: Tensor, wanted: Tensor, tokens: Tensor) -> Tensor:
-    """Return how far log-probs of tokens, float32[n], are from those that logits ``[n, vocab]`` give, float32[n] on the
-    CPU; infinity where only one of two is finite.
+    """Return how far log-probs of tokens are from those that logits ``[n, vocab]`` give, float32[n] on the CPU.
+
+    That is the root mean square of a position's tokens; infinity where only one of two numbers is finite.
+
+    Args:
+        found: float32[n] or float32[n, k].
+        tokens: int64 of that shape.
     """
     plain = log_softmax_at(wanted.float(), tokens.to(wanted.device))
     found = found.to(plain)
     apart = (found - plain).abs().where(found.isfinite() == plain.isfinite(), float("inf"))
-    return apart.where(found.isfinite() | plain.isfinite(), 0.0).cpu()
+    apart = apart.where(found.isfinite() | plain.isfinite(), 0.0).cpu()
+    return apart.view(len(apart), -1).square().mean(-1).sqrt()
 
 
 def differences(found: Tensor, wanted: Tensor) -> Tensor:
