@@ -43,7 +43,7 @@ EDITABLE = $(2)/python -m pip install --no-build-isolation --no-deps $(foreach e
 .DEFAULT_GOAL := help
 # Engines share two cores and a lot of memory: one target at a time.
 .NOTPARALLEL:
-.PHONY: help demo test test-core test-real check nightly lint types mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
+.PHONY: help demo test test-core test-real check nightly lint types budgets mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
 .PHONY: .venv-newest/.installed test-hosts test-faults test-gpu bench bench-quick bench-real bench-gpu format docs drawings wheels sbom pins install clean
 
 help: ## list the targets
@@ -62,7 +62,7 @@ test-core: $(VENV)/.run constraints/test.txt ## run the tests of the kernel with
 test-real: $(VENV)/.test ## compare a trained model's numbers with its plain forward; minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real
 
-check: lint types ## run what every change must pass: make test and everything that needs no environment of an engine; 15 minutes
+check: lint types budgets ## run what every change must pass: make test and everything that needs no environment of an engine; 15 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --sample
 	$(BIN)/python -m pytest -m "not nightly" $(PARALLEL) $(CHECK)
 
@@ -79,6 +79,9 @@ lint: $(VENV)/.docs ## check the style, and which module imports which
 
 types: $(VENV)/.docs ## run mypy in strict mode
 	$(BIN)/mypy
+
+budgets: $(VENV)/.run ## say how much kernel there is and how many calls the way through it takes; fail if that grew
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.budgets
 
 mutants: $(VENV)/.test ## plant faults, and demand that make test finds each
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants

@@ -47,7 +47,7 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None) -> Ragge
         if engine is not None:
             refuse_pads(ids, engine.tokenizer, engine.eos_token_ids, field, _WITHOUT_PADS)
     if not isinstance(ids, Ragged):
-        ids = _from_rows(ids, field)
+        return _from_rows(ids, field)
     refuse_unreadable(ids.values, field)
     refuse_unreadable(ids.lengths, field)
     for values, of_what in ((ids.values, "token"), (ids.lengths, "length")):
@@ -169,8 +169,7 @@ def texts(given: Any) -> tuple[str, ...]:
 
 def not_texts(values: Sequence[Any]) -> Problems:
     """Return a problem for every row that is not a str, or that no tokenizer can encode."""
-    found = ((row, _not_a_text(value)) for row, value in enumerate(values))
-    return {row: what for row, what in found if what}
+    return {row: what for row, value in enumerate(values) if (what := _not_a_text(value))}
 
 
 def _not_a_text(value: Any) -> str | None:
@@ -180,7 +179,7 @@ def _not_a_text(value: Any) -> str | None:
 def request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
     """Return one unique name per row: the given names, or generated ones."""
     if given is None:
-        return tuple(uuid.uuid4().hex for _ in range(rows))
+        return tuple([uuid.uuid4().hex for _ in range(rows)])
     names = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [None]
     if len(names) != rows or not all(isinstance(name, str) for name in names) or len({*names}) != rows:
         raise invalid("request_ids", f"expected {rows} different names, got {shown(given)}")

@@ -50,7 +50,8 @@ def check_counts(name: str, counts: Any, most: Sequence[int], answers: int, fail
 
 def check_rows(name: str, rows: Any, dtype: torch.dtype, fail: Fail, *, may_have_graph: bool = False) -> None:
     """Check for a `Ragged` of single values of `dtype`, usable in later computations."""
-    check_type(name, rows, Ragged, fail)
+    if not isinstance(rows, Ragged):
+        raise fail(f"{name} is a {type(rows).__name__}, expected a Ragged")
     check_tensor(name, rows.values, fail, may_have_graph=may_have_graph)
     if rows.values.dtype != dtype or rows.values.ndim != 1:
         raise fail(f"{name} are {rows.values.dtype}{list(rows.values.shape)}, expected one {dtype} per position")

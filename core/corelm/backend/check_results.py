@@ -25,6 +25,7 @@ from corelm.backend.check_fields import (
 )
 from corelm.backend.check_requests import outside_vocabulary
 from corelm.backend.check_sets import check_kept, check_top
+from corelm.backend.version_runs import check_runs
 from corelm.errors import CoreLMError, EngineError, described, spelled_out
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
@@ -114,6 +115,7 @@ def check_generation(
             raise fail(f"row {row}: finish reason {shown(reason)} is not one of {', '.join(FINISH_REASONS)}")
     if outside_vocabulary(ids.values, capabilities.vocab_size):
         raise fail(f"returned an id outside the vocabulary of {capabilities.vocab_size}")
+    check_runs(batch, fail)
     limit = request.sampling.max_new_tokens
     if limit is not None and bool((ids.lengths > limit).any()):
         raise fail(f"row {int(ids.lengths.argmax())}: {int(ids.lengths.max())} tokens, but max_new_tokens is {limit}")
@@ -305,10 +307,11 @@ def owned(batch: R) -> R:
     """
     if isinstance(batch, ScoreResult) and batch.logprobs.values.requires_grad:
         return batch
-    given = {each.name: getattr(batch, each.name) for each in fields(batch) if each.name != "logits"}
-    copies: dict[str, Any] = {
-        name: value.clone() for name, value in given.items() if isinstance(value, (Ragged, TokenSets))
-    }
+    copies: dict[str, Any] = {}
+    for each in fields(batch):
+        value = getattr(batch, each.name)
+        if isinstance(value, (Ragged, TokenSets)) and each.name != "logits":
+            copies[each.name] = value.clone()
     return replace(batch, **copies)
 
 
@@ -328,6 +331,8 @@ def every_row_was_served(batch: GenerateResult | ScoreResult, samples: int, back
     """
     errors: Sequence[str] = batch.errors or ()
     if isinstance(batch, GenerateResult):
+        if "error" not in batch.finish_reasons:
+            return
         texts = errors or ("",) * len(batch.ids)
         errors = [
             text or "failed, and the engine gave no reason" if reason == "error" else ""

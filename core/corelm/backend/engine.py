@@ -75,6 +75,7 @@ class OpenEngine:
     Attributes:
         plugin: the plugin's own object, for tests and for options that only this engine has.
         hooks: calls the plugin's hooks.
+        capabilities: what the engine can do, as it declared when it was opened.
         name, model_name, software, timeout: as given.
         adapters: the adapters that were loaded, and their versions.
         listener: is told of every change of the weights; None at first.
@@ -105,16 +106,12 @@ class OpenEngine:
         self.software = software
         self.timeout = None if timeout is None else seconds("timeout", timeout)
         self.hooks = EngineHooks(plugin, name, wrappers, retry, place(model_name))
+        self.capabilities: Capabilities = self.hooks.capabilities
         self.adapters = Adapters()
         self.listener: WeightsListener | None = None
         # An update that the listener could not look at, because the engine slept.
         self._unseen: WeightUpdate | None = None
         _open.add(self)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the engine can do, as it declared when it was opened."""
-        return self.hooks.capabilities
 
     @property
     def tokenizer(self) -> Any:
@@ -132,8 +129,11 @@ class OpenEngine:
     @property
     def pad_id(self) -> int:
         """The id that fills dense tensors. No mask is ever derived from it."""
-        known = (getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-        return next((int(token) for token in known if token is not None), 0)
+        tokenizer = self.tokenizer
+        for name in ("pad_token_id", "eos_token_id"):
+            if (token := getattr(tokenizer, name, None)) is not None:
+                return int(token)
+        return 0
 
     @property
     def weight_version(self) -> str:

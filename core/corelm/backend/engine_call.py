@@ -70,7 +70,9 @@ class EngineCall:
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """Make this the `current_call` of the thread in the block, in which the engine is asked once more."""
-        self.attempt = max([self.attempt, *(origin.sent for origin in self.origins)]) + 1
+        for origin in self.origins:
+            self.attempt = max(self.attempt, origin.sent)
+        self.attempt += 1
         for origin in self.origins:
             origin.sent = self.attempt
         token = _current.set(self)

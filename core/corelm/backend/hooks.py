@@ -37,11 +37,14 @@ from corelm.errors import (
     EngineError,
     described,
 )
+from corelm.spec.hookspecs import BackendSpec
 from corelm.spec.records import AbortRequest, CloseRequest, WeightsStateRequest
 from corelm.tensors.modes import no_inference_mode
 
 T = TypeVar("T")
 
+#: The names of all hooks.
+SPECIFIED = tuple(name for name in vars(BackendSpec) if not name.startswith("_"))
 #: Seconds that closing waits for a call whose caller has stopped waiting.
 PATIENCE = 5.0
 
@@ -93,6 +96,7 @@ class EngineHooks:
         self._release_late = False
         self._process = os.getpid()
         self.capabilities, self._hooks = registered(engine, name, wrappers)
+        self._implemented = frozenset(hook for hook in SPECIFIED if implementers(self._hooks, hook))
         self._ask = partial(ask, self._hooks, name)
         # Core's own hooks do not wait for the engine. Tokenizing waits for other tokenizing, because encoding changes
         # the encoder's settings.
@@ -101,14 +105,15 @@ class EngineHooks:
             for hook, turn in (("tokenize", threading.RLock()), ("to_containers", nullcontext()))
             if all(isinstance(plugin, DefaultHooks) for plugin in implementers(self._hooks, hook))
         }
+        self._unwatched = {hook for hook in self._own_turns if len(getattr(self._hooks, hook).get_hookimpls()) == 1}
         self._tells_weights = self.implements("weights_state")
         self.weights = Weights(self._weights_state)
-        self.in_flight = VersionsInFlight(name, self.capabilities, self.weights, self._lock, self._ask, self.fault)
+        self.in_flight = VersionsInFlight(name, self.weights, self._lock, self._ask, self.fault)
         self.sleep_state = SleepState(name, self.capabilities.without_weights)
 
     def implements(self, hook: str) -> bool:
         """Return whether the engine or core implements the hook, or a wrapper does so in the engine's place."""
-        return bool(implementers(self._hooks, hook))
+        return hook in self._implemented
 
     def require_open(self) -> None:
         """Refuse a call to a closed engine, and to one that another process has opened.
@@ -118,7 +123,8 @@ class EngineHooks:
         """
         if self.closed:
             raise BackendClosedError(f"backend {self._name!r} is closed; open it again with get_backend")
-        self.require_here()
+        if os.getpid() != self._process:
+            self.require_here()
 
     def require_here(self) -> None:
         """Refuse what a fork of the process that opened the engine cannot do.
@@ -189,6 +195,11 @@ class EngineHooks:
         self.require_open()
         if not self.implements(hook):
             raise CapabilityError(f"backend {self._name!r} has no hook {hook}", capability=hook)
+        if hook in self._unwatched:
+            # Core asks itself, and no wrapper sees it.
+            with self._own_turns[hook], no_inference_mode():
+                self.require_open()
+                return finish(self._ask(hook, fill(request)))
         timeout = getattr(request, "timeout", None)
         end = None if timeout is None else time.monotonic() + timeout
         call = EngineCall(self._name, self._model, origins)
@@ -350,7 +361,10 @@ class EngineHooks:
                 request = replace(request, timeout=self._left(end))
             try:
                 with call.under_way():
-                    result = self.in_flight.sampled(request) if hook in GO_ON else self._ask(hook, request)
+                    if hook in GO_ON and self.capabilities.updates_in_flight:
+                        result = self.in_flight.sampled(request)
+                    else:
+                        result = self._ask(hook, request)
             except CoreLMError as error:
                 told = failed(error)
                 if told is error:

@@ -211,7 +211,7 @@ def prepare_generation(
         logprobs=mode,
         seeds=None if seeds is None else seeds[answers.index],
         stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids),
-        request_ids=tuple(names[row] for row in answers.index.tolist()),
+        request_ids=tuple([names[row] for row in answers.index.tolist()]) if problems else names,
         timeout=engine.time_limit(timeout),
         on_tokens=delivery if capabilities.streaming else None,
         on_answer=on_answer,

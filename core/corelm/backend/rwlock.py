@@ -164,6 +164,8 @@ class ReadersWriterLock:
             self._waiting.pop(visit, None)
 
     def _may_enter(self, visit: Visit) -> bool:
+        if not self.inside and not self._waiting.keys() - {visit}:
+            return True
         others, nested = self._others(visit), self._nested(visit)
         # A copy, made in one step: a thread that stops waiting does not take the mutex.
         exclusive = [other for other in list(self._waiting) if other.exclusive and other is not visit]

@@ -36,10 +36,11 @@ def answer_seeds(seed: int, rows: Iterable[int], samples: int = 1) -> Tensor:
     """
     gamma = 0x9E3779B97F4A7C15
     stream = _mix((seed + gamma) & _MASK)
-    by_row = (_mix((stream + (row + 1) * gamma) & _MASK) for row in rows)
-    return torch.tensor(
-        [_mix((r + (s + 1) * gamma) & _MASK) >> 1 for r in by_row for s in range(samples)], dtype=torch.int64
-    )
+    made = []
+    for row in rows:
+        of_row = _mix((stream + (row + 1) * gamma) & _MASK)
+        made += [_mix((of_row + (sample + 1) * gamma) & _MASK) >> 1 for sample in range(samples)]
+    return torch.tensor(made, dtype=torch.int64)
 
 
 def continued_seeds(seeds: Tensor, lengths: Tensor) -> Tensor:

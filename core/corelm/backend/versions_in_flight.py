@@ -17,7 +17,6 @@ from corelm.backend.rwlock import ReadersWriterLock, Visit
 from corelm.backend.version_runs import check_runs, renamed, with_runs
 from corelm.backend.weights import Weights
 from corelm.errors import BackendTimeoutError, EngineError
-from corelm.spec.capabilities import Capabilities
 from corelm.spec.deadline import Deadline
 from corelm.spec.provenance import VersionRuns
 from corelm.spec.records import GenerateRequest, GenerateResult
@@ -63,13 +62,12 @@ class CallUnderWay:
 
 
 class VersionsInFlight:
-    """The calls under way, and the updates that they have seen.
+    """The calls under way to an engine that goes on in updates, and the updates that they have seen.
 
     An interrupt can end any of this between two bytecodes. So no flag says that an update is under way: the lock does.
 
     Args:
         name: the name of the backend, for errors.
-        capabilities: whether the engine says which tokens are of which weights.
         weights: the label of the weights in force.
         lock: the engine's, which knows in which visits a thread is.
         ask: calls a hook, given its name and its request.
@@ -79,14 +77,13 @@ class VersionsInFlight:
     def __init__(
         self,
         name: str,
-        capabilities: Capabilities,
         weights: Weights,
         lock: ReadersWriterLock,
         ask: Callable[[str, Any], Any],
         fault: Callable[[str], Callable[[str], EngineError]],
     ) -> None:
-        self._name, self._reports = name, capabilities.updates_in_flight
-        self._weights, self._lock, self._ask, self._fail = weights, lock, ask, fault("generate")
+        self._name, self._weights, self._lock = name, weights, lock
+        self._ask, self._fail = ask, fault("generate")
         self._calls: dict[CallUnderWay, None] = {}
         self._last: Attempt | None = None
         # A lock in C: its `with` statement cannot be interrupted half-way.
@@ -106,13 +103,11 @@ class VersionsInFlight:
         try:
             while not self._begun(call):
                 self._pause(deadline)
-            if self._reports:
-                request = replace(request, weight_version=call.label, weight_update=call.number)
-            batch = self._ask("generate", request)
+            batch = self._ask("generate", replace(request, weight_version=call.label, weight_update=call.number))
             if not isinstance(batch, GenerateResult):
                 return batch
             check_runs(batch, self._fail)
-            return with_runs(batch, self._settled(batch, call, deadline)) if self._reports else batch
+            return with_runs(batch, self._settled(batch, call, deadline))
         finally:
             self._calls.pop(call, None)
 

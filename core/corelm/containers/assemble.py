@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -267,13 +267,13 @@ def _support(request: ContainerRequest, builder: _Builder, scored: Ragged) -> di
 
 
 def _wrap_parts(cls: type[C], parts: Parts[T], build: Callable[[T], Any], shape: tuple[int, ...]) -> C:
-    fields = {name: build(part) for name, part in _present(parts)}
+    fields = {name: build(part) for name, part in _present(parts).items()}
     return cls.from_tensordict(TensorDict(fields, batch_size=shape))
 
 
-def _present(parts: Parts[T]) -> Iterator[tuple[str, T]]:
-    named = (("prompt", parts.prompt), ("response", parts.response), ("full", parts.full))
-    return ((name, part) for name, part in named if part is not None)
+def _present(parts: Parts[T]) -> dict[str, T]:
+    named = {"prompt": parts.prompt, "response": parts.response, "full": parts.full}
+    return {name: part for name, part in named.items() if part is not None}
 
 
 # Checks --------------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def _check(request: ContainerRequest) -> None:
         if data.get(name) is None:
             raise InvalidRequestError(f"{name!r} is in fields, but the request has no data for it", field=name)
     count = math.prod(request.batch_size)
-    for name, values in _per_row(request):
+    for name, values in _per_row(request).items():
         if len(values) != count:
             raise InvalidRequestError(
                 f"{name} has {len(values)} rows, but a batch of {tuple(request.batch_size)} has {count}", field=name
@@ -311,16 +311,17 @@ def _check(request: ContainerRequest) -> None:
         raise InvalidRequestError(f"{name}: row {row} is {what}", field=name, problems=problems)
 
 
-def _per_row(request: ContainerRequest) -> Iterator[tuple[str, Any]]:
-    """Yield everything in the request that has one item per row, with its name."""
+def _per_row(request: ContainerRequest) -> dict[str, Any]:
+    """Return everything in the request that has one item per row, by name."""
+    found: dict[str, Any] = {}
     for name in ("tokens", "texts", "chats"):
-        parts = getattr(request, name)
-        if parts is not None:
-            yield from ((f"{name}.{part}", values) for part, values in _present(parts))
+        if (parts := getattr(request, name)) is not None:
+            found |= {f"{name}.{part}": values for part, values in _present(parts).items()}
     for name in ("logprobs", "scored", "argmax", "greedy", "assistant", "finish_reasons", "errors", *_SUPPORT):
-        if getattr(request, name) is not None:
-            yield name, getattr(request, name)
+        if (values := getattr(request, name)) is not None:
+            found[name] = values
     if isinstance(request.provenance, tuple):
-        yield "provenance", request.provenance
+        found["provenance"] = request.provenance
     if request.columns is not None:
-        yield "columns", request.columns.mask
+        found["columns"] = request.columns.mask
+    return found

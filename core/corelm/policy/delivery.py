@@ -72,8 +72,9 @@ def _replaced_keys(td: TensorDictBase, options: PolicyOptions) -> list[NestedKey
 
 def must_replace(td: TensorDictBase, options: PolicyOptions) -> None:
     """Refuse generating in place if it would leave a container of an earlier answer next to the new one."""
+    written = options.fields
     for name, container in _CONTAINERS.items():
-        if name in options.fields or (name == "history" and options.input_mode != "history"):
+        if name in written or (name == "history" and options.input_mode != "history"):
             continue
         there = find_value(td, getattr(options.keys, name))
         response = "all_response_mask" if name == "masks" else "response"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from corelm.backend.backend import Backend
+from corelm.backend.encoding import decoded
 from corelm.errors import Problems, ResponseParserWarning, described, level_of_caller, spelled_out
 from corelm.policy.rows import InputRows
 from corelm.rendering.response_parsers import NamedParser, parser_named
@@ -49,15 +50,17 @@ def answer_texts(
     Args:
         prompts: int64, the ids whose text each answer continues, as `InputRows.continued` has them; None for none.
     """
-    if prompts is not None:
-        # The prompt of a row that failed may be illegal.
-        ends = torch.where(batch.ids.lengths > 0, prompts.lengths, 0)
-        prompts = prompts.slice(torch.zeros_like(ends), ends)
-    decode = partial(backend.detokenize, skip_special_tokens=sampling.skip_special_tokens, before=prompts)
-    texts = batch.texts or tuple(decode(batch.ids))
+    rows = batch.ids.tolist()
+    # The prompt of a row that failed may be illegal.
+    before = None if prompts is None else [p if row else [] for p, row in zip(prompts.tolist(), rows, strict=True)]
+
+    def decode(rows: Sequence[list[int]]) -> list[str]:
+        return decoded(backend.tokenizer, rows, sampling.skip_special_tokens, before)
+
+    texts = batch.texts or tuple(decode(rows))
     if not sampling.stop:
         return texts
-    olds = decode(batch.ids.slice(torch.zeros_like(batch.ids.lengths), batch.ids.lengths - 1))
+    olds = decode([row[:-1] for row in rows])
     return tuple(
         text_before_stop(text, old, sampling.stop) if reason == "stop" else text
         for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)

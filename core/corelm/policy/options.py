@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Literal
 
 import torch
@@ -305,14 +306,8 @@ class PolicyOptions:
     def fields(self) -> frozenset[str]:
         """The containers to write, by name."""
         history = self.input_mode == "history" if self.return_history is None else self.return_history
-        wanted = {
-            "text": self.return_text,
-            "tokens": self.return_tokens,
-            "masks": self.return_masks,
-            "log_probs": self.return_log_probs,
-            "history": history,
-        }
-        return frozenset(name for name, want in wanted.items() if want)
+        wanted = self.return_text, self.return_tokens, self.return_masks, self.return_log_probs, history
+        return frozenset(compress(("text", "tokens", "masks", "log_probs", "history"), wanted))
 
 
 OPTIONS = tuple(option.name for option in dataclasses.fields(PolicyOptions))

@@ -78,9 +78,14 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
     A row that failed has no ids, and its finish reason is ``error``, or ``abort`` if it was aborted. An answer that
     lacks what was asked for at some of its ids is an error of that row.
     """
-    rows = [_incomplete(row, request) or row if isinstance(row, RowAnswer) else row for row in rows]
-    answers = [_no_answer(row) if isinstance(row, RowFailure) else row for row in rows]
-    errors = [row.why if isinstance(row, RowFailure) and not row.aborted else "" for row in rows]
+    if request.return_support or request.top_logprobs:
+        rows = [_incomplete(row, request) or row if isinstance(row, RowAnswer) else row for row in rows]
+    answers: list[RowAnswer] = []
+    errors: list[str] = []
+    for row in rows:
+        failed = row if isinstance(row, RowFailure) else None
+        answers.append(row if isinstance(row, RowAnswer) else _no_answer(row))
+        errors.append("" if failed is None or failed.aborted else failed.why)
     device = request.prompts.values.device
     logprobs = None
     if request.logprobs != "none":
@@ -88,7 +93,7 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
     return GenerateResult(
         ids=Ragged.from_list([answer.ids for answer in answers]).to(device),
         logprobs=logprobs,
-        finish_reasons=tuple(answer.finish_reason for answer in answers),
+        finish_reasons=tuple([answer.finish_reason for answer in answers]),
         errors=tuple(errors) if any(errors) else None,
         cached_tokens=_cached_tokens(request, answers),
         **_kept(request, answers),
@@ -111,9 +116,8 @@ def _incomplete(answer: RowAnswer, request: GenerateRequest) -> RowFailure | Non
 
 
 def _cached_tokens(request: GenerateRequest, answers: Sequence[RowAnswer]) -> tuple[int | None, ...] | None:
-    counts = [answer.cached_tokens for answer in answers]
-    counts = [count if type(count) is int and count >= 0 else None for count in counts]
-    if all(count is None for count in counts):
+    counts = [count if type(count := answer.cached_tokens) is int and count >= 0 else None for answer in answers]
+    if {*counts} <= {None}:
         return None
     lengths = request.prompts.lengths.tolist()
     # An engine that interrupts a request and goes on later finds some of the answer in its cache as well.

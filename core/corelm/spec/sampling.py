@@ -172,7 +172,7 @@ class SamplingParams:
             InvalidRequestError: an unknown name (the message suggests the nearest known one), or two names for one
                 parameter with different values.
         """
-        changes = _canonical(changes)
+        changes = _canonical(changes) if changes else changes
         if isinstance(value, SamplingParams):
             if "temperature" in changes or "do_sample" in changes:
                 # The one of the two that is not given follows the other, as it did when `value` was made.

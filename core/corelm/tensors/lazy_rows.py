@@ -137,7 +137,8 @@ def _waiting(ordinary: type[TensorDictBase]) -> Any:
 
         @property
         def shape(self) -> torch.Size:
-            return self.batch_size
+            source = flat_source(self)
+            return self.batch_size if source is None else torch.Size(source.shape)
 
         def _has_names(self) -> bool:
             return flat_source(self) is None and self._has_names()

@@ -69,6 +69,9 @@ class Ragged:
         Raises:
             TypeError: a value does not fit `dtype`: a float among integers, which would be cut off.
         """
+        rows = list(rows)
+        if {*map(type, rows)} <= {list, tuple, array}:
+            return cls(_flat(rows, dtype), torch.tensor(list(map(len, rows)), dtype=torch.int64))
         rows = [_of_array(row) if isinstance(row, array) else row for row in rows]
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         # A list and no generator: Ctrl-C while a generator that is not exhausted is closed would be lost.
@@ -343,7 +346,10 @@ def _flat(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
         with suppress(TypeError, OverflowError):
             values = array(code)
             for row in rows:
-                values.fromlist(row if isinstance(row, list) else list(row))
+                if isinstance(row, array):
+                    values.extend(row)
+                else:
+                    values.fromlist(row if isinstance(row, list) else list(row))
             if values:
                 return torch.frombuffer(values, dtype=dtype)
     return _made([value for row in rows for value in row], dtype)

@@ -110,7 +110,7 @@ class ToyBackend:
             ids.append(token)
             if request.on_tokens is not None:
                 request.on_tokens(TokenChunk(row=row, ids=[token], logprobs=logprobs[-1:]))
-            if token in request.stop_ids or stop_strings.completed_by(token):
+            if token in request.stop_ids or (sampling.stop and stop_strings.completed_by(token)):
                 return answer("stop")
         return answer("length")
 
@@ -166,8 +166,8 @@ def _banned(answer: list[int], request: GenerateRequest) -> frozenset[int]:
 def _processed(logits: Tensor, sampling: SamplingParams, banned: frozenset[int]) -> Tensor:
     """Return the log-probs ``[V]`` of the distribution sampled from. Greedy decoding puts all mass on one token."""
     logits = logits.index_fill(0, torch.tensor(sorted(banned), dtype=torch.int64), -math.inf)
-    top_k = 1 if sampling.greedy else sampling.top_k
-    if not sampling.greedy:
+    top_k = 1 if sampling.temperature == 0 else sampling.top_k
+    if sampling.temperature:
         logits = logits / sampling.temperature
     if top_k is not None:
         best = logits.topk(min(top_k, len(logits))).indices
