@@ -28,6 +28,7 @@ def run(tmp_path, tiny_model, name, *command):
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_two_ranks_sample_and_train_in_turns(tmp_path, tiny_model):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     said = run(tmp_path, tiny_model, "colocated.py", *torchrun)

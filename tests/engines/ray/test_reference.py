@@ -17,6 +17,7 @@ from helpers.tiny_models import tiny_model
 PAGE = Page(Path(__file__).parents[3] / "docs" / "scaling.md")
 
 
+@pytest.mark.nightly
 def test_the_kl_is_that_of_a_reference_in_this_process(model: Path) -> None:
     with (
         corelm.get_backend("transformers", model, dtype="float32") as backend,

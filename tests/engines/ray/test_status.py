@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import ray
 
 from engines.ray.conftest import Open
 
 
+@pytest.mark.nightly
 def test_the_command_shows_actors_with_names(open_toys: Open) -> None:
     backend = open_toys(replicas=2, actor_name="seen", namespace="watched")
     backend.generate([[72]] * 8, {"max_new_tokens": 8, "seed": 1})

@@ -58,6 +58,7 @@ class TestProcessedLogprobs(InProcessConformance):
         return lambda: open_vllm(logprobs_mode="processed_logprobs")
 
 
+@pytest.mark.nightly
 class TestAdapters(OracleKit, AdapterPromises):
     model: ClassVar[nn.Module] = tiny_model(hidden_size=128)
 

@@ -106,7 +106,6 @@ PROGRAMS = {
 }
 #: The rest runs at night: each takes as long as importing torch does.
 FIRST = {
-    "with batching, scoring",
     "in a task, without batching",
     "without batching",
 }
