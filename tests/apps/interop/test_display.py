@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 import corelm
 import corelm_interop
+from core.containers.test_support import FULL, rollout
 from corelm import History, LLMPolicy
 from corelm.containers import LogProbs, Masks
 from corelm.containers.assemble import assemble
@@ -22,6 +23,7 @@ from corelm.errors import InvalidRequestError
 from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 from corelm_interop.display import container_html
 from corelm_interop.display.notebook import result_or_none
 from helpers.broken_containers import BROKEN
@@ -274,3 +276,13 @@ def test_a_cut_row_says_how_many_tokens_are_left_out_and_which_are_not_scored() 
     assert page.count("… 450 before") == page.count("… 350 more") == 8
     assert page.count("position 450, id 1, prompt") == page.count("position 649, id 1, response") == 8
     assert page.count("log-prob -1, ") == 8 * 150
+
+
+@each("pad", [False, True])
+def test_sets_of_ids_and_the_most_probable_ids_are_summed_up(pad: bool) -> None:
+    td = rollout(pad)
+    for text in (str(corelm_interop.summary(td)), corelm_interop.summary(td)._repr_html_()):
+        assert "support: kept ids, mean 2.0 a token" in text and "top 2 ids with the tail" in text
+    assert "position 3" in corelm_interop.summary(td)._repr_html_() and "position 3" in container_html(td["log_probs"])
+    whole = rollout(pad, kept_ids=TokenSets.from_list([[[]] * len(row) for row in FULL]))
+    assert "support: kept ids, none was cut" in str(corelm_interop.summary(whole))

@@ -290,15 +290,7 @@ def test_from_rows_refuses(changes, field):
 
 @each("pad", [False, True])
 def test_what_is_printed(pad):
-    td = rollout(pad)
-    assert repr(td["log_probs"]).startswith("LogProbs(")
-    interop = pytest.importorskip("corelm_interop")
-    for text in (str(interop.summary(td)), interop.summary(td)._repr_html_()):
-        assert "support: kept ids, mean 2.0 a token" in text and "top 2 ids with the tail" in text
-    assert "position 3" in interop.summary(td)._repr_html_()
-    assert "position 3" in interop.container_html(td["log_probs"])
-    whole = rollout(pad, kept_ids=TokenSets.from_list([[[]] * len(row) for row in FULL]))
-    assert "support: kept ids, none was cut" in str(interop.summary(whole))
+    assert repr(rollout(pad)["log_probs"]).startswith("LogProbs(")
 
 
 @each("pad", [False, True])
