@@ -35,7 +35,7 @@ _PAUSE = 0.02
 
 
 class WeightsListener(Protocol):
-    """Is told of every change of an engine's weights while no other call is in the engine, and may object to it.
+    """Checks every change of an engine's weights. Core calls it while no other call is in the engine.
 
     It may call the engine from the thread that tells it.
     """

@@ -16,7 +16,7 @@ from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import FlatRows, flat_source
 from corelm.tensors.ragged import Ragged
 
-#: Fields that are not named: those with no values a token, and the ids beside the sampled ones.
+#: Fields that the repr leaves out: those without a value per token, and those about ids that were not sampled.
 _NOT_NAMED = frozenset({"padded", "provenance", *KEPT, *TOP})
 #: How many characters are shown of a text.
 _CHARACTERS = 36
@@ -32,7 +32,7 @@ def short(container: Any) -> str:
         names = ", ".join(_named(container, name) for name in container.keys() if name not in _NOT_NAMED)
         return f"{type(container).__name__}({rows}: {names}{_more(container)})"
     except Exception as error:
-        # A repr that raises would hide what is wrong with the contents.
+        # If this raised, the user would not see what is wrong with the contents.
         return f"{type(container).__name__}(not shown, {type(error).__name__})"
 
 
@@ -47,18 +47,18 @@ def _named(container: Any, name: str) -> str:
 
 
 def _more(container: Any) -> str:
-    first = type(container).from_tensordict(head(container._tensordict, 1)) if math.prod(container.batch_size) else None
     if isinstance(container, LogProbs):
         found = container.provenance
         found = found[0] if isinstance(found, tuple) else found
         return f"; {_label(found)}" if isinstance(found, Provenance) else "; unknown distribution"
-    if isinstance(container, Text) and first is not None:
+    if not isinstance(container, (Text, History)) or not math.prod(container.batch_size):
+        return ""
+    first = type(container).from_tensordict(head(container._tensordict, 1))
+    if isinstance(container, Text):
         texts = [getattr(first, name)[0] for name in ("prompt", "response", "full") if name in first.keys()]
         return ": " + " → ".join(map(_cut, texts[:2])) if texts else ""
-    if isinstance(container, History) and first is not None:
-        ((messages, last),) = last_turns(first, 1)
-        return f"; {messages} messages in the first" + "".join(f", {one.role}: {_cut(one.content)}" for one in last)
-    return ""
+    ((messages, last),) = last_turns(first, 1)
+    return f"; {messages} messages in the first" + "".join(f", {one.role}: {_cut(one.content)}" for one in last)
 
 
 def _label(found: Provenance) -> str:

@@ -73,7 +73,7 @@ class InputRows:
 
     @property
     def continued(self) -> Ragged:
-        """The ids whose text each answer continues: none before a new message, which is a text of its own."""
+        """The ids whose text each answer continues; empty where the answer is a new message."""
         if self.chats is None:
             return self.ids
         begun = [turn is not None for turn in self.begun or (None,) * len(self.ids)]

@@ -174,7 +174,7 @@ def segments_of(
 
 
 def _with_wanted_calls(template: Template, chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Return messages whose calls are written as the template wants them.
+    """Return the messages with their calls in a form that the template accepts.
 
     A template may fail on arguments that are objects, as DeepSeek's do, or write them as Python does: then they become
     JSON texts. It may fail on ids that have not nine letters or digits, as Mistral's do: then they become such.

@@ -85,7 +85,7 @@ class Generator(Worker[Prompt]):
             top_logprobs=self.top_logprobs,
             adapter=self.options.adapter,
         )
-        # The message of a chat is a text of its own.
+        # An answer in a chat is a new message, so its text does not continue the prompt.
         asked = zip(prompts, rows_of_ids.tolist(), strict=True)
         before = Ragged.from_list([() if prompt.chat is not None else row for prompt, row in asked]).repeat(samples)
         texts = answer_texts(batch, sampling, self.engine, before)
