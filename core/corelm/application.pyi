@@ -3,9 +3,8 @@ from .backend.adapters import update_adapter as update_adapter
 from .backend.check_requests import generation_mode as generation_mode
 from .backend.check_requests import prompt_problems as prompt_problems
 from .backend.check_requests import sequence_problems as sequence_problems
-from .backend.check_results import check_generation as check_generation
-from .backend.check_results import check_scores as check_scores
-from .backend.check_results import owned as owned
+from .backend.check_results import checked_generation as checked_generation
+from .backend.check_results import checked_scores as checked_scores
 from .backend.default_hooks import DefaultHooks as DefaultHooks
 from .backend.encoding import Encoder as Encoder
 from .backend.engine_call import Arrival as Arrival

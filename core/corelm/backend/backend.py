@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from corelm import validate
-from corelm.backend import arguments, check_results
+from corelm.backend import arguments
 from corelm.backend.aborts import Aborts
 from corelm.backend.call_log import log_close_failed
+from corelm.backend.check_results import checked_tokens
 from corelm.backend.controls import EngineControls
 from corelm.backend.encoding import decoded
 from corelm.backend.engine import OpenEngine
@@ -180,8 +181,7 @@ class Backend(EngineControls, AnswerStreams):
         )
 
         def finish(batch: TokenizeResult) -> TokenizeResult:
-            check_results.check_tokens(batch, found, self.engine.hooks.fault("tokenize"))
-            return check_results.owned_tokens(batch)
+            return checked_tokens(batch, found, self.engine.hooks.fault("tokenize"))
 
         tokens: TokenizeResult = self.engine.hooks.call("tokenize", request, finish)
         return tokens

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from corelm.backend.arguments import refuse_unreadable
-from corelm.backend.check_sets import set_problems
+from corelm.backend.check_results import set_problems
 from corelm.errors import Problems, described
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from corelm.backend.check_sets import set_problems
+from corelm.backend.check_results import set_problems
 from corelm.errors import Problems
 from corelm.spec.provenance import VersionRuns
 from corelm.spec.records import GenerateResult

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from corelm import validate
-from corelm.backend import arguments, check_requests, check_results
+from corelm.backend import arguments, check_requests
 from corelm.backend.adapters import checked_adapter
+from corelm.backend.check_results import checked_generation, checked_scores, every_row_was_served
 from corelm.backend.continuing import Continuation, label_of_call
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
@@ -51,7 +52,8 @@ class PreparedCall(Generic[R]):
         engine: the engine to call.
         hook: the hook to call with `request`.
         request: the checked request.
-        check: compares the engine's result with a request: with this one, or with a larger one that it is part of.
+        checked: returns a hook's result, checked and in storage of its own. It may be the result of a larger request
+            that this one is part of, which is passed as well.
         finish: makes the caller's result from a checked result. Call it before the engine serves another call: it
             reads which weights are in force.
         nothing: makes the result of a call without rows; None for a call that the engine has to serve.
@@ -66,7 +68,7 @@ class PreparedCall(Generic[R]):
     engine: OpenEngine
     hook: Literal["generate", "score_logprobs"]
     request: GenerateRequest | ScoreRequest
-    check: Callable[[Any, Any], None]
+    checked: Callable[[Any, Any], R]
     finish: Callable[[Any], R]
     nothing: Callable[[], R] | None
     caller_rows: Tensor
@@ -91,17 +93,13 @@ class PreparedCall(Generic[R]):
             result: R = self.engine.hooks.call(
                 self.hook,
                 request,
-                self._checked,
+                lambda result: self.finish(self.checked(result, self.request)),
                 attended=attended,
                 failed=lambda error: renumbered(error, self.caller_rows),
                 delivered=delivered,
                 origins=(self.origin,),
             )
         return result
-
-    def _checked(self, result: Any) -> R:
-        self.check(result, self.request)
-        return self.finish(check_results.owned(result))
 
 
 @contextmanager
@@ -220,14 +218,14 @@ def prepare_generation(
         top_logprobs=top_logprobs,
     )
 
-    def check(batch: GenerateResult, asked: GenerateRequest) -> None:
-        check_results.check_generation(batch, asked, capabilities, engine.tokenizer, engine.hooks.fault("generate"))
+    def checked(batch: GenerateResult, whole: GenerateRequest) -> GenerateResult:
+        return checked_generation(batch, whole, capabilities, engine.tokenizer, engine.hooks.fault("generate"))
 
     def finish(batch: GenerateResult) -> GenerateResult:
         if delivery is not None:
             delivery.compare(batch, engine.hooks.fault("generate"))
         if on_error == "raise":
-            check_results.every_row_was_served(batch, samples, engine.name)
+            every_row_was_served(batch, samples, engine.name)
         batch = replace(
             batch,
             mode=batch.mode if logprobs == "none" else logprobs,
@@ -251,7 +249,7 @@ def prepare_generation(
         engine=engine,
         hook="generate",
         request=request,
-        check=check,
+        checked=checked,
         finish=finish,
         nothing=None
         if len(answers)
@@ -357,12 +355,12 @@ def prepare_scoring(
         **named.of_rows(served),
     )
 
-    def check(batch: ScoreResult, asked: ScoreRequest) -> None:
-        check_results.check_scores(batch, asked, capabilities.vocab_size, engine.hooks.fault("score_logprobs"))
+    def checked(batch: ScoreResult, whole: ScoreRequest) -> ScoreResult:
+        return checked_scores(batch, whole, capabilities.vocab_size, engine.hooks.fault("score_logprobs"))
 
     def finish(batch: ScoreResult) -> ScoreResult:
         if on_error == "raise":
-            check_results.every_row_was_served(batch, 1, engine.name)
+            every_row_was_served(batch, 1, engine.name)
         return spread(replace(batch, weight_versions=_versions(engine, batch, len(served), adapter), adapter=adapter))
 
     def spread(batch: ScoreResult) -> ScoreResult:
@@ -379,7 +377,7 @@ def prepare_scoring(
         engine=engine,
         hook="score_logprobs",
         request=request,
-        check=check,
+        checked=checked,
         finish=finish,
         nothing=None if len(served) else nothing,
         caller_rows=served.index,

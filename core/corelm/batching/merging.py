@@ -69,8 +69,7 @@ def ask_together(
     request = replace(_joined([call.request for call in calls]), timeout=timeout)
 
     def finish(batch: Any) -> list[Result]:
-        calls[0].check(batch, request)
-        return list(_parted(batch, calls))
+        return list(_parted(calls[0].checked(batch, request), calls))
 
     with delivering(calls) as delivered:
         parted: list[Result] = calls[0].engine.hooks.call(

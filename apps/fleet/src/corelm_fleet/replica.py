@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from corelm import Backend
-from corelm.application import Aborts, check_generation, check_scores, owned, update_adapter
+from corelm.application import Aborts, checked_generation, checked_scores, update_adapter
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.spec import GenerateRequest, GenerateResult, ScoreResult, WeightUpdate
 from corelm_fleet.agreement import require_plain
@@ -119,17 +119,17 @@ class OpenReplica:
             request = replace(request, seeds=torch.randint(2**63 - 1, (len(request.prompts),)))
 
         def finish(batch: Any) -> Any:
+            checked: Result
             if isinstance(request, GenerateRequest):
-                check_generation(batch, request, can, engine.tokenizer, fault)
+                checked = checked_generation(batch, request, can, engine.tokenizer, fault)
             else:
-                check_scores(batch, request, can.vocab_size, fault)
+                checked = checked_scores(batch, request, can.vocab_size, fault)
             if engine.hooks.weights.label != self._label:
                 raise EngineError(
                     f"{self._member.name}: the weights were changed where they are, so they are not those of the "
                     "fleet; use update_weights, or weights_changed, on the fleet",
                     usable=False,
                 )
-            checked: GenerateResult | ScoreResult = owned(batch)
             return checked
 
         result: Result = engine.hooks.call(hook, request, finish, attended=attended)
