@@ -4,8 +4,8 @@ Core does this for every plugin. `fail` makes an `EngineError` that names the pl
 kind, from a result that cannot be read at all, becomes one in `EngineHooks`.
 
 An engine may reuse its buffers for the next call, but containers create rows from a result much later, so tensors are
-copied: 12 bytes a token, and more where other ids were asked for. Logits and what carries gradients are not copied: they
-are large, and a plugin promises not to modify them.
+copied: 12 bytes a token, and more where other ids were asked for. Logits and what carries gradients are large and are
+not copied: a plugin promises not to modify them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def checked_tokens(batch: TokenizeResult, texts: Sequence[str], fail: Fail) -> T
         raise fail(f"returned {len(batch.offsets)} offsets for {len(ids.values)} ids")
     start, end = offsets.values.cpu().unbind(-1)
     sizes = torch.tensor([len(text) for text in texts], dtype=torch.int64)[ids.row_index]
-    _refuse((start < 0) | (end < start) | (end > sizes), ids, "the id covers characters that its text has not", fail)
+    _refuse((start < 0) | (end < start) | (end > sizes), ids, "the id covers other characters than those of its text", fail)
     return replace(batch, ids=ids, offsets=offsets.values)
 
 
@@ -417,7 +417,7 @@ def _top(
     counted: Tensor,
     vocab_size: int,
     fail: Fail,
-) -> dict[str, Ragged]:
+) -> dict[str, Any]:
     """Return the fields of the most probable ids, or of those that a `ScoreRequest` names, by name.
 
     Args:

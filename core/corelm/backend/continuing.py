@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from corelm.backend import arguments
+from corelm.backend.check_results import set_problems
 from corelm.backend.engine import OpenEngine
-from corelm.backend.partial_answers import OF_TOKENS, must_be_whole, runs_of, token_problems, version_problems
 from corelm.backend.seeds import continued_seeds, seeds_of_call
 from corelm.backend.skipping import ServedRows
 from corelm.backend.version_runs import renamed, with_runs
@@ -25,9 +25,17 @@ from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.stop_strings import StopStrings
+from corelm.spec.version_labels import backward, run_problems
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
+
+#: Fields of a result with a value, or a row of values, for each token.
+_OF_TOKENS = ("logprobs", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
+#: Fields that a result has together or not at all.
+_TOGETHER = (("kept_ids", "kept_log_mass"), ("top_ids", "top_logprobs", "tail_log_mass"))
+#: Fields with one entry a row.
+_OF_ROWS = ("finish_reasons", "version_runs", "weight_versions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,11 +94,11 @@ class Continuation:
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
         strings = StopStrings.of(sampling, engine.tokenizer)
         stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(samples)]
-        must_be_whole(old)
+        _must_be_whole(old)
         reasons, problems = _reasons(old, stop_ids, stops, limit)
         going = [row for row, reason in enumerate(reasons) if not reason]
-        problems |= version_problems(old, going, engine.version_with(label.adapter))
-        problems |= token_problems(old, engine.capabilities.vocab_size)
+        problems |= _version_problems(old, going, engine.version_with(label.adapter))
+        problems |= _token_problems(old, engine.capabilities.vocab_size)
         for row in going:
             # The engine would count these tokens from the seam on.
             if int(old.ids.lengths[row]) < sampling.min_new_tokens:
@@ -155,7 +163,7 @@ class Continuation:
         if old.logprobs is not None and old.support == "truncated":
             # What follows may be of full support: the minimum of new tokens has been reached.
             fields["support"] = old.support
-        for name in OF_TOKENS:
+        for name in _OF_TOKENS:
             one, other = getattr(old, name), getattr(new, name)
             if one is not None and other is not None:
                 fields[name] = one.to(device).join(self.open.ragged(other)).slice(start, lengths)
@@ -183,8 +191,8 @@ class Continuation:
         return lengths, tuple(reasons)
 
     def _runs(self, new: GenerateResult, lengths: Sequence[int]) -> list[VersionRuns]:
-        found = [list(runs) for runs in runs_of(self.old)]
-        for row, runs in zip(self.open.index.tolist(), runs_of(new), strict=True):
+        found = [list(runs) for runs in _runs_of(self.old)]
+        for row, runs in zip(self.open.index.tolist(), _runs_of(new), strict=True):
             before = int(self.old.ids.lengths[row])
             kept = found[row] if before else []
             found[row] = kept + [(version, before + first) for version, first in runs if before + first < lengths[row]]
@@ -286,3 +294,77 @@ def _common_limit(
         return sampling.max_new_tokens
     most, context = max(limits), engine.capabilities.max_context
     return None if context is not None and int(lengths.max()) + most > context else most
+
+
+# Whether partial answers can be what they say: a caller may have saved them, cut them, or put them together -----------
+
+
+def _must_be_whole(old: GenerateResult) -> None:
+    """Refuse a result that lacks a field which another one needs, or an entry for a row.
+
+    Raises:
+        InvalidRequestError: naming the field.
+    """
+    for names in _TOGETHER:
+        missing = [name for name in names if getattr(old, name) is None]
+        if 0 < len(missing) < len(names):
+            there = next(name for name in names if name not in missing)
+            raise invalid("continue_from", f"has {there} and no {missing[0]}; give the result as generate returned it")
+    for name in _OF_ROWS:
+        given = getattr(old, name)
+        if given is not None and len(given) != len(old.ids):
+            raise invalid("continue_from", f"has {len(given)} {name} for {len(old.ids)} answers")
+
+
+def _token_problems(old: GenerateResult, vocab_size: int) -> Problems:
+    """Return the rows with another number of values than tokens, or with a set that cannot be that of its token.
+
+    An empty set stands for the whole vocabulary.
+    """
+    lengths, problems = old.ids.lengths, Problems()
+    fields = {name: rows.lengths for name in _OF_TOKENS if isinstance(rows := getattr(old, name), Ragged)}
+    if old.kept_ids is not None:
+        fields["kept_ids"] = old.kept_ids.lengths
+    for name, found in fields.items():
+        if len(found) != len(lengths):
+            raise invalid("continue_from", f"has {name} of {len(found)} answers for {len(lengths)}")
+        for row in (found != lengths).nonzero().flatten().tolist():
+            problems.setdefault(row, f"has {name} at {int(found[row])} positions for {int(lengths[row])} tokens")
+    if old.kept_ids is None or problems:
+        return problems
+    everywhere = torch.ones(len(old.kept_ids.ids), dtype=torch.bool)
+    wrong = set_problems(old.kept_ids, old.ids, vocab_size, everywhere, empty=True)
+    return {row: f"kept_ids, position {position}: {what}" for row, (position, what) in wrong.items()}
+
+
+def _version_problems(old: GenerateResult, going: Sequence[int], in_force: str) -> Problems:
+    """Return the rows whose runs do not ascend, or whose weights go backwards, also from the old part to the new one.
+
+    Args:
+        old: the partial answers.
+        going: the rows that go on.
+        in_force: the label of the weights that they go on with.
+    """
+    problems = Problems()
+    lengths = old.ids.lengths.tolist()
+    for row, runs in enumerate(old.version_runs or ()):
+        if why := run_problems(runs, lengths[row]) or backward(runs):
+            problems[row] = f"version_runs: {why}"
+    known = _runs_of(old)
+    for row in going:
+        if row in problems or not lengths[row]:
+            continue
+        if backward(((known[row][-1][0], 0), (in_force, lengths[row]))):
+            problems[row] = (
+                f"was sampled with the weights {known[row][-1][0]} up to position {lengths[row] - 1}, and would go on "
+                f"with the older weights {in_force}; sample it from its prompt, or, if the weights in force are newer, "
+                "say so: weights_changed(version=…)"
+            )
+    return problems
+
+
+def _runs_of(batch: GenerateResult) -> Sequence[VersionRuns]:
+    """Return the runs of each row; one run for a row of one version, which is called "" if it is not known."""
+    if batch.version_runs is not None:
+        return batch.version_runs
+    return [((version, 0),) for version in batch.weight_versions or ("",) * len(batch.ids)]

@@ -7,7 +7,7 @@ calls (`corelm.batching`): everything before and after the engine's part belongs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
@@ -89,7 +89,7 @@ class PreparedCall(Generic[R]):
             with no_inference_mode():
                 return self.nothing()
         request = self.request if timeout is None else replace(self.request, timeout=timeout)
-        with delivering([self]) as delivered:
+        with delivering([self]) if self.delivery is not None else nullcontext(_nothing_delivered) as delivered:
             result: R = self.engine.hooks.call(
                 self.hook,
                 request,
@@ -100,6 +100,10 @@ class PreparedCall(Generic[R]):
                 origins=(self.origin,),
             )
         return result
+
+
+def _nothing_delivered() -> bool:
+    return False
 
 
 @contextmanager
@@ -151,12 +155,13 @@ def prepare_generation(
     engine.hooks.require_open()
     sampling = SamplingParams.make(sampling)
     prompts = arguments.rows_of_ids(prompts, "prompts", engine)
-    capabilities = engine.capabilities
+    count, capabilities = len(prompts), engine.capabilities
     check_requests.sampling_is_honoured(sampling, capabilities, engine.name)
-    check_requests.stop_strings_can_match(sampling, engine.tokenizer)
+    if sampling.stop:
+        check_requests.stop_strings_can_match(sampling, engine.tokenizer)
     support = SupportOfAnswers.of(return_support, sampling, engine)
     mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name, support.from_engine)
-    adapter = _adapter(engine, adapter)
+    adapter = None if adapter is None else _adapter(engine, adapter)
     if continue_from is not None:
         if on_tokens is not None:
             raise validate.invalid("continue_from", "answers that go on cannot be streamed yet; call generate")
@@ -181,14 +186,15 @@ def prepare_generation(
                 on_answer=on_answer,
             ),
         )
-    top_logprobs = top_of_answers(top_logprobs, mode, engine)
+    top_logprobs = 0 if top_logprobs == 0 else top_of_answers(top_logprobs, mode, engine)
     asked, samples = sampling, sampling.num_samples or 1
-    seeds = seeds_of_call(engine, sampling, len(prompts), seeds)
+    seeds = seeds_of_call(engine, sampling, count, seeds)
     problems = {**check_requests.prompt_problems(prompts, capabilities, sampling), **(problems or {})}
-    served = admitted(problems, len(prompts), on_error, "prompts")
+    served = admitted(problems, count, on_error, "prompts")
     answers = served.repeat(samples)
+    total = len(answers)
+    names = arguments.request_ids(request_ids, count * samples)
     # A copy, as the caller may write to the rows again while the request waits.
-    names = arguments.request_ids(request_ids, len(prompts) * samples)
     given = prompts.clone().split() if on_tokens is not None else []
     prompts = prompts.select(served.index) if problems else prompts.clone()
     if sampling.num_samples is not None:
@@ -244,7 +250,7 @@ def prepare_generation(
         return batch
 
     new, room = sampling.max_new_tokens, capabilities.max_context or 0
-    sampled = len(answers) * new if new is not None else int((room - prompts.lengths).clamp_min(0).sum())
+    sampled = total * new if new is not None else int((room - prompts.lengths).clamp_min(0).sum())
     return PreparedCall(
         engine=engine,
         hook="generate",
@@ -252,13 +258,13 @@ def prepare_generation(
         checked=checked,
         finish=finish,
         nothing=None
-        if len(answers)
+        if total
         else lambda: finish(no_answers(mode, sampling, support=support.from_engine, top_logprobs=top_logprobs)),
         caller_rows=answers.index // samples,
-        rows=len(answers),
+        rows=total,
         tokens=prompts.values.shape[0] + sampled,
         delivery=delivery,
-        origin=Origin(len(answers), {} if delivery is None else delivery.arrivals),
+        origin=Origin(total, {} if delivery is None else delivery.arrivals),
     )
 
 
@@ -333,14 +339,15 @@ def prepare_scoring(
         engine.require("argmax", "it does not say which ids are the most probable; leave out return_argmax=True")
     if grad:
         engine.require("gradients", "its scores carry no gradients")
-    adapter = _adapter(engine, adapter)
-    starts, lengths = arguments.starts(score_from, len(sequences)), sequences.lengths.clone()
+    adapter = None if adapter is None else _adapter(engine, adapter)
+    count = len(sequences)
+    starts, lengths = arguments.starts(score_from, count), sequences.lengths.clone()
     named = IdsAtPositions.of(engine, sequences, starts, support, top_k, top_ids)
     found = check_requests.sequence_problems(sequences, capabilities)
     problems = {**named.problems, **found, **(problems or {})}
-    served = admitted(problems, len(sequences), on_error, "sequences")
+    served = admitted(problems, count, on_error, "sequences")
     rows = sequences.select(served.index) if problems else sequences.clone()
-    names = arguments.request_ids(request_ids, len(sequences))
+    names = arguments.request_ids(request_ids, count)
     request = ScoreRequest(
         sequences=rows,
         score_from=starts[served.index],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -75,6 +74,8 @@ def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> Se
         InvalidRequestError: for all bad rows together, unless `on_error` is "skip".
     """
     validate.one_of("on_error", on_error, ("raise", "skip"))
+    if not problems:
+        return ServedRows(torch.arange(rows), rows)
     if on_error == "raise":
         refuse(problems, field)
     return ServedRows.without(problems, rows)
@@ -96,19 +97,12 @@ def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
         found.setdefault(names[row], why)
     if found == problems:
         return error
-
-    def text(given: Any) -> Any:
-        if not isinstance(given, str):
-            return given
-        if spelled_out(problems) in given:
-            return given.replace(spelled_out(problems), spelled_out(found))
-        return re.sub(
-            r"\brow (\d+)\b", lambda at: f"row {names[int(at[1])]}" if int(at[1]) in problems else at[0], given
-        )
-
     # A copy: a plugin may raise the same object again.
     made = own(error)
-    made.args, made.__dict__["problems"] = tuple(map(text, error.args)), dict(sorted(found.items()))
+    before, named, after = str(error.args[0]).partition(spelled_out(problems))
+    # A message that names its rows in words of its own is left out: it would name other rows than the caller's.
+    told = spelled_out(found)
+    made.args, made.__dict__["problems"] = (f"{before}{told}{after}" if named else told,), dict(sorted(found.items()))
     return made
 
 

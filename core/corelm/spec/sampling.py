@@ -139,6 +139,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not default:
                 put(self, name, read(name, value))
+        if type(self.engine_kwargs) is not dict or self.engine_kwargs:
+            put(self, "engine_kwargs", _of_engine("engine_kwargs", self.engine_kwargs))
         if self.temperature is None:
             put(self, "temperature", 0.0 if self.do_sample is False else 1.0)
         sampled = self.temperature > 0
@@ -319,9 +321,10 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "ignore_eos": flag,
     "early_stopping": flag,
     "skip_special_tokens": flag,
-    "engine_kwargs": _of_engine,
 }
-_READ = {f.name: (f.default, _READERS[f.name]) for f in dataclasses.fields(SamplingParams)}
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
+assert _DEFAULTS.keys() == {*_READERS, "engine_kwargs"}, "each parameter needs a reader"
+_READ = {name: (_DEFAULTS[name], read) for name, read in _READERS.items()}
 
 
 def _foreign(value: Any) -> str:

@@ -214,15 +214,15 @@ def test_a_plugin_may_reuse_the_buffers_of_its_tokens():
 @each(
     "bend, says",
     [
-        (lambda offsets: offsets[:-1], r"offsets are torch.int64\[2, 2\], expected torch.int64\[3, 2\]"),
+        (lambda offsets: offsets[:-1], "2 offsets for 3 ids"),
         (lambda offsets: offsets.float(), r"offsets are torch.float32\[3, 2\]"),
         (lambda offsets: offsets.flatten(), r"offsets are torch.int64\[6\]"),
         (lambda offsets: offsets.to_sparse(), "not dense"),
         (lambda offsets: offsets.tolist(), "offsets is a list"),
-        (lambda offsets: offsets - 1, r"row 0, position 0: the id covers the characters \[-1, 0\] of a text of 2"),
-        (lambda offsets: offsets.flip(-1), r"row 0, position 0: the id covers the characters \[1, 0\]"),
-        (lambda offsets: offsets + 1, r"row 0, position 1: the id covers the characters \[2, 3\] of a text of 2"),
-        (lambda offsets: torch.tensor([[0, 1], [1, 2], [2, 3]]), r"row 1, position 0: .* \[2, 3\] of a text of 1"),
+        (lambda offsets: offsets - 1, "row 0, position 0: the id covers other"),
+        (lambda offsets: offsets.flip(-1), "row 0, position 0: the id covers other"),
+        (lambda offsets: offsets + 1, "row 0, position 1: the id covers other"),
+        (lambda offsets: torch.tensor([[0, 1], [1, 2], [2, 3]]), "row 1, position 0: the id covers other"),
     ],
 )
 def test_offsets_that_do_not_fit_the_texts_are_refused(bend, says):
