@@ -108,7 +108,7 @@ GENERATION: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an-exception": (explode, "ZeroDivisionError: inside the hook"),
     "none": (lambda b: None, "None"),
     "too-few-rows": (lambda b: replace(b, ids=b.ids.select([0])), "1 rows for 2"),
-    "too-few-reasons": (lambda b: replace(b, finish_reasons=b.finish_reasons[:1]), "1 finish reasons for 2"),
+    "too-few-reasons": (lambda b: replace(b, finish_reasons=b.finish_reasons[:1]), "1 finish_reasons for 2"),
     "an-unknown-reason": (lambda b: replace(b, finish_reasons=("stop", "tired")), "row 1: .*'tired'"),
     "lengths-that-differ": (lambda b: replace(b, logprobs=shorter(b.logprobs)), "differ in length"),
     "nan": (lambda b: replace(b, logprobs=filled(b.logprobs, float("nan"))), "row 1, position .* nan"),
@@ -135,7 +135,7 @@ GENERATION: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a-graph": (lambda b: replace(b, logprobs=with_graph(b.logprobs)), "logprobs carries a graph"),
     "no-values": (lambda b: replace(b, ids=b.ids.to("meta")), "ids is a tensor on the meta device"),
-    "lengths-that-were-modified": (lambda b: replace(b, ids=with_modified_lengths(b.ids)), "lengths of ids"),
+    "lengths-that-were-modified": (lambda b: replace(b, ids=with_modified_lengths(b.ids)), "ids: lengths add up to"),
 }
 SCORES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an-exception": (explode, "ZeroDivisionError: inside the hook"),
@@ -145,7 +145,7 @@ SCORES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nan": (lambda b: replace(b, logprobs=filled(b.logprobs, float("nan"))), "row 1, position .* nan"),
     "a-gap": (
         lambda b: replace(b, logprobs=filled(b.logprobs, 0.0), scored=filled(b.scored, False)),
-        "row 1: not every position",
+        "row 1, position .*not every position",
     ),
     "a-first-position": (lambda b: replace(b, scored=Ragged.full(b.scored.lengths, True, torch.bool)), "position 0"),
     "another-temperature": (lambda b: replace(b, temperature=0.5), "temperature 0.5"),
