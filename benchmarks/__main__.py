@@ -36,6 +36,7 @@ PARTS = (
     "distillation",
     "generation",
     "sampling",
+    "host",
     "containers",
     "chats",
     "startup",
