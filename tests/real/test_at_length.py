@@ -105,6 +105,24 @@ def test_compare_tells_rounding_and_has_no_bias_of_its_own(folder: Path, tmp_pat
     assert abs(exact["mean"]) < 5e-6 and exact["max_abs"] < real_checks.MOST
 
 
+def test_compare_tells_that_one_layer_has_other_weights(
+    folder: Path, copy: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        copy.model.layers[12].mlp.down_proj.weight.mul_(1.02)
+    for each in (copy, tokenizer):
+        each.save_pretrained(tmp_path / "changed")
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": text} for text in real_checks.TEXTS[:4]])
+    ran = corelm_command(
+        *("compare", "--input", tmp_path / "prompts.jsonl", "--max-new-tokens", 6, "--json"),
+        *("--checkpoint", tmp_path / "changed", "--option", "dtype=float32"),
+        *("--backend", "transformers", "--model", folder, "--backend", "transformers", "--model", tmp_path / "changed"),
+    )
+    assert ran.exit_code == 1, ran.output
+    found = json.loads(ran.stdout)
+    assert found["verdict"] == "differ" and [cause["id"] for cause in found["causes"]] == ["stale-weights"]
+
+
 def test_the_command_scores_a_file(folder: Path, model: Any, tokenizer: Any, tmp_path: Path) -> None:
     files = (tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     chat = [*real_checks.CHATS[1], {"role": "assistant", "content": "It is 56."}]

@@ -141,7 +141,7 @@ def earlier_weights(case: Case, checkpoints: Sequence[str | PathLike[str]], roun
         confidence="certain" if exact(before, after) else "likely",
         evidence=f"{case.side.name} is {before:.3g} nats a token from {case.reference}, and {after:.2g} from "
         f"that of {folder}: it holds these weights",
-        advice="load the new weights again: backend.update_weights(PATH); then backend.canary.look()",
+        advice="load the new weights again: backend.update_weights(PATH)",
         figures={"before": before, "after": after},
     )
 
