@@ -13,9 +13,8 @@ from corelm.containers.field_access import rows
 from corelm.containers.kept_sets import carries_sets
 from corelm.containers.keys import find_entry, key_parts, next_or_root
 from corelm.errors import InvalidRequestError, MissingKeyError
-from corelm.kl.controllers import KLController
 from corelm.kl.estimators import Estimator
-from corelm.kl.penalty import KLComputation
+from corelm.kl.penalty import KLComputation, KLController
 from corelm.policy.delivery import refuse_other_provenance
 from corelm.policy.inputs import Keys
 from corelm.policy.policy import LLMPolicy
