@@ -38,9 +38,8 @@ class DistillationLoss(TensorDictModuleBase):
             has them and they are enabled. Its `log_probs_mode`, temperature and adapter are used, and its `on_error`:
             "skip" leaves out rows that cannot be scored, if no position of them counts. None reads a `LogProbs` with
             the same ids from the TensorDict.
-        kind: `forward_kl` is KL(teacher‖student), `reverse_kl` is KL(student‖teacher), `js` the generalised
-            Jensen-Shannon divergence.
-        beta: of `js`, above 0 and below 1: the weight of the teacher in the mixture.
+        kind: as in `top_k_divergence`.
+        beta: as in `top_k_divergence`.
         assistant_only: count the assistant's tokens in the response; if False, every token that was scored.
         mask_key: as in `KLComputation`.
         teacher_log_probs_key: the teacher's `LogProbs`.
@@ -82,10 +81,8 @@ class DistillationLoss(TensorDictModuleBase):
         self.student_key = student_log_probs_key if student is None else teacher_log_probs_key
         gen, ref = ((*key_parts(key), "full") for key in (self.student_key, teacher_log_probs_key))
         self.keys = PairKeys(gen, ref, masks_key, assistant_only, mask_key)
-        self.in_keys = [
-            (*key_parts(key), name) for key in dict.fromkeys((self.student_key, self.teacher_key)) for name in TOP
-        ]
-        self.in_keys += [key for key in (self.keys.selecting,) if key is not None]
+        scorings = dict.fromkeys((self.student_key, self.teacher_key))
+        self.in_keys = [(*key_parts(key), name) for key in scorings for name in TOP] + self.keys.selecting
         if student is not None:
             self.in_keys.append((*key_parts(tokens_key), "full"))
         self.out_keys = [loss_key]

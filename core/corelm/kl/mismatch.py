@@ -206,16 +206,8 @@ def _report(pair: Pair, level: Level, bounds: tuple[float, float]) -> MismatchRe
     with_tokens = (pair.layout.row_sums(pair.mask.double()) > 0).flatten()
     log_ratio = _log_ratios(pair, level).flatten()[pair.mask if level == "token" else with_tokens].double()
     if not len(distance):
-        return MismatchReport(
-            tokens=0,
-            sequences=0,
-            mean_abs=0.0,
-            mean_exp_abs=1.0,
-            max_abs=0.0,
-            effective_sample_size=0.0,
-            effective_share=1.0,
-            clipped_share=0.0,
-        )
+        zeros = dict.fromkeys(("mean_abs", "max_abs", "effective_sample_size", "clipped_share"), 0.0)
+        return MismatchReport(tokens=0, sequences=0, mean_exp_abs=1.0, effective_share=1.0, **zeros)
     ratio, (low, high) = _ratios(log_ratio), bounds
     # A common factor cancels out; without it the ratios of long sequences would overflow.
     scaled = (log_ratio - log_ratio.max()).exp()

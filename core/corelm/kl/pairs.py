@@ -57,18 +57,20 @@ class PairKeys:
             container_key(key)
 
     @property
-    def selecting(self) -> NestedKey | None:
-        """The mask that selects positions; None selects every token."""
-        return (*key_parts(self.masks), "all_assistant_mask") if self.in_response else self.mask
-
-    @property
     def in_response(self) -> bool:
         """Whether only tokens of the response count, where `masks` says which these are."""
         return self.mask is None and self.assistant_only
 
     @property
+    def selecting(self) -> list[NestedKey]:
+        """The mask that selects positions; none selects every token."""
+        if self.in_response:
+            return [(*key_parts(self.masks), "all_assistant_mask")]
+        return [] if self.mask is None else [self.mask]
+
+    @property
     def read(self) -> list[NestedKey]:
-        return [self.gen, self.ref, *([] if self.selecting is None else [self.selecting])]
+        return [self.gen, self.ref, *self.selecting]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,12 +140,7 @@ class TokenLayout:
         return TensorDict({"own": container, **({} if masks is None else {"masks": masks})}, batch_size=())
 
     def read(self, container: Any, key: NestedKey, name: str) -> Tensor:
-        """Return a field of a container as flat values, ``[total, ...]``, one for each token.
-
-        Args:
-            container: any container of tokens.
-            key: the key of the container or of the field, for errors.
-            name: the field.
+        """Return a field of a container of these tokens as flat values, ``[total, ...]``; `key` is for errors.
 
         Raises:
             InvalidRequestError: the field is in another layout, or its rows have other lengths.
@@ -153,13 +150,8 @@ class TokenLayout:
         rows, what = ragged(self.view(container), ("own", name)), _in_words(key, name)
         if len(rows) != len(self.lengths):
             raise InvalidRequestError(f"{what} has {len(rows)} rows, the log-probs {len(self.lengths)}", field=str(key))
-        refuse(
-            {
-                row: f"{what} has {int(rows.lengths[row])} positions for {int(self.lengths[row])} tokens"
-                for row in (rows.lengths != self.lengths).nonzero().flatten().tolist()
-            },
-            str(key),
-        )
+        pairs = enumerate(zip(rows.lengths.tolist(), self.lengths.tolist(), strict=True))
+        refuse({row: f"{what} has {m} positions for {n} tokens" for row, (m, n) in pairs if m != n}, str(key))
         return rows.values
 
     def flat(self, dense: Any, key: NestedKey, name: str = "") -> Tensor:
@@ -167,11 +159,9 @@ class TokenLayout:
         wanted = (*self.batch, self.columns.shape[-1])
         shape = tuple(dense.shape) if isinstance(dense, Tensor) else None
         if shape is None or (shape[:-1] if name in WIDE else shape) != wanted:
-            raise InvalidRequestError(
-                f"{_in_words(key, name)}: expected shape {[*wanted, *(['k'] if name in WIDE else [])]}, as wide as the "
-                f"masks; got {'no dense tensor' if shape is None else list(shape)}",
-                field=str(key),
-            )
+            expected = f"shape {[*wanted, 'k'] if name in WIDE else [*wanted]}, as wide as the masks"
+            found = "no dense tensor" if shape is None else list(shape)
+            raise InvalidRequestError(f"{_in_words(key, name)}: expected {expected}; got {found}", field=str(key))
         return dense.reshape(*self.columns.shape, *shape[len(wanted) :])[self.columns.to(dense.device)]
 
     def scored(self, log_probs: LogProbs, key: NestedKey) -> Tensor:
@@ -220,8 +210,6 @@ class TokenLayout:
         """Return, for each row with a NaN or an infinity where `mask` is True, the first of them.
 
         Args:
-            values: flat values.
-            mask: bool, as long as `values`.
             name: what the values are called in the messages.
         """
         values = values.detach()
@@ -298,8 +286,8 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
         what = f"{keys.ref} is scored at the first token, {_OTHER_COLUMNS}"
         refuse(dict.fromkeys(shifted.nonzero().flatten().tolist(), what), str(keys.ref))
     mask = scored & also
-    if keys.selecting is not None:
-        mask &= layout.selected(td, here, keys.selecting).to(device)
+    for key in keys.selecting:
+        mask &= layout.selected(td, here, key).to(device)
     if keys.in_response and layout.masks is not None and "all_response_mask" in layout.masks.keys():
         # The assistant's turns in a prompt are examples. Once they are scored, they would count as sampled.
         mask &= layout.selected(td, here, (*key_parts(keys.masks), "all_response_mask")).to(device)
