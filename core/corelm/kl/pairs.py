@@ -8,7 +8,6 @@ log-probs that are not finite, raise errors that name the rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +17,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from corelm.containers.classes import LogProbs, Masks, PerToken, provenance_of_rows, ragged, row_lengths
+from corelm.containers.field_access import rows
 from corelm.containers.field_shapes import COUNTS, WIDE
 from corelm.containers.kept_sets import carries_sets, token_sets
 from corelm.containers.keys import find_entry, key_parts
@@ -32,6 +32,10 @@ _SUPPORT_ADVICE = (
     "LLMPolicy(…, generate=False, support_key=…); or pass allow_mismatch=True"
 )
 _OTHER_COLUMNS = "so its columns are not those of the masks; score the tokens of this batch, id for id"
+
+
+#: Two scorings, each with the key of its field `full`.
+Scorings = tuple[tuple[NestedKey, LogProbs], tuple[NestedKey, LogProbs]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +151,14 @@ class TokenLayout:
         """
         if self.padded:
             return self.flat(getattr(container, name), key, name)
-        rows, what = ragged(self.view(container), ("own", name)), _in_words(key, name)
-        if len(rows) != len(self.lengths):
-            raise InvalidRequestError(f"{what} has {len(rows)} rows, the log-probs {len(self.lengths)}", field=str(key))
-        pairs = enumerate(zip(rows.lengths.tolist(), self.lengths.tolist(), strict=True))
+        found, what = ragged(self.view(container), ("own", name)), _in_words(key, name)
+        if len(found) != len(self.lengths):
+            raise InvalidRequestError(
+                f"{what} has {len(found)} rows, the log-probs {len(self.lengths)}", field=str(key)
+            )
+        pairs = enumerate(zip(found.lengths.tolist(), self.lengths.tolist(), strict=True))
         refuse({row: f"{what} has {m} positions for {n} tokens" for row, (m, n) in pairs if m != n}, str(key))
-        return rows.values
+        return found.values
 
     def flat(self, dense: Any, key: NestedKey, name: str = "") -> Tensor:
         """Return the tokens of a dense tensor ``[*batch, width]``, for `WIDE` fields ``[*batch, width, k]``, flat."""
@@ -265,20 +271,20 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
     """
     gen, here = find_log_probs(td, keys.gen)
     ref, _ = find_log_probs(td, keys.ref)
-    layout = TokenLayout.of(td, here, gen, keys.masks)
-    kinds = {True: "dense", False: "one row per sample"}
-    ours, theirs = ((tuple(one.batch_size), kinds[is_dense(one)]) for one in (gen, ref))
-    if ours != theirs:
-        raise InvalidRequestError(
-            f"{keys.gen} and {keys.ref} have different layouts: batch {ours[0]}, {ours[1]}; and batch {theirs[0]}, "
-            f"{theirs[1]}; score with the same pad_output",
-            field=str(keys.ref),
-        )
     scorings = ((keys.gen, gen), (keys.ref, ref))
-    values, others = (layout.read(one, key, "full") for key, one in scorings)
+    if gen.batch_size != ref.batch_size:
+        raise _layout_error(keys, f"batches {tuple(gen.batch_size)} and {tuple(ref.batch_size)}")
+    if not allow_mismatch:
+        _check_labels(scorings)
+    layout = TokenLayout.of(td, here, gen, keys.masks)
+    if layout.padded != is_dense(ref):
+        kinds = ("dense", "one row per sample") if layout.padded else ("one row per sample", "dense")
+        raise _layout_error(keys, f"{kinds[0]} and {kinds[1]}; score with the same pad_output")
+    (values, scored), (others, also) = (
+        (layout.read(one, key, "full"), layout.scored(one, key)) for key, one in scorings
+    )
     device = values.device
-    others = others.to(device)
-    scored, also = (layout.scored(one, key).to(device) for key, one in scorings)
+    others, scored, also = others.to(device), scored.to(device), also.to(device)
     if layout.padded and "scored_mask" in ref.keys():
         # Columns that are off by one may score no pad. They then score a row's first token, which has no log-prob
         # because no token precedes it.
@@ -292,10 +298,14 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
         # The assistant's turns in a prompt are examples. Once they are scored, they would count as sampled.
         mask &= layout.selected(td, here, (*key_parts(keys.masks), "all_response_mask")).to(device)
     if not allow_mismatch:
-        _check_distributions(layout, scorings, mask)
+        _check_sets(layout, scorings, mask)
     refuse(layout.not_finite(others, mask, keys.ref) | layout.not_finite(values, mask, keys.gen), "log-probs")
     # Nothing downstream sees what is stored where a position does not count, not even a caller's own estimator.
     return Pair(torch.where(mask, values, 0.0), torch.where(mask, others, 0.0), mask, layout)
+
+
+def _layout_error(keys: PairKeys, how: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{keys.gen} and {keys.ref} have different layouts: {how}", field=str(keys.ref))
 
 
 def container_key(key: NestedKey) -> tuple[str, ...]:
@@ -350,55 +360,61 @@ def _in_words(key: NestedKey, name: str) -> str:
 # Distributions --------------------------------------------------------------------------------------------------------
 
 
-def _check_distributions(layout: TokenLayout, scorings: Sequence[tuple[NestedKey, LogProbs]], mask: Tensor) -> None:
-    """Raise if the scorings are of different distributions. Log-probs without a provenance are accepted.
-
-    The labels of two truncated scorings do not say whether they were normalised over the same ids: the sets must be
-    equal at the positions that count.
-    """
-    (gen, _), (ref, _) = scorings
-    labels = list(zip(*(_labels(layout, key, one) for key, one in scorings), strict=True))
-    for pair in dict.fromkeys(labels):
-        one, other = pair
+def _check_labels(scorings: Scorings) -> None:
+    """Raise if the scorings are of different distributions. Log-probs without a provenance are accepted."""
+    (gen, ours), (ref, theirs) = scorings
+    count = ours.batch_size.numel()
+    labels = zip(provenance_of_rows(ours, count), provenance_of_rows(theirs, count), strict=True)
+    if all(one is None or other is None or one.matches(other) for one, other in labels):
+        return
+    for row, pair in enumerate(zip(rows(ours), rows(theirs), strict=True)):
+        one, other = map(_label_of_row, pair)
         if one is None or other is None or one.matches(other):
             continue
         truncated = "truncated" in (one.support, other.support)
         how = "over the same ids (support_key=…)" if truncated else "with the same log_probs_mode"
         raise ProvenanceMismatchError(
-            f"row {labels.index(pair)}: {gen} and {ref} are of different distributions, so their difference has no "
-            f"meaning: {_distribution(one)}; and {_distribution(other)}. Score both {how} and temperature, or pass "
+            f"row {row}: {gen} and {ref} are of different distributions, so their difference has no meaning: "
+            f"{_distribution(one)}; and {_distribution(other)}. Score both {how} and temperature, or pass "
             "allow_mismatch=True"
         )
-    rows = layout.ragged(mask.cpu())
-    cut = [one is not None and other is not None and one.support == "truncated" for one, other in labels]
-    counts = rows.values & torch.tensor(cut, dtype=torch.bool)[rows.row_index]
+
+
+def _label_of_row(row: LogProbs) -> Provenance | None:
+    """Return the provenance of a single row; of full support if it says that no id was left out at any token."""
+    (found,) = provenance_of_rows(row, 1)
+    whole = found is not None and carries_sets(row) and not bool(row.kept_counts.any())
+    return replace(found, support="full") if found is not None and whole else found
+
+
+def _check_sets(layout: TokenLayout, scorings: Scorings, mask: Tensor) -> None:
+    """Raise if two truncated scorings were normalised over different ids where the mask is True.
+
+    Their labels do not say over which ids.
+    """
+    (gen, ours), (ref, theirs) = scorings
+    labels = zip(*(provenance_of_rows(one, len(layout.lengths)) for one in (ours, theirs)), strict=True)
+    cut = [all(one is not None and one.support == "truncated" for one in pair) for pair in labels]
+    where = layout.ragged(mask.cpu())
+    counts = where.values & torch.tensor(cut, dtype=torch.bool)[where.row_index]
     if not bool(counts.any()):
         return
     for key, container in scorings:
         if not carries_sets(container):
             raise ProvenanceMismatchError(
-                f"row {int(rows.row_index[counts][0])}: both scorings are of truncated support, and {key} does not say "
-                f"which ids were left, so nothing shows that they are of one distribution; {_SUPPORT_ADVICE}"
+                f"row {int(where.row_index[counts][0])}: both scorings are of truncated support, and {key} does not "
+                f"say which ids were left, so nothing shows that they are of one distribution; {_SUPPORT_ADVICE}"
             )
-    ours, theirs = (token_sets(layout.view(container), "own") for _, container in scorings)
-    differ = (counts & ~ours.same_as(theirs)).nonzero().flatten().tolist()
+        layout.read(container, key, COUNTS)
+    one, other = (token_sets(layout.view(container), "own") for container in (ours, theirs))
+    differ = (counts & ~one.same_as(other)).nonzero().flatten().tolist()
     if differ:
         at = differ[0]
         raise ProvenanceMismatchError(
-            f"row {int(rows.row_index[at])}, position {int(rows.positions[at])}: the scorings were normalised over "
-            f"different ids, {_some(ours, at)} in {gen} and {_some(theirs, at)} in {ref}, so their difference has no "
+            f"row {int(where.row_index[at])}, position {int(where.positions[at])}: the scorings were normalised over "
+            f"different ids, {_some(one, at)} in {gen} and {_some(other, at)} in {ref}, so their difference has no "
             f"meaning; {_SUPPORT_ADVICE}"
         )
-
-
-def _labels(layout: TokenLayout, key: NestedKey, log_probs: LogProbs) -> tuple[Provenance | None, ...]:
-    """Return the provenance of each row; of full support if it says that no id was left out at any token."""
-    labels = provenance_of_rows(log_probs, len(layout.lengths))
-    if not carries_sets(log_probs):
-        return labels
-    cut = layout.row_sums(layout.read(log_probs, key, COUNTS).ne(0).long()).flatten().tolist()
-    pairs = zip(labels, cut, strict=True)
-    return tuple(one if one is None or some else replace(one, support="full") for one, some in pairs)
 
 
 def _distribution(one: Provenance) -> str:
