@@ -18,7 +18,7 @@ from .containers.padding import collate as collate
 from .containers.padding import repad as repad
 from .containers.records import to_records as to_records
 from .containers.turns import merge_turns as merge_turns
-from .kl.staleness import staleness as staleness
+from .kl.mismatch import staleness as staleness
 from .opening import get_backend as get_backend
 from .policy.inputs import Keys as Keys
 from .policy.options import PolicyOptions as PolicyOptions

@@ -21,16 +21,20 @@ What NaN and infinity mean is the same everywhere in this package:
 """
 
 from corelm.containers.classes import PerToken
-from corelm.kl.controllers import AdaptiveKLController, FixedKLController, KLController
 from corelm.kl.distillation import DistillationLoss
-from corelm.kl.divergence_terms import DIVERGENCES, Divergence
-from corelm.kl.divergences import TopLogProbs, js_upper_bound, top_k_divergence
+from corelm.kl.divergences import (
+    DIVERGENCES,
+    Divergence,
+    OutputHead,
+    TopLogProbs,
+    exact_divergence,
+    js_upper_bound,
+    top_k_divergence,
+)
 from corelm.kl.estimators import abs_kl, aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
-from corelm.kl.exact_divergences import OutputHead, exact_divergence
-from corelm.kl.mismatch import ImportanceCorrection, MismatchReport, mismatch_by_version, mismatch_report
-from corelm.kl.penalty import BiasedKLWarning, KLComputation
+from corelm.kl.mismatch import ImportanceCorrection, MismatchReport, mismatch_by_version, mismatch_report, staleness
+from corelm.kl.penalty import AdaptiveKLController, BiasedKLWarning, FixedKLController, KLComputation, KLController
 from corelm.kl.retrieve import KLRewardTransform, RetrieveKL, RetrieveLogProb
-from corelm.kl.staleness import staleness
 
 __all__ = [
     "DIVERGENCES",

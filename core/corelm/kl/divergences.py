@@ -1,38 +1,139 @@
-"""Divergences of two next-token distributions of which the log-probs of k ids and of all others together are known.
+"""Divergences of a teacher's and a student's next-token distributions, with gradients to the student.
 
-An engine that serves a large model does not return its whole distribution: it returns the log-probs of its k most
-probable ids and the mass of all others, the tail. The student is scored at the same ids. All other ids are then one
-outcome, so both sides are distributions over k + 1 outcomes, and their divergence is a bound of the exact one:
+p is the teacher's probability of an outcome and q the student's. The divergence is the sum of these terms over all
+outcomes; its gradient is made of their derivatives.
 
-- **From below.** Merging outcomes never raises a KL or a Jensen-Shannon divergence: the data-processing inequality,
-  which for a KL is the log-sum inequality (Cover and Thomas, Elements of Information Theory, theorem 2.7.1), and holds
-  for every f-divergence (Csiszár and Shields, Information Theory and Statistics: A Tutorial, 2004, lemma 4.1). It is
+================ ======================================================= ==============================================
+kind             divergence                                              its derivative by log q
+================ ======================================================= ==============================================
+`forward_kl`     KL(p‖q) = Σ p (log p − log q)                           −p
+`reverse_kl`     KL(q‖p) = Σ q (log q − log p)                           q (log q − log p + 1)
+`js`             β KL(p‖m) + (1 − β) KL(q‖m), m = β p + (1 − β) q         (1 − β) q (log q − log m)
+================ ======================================================= ==============================================
+
+`js` is the generalised Jensen-Shannon divergence, as in Agarwal et al., On-Policy Distillation of Language Models
+(GKD), arXiv:2306.13649, section 2; β = ½ is that of J. Lin, Divergence measures based on the Shannon entropy, IEEE
+Transactions on Information Theory 37, 1991. It is at most −β log β − (1 − β) log(1 − β), log 2 for β = ½. Divided by β,
+it tends to the forward KL as β → 0; divided by 1 − β, to the reverse KL as β → 1.
+
+An outcome of probability 0 adds nothing (0 · log 0 = 0) and has a derivative of 0. An outcome that has a probability in
+the first argument of a KL and none in the second makes it infinite; `js` is always finite.
+
+**From the log-probs of k ids** (`top_k_divergence`). An engine that serves a large model does not return its whole
+distribution: it returns the log-probs of its k most probable ids and the mass of all others, the tail. The student is
+scored at the same ids. All other ids are then one outcome, so both sides are distributions over k + 1 outcomes, and
+their divergence is a bound of the exact one:
+
+- From below. Merging outcomes never raises a KL or a Jensen-Shannon divergence: the data-processing inequality, which
+  for a KL is the log-sum inequality (Cover and Thomas, Elements of Information Theory, theorem 2.7.1), and holds for
+  every f-divergence (Csiszár and Shields, Information Theory and Statistics: A Tutorial, 2004, lemma 4.1). It is
   equality if p / q is the same for all ids of the tail, so also if k is the size of the vocabulary or one less.
-- **From above.** There is no bound of a KL: one id of the tail to which the second distribution gives almost nothing
-  makes the exact one as large as you like. `js_upper_bound` is one of the Jensen-Shannon divergence.
+- From above. There is no bound of a KL: one id of the tail to which the second distribution gives almost nothing makes
+  the exact one as large as you like. `js_upper_bound` is one of the Jensen-Shannon divergence.
 
 The gradient is that of the bound, and the exact one where the bound is. It pulls the student's tail to the teacher's
 mass, but says nothing about how that mass is spread over the ids of the tail.
+
+**From the last hidden states** of two models in this process (`exact_divergence`), one tile of logits at a time. No
+tensor there is as wide as the vocabulary, except the gradient of the student's head itself. A tile is the product of a
+block of hidden states and a range of the head's rows, once for the teacher and once for the student. A first pass over
+the tiles finds the log-partition functions of both sides ("Online normalizer calculation for softmax", Milakov and
+Gimelshein 2018, algorithm 3), a second one sums the terms, and the backward pass makes the tiles once more. With t the
+derivative of the terms by log q, the derivative of their sum by a logit of the student is ``t − q · Σ t``.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from corelm.errors import InvalidRequestError, Problems, refuse
-from corelm.kl.divergence_terms import Divergence, Terms
-from corelm.kl.estimators import counted_positions
-from corelm.validate import invalid
+from corelm.kl.estimators import counted_positions, expected_log_ratio, shape_of, wide_dtype
+from corelm.validate import invalid, number, one_of, positive, shown
+
+Divergence = Literal["forward_kl", "reverse_kl", "js"]
+
+DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 
 #: How far a sum of probabilities may be from 1. Engines round log-probs to float32, and some compute them in less.
 _ROUNDING, _SHORT_ROUNDING = 1e-3, 0.05
+#: Positions × vocabulary entries of a tile. On a CPU, 4 MiB of float32 stay in its cache; elsewhere 16 MiB. Six tiles
+#: are held at a time.
+_CPU_TILE, _TILE = (1024, 1024), (1024, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms of one kind of divergence. All methods take and return tensors of one shape, and record no gradients.
+
+    Attributes:
+        kind: which divergence.
+        beta: of `js`, above 0 and below 1: the weight of the teacher. Ignored by the others.
+    """
+
+    kind: Divergence
+    beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        one_of("kind", self.kind, DIVERGENCES)
+        beta = number("beta", self.beta, 0.0, above=True)
+        if not beta < 1.0:
+            raise invalid(
+                "beta",
+                f"expected a number above 0 and below 1, got {shown(self.beta)}; at 0 and 1 the divergence is 0: pass "
+                "kind='forward_kl' or kind='reverse_kl'",
+            )
+        object.__setattr__(self, "beta", beta)
+
+    @torch.no_grad()
+    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """Return the term of each outcome."""
+        if self.kind == "forward_kl":
+            return expected_log_ratio(log_p, log_q)
+        if self.kind == "reverse_kl":
+            return expected_log_ratio(log_q, log_p)
+        log_m = self._mixture(log_p, log_q)
+        student = expected_log_ratio(log_q, log_m)
+        return expected_log_ratio(log_p, log_m).mul_(self.beta).add_(student, alpha=1.0 - self.beta)
+
+    @torch.no_grad()
+    def slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """Return the derivative of each term by ``log_q``, the log-probs taken for independent numbers."""
+        if self.kind == "forward_kl":
+            return log_p.exp().neg_()
+        if self.kind == "reverse_kl":
+            return expected_log_ratio(log_q, log_p).add_(log_q.exp())
+        return expected_log_ratio(log_q, self._mixture(log_p, log_q)).mul_(1.0 - self.beta)
+
+    @property
+    def known(self) -> float:
+        """What is known beforehand of the sum of all slopes, because probabilities sum to 1; see `sums`."""
+        return {"forward_kl": -1.0, "reverse_kl": 1.0, "js": 0.0}[self.kind]
+
+    @torch.no_grad()
+    def sums(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return the sums of the terms and of the slopes over the last dimension, the latter without `known`.
+
+        Over all outcomes, the slopes sum to `known` plus the second. This takes half as long as both methods above.
+        """
+        if self.kind == "js":
+            log_m = self._mixture(log_p, log_q)
+            student = expected_log_ratio(log_q, log_m).sum(-1) * (1.0 - self.beta)
+            return expected_log_ratio(log_p, log_m).sum(-1) * self.beta + student, student
+        value = self.value(log_p, log_q).sum(-1)
+        return value, 0.0 if self.kind == "forward_kl" else value
+
+    def _mixture(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        return torch.logaddexp(log_p + math.log(self.beta), log_q + math.log1p(-self.beta))
+
+
+# From the log-probs of k ids ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +163,7 @@ def top_k_divergence(
     """Return the divergence of teacher and student at each position, all ids but k being one outcome.
 
     It is never above the exact divergence, and equal to it if k covers the vocabulary; the gradient flows to the
-    student's log-probs and tail. See `corelm.kl.divergences` for the bounds, and `corelm.kl.divergence_terms` for the
-    formulas.
+    student's log-probs and tail. See `corelm.kl.divergences` for the formulas and the bounds.
 
     >>> teacher = TopLogProbs(torch.tensor([[0.5, 0.3]]).log(), torch.tensor([0.2]).log())
     >>> student = TopLogProbs(torch.tensor([[0.4, 0.4]]).log(), torch.tensor([0.2]).log())
@@ -86,7 +186,7 @@ def top_k_divergence(
         InvalidRequestError: shapes or types do not fit; the probabilities of a position do not sum to 1, by more than
             rounding; its ids are not the same on both sides, or one is there twice. `rows` lists the rows at fault.
     """
-    terms = Terms.checked(kind, beta)
+    terms = Terms(kind, beta)
     log_p, log_q, _ = _outcomes(teacher, student, mask)
     found: Tensor = _Sum.apply(log_p, log_q, terms)
     return found
@@ -104,7 +204,7 @@ def js_upper_bound(
 
     Arguments, result and errors are those of `top_k_divergence`. The result carries no gradient.
     """
-    terms = Terms.checked("js", beta)
+    terms = Terms("js", beta)
     with torch.no_grad():
         log_p, log_q, counts = _outcomes(teacher, student, mask)
         top = terms.value(log_p[..., :-1], log_q[..., :-1]).sum(-1)
@@ -135,27 +235,22 @@ def _outcomes(teacher: TopLogProbs, student: TopLogProbs, mask: Tensor | None) -
 
     Where a position does not count, every outcome has probability 0 on both sides. Where a log-prob is NaN, all are.
     """
-    for name, side in (("teacher", teacher), ("student", student)):
-        _check_side(name, side)
+    sides = {"teacher": teacher, "student": student}
+    for name, side in sides.items():
+        _check_top(name, side)
     if teacher.log_probs.shape != student.log_probs.shape:
         raise invalid(
             "student",
             "teacher and student must have the same positions and ids; got log_probs of shapes "
             f"{tuple(teacher.log_probs.shape)} and {tuple(student.log_probs.shape)}",
         )
-    device = student.log_probs.device
     counts = counted_positions(mask, student.tail)
     _check_ids(teacher, student, counts)
-    dtype = functools.reduce(
-        torch.promote_types, (tensor.dtype for side in (teacher, student) for tensor in (side.log_probs, side.tail))
-    )
-    dtype = torch.promote_types(dtype, torch.float32)
-    tables = [
-        torch.cat([side.log_probs, side.tail[..., None]], -1).to(device, dtype)
-        for side in (replace(teacher, log_probs=teacher.log_probs.detach(), tail=teacher.tail.detach()), student)
-    ]
+    dtype = wide_dtype(*(tensor for side in sides.values() for tensor in (side.log_probs, side.tail)))
+    tables = [torch.cat([side.log_probs, side.tail[..., None]], -1).to(counts.device, dtype) for side in sides.values()]
+    tables[0] = tables[0].detach()
     with torch.no_grad():
-        for name, side, table in zip(("teacher", "student"), (teacher, student), tables, strict=True):
+        for (name, side), table in zip(sides.items(), tables, strict=True):
             _check_mass(name, table, counts, side.log_probs.dtype)
         broken = torch.stack([table.isnan().any(-1) for table in tables]).any(0) & counts
     # Add NaN instead of choosing it, which would hide it from the gradient.
@@ -164,79 +259,284 @@ def _outcomes(teacher: TopLogProbs, student: TopLogProbs, mask: Tensor | None) -
     return log_p, log_q, counts
 
 
-# Checks ---------------------------------------------------------------------------------------------------------------
-
-
-def _check_side(name: str, side: Any) -> None:
+def _check_top(name: str, side: Any) -> None:
     if not isinstance(side, TopLogProbs):
         raise invalid(name, f"expected a TopLogProbs, got {type(side).__name__}")
-    for field in ("log_probs", "tail"):
+    shape = tuple(getattr(side.log_probs, "shape", ()))
+    wanted = {"log_probs": shape, "tail": shape[:-1]} | ({} if side.ids is None else {"ids": shape})
+    for field, expected in wanted.items():
         given = getattr(side, field)
-        if not isinstance(given, Tensor) or not given.is_floating_point():
-            found = given.dtype if isinstance(given, Tensor) else type(given).__name__
-            raise invalid(f"{name}.{field}", f"expected a tensor of floats, got {found}")
-    shape = tuple(side.log_probs.shape)
+        kind = "ids" if field == "ids" else "floats"
+        fits = isinstance(given, Tensor) and given.dtype != torch.bool
+        if not fits or given.is_floating_point() is (kind == "ids") or tuple(given.shape) != expected:
+            raise invalid(f"{name}.{field}", f"expected {kind} of shape {list(expected)}, got {shape_of(given)}")
     if not shape or not shape[-1]:
         raise invalid(f"{name}.log_probs", f"expected [..., k] with k of at least 1, got shape {shape}")
-    if tuple(side.tail.shape) != shape[:-1]:
-        raise invalid(
-            f"{name}.tail", f"expected one number for each position, shape {shape[:-1]}; got {tuple(side.tail.shape)}"
-        )
-    if side.ids is None:
-        return
-    if not isinstance(side.ids, Tensor) or side.ids.is_floating_point() or side.ids.dtype == torch.bool:
-        found = side.ids.dtype if isinstance(side.ids, Tensor) else type(side.ids).__name__
-        raise invalid(f"{name}.ids", f"expected a tensor of ids, got {found}")
-    if tuple(side.ids.shape) != shape:
-        raise invalid(f"{name}.ids", f"expected the shape of log_probs, {shape}; got {tuple(side.ids.shape)}")
 
 
 def _check_mass(name: str, table: Tensor, counts: Tensor, given: torch.dtype) -> None:
     """Refuse positions whose probabilities do not sum to 1: not log-probs, ids twice, or another tail."""
-    mass = table.detach().double().exp().sum(-1)
-    rounding = _ROUNDING if given.itemsize >= 4 else _SHORT_ROUNDING
-    bad = counts & ((mass - 1.0).abs() > rounding)
-    if bool(bad.any()):
-        _refuse_at(
-            bad,
-            name,
-            lambda at: f"the probabilities of the k ids and of the tail sum to {float(mass[at]):.6g}, not to 1",
-        )
+    mass = table.double().exp().sum(-1)
+    bad = counts & ((mass - 1.0).abs() > (_ROUNDING if given.itemsize >= 4 else _SHORT_ROUNDING))
+    what = "the probabilities of the k ids and of the tail sum to {:.6g}, not to 1"
+    _refuse_at(bad, name, lambda at: what.format(float(mass.flatten()[at])))
 
 
 def _check_ids(teacher: TopLogProbs, student: TopLogProbs, counts: Tensor) -> None:
-    for name, side in (("teacher", teacher), ("student", student)):
-        if side.ids is not None:
-            ordered = side.ids.sort(-1).values
-            twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1).to(counts.device)
-            if bool((twice & counts).any()):
-                _refuse_at(twice & counts, f"{name}.ids", lambda at: "an id is there twice")
+    for name, ids in (("teacher", teacher.ids), ("student", student.ids)):
+        if ids is not None:
+            ordered = ids.sort(-1).values
+            twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
+            _refuse_at(twice.to(counts.device) & counts, f"{name}.ids", lambda at: "an id is there twice")
     if teacher.ids is None or student.ids is None:
         return
-    ours, theirs = student.ids, teacher.ids.to(student.ids.device)
-    other = (ours != theirs).any(-1).to(counts.device) & counts
-    if bool(other.any()):
+    ours, theirs = (ids.to(counts.device).reshape(-1, ids.shape[-1]) for ids in (student.ids, teacher.ids))
 
-        def what(at: tuple[int, ...]) -> str:
-            place = int((ours[at] != theirs[at]).nonzero()[0])
-            return (
-                f"id {int(ours[at][place])} is in place {place}, where the teacher has {int(theirs[at][place])}; score "
-                "the student at the teacher's ids, in their order"
-            )
+    def what(at: int) -> str:
+        place = int((ours[at] != theirs[at]).nonzero()[0])
+        return (
+            f"id {int(ours[at, place])} is in place {place}, where the teacher has {int(theirs[at, place])}; score "
+            "the student at the teacher's ids, in their order"
+        )
 
-        _refuse_at(other, "student.ids", what)
+    _refuse_at((ours != theirs).any(-1).reshape(counts.shape) & counts, "student.ids", what)
 
 
-def _refuse_at(bad: Tensor, field: str, what: Any) -> None:
+def _refuse_at(bad: Tensor, field: str, what: Callable[[int], str]) -> None:
     """Raise for the first bad position of each row. The last dimension is the position, those before it the row."""
     problems: Problems = {}
-    for at in bad.nonzero().tolist():
-        row = 0
-        for size, index in zip(bad.shape[:-1], at[:-1], strict=True):
-            row = row * size + index
+    width = bad.shape[-1] if bad.ndim else 1
+    for at in bad.flatten().nonzero().flatten().tolist():
+        row, position = divmod(at, width)
         if row not in problems:
-            position = f"position {at[-1]}: " if at else ""
-            problems[row] = f"{position}{what(tuple(at))}"
-    if bad.ndim < 2:
+            problems[row] = (f"position {position}: " if bad.ndim else "") + what(at)
+    if problems and bad.ndim < 2:
         raise InvalidRequestError(f"{field}: {problems[0]}", field=field)
     refuse(problems, field)
+
+
+# From the last hidden states ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class OutputHead:
+    """The last layer of a model: its logits are ``scale · (hidden · weightᵀ + bias)``.
+
+    With a cap they are ``cap · tanh(logits / cap)`` of those. The weight is cast to the dtype of the hidden states, a
+    tile at a time.
+
+    Attributes:
+        weight: float ``[vocab, hidden]``: ``model.get_output_embeddings().weight`` in transformers.
+        bias: float ``[vocab]``, or None.
+        scale: 1.0 for most models.
+        cap: above 0; None for most models.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+
+def exact_divergence(
+    teacher_hidden: Tensor,
+    teacher_head: OutputHead,
+    student_hidden: Tensor,
+    student_head: OutputHead,
+    kind: Divergence = "forward_kl",
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return the divergence of two models' next-token distributions at each position, summed over the vocabulary.
+
+    Gradients flow to the student's hidden states and head, in their dtypes, but not gradients of gradients; none flow
+    to the teacher. Only the arguments and three numbers a position are kept for them. In addition to the gradients, the
+    call takes some 30 MiB on a CPU, however large the vocabulary and however many the positions.
+
+    Args:
+        teacher_hidden: float ``[..., hidden]``: what the teacher's head reads.
+        teacher_head: of the same vocabulary as the student's, id for id. It may be on another device.
+        student_hidden: float ``[..., hidden]``, the same positions; its width may differ from the teacher's.
+        student_head: may be tied to the student's embeddings.
+        kind: as in `top_k_divergence`.
+        beta: as in `top_k_divergence`.
+        temperature: what the logits of both are divided by.
+        mask: bool ``[...]``. Only positions that count are computed; the result is 0.0 at the others.
+
+    Returns:
+        float32 ``[...]`` (float64 if the student's hidden states are), in nats. It is NaN where a logit is NaN or +inf.
+
+    Raises:
+        InvalidRequestError: shapes or types do not fit, or the vocabularies have different sizes.
+    """
+    terms = Terms(kind, beta)
+    _check_head("teacher", teacher_hidden, teacher_head)
+    _check_head("student", student_hidden, student_head)
+    if teacher_hidden.shape[:-1] != student_hidden.shape[:-1]:
+        raise invalid(
+            "teacher_hidden",
+            "teacher and student must have the same positions; got shapes "
+            f"{tuple(teacher_hidden.shape)} and {tuple(student_hidden.shape)}",
+        )
+    sizes = len(teacher_head.weight), len(student_head.weight)
+    if sizes[0] != sizes[1]:
+        raise invalid(
+            "teacher_head",
+            f"teacher and student must have one vocabulary; got {sizes[0]} and {sizes[1]} ids. If the larger head only "
+            f"has rows in excess that no id uses, leave them out: OutputHead(weight[:{min(sizes)}])",
+        )
+    temperature = positive("temperature", temperature)
+    counts = counted_positions(mask, student_hidden[..., 0])
+    found: Tensor = _ExactDivergence.apply(
+        teacher_hidden.detach()[counts.to(teacher_hidden.device)],
+        _constant(teacher_head),
+        student_hidden[counts],
+        student_head.weight,
+        student_head.bias,
+        _constant(student_head),
+        temperature,
+        terms,
+    )
+    return found.new_zeros(counts.shape).masked_scatter(counts, found)
+
+
+def _check_head(name: str, hidden: Any, head: Any) -> None:
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or not hidden.ndim or not hidden.shape[-1]:
+        raise invalid(f"{name}_hidden", f"expected floats [..., hidden], got {shape_of(hidden)}")
+    field = f"{name}_head"
+    if not isinstance(head, OutputHead):
+        raise invalid(field, f"expected an OutputHead, got {type(head).__name__}")
+    weight, bias = head.weight, head.bias
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.ndim != 2 or not len(weight):
+        raise invalid(field, f"weight: expected floats [vocab, hidden], got {shape_of(weight)}")
+    if weight.shape[1] != hidden.shape[-1]:
+        raise invalid(field, f"weight is for hidden states of {weight.shape[1]}; got states of {hidden.shape[-1]}")
+    if weight.device != hidden.device:
+        raise invalid(field, f"weight is on {weight.device} and {name}_hidden on {hidden.device}")
+    if bias is not None and (not isinstance(bias, Tensor) or tuple(bias.shape) != (len(weight),)):
+        raise invalid(field, f"bias: expected [{len(weight)}], got {shape_of(bias)}")
+    number(f"{field}.scale", head.scale)
+    if head.cap is not None:
+        positive(f"{field}.cap", head.cap)
+
+
+def _constant(head: OutputHead) -> OutputHead:
+    """Return the head with tensors that carry no gradients."""
+    bias = None if head.bias is None else head.bias.detach()
+    return OutputHead(head.weight.detach(), bias, float(head.scale), head.cap)
+
+
+def _blocks(size: int, step: int) -> list[slice]:
+    return [slice(start, start + step) for start in range(0, size, step)]
+
+
+def _tile(hidden: Tensor, head: OutputHead, temperature: float, entries: slice, like: Tensor) -> Tensor:
+    """Return the logits over temperature, ``[positions, entries]``, in the dtype and on the device of `like`."""
+    tile = (hidden @ head.weight[entries].to(hidden.dtype).T).to(like)
+    if head.bias is not None:
+        tile.add_(head.bias[entries].to(like))
+    if head.cap is not None:
+        return tile.mul_(head.scale / head.cap).tanh_().mul_(head.cap / temperature)
+    rate = head.scale / temperature
+    return tile if rate == 1.0 else tile.mul_(rate)
+
+
+def _log_partition(tiles: Iterable[Tensor], like: Tensor) -> Tensor:
+    """Return the log-partition function of each row of the tiles, which are overwritten. `like` has a value a row."""
+    total = torch.zeros_like(like)
+    # Not minus infinity, which would turn a tile of minus infinities into NaN.
+    largest = torch.full_like(like, torch.finfo(like.dtype).min)
+    for tile in tiles:
+        larger = torch.maximum(largest, tile.amax(1))
+        added = tile.sub_(larger[:, None]).exp_().sum(1)
+        total.mul_((largest - larger).exp()).add_(added)
+        largest = larger
+    return largest + total.log()
+
+
+class _ExactDivergence(torch.autograd.Function):
+    # Autocast is off: products have the dtype of the hidden states, and sums are not shortened.
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        teacher: Tensor,
+        teacher_head: OutputHead,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: OutputHead,
+        temperature: float,
+        terms: Terms,
+    ) -> Tensor:
+        height, width = _CPU_TILE if hidden.device.type == "cpu" else _TILE
+        positions, vocabulary = _blocks(len(hidden), height), _blocks(len(weight), width)
+        # The divergence, the sum of the slopes, and both log-partition functions.
+        found = hidden.new_zeros(4, len(hidden), dtype=wide_dtype(hidden))
+        with torch.autocast(teacher.device.type, enabled=False), torch.autocast(hidden.device.type, enabled=False):
+            for rows in positions:
+                value, slope, log_p, log_q = found[:, rows]
+                for into, states, of in ((log_p, teacher[rows], teacher_head), (log_q, hidden[rows], head)):
+                    tiles = (_tile(states, of, temperature, entries, found) for entries in vocabulary)
+                    into.copy_(_log_partition(tiles, into))
+                for entries in vocabulary:
+                    p = _tile(teacher[rows], teacher_head, temperature, entries, found).sub_(log_p[:, None])
+                    q = _tile(hidden[rows], head, temperature, entries, found).sub_(log_q[:, None])
+                    sums = terms.sums(p, q)
+                    value.add_(sums[0])
+                    slope.add_(sums[1])
+                slope.add_(terms.known)
+        # The teacher's head is saved to notice that it was changed in the meantime.
+        ctx.save_for_backward(teacher, teacher_head.weight, teacher_head.bias, hidden, weight, bias, found)
+        ctx.rest = teacher_head, head, temperature, terms, positions, vocabulary
+        return found[0].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        teacher, _, _, hidden, weight, bias, found = ctx.saved_tensors
+        teacher_head, head, temperature, terms, positions, vocabulary = ctx.rest
+        _, slopes, log_p, log_q = found
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[2:5]
+        by_hidden = torch.zeros_like(hidden, dtype=found.dtype) if wants_hidden else None
+        by_weight = torch.empty_like(weight) if wants_weight else None
+        by_bias = torch.empty_like(bias) if wants_bias else None
+        with torch.autocast(teacher.device.type, enabled=False), torch.autocast(hidden.device.type, enabled=False):
+            # Vocabulary in the outer loop: each sum over positions is then finished before the next, and rounded once.
+            for entries in vocabulary:
+                part = head.weight[entries].to(hidden.dtype)
+                weight_sum = torch.zeros_like(part, dtype=found.dtype) if wants_weight else None
+                bias_sum = found.new_zeros(len(part)) if wants_bias else None
+                for rows in positions:
+                    p = _tile(teacher[rows], teacher_head, temperature, entries, found).sub_(log_p[rows, None])
+                    logits = _tile(hidden[rows], head, temperature, entries, found)
+                    of_cap = None if head.cap is None else 1.0 - (logits * (temperature / head.cap)).square_()
+                    q = logits.sub_(log_q[rows, None])
+                    slope = terms.slope(p, q)
+                    weights = upstream[rows] * (head.scale / temperature)
+                    slope.sub_(q.exp_().mul_(slopes[rows, None])).mul_(weights[:, None])
+                    if of_cap is not None:
+                        slope.mul_(of_cap)
+                    if bias_sum is not None:
+                        bias_sum += slope.sum(0)
+                    slope = slope.to(hidden.dtype)
+                    if by_hidden is not None:
+                        _add_product(by_hidden[rows], slope, part)
+                    if weight_sum is not None:
+                        _add_product(weight_sum, slope.T, hidden[rows])
+                if by_weight is not None and weight_sum is not None:
+                    by_weight[entries] = weight_sum
+                if by_bias is not None and bias_sum is not None:
+                    by_bias[entries] = bias_sum
+        by_hidden = None if by_hidden is None else by_hidden.to(hidden.dtype)
+        return None, None, by_hidden, by_weight, by_bias, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Do ``total += left @ right`` in place. The sum stays in the dtype of `total`."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -39,7 +39,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from corelm.errors import InvalidRequestError
 from corelm.tensors.log_probs import log_probs
 from corelm.tensors.ragged import Ragged
 from corelm.validate import count, invalid, one_of
@@ -179,38 +178,30 @@ def _per_sequence(values: Tensor | Ragged, mask: Tensor | Ragged | None) -> tupl
     """Return each sequence's sum over the tokens that count, and their number: two tensors ``[sequences]``."""
     if isinstance(values, Ragged):
         if mask is not None and not (isinstance(mask, Ragged) and torch.equal(mask.lengths, values.lengths)):
-            raise InvalidRequestError(
-                "mask: expected a Ragged with rows of the same lengths as those of values", field="mask"
-            )
+            raise invalid("mask", "expected a Ragged with rows of the same lengths as those of values")
         kept, counted = _kept(values.values, mask.values if isinstance(mask, Ragged) else None)
         rows = values.row_index.to(kept.device)
         nothing = kept.new_zeros(len(values))
         return nothing.index_add(0, rows, kept), nothing.index_add(0, rows, counted)
     if not isinstance(values, Tensor):
-        raise InvalidRequestError(
-            f"values: expected a tensor or a Ragged, got {type(values).__name__}; "
-            "corelm.ragged(td, key) reads rows of different lengths as a Ragged",
-            field="values",
+        raise invalid(
+            "values",
+            f"expected a tensor or a Ragged, got {type(values).__name__}; corelm.ragged(td, key) reads rows of "
+            "different lengths as a Ragged",
         )
-    if isinstance(mask, Ragged):
-        raise InvalidRequestError("mask: values are a tensor, so expected a tensor mask; got a Ragged", field="mask")
     kept, counted = _kept(values, mask)
     return kept.sum(-1).flatten(), counted.sum(-1).flatten()
 
 
-def _kept(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    mask = counted_positions(mask, values)
-    values = values.to(_dtype(values))
-    return torch.where(mask, values, 0.0), mask.to(values.dtype)
+def _kept(values: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+    counts, values = counted_positions(mask, values), values.to(wide_dtype(values))
+    return torch.where(counts, values, 0.0), counts.to(values.dtype)
 
 
 def _log_ratio(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
     """Return ``gen − ref``: 0.0 where the mask is False, and NaN where one of them is not a log-prob of the token."""
-    for field, given in (("gen", gen), ("ref", ref)):
-        _check_tensor(field, given)
-    if gen.shape != ref.shape:
-        raise invalid("ref", f"gen and ref must have one shape; got {tuple(gen.shape)} and {tuple(ref.shape)}")
-    mask, dtype = counted_positions(mask, gen), _dtype(gen, ref)
+    _check_alike(gen, ref, ("gen", "ref"))
+    mask, dtype = counted_positions(mask, gen), wide_dtype(gen, ref)
     gen, ref = gen.to(dtype), ref.to(dtype)
     undefined = ~torch.isfinite(gen) | (ref == torch.inf)
     # Add NaN instead of choosing it, which would hide it from the gradient.
@@ -245,23 +236,18 @@ def _straight_through(value: Estimator, gen: Tensor, ref: Tensor, mask: Tensor |
 
 
 def _of_logits(divergence: Callable[[Tensor, Tensor], Tensor], gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
-    for field, given in (("gen_logits", gen), ("ref_logits", ref)):
-        _check_tensor(field, given)
-        if not given.ndim or not given.shape[-1]:
-            raise invalid(field, f"expected [..., vocabulary], got shape {tuple(given.shape)}")
-    if gen.shape != ref.shape:
-        raise invalid(
-            "ref_logits",
-            "gen_logits and ref_logits must have the same positions and one vocabulary; "
-            f"got shapes {tuple(gen.shape)} and {tuple(ref.shape)}",
-        )
-    mask, dtype = counted_positions(mask, gen[..., 0]), _dtype(gen, ref)
+    _check_alike(gen, ref, ("gen_logits", "ref_logits"))
+    if not gen.ndim or not gen.shape[-1]:
+        raise invalid("gen_logits", f"expected [..., vocabulary], got shape {tuple(gen.shape)}")
+    mask, dtype = counted_positions(mask, gen[..., 0]), wide_dtype(gen, ref)
     found = divergence(log_probs(gen[mask].to(dtype)), log_probs(ref[mask].to(dtype)))
     return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
 
 def _exact(gen: Tensor, ref: Tensor) -> Tensor:
-    return _expected_log_ratio(gen, ref).sum(-1)
+    # Autograd through the term of a token that gen excludes would be NaN.
+    possible = gen != -torch.inf
+    return expected_log_ratio(torch.where(possible, gen, 0.0), torch.where(possible, ref, 0.0)).sum(-1)
 
 
 def _top_k(gen: Tensor, ref: Tensor, k: int) -> Tensor:
@@ -280,14 +266,13 @@ def _total(table: Tensor) -> Tensor:
     return torch.where(possible, torch.where(possible, table, 0.0).logsumexp(-1, keepdim=True), -torch.inf)
 
 
-def _expected_log_ratio(gen: Tensor, ref: Tensor) -> Tensor:
-    """Return ``p log (p / q)`` from the log-probabilities of p and q; 0 where p is 0."""
-    # Not `>`: a NaN is not impossible, and a diverged model must not have a KL of 0.
-    possible = gen != -torch.inf
-    gen, ref = torch.where(possible, gen, 0.0), torch.where(possible, ref, 0.0)
-    gap = gen - ref
+def expected_log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return ``p (log p − log q)``: 0 where p is 0, inf where q is 0 and p is not. NaN stays NaN."""
+    gap = log_p - log_q
     # A probability that rounds to 0 times an infinite gap would be NaN; the KL is infinite.
-    return torch.where(possible, torch.where(gap == torch.inf, gap, gen.exp() * gap), 0.0)
+    terms = torch.where(gap == torch.inf, gap, log_p.exp() * gap)
+    # Not `>`: a NaN is not impossible, and a diverged model must not have a KL of 0.
+    return terms.masked_fill_(log_p == -torch.inf, 0.0)
 
 
 def _at_most(values: Tensor, limit: float) -> Tensor:
@@ -295,23 +280,29 @@ def _at_most(values: Tensor, limit: float) -> Tensor:
     return torch.minimum(values, values.new_tensor(limit))
 
 
-def _check_tensor(field: str, given: Any) -> None:
-    if not isinstance(given, Tensor):
-        raise invalid(field, f"expected a tensor, got {type(given).__name__}")
+def shape_of(given: Any) -> str:
+    """Return the dtype and the shape of a tensor, or the type of anything else, for a message."""
+    return f"{given.dtype}{list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
 
 
 def counted_positions(mask: Tensor | None, values: Tensor) -> Tensor:
     """Return bool, shaped like `values` and on their device: which positions count. All of them without a mask."""
     if mask is None:
         return torch.ones_like(values, dtype=torch.bool)
-    _check_tensor("mask", mask)
-    if mask.shape != values.shape or mask.dtype.is_floating_point:
-        raise InvalidRequestError(
-            f"mask: expected bool{list(values.shape)}, got {mask.dtype}{list(mask.shape)}", field="mask"
-        )
+    if not isinstance(mask, Tensor) or mask.shape != values.shape or mask.dtype.is_floating_point:
+        raise invalid("mask", f"expected bool{list(values.shape)}, got {shape_of(mask)}")
     return mask.to(values.device, torch.bool)
 
 
-def _dtype(*tensors: Tensor) -> torch.dtype:
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
     """Return at least float32: a log-prob of −8 has two decimals in bfloat16, too few for a difference."""
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+
+
+def _check_alike(gen: Any, ref: Any, names: tuple[str, str]) -> None:
+    for name, given in zip(names, (gen, ref), strict=True):
+        if not isinstance(given, Tensor):
+            raise invalid(name, f"expected a tensor, got {type(given).__name__}")
+    if gen.shape != ref.shape:
+        both = f"{tuple(gen.shape)} and {tuple(ref.shape)}"
+        raise invalid(names[1], f"{names[0]} and {names[1]} must have one shape; got {both}")

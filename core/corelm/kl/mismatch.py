@@ -3,6 +3,7 @@
 Engines round differently, so the sampled distribution is not exactly the trained one, and on-policy learning is
 slightly off-policy. `mismatch_report` measures the difference; `ImportanceCorrection` computes weights that correct for
 it. The ratio is always ``exp(train − sampled)``, of a token or, summed over the tokens that count, of a sequence.
+`staleness` says by how many updates the weights that sampled each token are behind.
 
 Sources: F. Yao, L. Liu et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025
 (fengyao.notion.site/off-policy-rl): truncated ratios of tokens. IcePop (Ling team, 2025): tokens whose ratio is out of
@@ -14,7 +15,8 @@ ratios, they account for the effect of earlier tokens on where later ones are dr
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -22,45 +24,16 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from corelm.containers.classes import PerToken, provenance_of_rows
 from corelm.containers.keys import next_or_root
+from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
-from corelm.kl.pairs import Pair, PairKeys, read_pair
-from corelm.kl.staleness import token_versions
-from corelm.validate import number, one_of
+from corelm.kl.pairs import Pair, PairKeys, TokenLayout, as_bool, find_log_probs, read_pair
+from corelm.spec.version_labels import backward, counts_of, run_problems
+from corelm.validate import as_list, invalid, number, one_of, shown
 
 Level = Literal["token", "sequence"]
 Correction = Literal["truncate", "mask"]
-
-
-@dataclass(frozen=True, slots=True)
-class RatioBounds:
-    """The range in which importance ratios are used unchanged: ``low <= ratio <= high``.
-
-    Attributes:
-        level: whether the ratios are those of tokens or of sequences.
-        low: the lower bound, from 0 to 1; None means no bound.
-        high: the upper bound, at least 1; None and inf mean no bound.
-    """
-
-    level: Level
-    low: float | None
-    high: float | None
-
-    def __post_init__(self) -> None:
-        one_of("level", self.level, get_args(Level))
-        if self.low is not None:
-            object.__setattr__(self, "low", number("low", self.low, 0.0, 1.0))
-        if self.high is not None and not (isinstance(self.high, float) and self.high == math.inf):
-            object.__setattr__(self, "high", number("high", self.high, 1.0))
-
-    @property
-    def edges(self) -> tuple[float, float]:
-        return 0.0 if self.low is None else self.low, math.inf if self.high is None else self.high
-
-    def outside(self, ratio: Tensor) -> Tensor:
-        """Return which ratios are out of bounds: bool, of the same shape."""
-        low, high = self.edges
-        return (ratio < low) | (ratio > high)
 
 
 class ImportanceCorrection(TensorDictModuleBase):
@@ -104,26 +77,24 @@ class ImportanceCorrection(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         one_of("how", how, get_args(Correction))
-        self.bounds = RatioBounds(level, low, high)
-        self.how = how
+        self.bounds = _bounds(level, low, high)
+        self.level, self.how = level, how
         self.allow_mismatch = allow_mismatch
         self.weights_key = weights_key
-        self.keys = PairKeys.selecting(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
+        self.keys = PairKeys(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
         self.in_keys = self.keys.read
         self.out_keys = [weights_key]
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         pair = read_pair(tensordict, self.keys, allow_mismatch=self.allow_mismatch)
-        ratio = _ratios(_log_ratios(pair, self.bounds.level))
-        if self.how == "truncate":
-            weights = ratio.clamp(*self.bounds.edges)
-        else:
-            weights = torch.where(self.bounds.outside(ratio), 0.0, ratio)
-        if self.bounds.level == "token":
-            next_or_root(tensordict).set(self.weights_key, pair.layout.stored(torch.where(pair.mask, weights, 0.0)))
-        else:
-            next_or_root(tensordict).set(self.weights_key, weights)
+        ratio = _ratios(_log_ratios(pair, self.level))
+        low, high = self.bounds
+        outside = (ratio < low) | (ratio > high)
+        weights = ratio.clamp(low, high) if self.how == "truncate" else torch.where(outside, 0.0, ratio)
+        if self.level == "token":
+            weights = pair.layout.stored(torch.where(pair.mask, weights, 0.0))
+        next_or_root(tensordict).set(self.weights_key, weights)
         return tensordict
 
 
@@ -184,9 +155,9 @@ def mismatch_report(
 
     The arguments, other than `td`, and the errors are those of `ImportanceCorrection`.
     """
-    bounds = RatioBounds(level, low, high)
-    keys = PairKeys.selecting(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
-    return _report(read_pair(td, keys, allow_mismatch=allow_mismatch), bounds)
+    bounds = _bounds(level, low, high)
+    keys = PairKeys(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
+    return _report(read_pair(td, keys, allow_mismatch=allow_mismatch), level, bounds)
 
 
 @torch.no_grad()
@@ -211,31 +182,33 @@ def mismatch_by_version(
     Raises:
         InvalidRequestError: as for `mismatch_report`, and for rows whose weights are not known.
     """
-    bounds = RatioBounds(level, low, high)
-    keys = PairKeys.selecting(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
+    bounds = _bounds(level, low, high)
+    keys = PairKeys(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
     pair = read_pair(td, keys, allow_mismatch=allow_mismatch)
-    versions = token_versions(td, log_probs_key, masks_key)
-    index = versions.index.to(pair.mask.device)
-    parts = {label: pair.selected(index == place) for place, label in enumerate(versions.labels)}
-    return {label: _report(part, bounds) for label, part in parts.items() if bool(part.mask.any())}
+    labels, index = _token_versions(pair.layout, log_probs_key, masks_key)
+    places = index.to(pair.mask.device)
+    parts = {label: replace(pair, mask=pair.mask & (places == place)) for place, label in enumerate(labels)}
+    return {label: _report(part, level, bounds) for label, part in parts.items() if bool(part.mask.any())}
 
 
-def _report(pair: Pair, bounds: RatioBounds) -> MismatchReport:
-    level = bounds.level
+def _bounds(level: Level, low: float | None, high: float | None) -> tuple[float, float]:
+    """Return the range in which ratios are used unchanged: from ``0 <= low <= 1`` to ``1 <= high``, inf being none."""
+    one_of("level", level, get_args(Level))
+    unbounded = high is None or (isinstance(high, float) and high == math.inf)
+    return (
+        0.0 if low is None else number("low", low, 0.0, 1.0),
+        math.inf if unbounded else number("high", high, 1.0),
+    )
+
+
+def _report(pair: Pair, level: Level, bounds: tuple[float, float]) -> MismatchReport:
     distance = (pair.ref.double() - pair.gen.double())[pair.mask].abs()
     with_tokens = (pair.layout.row_sums(pair.mask.double()) > 0).flatten()
     log_ratio = _log_ratios(pair, level).flatten()[pair.mask if level == "token" else with_tokens].double()
     if not len(distance):
-        return MismatchReport(
-            tokens=0,
-            sequences=0,
-            mean_abs=0.0,
-            mean_exp_abs=1.0,
-            max_abs=0.0,
-            effective_sample_size=0.0,
-            effective_share=1.0,
-            clipped_share=0.0,
-        )
+        zeros = dict.fromkeys(("mean_abs", "max_abs", "effective_sample_size", "clipped_share"), 0.0)
+        return MismatchReport(tokens=0, sequences=0, mean_exp_abs=1.0, effective_share=1.0, **zeros)
+    ratio, (low, high) = _ratios(log_ratio), bounds
     # A common factor cancels out; without it the ratios of long sequences would overflow.
     scaled = (log_ratio - log_ratio.max()).exp()
     size = float(scaled.sum().square() / scaled.square().sum())
@@ -247,7 +220,7 @@ def _report(pair: Pair, bounds: RatioBounds) -> MismatchReport:
         max_abs=float(distance.max()),
         effective_sample_size=size,
         effective_share=size / len(log_ratio),
-        clipped_share=float(bounds.outside(_ratios(log_ratio)).double().mean()),
+        clipped_share=float(((ratio < low) | (ratio > high)).double().mean()),
     )
 
 
@@ -262,3 +235,123 @@ def _log_ratios(pair: Pair, level: Level) -> Tensor:
 
 def _ratios(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+# The age of the weights -----------------------------------------------------------------------------------------------
+
+
+def staleness(
+    td: TensorDictBase,
+    version: str,
+    *,
+    versions: Iterable[str] | None = None,
+    log_probs_key: NestedKey = ("log_probs", "full"),
+    masks_key: NestedKey = "masks",
+) -> Tensor | PerToken:
+    """Return by how many updates the weights that sampled each token are behind `version`.
+
+    Labels that core makes count up, also with an adapter: ``"3+policy@12"`` is three updates behind ``"4+policy@14"``,
+    one of the base weights and two of the adapter. Of other labels, say the order::
+
+        stale = corelm.staleness(td, backend.weight_version)              # "7"
+        td["fresh"] = td["masks"].all_assistant_mask & (stale <= 2)       # dense rows
+        stale = corelm.staleness(td, "step-20", versions=["init", "step-10", "step-20"])
+
+    Args:
+        td: what a policy returned.
+        version: the label of the weights to compare with, usually those in force.
+        versions: all labels, oldest first, for labels that do not count.
+        log_probs_key: the sampler's log-probs, the field `full` of a `LogProbs`.
+        masks_key: the `Masks` that the policy wrote.
+
+    Returns:
+        int64, in the layout of the log-probs; rows of different lengths give a `PerToken`. -1 at pads and at tokens
+        without a log-prob, such as those of the prompt.
+
+    Raises:
+        MissingKeyError: there are no such log-probs.
+        InvalidRequestError: a label does not count and is not among `versions`; weights are newer than `version` or go
+            backwards within a row; the provenance of a row is not known. The message names row and position.
+    """
+    log_probs, here = find_log_probs(td, log_probs_key)
+    layout = TokenLayout.of(td, here, log_probs, masks_key)
+    layout.read(log_probs, log_probs_key, "full")
+    labels, index = _token_versions(layout, log_probs_key, masks_key)
+    order = None if versions is None else _order(versions)
+    ages: list[int] = []
+    for place, label in enumerate(labels):
+        first = layout.first(index == place)
+        rows = (first < layout.lengths).nonzero().flatten().tolist()
+        age = _age(label, version, order) if rows else -1
+        if isinstance(age, str):
+            why = f"position {int(first[rows[0]])}: {age}"
+            raise InvalidRequestError(f"row {rows[0]}, {why}", field="version", problems={rows[0]: why})
+        ages.append(age)
+    return layout.stored(torch.tensor([*ages, -1])[index], -1)
+
+
+def _order(versions: Iterable[str]) -> dict[str, int]:
+    labels = as_list(versions)
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        raise invalid("versions", f"expected a list of labels, oldest first, got {shown(versions)}")
+    if len({*labels}) < len(labels):
+        raise invalid("versions", "a label is there twice, so it says nothing about the order")
+    return {label: place for place, label in enumerate(labels)}
+
+
+def _age(label: str, version: str, order: dict[str, int] | None) -> int | str:
+    """Return by how many updates a label is behind `version`, or why that is not known."""
+    if label == version:
+        return 0
+    one, other = counts_of(label), counts_of(version)
+    if order is not None:
+        if missing := [each for each in (label, version) if each not in order]:
+            return f"the weights {missing[0]!r} are not among versions"
+        age = order[version] - order[label]
+    elif one is None or other is None:
+        return f"{(label if one is None else version)!r} does not count up; give versions=[…], all labels, oldest first"
+    elif one[1] != other[1]:
+        return f"the weights {label!r} and {version!r} have other adapters; give the version of the same adapter"
+    else:
+        age = other[0] - one[0] + other[2] - one[2]
+    return age if age >= 0 else f"the weights {label!r} are newer than {shown(version)}"
+
+
+def _token_versions(layout: TokenLayout, key: NestedKey, masks_key: NestedKey) -> tuple[list[str], Tensor]:
+    """Return which weights sampled each token.
+
+    Returns:
+        The labels, in the order in which they first occur; and int64[total], the place of each token's label among
+        them, -1 for tokens that were not sampled.
+
+    Raises:
+        InvalidRequestError: the provenance of a row is not known, or its runs cannot be; `rows` lists the rows.
+    """
+    lengths = layout.lengths.tolist()
+    provenances = provenance_of_rows(layout.log_probs, len(lengths))
+    answers = None
+    with_runs = any(one is not None and one.version_runs for one in provenances)
+    if with_runs and layout.masks is not None and "all_response_mask" in layout.masks.keys():
+        first = layout.first(as_bool(layout.read(layout.masks, masks_key, "all_response_mask"), masks_key))
+        answers = torch.where(first < layout.lengths, first, 0).tolist()
+    problems: Problems = {}
+    labels: dict[str, int] = {}
+    index = [torch.full((length,), -1) for length in lengths]
+    for row, (one, length) in enumerate(zip(provenances, lengths, strict=True)):
+        start = 0
+        if one is None:
+            problems[row] = "its provenance is not known, so neither are its weights"
+            continue
+        if one.version_runs:
+            if answers is None:
+                problems[row] = "is of several weights, and without masks it is not known where its answer begins"
+                continue
+            start = answers[row]
+            if why := run_problems(one.version_runs, length - start) or backward(one.version_runs):
+                problems[row] = f"version_runs: {why}"
+                continue
+        for version, begin in one.version_runs or ((one.weight_version, 0),):
+            index[row][start + begin :] = labels.setdefault(version, len(labels))
+    refuse(problems, str(key))
+    flat = torch.cat(index) if index else torch.empty(0, dtype=torch.int64)
+    return list(labels), torch.where(layout.scored(layout.log_probs, key).cpu(), flat, -1)

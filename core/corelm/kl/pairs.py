@@ -1,64 +1,244 @@
-"""Read two scorings of the same tokens from a TensorDict as flat, aligned values.
+"""Read two scorings of the same tokens from a TensorDict as flat, aligned values, and store values like the tokens.
 
-A position counts if both scorings scored it and the mask selects it. Rows with different layouts, log-probs of
-different distributions and log-probs that are not finite raise errors that name the rows.
+The KL modules compute on flat values: one float per token, row after row. A position counts if both scorings scored it
+and the mask selects it. Scorings of other tokens, in other layouts, of other distributions or over other ids, and
+log-probs that are not finite, raise errors that name the rows.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from corelm.containers.classes import LogProbs, Masks, ragged
+from corelm.containers.classes import LogProbs, Masks, PerToken, provenance_of_rows, ragged, row_lengths
 from corelm.containers.field_access import rows
+from corelm.containers.field_shapes import COUNTS, WIDE
+from corelm.containers.kept_sets import carries_sets, token_sets
 from corelm.containers.keys import find_entry, key_parts
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
-from corelm.kl.layout import TokenLayout
-from corelm.kl.supports import check_supports, distribution_of
 from corelm.spec.provenance import Provenance
+from corelm.tensors.lazy_rows import lazy_rows
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
+
+_SUPPORT_ADVICE = (
+    'sample with return_support=True and log_probs_mode="processed", and score over the ids of the sampler with '
+    "LLMPolicy(…, generate=False, support_key=…); or pass allow_mismatch=True"
+)
+_OTHER_COLUMNS = "so its columns are not those of the masks; score the tokens of this batch, id for id"
+
+
+#: Two scorings, each with the key of its field `full`.
+Scorings = tuple[tuple[NestedKey, LogProbs], tuple[NestedKey, LogProbs]]
 
 
 @dataclass(frozen=True, slots=True)
 class PairKeys:
-    """The keys of two scorings, and of the mask that selects which positions count.
+    """The keys of two scorings, and of the masks that select which positions count.
 
     Attributes:
         gen: the field `full` of the policy's `LogProbs`.
         ref: the field `full` of the reference's `LogProbs`.
         masks: the `Masks` that the policy wrote.
-        mask: bool, shaped like ``tokens.full``: a field of a `Masks`, or a dense tensor. None selects every token.
-        in_response: whether only tokens of the response count, where `masks` says which these are.
+        assistant_only: without `mask`, select the assistant's tokens in the response.
+        mask: bool, shaped like ``tokens.full``: a field of a `Masks`, or a dense tensor.
     """
 
     gen: NestedKey
     ref: NestedKey
     masks: NestedKey
+    assistant_only: bool
     mask: NestedKey | None
-    in_response: bool = False
 
     def __post_init__(self) -> None:
         for key in (self.gen, self.ref):
-            if len(key_parts(key)) < 2 or key_parts(key)[-1] != "full":
-                raise InvalidRequestError(f"{key!r}: expected a key such as ('log_probs', 'full')", field=str(key))
+            container_key(key)
 
-    @staticmethod
-    def selecting(
-        gen: NestedKey, ref: NestedKey, masks: NestedKey, assistant_only: bool, mask: NestedKey | None
-    ) -> PairKeys:
-        """Return the keys; without `mask`, `assistant_only` selects the assistant's tokens in the response."""
-        if mask is None and assistant_only:
-            return PairKeys(gen, ref, masks, (*key_parts(masks), "all_assistant_mask"), in_response=True)
-        return PairKeys(gen, ref, masks, mask)
+    @property
+    def in_response(self) -> bool:
+        """Whether only tokens of the response count, where `masks` says which these are."""
+        return self.mask is None and self.assistant_only
+
+    @property
+    def selecting(self) -> list[NestedKey]:
+        """The mask that selects positions; none selects every token."""
+        if self.in_response:
+            return [(*key_parts(self.masks), "all_assistant_mask")]
+        return [] if self.mask is None else [self.mask]
 
     @property
     def read(self) -> list[NestedKey]:
-        return [self.gen, self.ref, *([] if self.mask is None else [self.mask])]
+        return [self.gen, self.ref, *self.selecting]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """How the tokens of a batch are stored: in dense tensors ``[*batch, width]``, or one row per sample.
+
+    Attributes:
+        log_probs: a scoring of the tokens.
+        masks: the masks that tell tokens from pads; None if there are none, which only rows allow.
+        padded: whether the tokens are stored in dense tensors.
+    """
+
+    log_probs: LogProbs
+    masks: Masks | None
+    padded: bool
+
+    @staticmethod
+    def of(td: TensorDictBase, here: TensorDictBase, log_probs: LogProbs, masks_key: NestedKey) -> TokenLayout:
+        """Return the layout of a scoring that `here` holds, with the masks that belong to it."""
+        padded = is_dense(log_probs)
+        try:
+            masks, _ = find_entry(td, masks_key, first=here)
+        except MissingKeyError:
+            if not padded:
+                return TokenLayout(log_probs, None, padded)
+            # The caller built the log-probs; without masks they have no pads.
+            everything = torch.ones_like(log_probs.full, dtype=torch.bool)
+            masks = Masks(all_attention_mask=everything, batch_size=log_probs.batch_size)
+        if not isinstance(masks, Masks):
+            raise InvalidRequestError(
+                f"{masks_key!r}: expected Masks, got {type(masks).__name__}", field=str(masks_key)
+            )
+        return TokenLayout(log_probs, masks, padded)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return tuple(self.log_probs.batch_size)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64[rows], on the CPU: the number of tokens in each row, in C order."""
+        return self.columns.sum(-1).cpu() if self.padded else row_lengths(self.view(self.log_probs), ("own", "full"))
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """bool[rows, width]: where tokens are in the dense tensor, or would be with ``pad_output=True``."""
+        if not self.padded:
+            if not {"prompt", "response"} <= set(self.log_probs.keys()):
+                return Ragged.full(self.lengths, True, torch.bool).mask("right")
+            prompt, response = (ragged(self.view(self.log_probs), ("own", name)) for name in ("prompt", "response"))
+            return torch.cat([prompt.mask("left"), response.mask()], -1)
+        mask = None if self.masks is None else self.masks.all_attention_mask
+        if not isinstance(mask, Tensor) or tuple(mask.shape[:-1]) != self.batch:
+            found = list(mask.shape) if isinstance(mask, Tensor) else "no dense mask"
+            raise InvalidRequestError(
+                f"dense log-probs of shape {list(self.log_probs.full.shape)} need an attention mask of that shape, to "
+                f"tell tokens from pads; got {found}",
+                field="masks",
+            )
+        return as_bool(mask.reshape(math.prod(self.batch), mask.shape[-1]), "all_attention_mask")
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def view(self, container: Any) -> TensorDict:
+        """Return a TensorDict with a container of these tokens, under `own`, and the masks of dense rows."""
+        masks = container if isinstance(container, Masks) else self.masks
+        return TensorDict({"own": container, **({} if masks is None else {"masks": masks})}, batch_size=())
+
+    def read(self, container: Any, key: NestedKey, name: str) -> Tensor:
+        """Return a field of a container of these tokens as flat values, ``[total, ...]``; `key` is for errors.
+
+        Raises:
+            InvalidRequestError: the field is in another layout, or its rows have other lengths.
+        """
+        if self.padded:
+            return self.flat(getattr(container, name), key, name)
+        found, what = ragged(self.view(container), ("own", name)), _in_words(key, name)
+        if len(found) != len(self.lengths):
+            raise InvalidRequestError(
+                f"{what} has {len(found)} rows, the log-probs {len(self.lengths)}", field=str(key)
+            )
+        pairs = enumerate(zip(found.lengths.tolist(), self.lengths.tolist(), strict=True))
+        refuse({row: f"{what} has {m} positions for {n} tokens" for row, (m, n) in pairs if m != n}, str(key))
+        return found.values
+
+    def flat(self, dense: Any, key: NestedKey, name: str = "") -> Tensor:
+        """Return the tokens of a dense tensor ``[*batch, width]``, for `WIDE` fields ``[*batch, width, k]``, flat."""
+        wanted = (*self.batch, self.columns.shape[-1])
+        shape = tuple(dense.shape) if isinstance(dense, Tensor) else None
+        if shape is None or (shape[:-1] if name in WIDE else shape) != wanted:
+            expected = f"shape {[*wanted, 'k'] if name in WIDE else [*wanted]}, as wide as the masks"
+            found = "no dense tensor" if shape is None else list(shape)
+            raise InvalidRequestError(f"{_in_words(key, name)}: expected {expected}; got {found}", field=str(key))
+        return dense.reshape(*self.columns.shape, *shape[len(wanted) :])[self.columns.to(dense.device)]
+
+    def scored(self, log_probs: LogProbs, key: NestedKey) -> Tensor:
+        """Return bool[total]: which tokens of a scoring have a log-prob. Without a `scored_mask` all have one."""
+        if "scored_mask" not in log_probs.keys():
+            return torch.ones(int(self.lengths.sum()), dtype=torch.bool)
+        found = as_bool(self.read(log_probs, key, "scored_mask"), f"scored_mask of {key}")
+        if self.padded and int((dense := log_probs.scored_mask).sum()) != int(found.sum()):
+            outside = (dense.reshape(self.columns.shape) & ~self.columns.to(dense.device)).any(-1)
+            what = f"{key} is scored where the masks have a pad, {_OTHER_COLUMNS}"
+            refuse(dict.fromkeys(outside.nonzero().flatten().tolist(), what), str(key))
+        return found
+
+    def selected(self, td: TensorDictBase, here: TensorDictBase, key: NestedKey) -> Tensor:
+        """Return bool[total]: which positions the mask under `key` selects."""
+        *path, name = key_parts(key)
+        masks = find_entry(td, tuple(path), first=here)[0] if path else None
+        if not isinstance(masks, Masks):
+            return as_bool(self.flat(find_entry(td, key, first=here)[0], key), key)
+        if name not in masks.keys():
+            fields = ", ".join(sorted(set(masks.keys()) - {"padded"}))
+            raise MissingKeyError(
+                f"the masks have no field {name!r}, only {fields}; pass mask_key= to use another one, or count every "
+                "scored token with assistant_only=False",
+                field=str(key),
+            )
+        return as_bool(self.read(masks, key, name), key)
+
+    # Computing and storing -------------------------------------------------------------------------------------------
+
+    def ragged(self, values: Tensor) -> Ragged:
+        return Ragged(values, self.lengths)
+
+    def row_sums(self, values: Tensor) -> Tensor:
+        """Return ``[*batch]``: the sum of each row of flat values."""
+        index = self.ragged(values).row_index.to(values.device)
+        return values.new_zeros(len(self.lengths)).index_add(0, index, values).reshape(self.batch)
+
+    def first(self, mask: Tensor) -> Tensor:
+        """Return int64[rows]: the first position of each row where `mask` is True; its length if there is none."""
+        marks = self.ragged(mask.cpu())
+        at = marks.values
+        return self.lengths.scatter_reduce(0, marks.row_index[at], marks.positions[at], "amin")
+
+    def not_finite(self, values: Tensor, mask: Tensor, name: Any) -> Problems:
+        """Return, for each row with a NaN or an infinity where `mask` is True, the first of them.
+
+        Args:
+            name: what the values are called in the messages.
+        """
+        values = values.detach()
+        first, starts = self.first(mask & ~torch.isfinite(values)), self.ragged(values).offsets
+        return {
+            row: f"{name} is {float(values[starts[row] + first[row]])} at position {int(first[row])}"
+            for row in (first < self.lengths).nonzero().flatten().tolist()
+        }
+
+    def dense(self, values: Tensor, filler: float = 0) -> Tensor:
+        """Return flat values as ``[*batch, width]``, with `filler` at pads."""
+        return self.ragged(values).scatter(self.columns, filler).reshape(*self.batch, self.columns.shape[-1])
+
+    def stored(self, values: Tensor, filler: float = 0) -> Tensor | PerToken:
+        """Return flat values in the layout of the tokens: a dense tensor, or a `PerToken` of rows.
+
+        A TensorDict cannot hold bare tensors of different lengths.
+        """
+        if self.padded:
+            return self.dense(values, filler)
+        if 0 in self.batch:
+            return PerToken.from_tensordict(TensorDict({"full": values.reshape(*self.batch, 0)}, batch_size=self.batch))
+        return PerToken.from_tensordict(lazy_rows({"full": self.ragged(values)}, self.batch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +257,6 @@ class Pair:
     mask: Tensor
     layout: TokenLayout
 
-    def selected(self, mask: Tensor) -> Pair:
-        """Return the pair with only those positions that bool[total] selects as well."""
-        mask = self.mask & mask
-        return Pair(torch.where(mask, self.gen, 0.0), torch.where(mask, self.ref, 0.0), mask, self.layout)
-
 
 def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pair:
     """Read two scorings and the positions that count.
@@ -94,89 +269,56 @@ def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pa
             truncated support are of one distribution only if both say over which ids they were normalised, and these
             are the same at every position that counts.
     """
-    gen, here = _find_log_probs(td, keys.gen)
-    ref, _ = _find_log_probs(td, keys.ref)
-    view = _scorings_with_masks(td, here, keys, gen=gen, ref=ref)
-    if tuple(gen.batch_size) != tuple(ref.batch_size):
+    gen, here = find_log_probs(td, keys.gen)
+    ref, _ = find_log_probs(td, keys.ref)
+    scorings = ((keys.gen, gen), (keys.ref, ref))
+    if gen.batch_size != ref.batch_size:
         raise _layout_error(keys, f"batches {tuple(gen.batch_size)} and {tuple(ref.batch_size)}")
     if not allow_mismatch:
-        _check_distributions(gen, ref, keys)
-    layout = _read_layout(view, gen)
-    if layout.padded != _is_dense(ref):
-        kinds = {True: "dense", False: "one row per sample"}
-        raise _layout_error(
-            keys, f"{kinds[layout.padded]} and {kinds[not layout.padded]}; score with the same pad_output"
-        )
-    gen_values, gen_scored = _read_values(view, "gen", gen, keys.gen, layout)
-    ref_values, ref_scored = _read_values(view, "ref", ref, keys.ref, layout)
-    refuse(_length_problems(gen_values.lengths, ref_values.lengths, keys.gen, keys.ref), str(keys.ref))
+        _check_labels(scorings)
+    layout = TokenLayout.of(td, here, gen, keys.masks)
+    if layout.padded != is_dense(ref):
+        kinds = ("dense", "one row per sample") if layout.padded else ("one row per sample", "dense")
+        raise _layout_error(keys, f"{kinds[0]} and {kinds[1]}; score with the same pad_output")
+    (values, scored), (others, also) = (
+        (layout.read(one, key, "full"), layout.scored(one, key)) for key, one in scorings
+    )
+    device = values.device
+    others, scored, also = others.to(device), scored.to(device), also.to(device)
     if layout.padded and "scored_mask" in ref.keys():
-        _check_shift(gen_scored, ref_scored, keys.ref, layout)
-    device = gen_values.values.device
-    mask = gen_scored.to(device) & ref_scored.to(device)
-    if keys.mask is not None:
-        mask &= _read_selection(td, here, view, keys.mask, keys.gen, layout).to(device)
-    own = find_entry(td, keys.masks, first=here)[0] if keys.in_response else None
-    if isinstance(own, Masks) and "all_response_mask" in own.keys():
+        # Columns that are off by one may score no pad. They then score a row's first token, which has no log-prob
+        # because no token precedes it.
+        shifted = (layout.first(also & ~scored) == 0) & (layout.lengths > 0)
+        what = f"{keys.ref} is scored at the first token, {_OTHER_COLUMNS}"
+        refuse(dict.fromkeys(shifted.nonzero().flatten().tolist(), what), str(keys.ref))
+    mask = scored & also
+    for key in keys.selecting:
+        mask &= layout.selected(td, here, key).to(device)
+    if keys.in_response and layout.masks is not None and "all_response_mask" in layout.masks.keys():
         # The assistant's turns in a prompt are examples. Once they are scored, they would count as sampled.
-        response = (*key_parts(keys.masks), "all_response_mask")
-        mask &= _read_selection(td, here, view, response, keys.gen, layout).to(device)
+        mask &= layout.selected(td, here, (*key_parts(keys.masks), "all_response_mask")).to(device)
     if not allow_mismatch:
-        check_supports(view, {"gen": keys.gen, "ref": keys.ref}, mask, layout)
-    values, others = gen_values.values, ref_values.values.to(device)
+        _check_sets(layout, scorings, mask)
     refuse(layout.not_finite(others, mask, keys.ref) | layout.not_finite(values, mask, keys.gen), "log-probs")
     # Nothing downstream sees what is stored where a position does not count, not even a caller's own estimator.
     return Pair(torch.where(mask, values, 0.0), torch.where(mask, others, 0.0), mask, layout)
 
 
-@dataclass(frozen=True, eq=False)
-class Scoring:
-    """One scoring, flat, row after row.
-
-    Attributes:
-        log_probs: the container.
-        scored: bool[total]: which tokens have a log-prob.
-        answers: int64[rows]: where the response of each row begins; None if that is not known.
-        layout: how the tokens are stored in the TensorDict.
-    """
-
-    log_probs: LogProbs
-    scored: Tensor
-    answers: Tensor | None
-    layout: TokenLayout
+def _layout_error(keys: PairKeys, how: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{keys.gen} and {keys.ref} have different layouts: {how}", field=str(keys.ref))
 
 
-def read_scoring(td: TensorDictBase, key: NestedKey, masks_key: NestedKey) -> Scoring:
-    """Read which tokens of a scoring have a log-prob, and where responses begin.
-
-    Raises:
-        MissingKeyError, InvalidRequestError: as for `read_pair`.
-    """
-    keys = PairKeys(key, key, masks_key, None)
-    gen, here = _find_log_probs(td, key)
-    view = _scorings_with_masks(td, here, keys, gen=gen)
-    layout = _read_layout(view, gen)
-    _, scored = _read_values(view, "gen", gen, key, layout)
-    masks = view["masks"] if "masks" in view.keys() else None
-    answers = None
-    if masks is not None and "all_response_mask" in masks.keys():
-        in_answer = ragged(
-            TensorDict({"own": masks}, batch_size=td.batch_size), ("own", "all_response_mask"), masks="own"
-        )
-        answers = _first(in_answer.to("cpu"))
-    return Scoring(gen, scored.cpu(), answers, layout)
+def container_key(key: NestedKey) -> tuple[str, ...]:
+    """Return the key of the `LogProbs` whose field `full` has the given key."""
+    *path, name = key_parts(key)
+    if not path or name != "full":
+        raise InvalidRequestError(f"{key!r}: expected a key such as ('log_probs', 'full')", field=str(key))
+    return tuple(path)
 
 
-def _first(marks: Ragged) -> Tensor:
-    """Return int64[rows]: the first position of each row that is marked; 0 for a row without one."""
-    starts = torch.zeros(len(marks), dtype=torch.int64)
-    at = marks.values.nonzero().flatten().flip(0)
-    starts[marks.row_index[at]] = marks.positions[at]
-    return starts
-
-
-def _find_log_probs(td: TensorDictBase, key: NestedKey) -> tuple[LogProbs, TensorDictBase]:
-    path = key_parts(key)[:-1]
+def find_log_probs(td: TensorDictBase, key: NestedKey) -> tuple[LogProbs, TensorDictBase]:
+    """Return the `LogProbs` whose field `full` has the given key, and the TensorDict that holds it."""
+    path = container_key(key)
     try:
         container, here = find_entry(td, path)
     except MissingKeyError as error:
@@ -196,24 +338,7 @@ def _find_log_probs(td: TensorDictBase, key: NestedKey) -> tuple[LogProbs, Tenso
     return container, here
 
 
-def _scorings_with_masks(td: TensorDictBase, here: TensorDictBase, keys: PairKeys, **scorings: LogProbs) -> TensorDict:
-    """Return one TensorDict of both scorings and of the masks that belong to the first."""
-    gen = scorings["gen"]
-    view = TensorDict(dict(scorings), batch_size=td.batch_size)
-    try:
-        masks, _ = find_entry(td, keys.masks, first=here)
-    except MissingKeyError:
-        if not _is_dense(gen):
-            return view
-        # The caller built the log-probs; without masks they have no pads.
-        masks = Masks(all_attention_mask=torch.ones_like(gen.full, dtype=torch.bool), batch_size=gen.batch_size)
-    if not isinstance(masks, Masks):
-        raise InvalidRequestError(f"{keys.masks!r}: expected Masks, got {type(masks).__name__}", field=str(keys.masks))
-    view["masks"] = masks
-    return view
-
-
-def _is_dense(container: LogProbs) -> bool:
+def is_dense(container: LogProbs) -> bool:
     """Return whether the rows are one tensor. Dense rows of different widths are not; they are read row by row."""
     try:
         return container.padded is True and isinstance(container.full, Tensor)
@@ -221,141 +346,85 @@ def _is_dense(container: LogProbs) -> bool:
         return False
 
 
-def _read_layout(view: TensorDict, gen: LogProbs) -> TokenLayout:
-    batch = tuple(gen.batch_size)
-    if _is_dense(gen):
-        mask = view["masks"].all_attention_mask
-        if not isinstance(mask, Tensor) or tuple(mask.shape[:-1]) != batch:
-            found = list(mask.shape) if isinstance(mask, Tensor) else "no dense mask"
-            raise InvalidRequestError(
-                f"dense log-probs of shape {list(gen.full.shape)} need an attention mask of that shape, to tell tokens "
-                f"from pads; got {found}",
-                field="masks",
-            )
-        columns = _bool(mask.reshape(math.prod(batch), mask.shape[-1]), "all_attention_mask")
-        return TokenLayout(batch, columns.sum(-1).cpu(), True, lambda: columns)
-    lengths = ragged(view, ("gen", "full")).lengths
-
-    def find_columns() -> Tensor:
-        if "prompt" not in gen.keys() or "response" not in gen.keys():
-            return Ragged.full(lengths, True, torch.bool).mask("right")
-        return torch.cat([ragged(view, ("gen", "prompt")).mask("left"), ragged(view, ("gen", "response")).mask()], -1)
-
-    return TokenLayout(batch, lengths, False, find_columns)
-
-
-def _read_values(
-    view: TensorDict, name: str, container: LogProbs, key: NestedKey, layout: TokenLayout
-) -> tuple[Ragged, Tensor]:
-    """Return the log-probs, and bool[total]: which are scored. Without a `scored_mask` all are."""
-    has_mask = "scored_mask" in container.keys()
-    if not layout.padded:
-        values = ragged(view, (name, "full"))
-        marks = ragged(view, (name, "scored_mask")) if has_mask else Ragged.full(values.lengths, True, torch.bool)
-        refuse(_length_problems(values.lengths, marks.lengths, key, "its scored_mask"), str(key))
-        return values, _bool(marks.values, f"scored_mask of {key}")
-    values = layout.ragged(layout.flat(container.full, key))
-    if not has_mask:
-        return values, torch.ones_like(values.values, dtype=torch.bool)
-    dense = container.scored_mask
-    scored = _bool(layout.flat(dense, key), f"scored_mask of {key}")
-    if int(dense.sum()) != int(scored.sum()):
-        _check_columns(dense, key, layout)
-    return values, scored
-
-
-def _read_selection(
-    td: TensorDictBase, here: TensorDictBase, view: TensorDict, key: NestedKey, gen: NestedKey, layout: TokenLayout
-) -> Tensor:
-    """Return bool[total]: which positions the mask under `key` selects."""
-    *path, name = key_parts(key)
-    container = find_entry(td, tuple(path), first=here)[0] if path else None
-    if isinstance(container, Masks) and name not in container.keys():
-        fields = ", ".join(sorted(set(container.keys()) - {"padded"}))
-        raise MissingKeyError(
-            f"the masks have no field {name!r}, only {fields}; pass mask_key= to use another one, or count every "
-            "scored token with assistant_only=False",
-            field=str(key),
-        )
-    if isinstance(container, Masks) and not layout.padded:
-        selected = ragged(TensorDict({"own": container}, batch_size=td.batch_size), ("own", name), masks="own")
-        refuse(_length_problems(selected.lengths, layout.lengths, key, gen), str(key))
-        return _bool(selected.values, key)
-    mask = getattr(container, name) if isinstance(container, Masks) else find_entry(td, key, first=here)[0]
-    return _bool(layout.flat(mask, key), key)
-
-
-def _bool(mask: Tensor, key: Any) -> Tensor:
+def as_bool(mask: Tensor, key: Any) -> Tensor:
     """Return a mask as bool. transformers writes zeros and ones; a mask of floats may hold NaN, which would count."""
     if mask.dtype.is_floating_point:
         raise InvalidRequestError(f"{key}: expected bool, got {mask.dtype}", field=str(key))
     return mask.to(torch.bool)
 
 
-# Checks --------------------------------------------------------------------------------------------------------------
+def _in_words(key: NestedKey, name: str) -> str:
+    return f"{key}" if name in ("", key_parts(key)[-1]) else f"{name} of {key}"
 
 
-def _length_problems(first: Tensor, second: Tensor, one: Any, other: Any) -> Problems:
-    if first.shape != second.shape:
-        raise InvalidRequestError(f"{one} has {len(first)} rows and {other} {len(second)}", field=str(other))
-    return {
-        row: f"{one} has {int(first[row])} tokens and {other} {int(second[row])}"
-        for row in (first != second).nonzero().flatten().tolist()
-    }
+# Distributions --------------------------------------------------------------------------------------------------------
 
 
-def _check_columns(scored: Tensor, key: NestedKey, layout: TokenLayout) -> None:
-    """Raise if a dense scoring scored a position where the masks have a pad: its columns are not those of the masks."""
-    outside = (scored.reshape(layout.columns.shape) & ~layout.columns.to(scored.device)).any(-1)
-    what = (
-        f"{key} is scored where the masks have a pad, so it was made from a batch with other columns; score the "
-        "tokens of this batch, id for id"
-    )
-    refuse(dict.fromkeys(outside.nonzero().flatten().tolist(), what), str(key))
-
-
-def _check_shift(gen: Tensor, ref: Tensor, key: NestedKey, layout: TokenLayout) -> None:
-    """Raise if only the reference scored a row's first token: its columns are shifted against those of the masks.
-
-    Columns that are off by one may score no pad; they then score a row's first token, which has no log-prob because no
-    token precedes it.
-    """
-    marks = layout.ragged((ref & ~gen.to(ref.device)).cpu())
-    first = marks.row_index[marks.values & (marks.positions == 0)]
-    what = (
-        f"{key} is scored at the first token, so its columns are shifted relative to those of the masks; score the "
-        "tokens of this batch, id for id"
-    )
-    refuse(dict.fromkeys(first.tolist(), what), str(key))
-
-
-def _check_distributions(gen: LogProbs, ref: LogProbs, keys: PairKeys) -> None:
+def _check_labels(scorings: Scorings) -> None:
     """Raise if the scorings are of different distributions. Log-probs without a provenance are accepted."""
-    kinds = {one.distribution for container in (gen, ref) for one in _provenances(container)}
-    if len(kinds) < 2:
+    (gen, ours), (ref, theirs) = scorings
+    count = ours.batch_size.numel()
+    labels = zip(provenance_of_rows(ours, count), provenance_of_rows(theirs, count), strict=True)
+    if all(one is None or other is None or one.matches(other) for one, other in labels):
         return
-    for row, (one, other) in enumerate(zip(rows(gen), rows(ref), strict=True)):
-        a, b = distribution_of(one), distribution_of(other)
-        if a is not None and b is not None and not a.matches(b):
-            truncated = "truncated" in (a.support, b.support)
-            how = "over the same ids (support_key=…)" if truncated else "with the same log_probs_mode"
+    for row, pair in enumerate(zip(rows(ours), rows(theirs), strict=True)):
+        one, other = map(_label_of_row, pair)
+        if one is None or other is None or one.matches(other):
+            continue
+        truncated = "truncated" in (one.support, other.support)
+        how = "over the same ids (support_key=…)" if truncated else "with the same log_probs_mode"
+        raise ProvenanceMismatchError(
+            f"row {row}: {gen} and {ref} are of different distributions, so their difference has no meaning: "
+            f"{_distribution(one)}; and {_distribution(other)}. Score both {how} and temperature, or pass "
+            "allow_mismatch=True"
+        )
+
+
+def _label_of_row(row: LogProbs) -> Provenance | None:
+    """Return the provenance of a single row; of full support if it says that no id was left out at any token."""
+    (found,) = provenance_of_rows(row, 1)
+    whole = found is not None and carries_sets(row) and not bool(row.kept_counts.any())
+    return replace(found, support="full") if found is not None and whole else found
+
+
+def _check_sets(layout: TokenLayout, scorings: Scorings, mask: Tensor) -> None:
+    """Raise if two truncated scorings were normalised over different ids where the mask is True.
+
+    Their labels do not say over which ids.
+    """
+    (gen, ours), (ref, theirs) = scorings
+    labels = zip(*(provenance_of_rows(one, len(layout.lengths)) for one in (ours, theirs)), strict=True)
+    cut = [all(one is not None and one.support == "truncated" for one in pair) for pair in labels]
+    where = layout.ragged(mask.cpu())
+    counts = where.values & torch.tensor(cut, dtype=torch.bool)[where.row_index]
+    if not bool(counts.any()):
+        return
+    for key, container in scorings:
+        if not carries_sets(container):
             raise ProvenanceMismatchError(
-                f"row {row}: {keys.gen} and {keys.ref} are of different distributions, so their difference has no "
-                f"meaning: {_in_words(a)}; and {_in_words(b)}. Score both {how} and temperature, or pass "
-                "allow_mismatch=True"
+                f"row {int(where.row_index[counts][0])}: both scorings are of truncated support, and {key} does not "
+                f"say which ids were left, so nothing shows that they are of one distribution; {_SUPPORT_ADVICE}"
             )
+        layout.read(container, key, COUNTS)
+    one, other = (token_sets(layout.view(container), "own") for container in (ours, theirs))
+    differ = (counts & ~one.same_as(other)).nonzero().flatten().tolist()
+    if differ:
+        at = differ[0]
+        raise ProvenanceMismatchError(
+            f"row {int(where.row_index[at])}, position {int(where.positions[at])}: the scorings were normalised over "
+            f"different ids, {_some(one, at)} in {gen} and {_some(other, at)} in {ref}, so their difference has no "
+            f"meaning; {_SUPPORT_ADVICE}"
+        )
 
 
-def _in_words(one: Provenance) -> str:
+def _distribution(one: Provenance) -> str:
     """Return what must agree in two provenances, for a message."""
     mode, temperature, support, penalties = one.distribution
     return ", ".join([f"{mode}, temperature {temperature:g}, {support} support", *(f"{n} {v:g}" for n, v in penalties)])
 
 
-def _provenances(container: LogProbs) -> tuple[Any, ...]:
-    found = container.provenance
-    return () if found is None else found if isinstance(found, tuple) else (found,)
-
-
-def _layout_error(keys: PairKeys, how: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{keys.gen} and {keys.ref} have different layouts: {how}", field=str(keys.ref))
+def _some(sets: TokenSets, at: int) -> str:
+    """Return the ids at a position, or how many they are."""
+    start, end = sets.ids.offsets[at : at + 2].tolist()
+    ids = sets.ids.values[start:end].tolist()
+    return f"{ids}" if 0 < len(ids) <= 6 else f"{len(ids):,} ids" if ids else "the whole vocabulary"

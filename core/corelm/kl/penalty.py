@@ -1,22 +1,27 @@
-"""`KLComputation`: the KL between two scorings of the same tokens, subtracted from the reward if asked for."""
+"""`KLComputation`: the KL between two scorings of the same tokens, subtracted from the reward if asked for.
+
+Controllers choose its coefficient.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from corelm.containers.keys import next_or_root
-from corelm.errors import level_of_caller, refuse
-from corelm.kl.controllers import KLController
+from corelm.containers.classes import PerToken
+from corelm.containers.field_access import flat, rows
+from corelm.containers.keys import list_keys, next_or_root
+from corelm.errors import InvalidRequestError, MissingKeyError, level_of_caller, refuse
 from corelm.kl.estimators import ESTIMATORS, Estimator
-from corelm.kl.pairs import PairKeys, read_pair
-from corelm.kl.rewards import store_reward, subtract_penalty
-from corelm.validate import invalid, number, one_of
+from corelm.kl.pairs import PairKeys, TokenLayout, read_pair
+from corelm.validate import invalid, number, one_of, positive, shown
 
 Use = Literal["reward", "loss"]
 
@@ -48,6 +53,86 @@ def warn_if_biased(use: Use, estimator: str) -> None:
         warned.add(case)
         message = f"estimator {estimator!r} in the {use}: {BIASED[case]}"
         warnings.warn(message, BiasedKLWarning, stacklevel=level_of_caller())
+
+
+class KLController(Protocol):
+    """An object that can be passed as `coeff` instead of a number: its `value` is read at every call."""
+
+    @property
+    def value(self) -> float: ...
+
+
+class FixedKLController:
+    """A coefficient that stays at `coef`."""
+
+    #: Whether the coefficient must be above 0.
+    _above_zero: ClassVar[bool] = False
+
+    def __init__(self, coef: float) -> None:
+        self._value = number("coef", coef)
+
+    @property
+    def value(self) -> float:
+        return self._value
+
+    def update(self, kl: Any, n_steps: int = 1) -> float:
+        """Ignore the measured KL and return the unchanged value."""
+        return self._value
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self._value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        if not isinstance(state, Mapping) or "value" not in state:
+            raise invalid("state", f"expected what state_dict() returns, a mapping with 'value'; got {shown(state)}")
+        self._value = (positive if self._above_zero else number)("value", state["value"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(value={self._value:g})"
+
+
+class AdaptiveKLController(FixedKLController):
+    """A coefficient that is adjusted to bring the measured KL to `target`.
+
+    Every update multiplies the coefficient by ``1 + error · n_steps / horizon``, where ``error = kl / target − 1``,
+    clipped to ±0.2. This is the log-space proportional controller of Ziegler et al., Fine-Tuning Language Models from
+    Human Preferences, arXiv:1909.08593, section 2.2; `n_steps` and `horizon` are used as in the code they published.
+
+    Args:
+        init_coef: the initial coefficient, above 0 (a coefficient of 0 would stay 0).
+        target: the target KL, above 0, in the units passed to `update`: usually nats per sequence.
+        horizon: in the units of `n_steps`: usually sequences, 10,000 in the paper's code.
+    """
+
+    MAX_ERROR = 0.2
+    _above_zero = True
+
+    def __init__(self, init_coef: float, target: float, horizon: float) -> None:
+        super().__init__(positive("init_coef", init_coef))
+        self.target = positive("target", target)
+        self.horizon = positive("horizon", horizon)
+
+    def update(self, kl: Any, n_steps: int = 1) -> float:
+        """Adjust the coefficient to a measured KL and return the new value.
+
+        Args:
+            kl: the measured KL: a number, or a tensor with one element.
+            n_steps: how much was sampled since the last update; above 0 and below ``horizon / MAX_ERROR``, where the
+                coefficient would become 0.
+
+        Raises:
+            InvalidRequestError: `kl` is not finite, which would spoil the coefficient permanently, or `n_steps` is out
+                of range.
+        """
+        measured, steps = number("kl", kl), positive("n_steps", n_steps)
+        if not steps * self.MAX_ERROR < self.horizon:
+            raise invalid(
+                "n_steps",
+                f"expected a number above 0 and below {self.horizon / self.MAX_ERROR:g}, got {shown(n_steps)}",
+            )
+        error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
+        self._value *= 1 + error * steps / self.horizon
+        return self._value
 
 
 class KLComputation(TensorDictModuleBase):
@@ -115,7 +200,7 @@ class KLComputation(TensorDictModuleBase):
         self.allow_mismatch = allow_mismatch
         self.kl_key = kl_key
         self.reward_key = reward_key
-        self.keys = PairKeys.selecting(gen_log_probs_key, ref_log_probs_key, masks_key, assistant_only, mask_key)
+        self.keys = PairKeys(gen_log_probs_key, ref_log_probs_key, masks_key, assistant_only, mask_key)
         self.in_keys = [*self.keys.read, *([reward_key] if add_to_reward else [])]
         self.out_keys = [kl_key, *([reward_key] if add_to_reward else [])]
         self.coefficient()
@@ -140,8 +225,91 @@ class KLComputation(TensorDictModuleBase):
             coefficient = self.coefficient()
             penalty = torch.where(pair.mask, coefficient * kl, 0.0)
             refuse(pair.layout.not_finite(penalty, pair.mask, f"{coefficient:g} · KL"), str(self.reward_key))
-            reward = subtract_penalty(out, self.reward_key, penalty, pair.layout)
+            reward = _penalised(out, self.reward_key, penalty, pair.layout)
         out.set(self.kl_key, pair.layout.stored(kl))
-        if reward is not None:
-            store_reward(out, self.reward_key, reward)
+        if isinstance(reward, list):
+            for row, one in zip(rows(out), reward, strict=True):
+                row.set(self.reward_key, one)
+        elif reward is not None:
+            out.set(self.reward_key, reward)
         return tensordict
+
+
+def _penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Any:
+    """Return the reward under `key` minus the flat `penalty`, in the layout and dtype of the reward.
+
+    =========================================== ==========================================================
+    shape of the reward                         what is subtracted
+    =========================================== ==========================================================
+    ``[*batch]``, ``[*batch, 1]``, …            the sum of the penalty over the row
+    ``[*batch, width]``, ``[*batch, width, 1]`` the penalty of each token
+    one row per sample: bare, or a `PerToken`   the penalty of each token; from a single number, the sum
+    =========================================== ==========================================================
+
+    `width` is that of ``tokens.full``; if the tokens are rows of different lengths, the width that ``pad_output=True``
+    would give them.
+
+    Raises:
+        MissingKeyError: `td` has no such key.
+        InvalidRequestError: the reward has none of these shapes; `rows` lists the rows at fault.
+    """
+    if key not in td.keys(include_nested=True):
+        raise MissingKeyError(
+            f"the TensorDict has no {key!r} to subtract the penalty from; it has: {list_keys(td)}. Write it, or leave "
+            "rewards unchanged: KLComputation or RetrieveKL with add_to_reward=False",
+            field=str(key),
+        )
+    try:
+        reward = td.get(key)
+    except RuntimeError:
+        # Bare rows of different lengths, which only a lazy stack can hold.
+        return _penalised_rows([row.get(key) for row in rows(td)], key, penalty, layout)
+    if isinstance(reward, PerToken):
+        given, reduced = reward.full, reward.clone(False)
+        dense = isinstance(given, Tensor) and reward.padded
+        subtract = _penalised_dense if dense else _penalised_rows
+        reduced.full = subtract(given if dense else flat(given), key, penalty, layout)
+        return reduced
+    return _penalised_dense(reward, key, penalty, layout)
+
+
+def _penalised_dense(reward: Any, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Tensor:
+    if not isinstance(reward, Tensor):
+        raise InvalidRequestError(f"{key!r}: expected a tensor, got {type(reward).__name__}", field=str(key))
+    batch, shape = layout.batch, tuple(reward.shape)
+    if shape[: len(batch)] == batch and math.prod(shape[len(batch) :]) == 1:
+        return _minus(reward, layout.row_sums(penalty))
+    width = layout.columns.shape[-1]
+    if shape in ((*batch, width), (*batch, width, 1)):
+        return _minus(reward, layout.dense(penalty))
+    raise InvalidRequestError(
+        f"{key!r}: expected one reward per sequence, {list(batch)} or {[*batch, 1]}, or one per token of tokens.full, "
+        f"{[*batch, width]} or {[*batch, width, 1]}; got {list(shape)}",
+        field=str(key),
+    )
+
+
+def _penalised_rows(given: list[Tensor], key: NestedKey, penalty: Tensor, layout: TokenLayout) -> list[Tensor]:
+    parts = layout.ragged(penalty).split()
+    if len(given) != len(parts):
+        raise InvalidRequestError(
+            f"{key!r}: got {len(given)} rows of rewards for {len(parts)} rows of tokens", field=str(key)
+        )
+    pairs = list(zip(given, parts, strict=True))
+    what = "expected {} rewards, one per token of tokens.full, or a single reward; got {}"
+    refuse(
+        {
+            row: what.format(len(part), list(reward.shape))
+            for row, (reward, part) in enumerate(pairs)
+            if reward.numel() not in (1, len(part)) or reward.ndim > 2
+        },
+        str(key),
+    )
+    return [_minus(reward, part if reward.numel() == len(part) else part.sum()) for reward, part in pairs]
+
+
+def _minus(reward: Tensor, penalty: Tensor) -> Tensor:
+    """Return ``reward − penalty`` as a new tensor; rewards that are not floats become float32."""
+    dtype = reward.dtype if reward.dtype.is_floating_point else penalty.dtype
+    finer = torch.promote_types(dtype, penalty.dtype)
+    return (reward.to(finer) - penalty.to(reward.device).reshape(reward.shape)).to(dtype)

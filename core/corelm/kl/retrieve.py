@@ -13,9 +13,8 @@ from corelm.containers.field_access import rows
 from corelm.containers.kept_sets import carries_sets
 from corelm.containers.keys import find_entry, key_parts, next_or_root
 from corelm.errors import InvalidRequestError, MissingKeyError
-from corelm.kl.controllers import KLController
 from corelm.kl.estimators import Estimator
-from corelm.kl.penalty import KLComputation
+from corelm.kl.penalty import KLComputation, KLController
 from corelm.policy.delivery import refuse_other_provenance
 from corelm.policy.inputs import Keys
 from corelm.policy.policy import LLMPolicy
@@ -75,11 +74,15 @@ class RetrieveLogProb(TensorDictModuleBase):
         self.log_probs_key = log_probs_key
         self._sampled_keys = {key_parts(key) for key in (Keys().log_probs, policy.options.keys.log_probs)}
         self.overwrite = flag("overwrite", overwrite)
-        own = policy.options.support_key
-        self.support_key = support_key if own is None else own
-        outputs = dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False)
-        scorer = policy.replace(generate=False, input_mode="tokens", return_log_probs=True, inplace=False, **outputs)
-        scorer = scorer.replace(support_key=None)
+        self.support_key = policy.options.support_key or support_key
+        scorer = policy.replace(
+            generate=False,
+            input_mode="tokens",
+            inplace=False,
+            return_log_probs=True,
+            support_key=None,
+            **dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False),
+        )
         # One scorer per layout, so that the scores come back in the layout of the tokens.
         self._scorers = {padded: scorer.replace(pad_output=padded) for padded in (False, True)}
         self.in_keys = [(*key_parts(self.tokens_key), "full")]
@@ -98,36 +101,38 @@ class RetrieveLogProb(TensorDictModuleBase):
         with suppress(MissingKeyError):
             view[scorer.options.keys.masks] = find_entry(tensordict, self.masks_key, first=holder)[0]
         target = next_or_root(tensordict)
-        sampled = self._truncated(tensordict)
-        if sampled is None:
+        sampled, label = self._truncated(tensordict)
+        if label is None:
             self._refuse_other(target, scorer.score_provenance)
         else:
-            view["sampled"], label = sampled
+            view["sampled"] = sampled
             sampling = {"temperature": label.temperature}
             scorer = scorer.replace(support_key="sampled", log_probs_mode="processed", sampling_params=sampling)
-            _require_support(scorer, self.support_key)
+            scorer.backend.engine.require(
+                "score_support",
+                f"it cannot score over the ids that truncation left for the sampler of {self.support_key!r}; score "
+                "with an engine that can, such as transformers, or pass support_key=None and compare with "
+                "allow_mismatch=True",
+            )
         scores = scorer(view)[scorer.options.keys.log_probs]
         # The weights may have changed in the meantime.
         self._refuse_other(target, provenance_of_rows(scores, scores.batch_size.numel()))
         target.set(self.log_probs_key, scores)
         return tensordict
 
-    def _truncated(self, td: TensorDictBase) -> tuple[LogProbs, Provenance] | None:
-        """Return the sampler's log-probs and the first label of truncated support; None without ids to score over."""
-        if self.support_key is None:
-            return None
-        try:
-            found, _ = find_entry(td, self.support_key)
-        except MissingKeyError:
-            return None
+    def _truncated(self, td: TensorDictBase) -> tuple[Any, Provenance | None]:
+        """Return the sampler's log-probs and their first label of truncated support; None without ids to score over."""
+        found = None
+        if self.support_key is not None:
+            with suppress(MissingKeyError):
+                found, _ = find_entry(td, self.support_key)
         if not isinstance(found, LogProbs) or not carries_sets(found):
-            return None
+            return None, None
         labels = provenance_of_rows(found, found.batch_size.numel())
-        label = next((one for one in labels if one is not None and one.support == "truncated"), None)
-        return None if label is None else (found, label)
+        return found, next((one for one in labels if one is not None and one.support == "truncated"), None)
 
     def _refuse_other(self, target: TensorDictBase, new: Provenance | tuple[Provenance | None, ...]) -> None:
-        # Sampled log-probs cannot be computed again.
+        """Refuse to replace log-probs of sampling, which cannot be computed again, by those of another provenance."""
         if self.overwrite or self.log_probs_key not in target.keys(include_nested=True):
             return
         there = target.get(self.log_probs_key)
@@ -135,24 +140,14 @@ class RetrieveLogProb(TensorDictModuleBase):
             refuse_other_provenance(there, new, self.log_probs_key, _ADVICE)
 
 
-def _require_support(scorer: LLMPolicy, key: NestedKey | None) -> None:
-    scorer.backend.engine.require(
-        "score_support",
-        f"it cannot score over the ids that truncation left for the sampler of {key!r}; score with an engine that can, "
-        "such as transformers, or pass support_key=None and compare with allow_mismatch=True",
-    )
-
-
 def _score_responses_alone(there: Any) -> bool:
     """Return whether these are `LogProbs` in which no token of a prompt is scored, as in those of sampling."""
-    if not isinstance(there, LogProbs):
-        return False
-    fields = set(there.keys())
+    fields = set(there.keys()) if isinstance(there, LogProbs) else set()
     if "full" not in fields:
         return "response" in fields
-    if not {"prompt", "scored_mask"} <= fields:
-        return False
-    return not any(bool(row.scored_mask[: row.prompt.shape[-1]].any()) for row in rows(there))
+    return {"prompt", "scored_mask"} <= fields and not any(
+        bool(row.scored_mask[: row.prompt.shape[-1]].any()) for row in rows(there)
+    )
 
 
 class RetrieveKL(TensorDictModuleBase):

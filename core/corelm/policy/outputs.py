@@ -9,8 +9,7 @@ import torch
 from corelm.backend.backend import Backend
 from corelm.errors import Problems
 from corelm.policy.messages import AnswerReader, answer_texts
-from corelm.policy.rows import InputRows
-from corelm.policy.scored_sets import provenance_of_scores
+from corelm.policy.rows import InputRows, provenance_of_scores
 from corelm.spec.left_context import HALF_CHARACTER
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams

@@ -27,8 +27,7 @@ from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import generated, scored
 from corelm.policy.progress import AnswerBar
 from corelm.policy.resuming import partial_answers
-from corelm.policy.rows import InputRows, room_for_prompts, truncate_left
-from corelm.policy.scored_sets import provenance_of_scores
+from corelm.policy.rows import InputRows, provenance_of_scores, room_for_prompts, truncate_left
 from corelm.policy.support import with_support
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult

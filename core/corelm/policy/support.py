@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from corelm.containers.classes import LogProbs, Masks, provenance_of_rows
 from corelm.containers.kept_sets import token_sets
 from corelm.containers.keys import find_entry, key_parts
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.policy.options import PolicyOptions
-from corelm.policy.rows import InputRows
-from corelm.policy.scored_sets import ScoredSupport
+from corelm.policy.rows import InputRows, ScoredSupport
 from corelm.tensors.token_sets import TokenSets
 
 
@@ -52,8 +51,14 @@ def with_support(td: TensorDictBase, rows: InputRows, options: PolicyOptions, te
         found = f"its batch is {tuple(held.batch_size)}, but that of the sequences is {rows.batch_size}"
         raise InvalidRequestError(f"support_key: {name}: {found}", field=name)
     view = TensorDict({"log_probs": held}, batch_size=held.batch_size)
-    if (masks := _masks(td, holder, rows, options.keys.masks)) is not None:
+    masks = None
+    with suppress(MissingKeyError):
+        masks, _ = find_entry(td, options.keys.masks, first=holder)
+    if isinstance(masks, Masks) and tuple(masks.batch_size) == rows.batch_size:
         view["masks"] = masks
+    elif rows.columns is not None:
+        mask = rows.columns.mask.reshape(*rows.batch_size, rows.columns.mask.shape[-1])
+        view["masks"] = Masks(all_attention_mask=mask, batch_size=rows.batch_size)
     sets = token_sets(view).to("cpu")
     _must_be_normalised(held, sets, name, temperature)
     lengths, wanted = sets.lengths, rows.ids.lengths
@@ -70,25 +75,12 @@ def with_support(td: TensorDictBase, rows: InputRows, options: PolicyOptions, te
     return replace(rows, support=support, problems={**problems, **rows.problems})
 
 
-def _masks(td: TensorDictBase, holder: TensorDictBase, rows: InputRows, key: NestedKey) -> Any:
-    """Return the masks that tell tokens from pads in dense log-probs: those of the TensorDict, or of what is read."""
-    try:
-        found = find_entry(td, key, first=holder)[0]
-        if isinstance(found, Masks) and tuple(found.batch_size) == rows.batch_size:
-            return found
-    except MissingKeyError:
-        pass
-    if rows.columns is None:
-        return None
-    mask = rows.columns.mask.reshape(*rows.batch_size, rows.columns.mask.shape[-1])
-    return Masks(all_attention_mask=mask, batch_size=rows.batch_size)
-
-
 def _must_be_normalised(held: LogProbs, sets: TokenSets, name: str, temperature: float) -> None:
     """Refuse sets of another temperature than that of the scores. Rows without sets may be of any distribution."""
     problems: Problems = {}
     cut = (sets.flat.lengths > 0).tolist()
-    for row, (label, some) in enumerate(zip(provenance_of_rows(held, len(cut)), cut, strict=True)):
+    labels = provenance_of_rows(held, len(cut))
+    for row, (label, some) in enumerate(zip(labels, cut, strict=True)):
         if not some or label is None:
             continue
         if label.mode == "raw":
@@ -100,7 +92,7 @@ def _must_be_normalised(held: LogProbs, sets: TokenSets, name: str, temperature:
         elif label.penalties:
             problems[row] = "was sampled with penalties, which scores cannot reflect"
     if problems:
-        wanted = {one.temperature for one in provenance_of_rows(held, len(cut)) if one is not None}
+        wanted = {one.temperature for one in labels if one is not None}
         first = next(iter(wanted)) if len(wanted) == 1 else "…"
         advice = f'score with log_probs_mode="processed", sampling_params={{"temperature": {first}}}'
         if "raw" in next(iter(problems.values())):
