@@ -13,7 +13,7 @@ from corelm.rendering.chatml import read_chatml
 from corelm.rendering.template import Template, check_encodable, map_chats
 from corelm.spec.message import Chat, Message
 from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects
-from corelm.tensors.stacks import nested
+from corelm.tensors.lazy_rows import nested
 from corelm.validate import as_list, invalid, read_once
 
 

@@ -13,7 +13,7 @@ from corelm.containers.field_shapes import COUNTS, SETS, WIDE
 from corelm.errors import InvalidRequestError, Problems, spelled_out
 from corelm.tensors.lazy_rows import lazy_rows
 from corelm.tensors.ragged import Ragged, as_tensor, unreadable
-from corelm.tensors.stacks import Shape
+from corelm.tensors.lazy_rows import Shape
 from corelm.validate import as_list, read_once, shown
 
 C = TypeVar("C", bound=TensorClass)
