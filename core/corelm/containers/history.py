@@ -12,8 +12,7 @@ from corelm.errors import InvalidRequestError, refuse
 from corelm.rendering.chatml import read_chatml
 from corelm.rendering.template import Template, check_encodable, map_chats
 from corelm.spec.message import Chat, Message
-from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects
-from corelm.tensors.lazy_rows import nested
+from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects, nested
 from corelm.validate import as_list, invalid, read_once
 
 
@@ -183,22 +182,6 @@ class History(TensorClass["nocast"]):
         chats = [before + new for before, new in zip(self.chats, _read_chats(added), strict=True)]
         shape = tuple(self.batch_size)
         return self.set("conversation", _stack(chats, shape)) if inplace else self._wrap(chats, shape)
-
-
-def last_turns(history: History, most: int) -> list[tuple[int, Chat]]:
-    """Return how many messages each conversation has, and its last ones, at most `most`, for a caller that only reads.
-
-    The ids of sampled turns may be left out: converting them takes longer than everything else.
-    """
-    stored = history._stored()
-    if isinstance(stored, _Conversations):
-        return [(len(chat), chat[-most:]) for chat in stored.chats]
-    chats = [row["messages"] for row in stored]
-    return [(len(chat), tuple(map(_without_ids, chat[-most:]))) for chat in chats]
-
-
-def _without_ids(message: Mapping[str, Any]) -> Message:
-    return Message.from_dict({name: value for name, value in message.items() if name != "token_ids"})
 
 
 class _Conversations(Sequence[dict[str, Any]]):

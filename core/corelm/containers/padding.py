@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from corelm.containers.classes import Masks, PerToken
-from corelm.containers.dense_layout import DenseLayout, dense_layouts, dense_mask
+from corelm.containers.assemble import container, dense_columns
+from corelm.containers.classes import LogProbs, Masks, PerToken
+from corelm.containers.fields import SETS, must_have_lengths, row_objects
 from corelm.containers.keys import key_parts, list_keys
-from corelm.containers.reading import PER_TOKEN, Path, entries_per_token, must_have_batch, per_token_of_rows
+from corelm.containers.reading import (
+    PER_TOKEN,
+    Path,
+    dense_field,
+    entries_per_token,
+    masks_of,
+    must_have_batch,
+    per_token_of_rows,
+    ragged,
+    row_lengths,
+)
 from corelm.errors import InvalidRequestError
+from corelm.spec.records import Columns, Parts
+from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid
+
+Shape = tuple[int, ...]
 
 
 def repad(
@@ -57,23 +73,28 @@ def repad(
     shape = tuple(td.batch_size)
     found = dict(entries_per_token(td))
     containers = {path: value for path, value in found.items() if isinstance(value, PER_TOKEN)}
-    for path, container in containers.items():
-        must_have_batch(td, path, container)
+    for path, value in containers.items():
+        must_have_batch(td, path, value)
     named = {} if per_token is None else _as_per_token(td, containers, found, [key_parts(key) for key in per_token])
     found |= named
     containers |= named
     held = TensorDict({}, batch_size=shape)
-    for path, container in containers.items():
-        held.set(path, container)
-    layouts = dense_layouts(held, containers)
+    for path, value in containers.items():
+        held.set(path, value)
+    layouts = _layouts(held, containers)
     if per_token is None:
         _refuse_unnamed(found, layouts, len(shape), pad_output)
     out = TensorDict({}, batch_size=shape, device=td.device)
     for path, value in found.items():
         if isinstance(value, list):
-            raise _unequal_shapes(".".join(path))
+            name = ".".join(path)
+            raise InvalidRequestError(
+                f"{name}: its rows have different shapes, so they do not form one tensor. Pass per_token=[{name!r}] if "
+                f"it has one value per token; else leave it out: td.exclude({name!r})",
+                field=name,
+            )
         if path in containers:
-            value = layouts[path[:-1]].container(held, path, pad_output=pad_output, pad_id=pad_id)
+            value = _laid_out(held, path, layouts[path[:-1]], pad_output, pad_id)
         out.set(path, value)
     if pad_output:
         _add_masks(out, layouts, containers)
@@ -151,8 +172,8 @@ def _as_per_token(
     return made
 
 
-def _per_token(name: str, value: Tensor | list[Tensor], beside: Any, shape: tuple[int, ...]) -> PerToken:
-    before = dense_mask(beside) if isinstance(beside, Masks) else None
+def _per_token(name: str, value: Tensor | list[Tensor], beside: Any, shape: Shape) -> PerToken:
+    before = _dense_mask(beside) if isinstance(beside, Masks) else None
     if isinstance(value, Tensor) and before is not None:
         wanted = [*shape, before.shape[-1]]
         if list(value.shape) != wanted:
@@ -164,8 +185,121 @@ def _per_token(name: str, value: Tensor | list[Tensor], beside: Any, shape: tupl
     return per_token_of_rows(values, beside, shape)
 
 
+# Where tokens are, and where they go ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Layout:
+    """The tokens of the containers that share one parent key.
+
+    Attributes:
+        lengths: int64[rows], of all tokens.
+        prompt_lengths: int64[rows]; None if rows are not split.
+        columns: the columns that the tokens get in a dense batch.
+        before: bool[rows, width], the dense attention mask that they have; None if the rows are not dense, or are of
+            different widths.
+    """
+
+    lengths: Tensor
+    prompt_lengths: Tensor | None
+    columns: Columns
+    before: Tensor | None
+
+    @classmethod
+    def of(cls, held: TensorDictBase, here: Mapping[Path, Any]) -> _Layout:
+        """Read the lengths of all rows.
+
+        Args:
+            held: the TensorDict that holds the containers.
+            here: the containers under one parent key.
+
+        Raises:
+            InvalidRequestError: no container says how long its rows are, or dense ones have no masks.
+        """
+        lengths: dict[str, Tensor] = {}
+        before: Tensor | None = None
+        for path, value in here.items():
+            masks = masks_of(held, path)
+            for name in {"prompt", "response", "full", "all_attention_mask"} & set(value.keys()) - lengths.keys():
+                lengths[name] = row_lengths(held, (*path, name), masks=masks)
+            if "all_response_mask" in value.keys() and "marked" not in lengths:
+                lengths["marked"] = _count(ragged(held, (*path, "all_response_mask"), masks=masks))
+            if isinstance(value, Masks) and before is None:
+                before = _dense_mask(value)
+        prompt, response = lengths.get("prompt"), lengths.get("response", lengths.get("marked"))
+        whole = lengths.get("full", lengths.get("all_attention_mask"))
+        if whole is None:
+            if prompt is None and response is None:
+                name = ".".join(next(iter(here)))
+                raise InvalidRequestError(f"{name} has no field that says how long its rows are", field=name)
+            parts_given = [part for part in (prompt, response) if part is not None]
+            whole = torch.stack(parts_given).sum(0)
+        if prompt is None and response is not None:
+            prompt = whole - response
+        full = Ragged.full(whole, True, torch.bool)
+        if prompt is None:
+            parts = Parts(None, None, full)
+        else:
+            parts = Parts(full.slice(torch.zeros_like(prompt), prompt), full.slice(prompt, whole), full)
+        return cls(lengths=whole, prompt_lengths=prompt, columns=dense_columns(parts), before=before)
+
+    def lengths_of(self, name: str) -> Tensor:
+        """Return the lengths that the rows of a field must have."""
+        if self.prompt_lengths is None or name not in ("prompt", "response"):
+            return self.lengths
+        return self.prompt_lengths if name == "prompt" else self.lengths - self.prompt_lengths
+
+
+def _layouts(held: TensorDictBase, containers: Mapping[Path, Any]) -> dict[Path, _Layout]:
+    """Return the layout under every parent key that holds containers with one value per token."""
+    layouts: dict[Path, _Layout] = {}
+    for parent in sorted({path[:-1] for path in containers}, key=len):
+        made = _Layout.of(held, {path: value for path, value in containers.items() if path[:-1] == parent})
+        root = layouts.get(())
+        if root is not None and torch.equal(root.lengths, made.lengths):
+            # Numbers under `next` belong to the tokens at the root.
+            before = made.before if made.before is not None else root.before
+            made = replace(root if made.prompt_lengths is None else made, before=before)
+        layouts[parent] = made
+    return layouts
+
+
+def _laid_out(held: TensorDictBase, path: Path, layout: _Layout, pad_output: bool, pad_id: int) -> Any:
+    """Return the container at `path` in the layout asked for. A dense `PerToken` is returned as a plain tensor.
+
+    Raises:
+        InvalidRequestError: rows do not have the lengths of the tokens.
+    """
+    given, shape, masks = held.get(path), tuple(held.batch_size), masks_of(held, path)
+    # No rows are stored like dense ones, but not marked as padded.
+    dense = pad_output or 0 in shape
+    fields: dict[str, Any] = {}
+    for name in given.keys():
+        if name not in ("padded", "provenance"):
+            fields[name] = values = ragged(held, (*path, name), masks=masks)
+            if dense and name != SETS:
+                must_have_lengths(values.lengths, layout.lengths_of(name), ".".join((*path, name)))
+    labels = row_objects(given._tensordict, "provenance") if isinstance(given, LogProbs) else []
+    if any(labels):
+        fields["provenance"] = labels
+    columns = layout.columns if dense else None
+    made = container(type(given), fields, shape, columns=columns, padded=pad_output, pad_id=pad_id)
+    return made.full if isinstance(made, PerToken) and pad_output else made
+
+
+def _dense_mask(masks: Masks) -> Tensor | None:
+    """Return bool[rows, width]: the attention mask of a dense batch, on the CPU. None if it is not one tensor."""
+    mask = dense_field(masks, "all_attention_mask")
+    return mask.reshape(masks.batch_size.numel(), mask.shape[-1]).cpu() if isinstance(mask, Tensor) else None
+
+
+def _count(flags: Ragged) -> Tensor:
+    """Return how many values of each row are True."""
+    return torch.zeros_like(flags.lengths).index_add_(0, flags.row_index, flags.values.cpu().long())
+
+
 def _refuse_unnamed(
-    found: Mapping[Path, Any], layouts: Mapping[Path, DenseLayout], dims: int, pad_output: bool
+    found: Mapping[Path, Any], layouts: Mapping[Path, _Layout], dims: int, pad_output: bool
 ) -> None:
     """Refuse plain tensors that may belong to the tokens and would no longer line up with them."""
     for path, value in found.items():
@@ -182,17 +316,20 @@ def _refuse_unnamed(
             )
 
 
-def _add_masks(out: TensorDict, layouts: Mapping[Path, DenseLayout], containers: Mapping[Path, Any]) -> None:
+def _add_masks(out: TensorDict, layouts: Mapping[Path, _Layout], containers: Mapping[Path, Any]) -> None:
+    """Add masks that tell tokens from pads, and the responses from the prompts, where there are none."""
     masked = {path[:-1] for path, value in containers.items() if isinstance(value, Masks)}
+    shape = tuple(out.batch_size)
     for parent, layout in layouts.items():
-        if not masked & {parent, ()} and (*parent, "masks") not in out.keys(include_nested=True):
-            out.set((*parent, "masks"), layout.masks(tuple(out.batch_size)))
-            masked.add(parent)
-
-
-def _unequal_shapes(name: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{name}: its rows have different shapes, so they do not form one tensor. Pass per_token=[{name!r}] if it has "
-        f"one value per token; else leave it out: td.exclude({name!r})",
-        field=name,
-    )
+        if masked & {parent, ()} or (*parent, "masks") in out.keys(include_nested=True):
+            continue
+        first = out.get(next(path for path in containers if path[:-1] == parent))
+        given = [first] if isinstance(first, Tensor) else first._tensordict.values()
+        device = next(value.device for value in given if isinstance(value, Tensor))
+        full = Ragged.full(layout.lengths, True, torch.bool).to(device)
+        fields = {"all_attention_mask": full}
+        if layout.prompt_lengths is not None:
+            answered = full.positions >= layout.prompt_lengths[full.row_index]
+            fields["all_response_mask"] = full.with_values(answered.to(device))
+        out.set((*parent, "masks"), container(Masks, fields, shape, columns=layout.columns))
+        masked.add(parent)

@@ -10,22 +10,23 @@ from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from corelm import validate
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens, ragged, row_lengths
-from corelm.containers.field_access import flat
-from corelm.containers.field_shapes import SETS, TOP
+from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
+from corelm.containers.fields import SETS, TOP, flat, objects
 from corelm.containers.history import History
-from corelm.containers.kept_sets import carries_sets, token_sets
 from corelm.containers.reading import (
     CONTAINERS,
     Path,
     TokenColumns,
+    carries_sets,
     entries_per_token,
     masks_of,
     must_have_batch,
     numbers_of,
-    objects,
-    provenances,
+    provenance_of_rows,
+    ragged,
+    row_lengths,
     token_ids,
+    token_sets,
 )
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.tensors.ragged import Ragged, unreadable
@@ -219,7 +220,7 @@ def _log_prob_columns(td: TensorDictBase, path: Path, log_probs: LogProbs) -> Co
     columns[f"{key}_mean"] = [math.fsum(row) / len(row) if row else None for row in counted]
     if name == "response" and "prompt" in log_probs.keys() and before is not None and bool(before.values.any()):
         columns[f"{key}_prompt"] = _scored_only(ragged(td, (*path, "prompt"), masks=masks).to("cpu"), before)
-    labels = provenances(log_probs)
+    labels = provenance_of_rows(log_probs, len(values))
     if any(labels):
         for attribute in next(label for label in labels if label is not None).to_dict():
             found = [None if label is None else _plain(getattr(label, attribute), key) for label in labels]

@@ -10,8 +10,9 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from corelm.containers.classes import LogProbs, provenance_of_rows, ragged
+from corelm.containers.classes import LogProbs
 from corelm.containers.keys import find_entry, key_parts, next_or_root
+from corelm.containers.reading import provenance_of_rows, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.kl.divergence_terms import Divergence, Terms
 from corelm.kl.divergences import TopLogProbs, top_k_divergence

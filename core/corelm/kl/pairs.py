@@ -14,9 +14,10 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from corelm.containers.classes import LogProbs, Masks, ragged
-from corelm.containers.field_access import rows
+from corelm.containers.classes import LogProbs, Masks
+from corelm.containers.fields import rows
 from corelm.containers.keys import find_entry, key_parts
+from corelm.containers.reading import ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
 from corelm.kl.layout import TokenLayout
 from corelm.kl.supports import check_supports, distribution_of

@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from corelm.containers.classes import PerToken
-from corelm.containers.field_access import flat, rows
+from corelm.containers.fields import flat, rows
 from corelm.containers.keys import list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.kl.layout import TokenLayout

@@ -9,7 +9,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from corelm.containers.classes import PerToken, provenance_of_rows
+from corelm.containers.classes import PerToken
+from corelm.containers.reading import provenance_of_rows
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.kl.layout import TokenLayout
 from corelm.kl.pairs import read_scoring

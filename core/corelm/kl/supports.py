@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from corelm.containers.classes import LogProbs, provenance_of_rows
-from corelm.containers.kept_sets import carries_sets, token_sets
+from corelm.containers.classes import LogProbs
+from corelm.containers.reading import carries_sets, provenance_of_rows, token_sets
 from corelm.errors import ProvenanceMismatchError
 from corelm.kl.layout import TokenLayout
 from corelm.spec.provenance import Provenance

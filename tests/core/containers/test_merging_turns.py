@@ -6,7 +6,7 @@ from tensordict import TensorDict, lazy_stack
 
 import corelm
 from corelm import History, LLMPolicy, LogProbs, merge_turns, ragged
-from corelm.containers.turn_provenance import SampledPart, provenance_of_parts
+from corelm.containers.turns import SampledPart, provenance_of_parts
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import KLRewardTransform
 from corelm.spec.provenance import Provenance

@@ -9,11 +9,10 @@ import torch
 from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
-from corelm.containers.field_shapes import COUNTS, SETS, WIDE
+from corelm.containers.fields import COUNTS, SETS, WIDE
 from corelm.errors import InvalidRequestError, Problems, spelled_out
-from corelm.tensors.lazy_rows import lazy_rows
+from corelm.tensors.lazy_rows import Shape, lazy_rows
 from corelm.tensors.ragged import Ragged, as_tensor, unreadable
-from corelm.tensors.lazy_rows import Shape
 from corelm.validate import as_list, read_once, shown
 
 C = TypeVar("C", bound=TensorClass)

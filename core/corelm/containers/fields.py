@@ -1,4 +1,4 @@
-"""Read the fields of a container in either layout.
+"""The fields of containers: which there are, and how they are read, set and selected in either layout.
 
 Rows are stored in one of two layouts. Dense: one tensor per field, with pads. Not padded: a lazy stack of rows, each
 with its own length. The layout is never guessed from lengths: dense rows have an entry `padded`, stored once for all of
@@ -7,15 +7,23 @@ them, that follows them through every operation; other rows have no such entry. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+)
 from torch import Tensor
 
-from corelm.containers.field_shapes import COUNTS, SETS
-from corelm.errors import InvalidRequestError
+from corelm.errors import InvalidRequestError, refuse
 from corelm.tensors.lazy_rows import FlatRows, flat_source
 from corelm.tensors.ragged import Ragged
 from corelm.validate import as_list
@@ -23,6 +31,16 @@ from corelm.validate import as_list
 C = TypeVar("C", bound=type)
 Reader = Callable[[Any, str], Any]
 
+#: Ids of all tokens of a row, one after another: a row of this field is not as long as its tokens. Pads are negative.
+SETS = "kept_ids"
+#: How many of these ids belong to each token.
+COUNTS = "kept_counts"
+#: A row of k values for each token.
+WIDE = frozenset({"top_ids", "top_log_probs"})
+#: The fields that say over which ids the log-probs were normalised, and those about the most probable ids.
+KEPT, TOP = (SETS, COUNTS, "kept_log_mass"), ("top_ids", "top_log_probs", "tail_log_mass")
+#: What stands in the pads of fields that hold ids, and where nothing was scored. It is 0 in the others.
+NO_ID = dict.fromkeys((SETS, "top_ids"), -1)
 #: Fields that say how to read the others. Selecting any field of a container keeps them.
 EXPLAINING = frozenset({"padded", "scored_mask", "provenance", SETS, COUNTS})
 
@@ -50,34 +68,12 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
     selects nothing, and takes back what it gave: a list of tensors, one a row.
     """
 
-    def decorate(cls: C) -> C:
-        fields = tuple(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+    def decorate(cls: Any) -> Any:
+        fields = tuple(cls.__dataclass_fields__)
         by_name = {name: readers.get(name, default) for name in fields}
         # tensordict writes its own versions into every TensorClass once the class body is done, so these come after.
-        make = cls.__init__  # type: ignore[misc]
-        get_attribute, get_item = cls.__getattr__, cls.__getitem__  # type: ignore[attr-defined,index]
-        set_field, select_fields = cls.set, cls._select  # type: ignore[attr-defined]
-
-        def __getattr__(self: Any, name: str) -> Any:
-            try:
-                return get_attribute(self, name)
-            except AttributeError as error:
-                raise AttributeError(f"{cls.__name__} has no {name!r}; its fields are {', '.join(fields)}") from error
-
-        def __getitem__(self: Any, index: Any) -> Any:
-            try:
-                out = get_item(self, index)
-            except RuntimeError:
-                # A lazy stack cannot be indexed with an empty tensor.
-                batch_size = TensorDict({}, batch_size=self.batch_size)[index].batch_size
-                if 0 not in batch_size:
-                    raise
-            else:
-                batch_size = out.batch_size
-            if 0 not in batch_size or 0 in self.batch_size:
-                return out
-            # An empty lazy stack has no keys; a tensor without rows keeps them.
-            return cls.from_tensordict(without_rows(self._tensordict, batch_size))  # type: ignore[attr-defined]
+        make, get_attribute, get_item = cls.__init__, cls.__getattr__, cls.__getitem__
+        set_field, select_fields = cls.set, cls._select
 
         def __init__(self: Any, *args: Any, **fields: Any) -> None:
             for name, value in fields.items():
@@ -92,25 +88,65 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
                     fields[name] = _listed(value)
             make(self, *args, **fields)
 
-        def select(self: Any, *keys: Any, **options: Any) -> Any:
-            return select_fields(self, *keys, *(EXPLAINING & set(self.keys())), **options)
+        def __getattr__(self: Any, name: str) -> Any:
+            try:
+                return get_attribute(self, name)
+            except AttributeError as error:
+                raise AttributeError(f"{cls.__name__} has no {name!r}; its fields are {', '.join(fields)}") from error
+
+        def __getitem__(self: Any, index: Any) -> Any:
+            shape = self.batch_size
+            try:
+                out = get_item(self, index)
+                if 0 not in out.batch_size or 0 in shape:
+                    return out
+            except RuntimeError:  # a lazy stack cannot be indexed with an empty tensor
+                if 0 not in TensorDict({}, batch_size=shape)[index].batch_size:
+                    raise
+            # An empty lazy stack has no keys; a tensor without rows keeps them.
+            batch_size = TensorDict({}, batch_size=shape)[index].batch_size
+            return cls.from_tensordict(_without_rows(self._tensordict, batch_size))
 
         def set_rows(self: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             if by_name.get(key) is tensors and isinstance(value, (list, tuple, Ragged)):
                 return _set_rows(self, key, value)
-            if by_name.get(key) is strings:
-                value = _listed(value)
+            value = _listed(value) if by_name.get(key) is strings else value
             return set_field(self, key, value, *args, **kwargs)
 
-        methods = {"__init__": __init__, "__getattr__": __getattr__, "__getitem__": __getitem__, "set": set_rows}
+        def select(self: Any, *keys: Any, **options: Any) -> Any:
+            return select_fields(self, *keys, *(EXPLAINING & set(self.keys())), **options)
+
+        cls.__init__, cls.__getattr__, cls.__getitem__, cls.set = __init__, __getattr__, __getitem__, set_rows
         # A TensorDict that selects ("tokens", "full") calls `_select` of its Tokens.
-        for name, method in (methods | {"select": select, "_select": select}).items():
-            setattr(cls, name, method)
+        cls.select = cls._select = select
         for name, reader in by_name.items():
             setattr(cls, name, _Field(name, reader))
         return cls
 
     return decorate
+
+
+def short(container: Any) -> str:
+    """Return the ``repr`` of a container: its rows, and its fields with the numbers of values in a row.
+
+    The numbers are left out where a row would have to be made, or read, for them.
+    """
+    td, count = container._tensordict, math.prod(container.batch_size)
+    source = flat_source(td)
+    shown = []
+    for name in td.keys():
+        if name in ("padded", "provenance", *KEPT, *TOP):
+            continue
+        value = source.fields[name] if isinstance(source, FlatRows) else None
+        if isinstance(value, Ragged) and len(value):
+            low, high = int(value.lengths.min()), int(value.lengths.max())
+            name += f" {low:,}" if low == high else f" {low:,}–{high:,}"
+        elif isinstance(td, TensorDict) and isinstance(value := td.get(name), Tensor) and value.ndim and not value.is_nested:
+            name += f" {value.shape[-1]:,}"
+        shown.append(name)
+    rows = f"{count:,} row{'' if count == 1 else 's'}"
+    rows += f" as {tuple(container.batch_size)}" if len(container.batch_size) > 1 else ""
+    return f"{type(container).__name__}({rows}: {', '.join(shown)})"
 
 
 # Readers -------------------------------------------------------------------------------------------------------------
@@ -128,7 +164,7 @@ def is_padded(container: Any, name: str = "padded") -> bool:
     Raises:
         InvalidRequestError: some rows are dense and others are not.
     """
-    kinds = {mark is True for mark in data_of(container._tensordict, name)}
+    kinds = _layouts(container._tensordict, name)
     if len(kinds) > 1:
         raise InvalidRequestError(
             f"{type(container).__name__}: some rows are padded and others are not, so they cannot be read together; "
@@ -136,6 +172,17 @@ def is_padded(container: Any, name: str = "padded") -> bool:
             field=name,
         )
     return True in kinds
+
+
+def _layouts(td: TensorDictBase, name: str) -> set[bool]:
+    """Return whether rows are dense: a bool, or both if rows differ. Without rows, as they were stored."""
+    if flat_source(td) is not None:
+        return {False}
+    if isinstance(td, LazyStackedTensorDict):
+        return set().union(*(_layouts(part, name) for part in td.tensordicts))
+    mark = td.get(name, None)
+    marks = flat(mark.tolist()) if isinstance(mark, NonTensorStack) else [None if mark is None else mark.data]
+    return {one is True for one in marks}
 
 
 def tensors(container: Any, name: str) -> Any:
@@ -171,16 +218,7 @@ def strings(container: Any, name: str) -> Any:
     return value.tolist() if is_non_tensor(value) else value
 
 
-# Rows and storage ----------------------------------------------------------------------------------------------------
-
-
-def blocks(td: Any) -> Iterator[Any]:
-    """Yield the plain TensorDicts that a lazy stack consists of, in order."""
-    if isinstance(td, LazyStackedTensorDict):
-        for part in td.tensordicts:
-            yield from blocks(part)
-    else:
-        yield td
+# Rows and what they hold ---------------------------------------------------------------------------------------------
 
 
 def rows(td: TensorDictBase) -> list[TensorDictBase]:
@@ -193,20 +231,54 @@ def flat(value: Any) -> list[Any]:
     return [leaf for part in value for leaf in flat(part)] if isinstance(value, (list, tuple)) else [value]
 
 
-def data_of(td: TensorDictBase, name: str) -> Iterator[Any]:
-    """Yield the values of a non-tensor entry, one per row or one for several rows; None for rows without it."""
+def row_objects(td: TensorDictBase, name: str) -> list[Any]:
+    """Return the value of a non-tensor entry for each row, in C order; None for rows without it."""
     source = flat_source(td)
     if isinstance(source, FlatRows):
-        yield from source.objects(name)
+        values = source.fields.get(name)
+        return [None] * td.batch_size.numel() if values is None or isinstance(values, Ragged) else list(values)
+    if isinstance(td, LazyStackedTensorDict):
+        return [value for part in td.unbind(0) for value in row_objects(part, name)]
+    value = td.get(name, None)
+    return [None] * td.batch_size.numel() if value is None else objects(value, td.batch_dims)
+
+
+def objects(value: Any, dims: int) -> list[Any]:
+    """Return the Python objects of a non-tensor entry, one a row of a batch with `dims` dimensions, in C order."""
+    if isinstance(value, NonTensorData):
+        return [value.data] * math.prod(value.batch_size[:dims])
+    found = [value.tolist()]
+    for _ in range(dims):
+        found = [leaf for part in found for leaf in part]
+    return found
+
+
+def must_be_of_one_width(row_values: Sequence[Tensor], key: NestedKey) -> None:
+    """Refuse rows that have different numbers of values a token."""
+    for row, values in enumerate(row_values):
+        if values.shape[1:] != row_values[0].shape[1:]:
+            here, first = ([*one.shape[1:]] for one in (values, row_values[0]))
+            what = f"has {here} values a token, and row 0 has {first}"
+            raise InvalidRequestError(
+                f"{key}: row {row} {what}; read them apart, or give all rows the same top_logprobs or top_k",
+                field=str(key),
+                problems={row: what},
+            )
+
+
+def must_have_lengths(found: Tensor, wanted: Tensor, name: str) -> None:
+    """Refuse rows of a field that do not have the lengths of the tokens. int64[rows] each."""
+    if torch.equal(found, wanted):
         return
-    for block in blocks(td):
-        for leaf in blocks(block.get(name)):
-            yield None if leaf is None else leaf.data
+    if len(found) != len(wanted):
+        raise InvalidRequestError(f"{name}: has {len(found)} rows, but the tokens have {len(wanted)}", field=name)
+    differ = (found != wanted).nonzero().flatten().tolist()
+    refuse({row: f"{int(found[row])} values for {int(wanted[row])} tokens" for row in differ}, name)
 
 
-def without_rows(td: TensorDictBase, batch_size: torch.Size) -> TensorDict:
+def _without_rows(td: TensorDictBase, batch_size: torch.Size) -> TensorDict:
     """Return a TensorDict without rows, with the keys and dtypes of `td`. `batch_size` must contain a 0."""
-    block = next(blocks(td))
+    block = _first_block(td)
     return TensorDict({name: _no_rows(block.get(name), block.batch_dims, batch_size) for name in td.keys()}, batch_size)
 
 
@@ -216,9 +288,14 @@ def _no_rows(value: Any, batch_dims: int, batch_size: torch.Size) -> Any:
     if is_non_tensor(value):
         # tensordict cannot save an empty stack of values, but it can save a NonTensorData with an empty batch. A bool
         # (`padded`) says how rows are stored and is kept. Other values belong to rows and are dropped.
-        datum = next(blocks(value)).data
+        datum = _first_block(value).data
         return NonTensorData(datum if isinstance(datum, bool) else [], batch_size=batch_size)
-    return type(value).from_tensordict(without_rows(value._tensordict, batch_size))
+    return type(value).from_tensordict(_without_rows(value._tensordict, batch_size))
+
+
+def _first_block(td: Any) -> Any:
+    """Return the first of the plain TensorDicts that a lazy stack consists of."""
+    return _first_block(td.tensordicts[0]) if isinstance(td, LazyStackedTensorDict) else td
 
 
 def _listed(value: Any) -> Any:
