@@ -57,21 +57,21 @@ def assemble(request: ContainerRequest) -> TensorDict:
     answered = None
     if tokens.prompt is not None and tokens.response is not None:
         answered = tokens.prompt.join_mask(tokens.response).to(tokens.full.values.device)
-    if layout["columns"] is not None and layout["columns"].prompt_width is None:
-        tokens = Parts(None, None, tokens.full)
+    if layout["columns"] is not None:
+        tokens = Parts(None, None, tokens.full)  # cut below, after padding
     out = TensorDict({}, batch_size=shape)
     if "text" in wanted and request.texts is not None:
         texts = {name: non_tensors(values, shape) for name, values in _named(request.texts).items()}
         out["text"] = Text.from_tensordict(TensorDict(texts, batch_size=shape))
     if "tokens" in wanted:
-        out["tokens"] = container(Tokens, _named(tokens), shape, **layout)
+        out["tokens"] = container(Tokens, _named(tokens), shape, split=True, **layout)
     if "masks" in wanted:
         everywhere = tokens.full.with_values(torch.ones_like(tokens.full.values, dtype=torch.bool))
         masks = {"all_attention_mask": everywhere, "all_response_mask": answered}
         masks["all_assistant_mask"] = request.assistant
         out["masks"] = container(Masks, _present(masks), shape, **layout)
     if "log_probs" in wanted:
-        out["log_probs"] = container(LogProbs, _log_probs(request, tokens, answered), shape, **layout)
+        out["log_probs"] = container(LogProbs, _log_probs(request, tokens, answered), shape, split=True, **layout)
     if "history" in wanted and request.chats is not None:
         chats = {name: History.of(values, shape) for name, values in _named(request.chats).items()}
         out["history"] = ChatHistory.from_tensordict(TensorDict(chats, batch_size=shape))
@@ -95,6 +95,7 @@ def container(
     columns: Columns | None,
     padded: bool = True,
     pad_id: int = 0,
+    split: bool = False,
 ) -> C:
     """Return a container of these rows.
 
@@ -105,10 +106,14 @@ def container(
         columns: where the tokens are in dense fields; None for a container that is not padded.
         padded: whether dense fields are marked as such.
         pad_id: the id in the pads of `Tokens`.
+        split: whether to cut a dense `prompt` and `response` from `full`, if `columns` is split.
     """
     if columns is None:
         return cls.from_tensordict(lazy_rows(fields, shape))
     dense = {name: _dense(cls, name, values, shape, columns, pad_id) for name, values in fields.items()}
+    if split and columns.prompt_width is not None:
+        full, width = dense["full"], columns.prompt_width
+        dense |= {"prompt": full[..., :width].clone(), "response": full[..., width:].clone()}
     if padded:
         dense["padded"] = NonTensorData(True, batch_size=shape)
     return cls.from_tensordict(TensorDict(dense, batch_size=shape))
