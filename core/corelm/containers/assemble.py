@@ -25,13 +25,13 @@ from corelm.tensors.ragged import Ragged
 
 #: The fields of a request with one value, or k of them, per token, which go into `log_probs` next to the numbers, and
 #: what they are called there.
-_ABOUT_IDS = {
+ABOUT_IDS = {
     "kept_log_mass": "kept_log_mass",
     "top_ids": "top_ids",
     "top_logprobs": "top_log_probs",
     "tail_log_mass": "tail_log_mass",
 }
-_PER_TOKEN = ("logprobs", "scored", "argmax", "assistant", "kept_ids", *_ABOUT_IDS)
+_PER_TOKEN = ("logprobs", "scored", "argmax", "assistant", "kept_ids", *ABOUT_IDS)
 
 C = TypeVar("C", bound=TensorClass)
 
@@ -182,7 +182,7 @@ def _log_probs(request: ContainerRequest, tokens: Parts[Ragged], answered: Ragge
             kept = kept.where(~unscored)
         kept = kept.to(unscored.device)
         fields |= {SETS: kept.flat, COUNTS: kept.counts.to(unscored.device)}
-    for given, name in _ABOUT_IDS.items():
+    for given, name in ABOUT_IDS.items():
         rows = getattr(request, given)
         if rows is not None:
             mask = unscored.to(rows.values.device).reshape(-1, *[1] * (rows.values.ndim - 1))

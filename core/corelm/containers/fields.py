@@ -24,9 +24,9 @@ from tensordict import (
 from torch import Tensor
 
 from corelm.errors import InvalidRequestError, refuse
-from corelm.tensors.lazy_rows import FlatRows, flat_source
+from corelm.tensors.lazy_rows import FlatRows, Shape, flat_source
 from corelm.tensors.ragged import Ragged
-from corelm.validate import as_list
+from corelm.validate import as_list, read_once
 
 C = TypeVar("C", bound=type)
 Reader = Callable[[Any, str], Any]
@@ -229,6 +229,42 @@ def rows(td: TensorDictBase) -> list[TensorDictBase]:
 def flat(value: Any) -> list[Any]:
     """Return the leaves of nested lists, in order."""
     return [leaf for part in value for leaf in flat(part)] if isinstance(value, (list, tuple)) else [value]
+
+
+def unnested(
+    given: Any, is_leaf: Callable[[Any], bool], expected: str, what: str, field: str, top: bool = True
+) -> tuple[list[Any], Shape]:
+    """Return the leaves of nested sequences in C order, and the batch shape.
+
+    Args:
+        given: an empty sequence is a batch without leaves at the top, and an empty leaf below it.
+        is_leaf: whether an item is a leaf.
+        expected: what errors say is expected.
+        what: what errors call `given`.
+        field: the field that errors name.
+        top: whether `given` is the whole.
+
+    Raises:
+        InvalidRequestError: it is neither a sequence nor a leaf, or the sequences have an uneven shape.
+    """
+    if is_leaf(given):
+        return [given], ()
+    items = as_list(given)
+    if not isinstance(items, list):
+        kind = f"{type(given).__name__}{read_once(given)}"
+        if isinstance(given, Tensor):
+            kind = f"a tensor of shape {list(given.shape)}, which may hold pads"
+        raise InvalidRequestError(f"{what}: expected {expected}; got {kind}", field=field)
+    if not (items or top):
+        return [items], ()
+    parts = [unnested(item, is_leaf, expected, what, field, top=False) for item in items]
+    shapes = {shape for _, shape in parts}
+    if len(shapes) > 1:
+        found = ", ".join(map(str, sorted(shapes)))
+        raise InvalidRequestError(
+            f"{what}: all lists on one level must have the same shape, but these have batch shapes {found}", field=field
+        )
+    return [leaf for leaves, _ in parts for leaf in leaves], (len(items), *(shapes.pop() if shapes else ()))
 
 
 def row_objects(td: TensorDictBase, name: str) -> list[Any]:

@@ -191,7 +191,7 @@ def with_log_probs_of_unknown_origin(td, row):
         (lambda turns: [], InvalidRequestError, "turns"),
         (lambda turns: [turns[0], turns[1][:1]], InvalidRequestError, "turns"),
         (lambda turns: [turns[0], turns[1].exclude("tokens")], MissingKeyError, "tokens"),
-        (lambda turns: [turns[0], turns[1].exclude("log_probs")], MissingKeyError, None),
+        (lambda turns: [turns[0], turns[1].exclude("log_probs")], MissingKeyError, "log_probs"),
         (lambda turns: turns[::-1], InvalidRequestError, "turns"),
     ],
 )
