@@ -97,12 +97,9 @@ def container(
     pad_id: int = 0,
     split: bool = False,
 ) -> C:
-    """Return a container of these rows.
+    """Return a container of the rows of its fields, which have no pads.
 
     Args:
-        cls: its class.
-        fields: the rows of its fields, without pads; or one Python object a row.
-        shape: the batch size.
         columns: where the tokens are in dense fields; None for a container that is not padded.
         padded: whether dense fields are marked as such.
         pad_id: the id in the pads of `Tokens`.
@@ -113,7 +110,7 @@ def container(
     dense = {name: _dense(cls, name, values, shape, columns, pad_id) for name, values in fields.items()}
     if split and columns.prompt_width is not None:
         full, width = dense["full"], columns.prompt_width
-        dense |= {"prompt": full[..., :width].clone(), "response": full[..., width:].clone()}
+        dense = {"prompt": full[..., :width].clone(), "response": full[..., width:].clone(), **dense}
     if padded:
         dense["padded"] = NonTensorData(True, batch_size=shape)
     return cls.from_tensordict(TensorDict(dense, batch_size=shape))

@@ -69,8 +69,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
     """
 
     def decorate(cls: Any) -> Any:
-        fields = tuple(cls.__dataclass_fields__)
-        by_name = {name: readers.get(name, default) for name in fields}
+        by_name = {name: readers.get(name, default) for name in cls.__dataclass_fields__}
         # tensordict writes its own versions into every TensorClass once the class body is done, so these come after.
         make, get_attribute, get_item = cls.__init__, cls.__getattr__, cls.__getitem__
         set_field, select_fields = cls.set, cls._select
@@ -92,20 +91,20 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
             try:
                 return get_attribute(self, name)
             except AttributeError as error:
-                raise AttributeError(f"{cls.__name__} has no {name!r}; its fields are {', '.join(fields)}") from error
+                raise AttributeError(f"{cls.__name__} has no {name!r}; its fields are {', '.join(by_name)}") from error
 
         def __getitem__(self: Any, index: Any) -> Any:
-            shape = self.batch_size
             try:
                 out = get_item(self, index)
-                if 0 not in out.batch_size or 0 in shape:
+                if 0 not in out.batch_size or 0 in self.batch_size:
                     return out
-            except RuntimeError:  # a lazy stack cannot be indexed with an empty tensor
-                if 0 not in TensorDict({}, batch_size=shape)[index].batch_size:
-                    raise
+            except RuntimeError as error:  # a lazy stack cannot be indexed with an empty tensor
+                out = error
+            shape = TensorDict({}, batch_size=self.batch_size)[index].batch_size
+            if isinstance(out, Exception) and 0 not in shape:
+                raise out
             # An empty lazy stack has no keys; a tensor without rows keeps them.
-            batch_size = TensorDict({}, batch_size=shape)[index].batch_size
-            return cls.from_tensordict(_without_rows(self._tensordict, batch_size))
+            return cls.from_tensordict(_without_rows(self._tensordict, shape))
 
         def set_rows(self: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             if by_name.get(key) is tensors and isinstance(value, (list, tuple, Ragged)):
@@ -141,7 +140,12 @@ def short(container: Any) -> str:
         if isinstance(value, Ragged) and len(value):
             low, high = int(value.lengths.min()), int(value.lengths.max())
             name += f" {low:,}" if low == high else f" {low:,}–{high:,}"
-        elif isinstance(td, TensorDict) and isinstance(value := td.get(name), Tensor) and value.ndim and not value.is_nested:
+        elif (
+            isinstance(td, TensorDict)
+            and isinstance(value := td.get(name), Tensor)
+            and value.ndim
+            and not value.is_nested
+        ):
             name += f" {value.shape[-1]:,}"
         shown.append(name)
     rows = f"{count:,} row{'' if count == 1 else 's'}"
@@ -234,18 +238,9 @@ def flat(value: Any) -> list[Any]:
 def unnested(
     given: Any, is_leaf: Callable[[Any], bool], expected: str, what: str, field: str, top: bool = True
 ) -> tuple[list[Any], Shape]:
-    """Return the leaves of nested sequences in C order, and the batch shape.
+    """Return the leaves of nested sequences in C order, and the batch shape. Errors call them `what`.
 
-    Args:
-        given: an empty sequence is a batch without leaves at the top, and an empty leaf below it.
-        is_leaf: whether an item is a leaf.
-        expected: what errors say is expected.
-        what: what errors call `given`.
-        field: the field that errors name.
-        top: whether `given` is the whole.
-
-    Raises:
-        InvalidRequestError: it is neither a sequence nor a leaf, or the sequences have an uneven shape.
+    An empty sequence is a batch without leaves at the top, and an empty leaf below it.
     """
     if is_leaf(given):
         return [given], ()

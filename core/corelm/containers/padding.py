@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,13 +17,12 @@ from corelm.containers.keys import key_parts, list_keys
 from corelm.containers.reading import (
     PER_TOKEN,
     Path,
-    dense_field,
-    entries_per_token,
+    as_per_token,
+    dense_mask,
     masks_of,
-    must_have_batch,
-    per_token_of_rows,
     ragged,
     row_lengths,
+    scan,
 )
 from corelm.errors import InvalidRequestError
 from corelm.spec.records import Columns, Parts
@@ -71,16 +69,13 @@ def repad(
     if not isinstance(td, TensorDictBase):
         raise invalid("td", f"expected a TensorDict, such as a policy returns, got {type(td).__name__}")
     shape = tuple(td.batch_size)
-    found = dict(entries_per_token(td))
+    found, held = scan(td)
     containers = {path: value for path, value in found.items() if isinstance(value, PER_TOKEN)}
-    for path, value in containers.items():
-        must_have_batch(td, path, value)
-    named = {} if per_token is None else _as_per_token(td, containers, found, [key_parts(key) for key in per_token])
-    found |= named
-    containers |= named
-    held = TensorDict({}, batch_size=shape)
-    for path, value in containers.items():
-        held.set(path, value)
+    for key in per_token or ():
+        path = key_parts(key)
+        if not isinstance(found.get(path), PerToken):
+            found[path] = containers[path] = _named(td, path, found.get(path), containers)
+            held.set(path, found[path])
     layouts = _layouts(held, containers)
     if per_token is None:
         _refuse_unnamed(found, layouts, len(shape), pad_output)
@@ -153,36 +148,22 @@ def _keys(rows: Sequence[Any], number: int) -> set[Path]:
     return {key for key in keys if key[-1] != "padded"}
 
 
-def _as_per_token(
-    td: TensorDictBase, containers: Mapping[Path, Any], found: Mapping[Path, Any], named: Sequence[Path]
-) -> dict[Path, PerToken]:
-    """Return the named tensors as `PerToken`, in the layout of the tokens that they belong to."""
-    made: dict[Path, PerToken] = {}
-    for path in named:
-        name, value = ".".join(path), found.get(path)
-        if isinstance(value, PerToken):
-            continue
-        if not isinstance(value, (Tensor, list)):
-            raise invalid("per_token", f"{name} is not a tensor of this TensorDict, which has: {list_keys(td)}")
-        beside = [one for parent in (path[:-1], ()) for key, one in containers.items() if key[:-1] == parent]
-        if not beside:
-            raise invalid("per_token", f"there are no tokens that {name} could belong to")
-        masks = next((one for one in beside if isinstance(one, Masks)), beside[0])
-        made[path] = _per_token(name, value, masks, tuple(td.batch_size))
+def _named(td: TensorDictBase, path: Path, value: Any, containers: Mapping[Path, Any]) -> PerToken:
+    """Return a tensor that the caller named as a `PerToken`, in the layout of the tokens that it belongs to."""
+    name = ".".join(path)
+    if not isinstance(value, (Tensor, list)):
+        raise invalid("per_token", f"{name} is not a tensor of this TensorDict, which has: {list_keys(td)}")
+    beside = [one for parent in (path[:-1], ()) for key, one in containers.items() if key[:-1] == parent]
+    if not beside:
+        raise invalid("per_token", f"there are no tokens that {name} could belong to")
+    masks = next((one for one in beside if isinstance(one, Masks)), beside[0])
+    made = as_per_token(value, masks)
+    if made is None:
+        mask = dense_mask(masks)
+        wanted = "[tokens] in each row" if mask is None else f"shape {list(mask.shape)}, like the masks"
+        got = "other rows" if isinstance(value, list) else list(value.shape)
+        raise invalid("per_token", f"{name}: expected one value per token, so {wanted}; got {got}")
     return made
-
-
-def _per_token(name: str, value: Tensor | list[Tensor], beside: Any, shape: Shape) -> PerToken:
-    before = _dense_mask(beside) if isinstance(beside, Masks) else None
-    if isinstance(value, Tensor) and before is not None:
-        wanted = [*shape, before.shape[-1]]
-        if list(value.shape) != wanted:
-            raise invalid("per_token", f"{name}: expected shape {wanted}, like the masks; got {list(value.shape)}")
-        return PerToken(full=value, batch_size=shape)
-    values = value if isinstance(value, list) else list(value.reshape(math.prod(shape), *value.shape[len(shape) :]))
-    if any(one.ndim != 1 for one in values):
-        raise invalid("per_token", f"{name}: expected one value per token, so [tokens] in each row")
-    return per_token_of_rows(values, beside, shape)
 
 
 # Where tokens are, and where they go ---------------------------------------------------------------------------------
@@ -207,15 +188,7 @@ class _Layout:
 
     @classmethod
     def of(cls, held: TensorDictBase, here: Mapping[Path, Any]) -> _Layout:
-        """Read the lengths of all rows.
-
-        Args:
-            held: the TensorDict that holds the containers.
-            here: the containers under one parent key.
-
-        Raises:
-            InvalidRequestError: no container says how long its rows are, or dense ones have no masks.
-        """
+        """Read the lengths of the rows of `here`, the containers of `held` under one parent key."""
         lengths: dict[str, Tensor] = {}
         before: Tensor | None = None
         for path, value in here.items():
@@ -224,23 +197,21 @@ class _Layout:
                 lengths[name] = row_lengths(held, (*path, name), masks=masks)
             if "all_response_mask" in value.keys() and "marked" not in lengths:
                 lengths["marked"] = _count(ragged(held, (*path, "all_response_mask"), masks=masks))
-            if isinstance(value, Masks) and before is None:
-                before = _dense_mask(value)
+            if before is None and (mask := dense_mask(value)) is not None:
+                before = mask.reshape(value.batch_size.numel(), mask.shape[-1]).cpu()
         prompt, response = lengths.get("prompt"), lengths.get("response", lengths.get("marked"))
         whole = lengths.get("full", lengths.get("all_attention_mask"))
         if whole is None:
             if prompt is None and response is None:
                 name = ".".join(next(iter(here)))
                 raise InvalidRequestError(f"{name} has no field that says how long its rows are", field=name)
-            parts_given = [part for part in (prompt, response) if part is not None]
-            whole = torch.stack(parts_given).sum(0)
+            both = [part for part in (prompt, response) if part is not None]
+            whole = both[0] + both[1] if len(both) > 1 else both[0]
         if prompt is None and response is not None:
             prompt = whole - response
-        full = Ragged.full(whole, True, torch.bool)
-        if prompt is None:
-            parts = Parts(None, None, full)
-        else:
-            parts = Parts(full.slice(torch.zeros_like(prompt), prompt), full.slice(prompt, whole), full)
+        parts: Parts[Ragged] = Parts(None, None, _marks(whole))
+        if prompt is not None:
+            parts = Parts(_marks(prompt), _marks(whole - prompt), parts.full)
         return cls(lengths=whole, prompt_lengths=prompt, columns=dense_columns(parts), before=before)
 
     def lengths_of(self, name: str) -> Tensor:
@@ -287,10 +258,8 @@ def _laid_out(held: TensorDictBase, path: Path, layout: _Layout, pad_output: boo
     return made.full if isinstance(made, PerToken) and pad_output else made
 
 
-def _dense_mask(masks: Masks) -> Tensor | None:
-    """Return bool[rows, width]: the attention mask of a dense batch, on the CPU. None if it is not one tensor."""
-    mask = dense_field(masks, "all_attention_mask")
-    return mask.reshape(masks.batch_size.numel(), mask.shape[-1]).cpu() if isinstance(mask, Tensor) else None
+def _marks(lengths: Tensor) -> Ragged:
+    return Ragged.full(lengths, True, torch.bool)
 
 
 def _count(flags: Ragged) -> Tensor:
@@ -298,9 +267,7 @@ def _count(flags: Ragged) -> Tensor:
     return torch.zeros_like(flags.lengths).index_add_(0, flags.row_index, flags.values.cpu().long())
 
 
-def _refuse_unnamed(
-    found: Mapping[Path, Any], layouts: Mapping[Path, _Layout], dims: int, pad_output: bool
-) -> None:
+def _refuse_unnamed(found: Mapping[Path, Any], layouts: Mapping[Path, _Layout], dims: int, pad_output: bool) -> None:
     """Refuse plain tensors that may belong to the tokens and would no longer line up with them."""
     for path, value in found.items():
         layout = layouts.get(path[:-1], layouts.get(()))
@@ -326,7 +293,7 @@ def _add_masks(out: TensorDict, layouts: Mapping[Path, _Layout], containers: Map
         first = out.get(next(path for path in containers if path[:-1] == parent))
         given = [first] if isinstance(first, Tensor) else first._tensordict.values()
         device = next(value.device for value in given if isinstance(value, Tensor))
-        full = Ragged.full(layout.lengths, True, torch.bool).to(device)
+        full = _marks(layout.lengths).to(device)
         fields = {"all_attention_mask": full}
         if layout.prompt_lengths is not None:
             answered = full.positions >= layout.prompt_lengths[full.row_index]

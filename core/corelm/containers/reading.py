@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -198,38 +198,50 @@ def entries(td: TensorDictBase, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield (*path, name), value
 
 
-def entries_per_token(td: TensorDictBase) -> Iterator[tuple[Path, Any]]:
-    """Yield every entry as `entries` does, but a dense `argmax` as a `PerToken`, which it is in rows."""
-    for path, value in entries(td):
-        yield path, _argmax(td, path, value) if path[-1] == "argmax" else value
+def scan(td: TensorDictBase) -> tuple[dict[Path, Any], TensorDict]:
+    """Return every entry by its path, as `entries` does, and a TensorDict of the containers with a value per token.
+
+    A dense `argmax` that is laid out like the masks is a `PerToken` in both, which it is in rows.
+
+    Raises:
+        InvalidRequestError: such a container has another batch size than `td`.
+    """
+    found, held = dict(entries(td)), TensorDict({}, batch_size=td.batch_size)
+    for path, value in found.items():
+        if isinstance(value, PER_TOKEN):
+            must_have_batch(td, path, value)
+            held.set(path, value)
+    for path, value in found.items():
+        masks = held.get(masks_of(held, path), None) if path[-1] == "argmax" else None
+        if isinstance(masks, Masks) and "all_attention_mask" in masks.keys() and _fits(value, masks):
+            found[path] = as_per_token(value, masks)
+            held.set(path, found[path])
+    return found, held
 
 
-def _argmax(td: TensorDictBase, path: Path, value: Any) -> Any:
-    """Return integers that are laid out like the masks as a `PerToken`, and anything else unchanged."""
+def _fits(value: Any, masks: Masks) -> bool:
+    """Return whether these are integers, in one tensor or one a row, shaped like the attention mask."""
     parts = value if isinstance(value, list) else [value]
-    masks = td.get(masks_of(td, path), None)
     if not all(isinstance(one, Tensor) and is_integer(one) for one in parts):
-        return value
-    if not isinstance(masks, Masks) or "all_attention_mask" not in masks.keys() or masks.batch_size != td.batch_size:
-        return value
+        return False
+    mask = dense_mask(masks)
     if isinstance(value, Tensor):
-        attention = dense_field(masks, "all_attention_mask")
-        fits = isinstance(attention, Tensor) and attention.shape == value.shape
-        return PerToken(full=value, batch_size=td.batch_size) if fits else value
-    alike = all(one.shape == row.all_attention_mask.shape for one, row in zip(value, rows(masks), strict=True))
-    return per_token_of_rows(value, masks, tuple(td.batch_size)) if alike else value
+        return mask is not None and value.shape == mask.shape
+    return all(one.shape == row.all_attention_mask.shape for one, row in zip(value, rows(masks), strict=True))
 
 
-def dense_field(container: Any, name: str) -> Any:
-    """Return a field of a dense container; None if it is not dense, or its rows do not form one tensor."""
-    try:
-        return getattr(container, name) if container.padded else None
-    except InvalidRequestError:
+def as_per_token(value: Tensor | list[Tensor], beside: Any) -> PerToken | None:
+    """Return a tensor, or one a row, as a `PerToken` laid out like the container `beside`.
+
+    None if a tensor is not shaped like dense `Masks`, or a row is no list of numbers.
+    """
+    shape, mask = tuple(beside.batch_size), dense_mask(beside)
+    if isinstance(value, Tensor) and mask is not None:
+        return PerToken(full=value, batch_size=shape) if value.shape == mask.shape else None
+    count = beside.batch_size.numel()
+    values = value if isinstance(value, list) else list(value.reshape(count, *value.shape[len(shape) :]))
+    if any(one.ndim != 1 for one in values):
         return None
-
-
-def per_token_of_rows(values: list[Tensor], beside: Any, shape: tuple[int, ...]) -> PerToken:
-    """Return one value per token in each row, as a `PerToken` in the layout that each row of `beside` has."""
     level: list[Any] = [
         PerToken(full=one, padded=row.padded, batch_size=[]) for one, row in zip(values, rows(beside), strict=True)
     ]
@@ -238,14 +250,13 @@ def per_token_of_rows(values: list[Tensor], beside: Any, shape: tuple[int, ...])
     return level[0]
 
 
-def numbers_of(td: TensorDictBase, path: Path, numbers: PerToken) -> Ragged:
-    """Return the rows of a `PerToken` that `entries_per_token` yielded."""
-    masks = masks_of(td, path)
-    held = TensorDict({}, batch_size=td.batch_size)
-    held.set(path, numbers)
-    if (found := td.get(masks, None)) is not None:
-        held.set(masks, found)
-    return ragged(held, (*path, "full"), masks=masks)
+def dense_mask(masks: Any) -> Tensor | None:
+    """Return the attention mask of dense `Masks`, ``[*batch, width]``. None if there is not one, or not one tensor."""
+    try:
+        found: Tensor | None = masks.all_attention_mask if isinstance(masks, Masks) and masks.padded else None
+    except InvalidRequestError:
+        return None
+    return found
 
 
 def _entry(td: TensorDictBase, name: str) -> Any:
@@ -310,22 +321,21 @@ class TokenColumns:
         path = tokens_path(td)
         if path is None:
             return None
-        ids, prompt_lengths = token_ids(td, path)
+        found, held = scan(td)
+        ids, prompt_lengths = token_ids(held, path)
         made, assistant = cls(ids=ids, prompt_lengths=prompt_lengths), None
-        for other, value in entries_per_token(td):
+        for other, value in found.items():
             if other[:-1] != path[:-1]:
                 continue
             name = ".".join(other)
             if isinstance(value, Masks) and "all_assistant_mask" in value.keys():
-                assistant = made._aligned(td, (*other, "all_assistant_mask"))
+                assistant = made._aligned(held, (*other, "all_assistant_mask"))
             elif isinstance(value, PerToken):
-                made.numbers[name] = numbers_of(td, other, value).to("cpu")
-                must_have_lengths(made.numbers[name].lengths, ids.lengths, f"{name}.full")
+                made.numbers[name] = made._aligned(held, (*other, "full"))
             elif isinstance(value, LogProbs):
-                values = made._aligned(td, (*other, "full" if "full" in value.keys() else "response"))
-                made.log_probs[name] = values, made._scored(td, other, values)
-        numbers, log_probs = made.numbers, made.log_probs
-        return cls(ids=ids, prompt_lengths=prompt_lengths, assistant=assistant, log_probs=log_probs, numbers=numbers)
+                values = made._aligned(held, (*other, "full" if "full" in value.keys() else "response"))
+                made.log_probs[name] = values, made._scored(held, other, values)
+        return replace(made, assistant=assistant)
 
     def in_response(self) -> Tensor:
         """bool, like the values of `ids`: True after the prompt."""

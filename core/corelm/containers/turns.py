@@ -86,7 +86,8 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
         scored = turn.answered & turn.scored
         sampled[here] |= turn.answered
         index[here[scored]] = start + scored.nonzero().flatten()
-    about: dict[str, Any] = {_FIELDS[name]: _picked([turn.values[name] for turn in read], index, full) for name in names}
+    picked = {name: _picked([turn.values[name] for turn in read], index, full) for name in names}
+    about: dict[str, Any] = {_FIELDS[name]: values for name, values in picked.items()}
     if "full" in names:
         about |= {"scored": full.with_values(index < starts[-1]), "provenance": _common_provenance(read)}
     request = ContainerRequest(
@@ -142,9 +143,7 @@ class _Turn:
             if carries_sets(log_probs):
                 values[SETS] = token_sets(td).to("cpu")
             provenances = provenance_of_rows(log_probs, len(full))
-        return cls(
-            full=full, prompt_lengths=prompt.lengths, scored=scored, values=values, provenances=provenances
-        )
+        return cls(full=full, prompt_lengths=prompt.lengths, scored=scored, values=values, provenances=provenances)
 
     @property
     def answered(self) -> Tensor:
