@@ -69,11 +69,14 @@ def _complete(container: str, fields: dict[str, Ragged]) -> None:
         _refuse(problems, f"{container}.{name}", name)
 
     prompt, response, full = (fields.get(name) for name in ("prompt", "response", "full"))
-    if prompt is not None and (response is not None or full is not None):
-        joined = prompt.join(full.slice(prompt.lengths, full.lengths) if response is None else response)
-        pairs = enumerate(zip(joined.tolist(), fields.setdefault("full", joined).tolist(), strict=True))
-        wrong = {row: "is not the prompt followed by the response" for row, (one, other) in pairs if one != other}
-        refuse_rows("full", wrong)
+    if response is None and full is not None and prompt is not None:
+        response = full.slice(prompt.lengths, full.lengths)
+    if prompt is not None and response is not None:
+        joined = fields["full"] = prompt.join(response)
+        if full is not None:
+            pairs = enumerate(zip(joined.tolist(), full.tolist(), strict=True))
+            wrong = {row: "is not the prompt followed by the response" for row, (one, two) in pairs if one != two}
+            refuse_rows("full", wrong)
     if SETS in fields:
         sums = [sum(counts) for counts in fields[COUNTS].tolist()]
         pairs = enumerate(zip(fields[SETS].lengths.tolist(), sums, strict=True))
@@ -90,11 +93,10 @@ def _read(given: Any, dtype: torch.dtype, what: str, field: str) -> tuple[Ragged
     dims = 2 if field in WIDE else 1
     if isinstance(given, Tensor) and given.is_nested:
         given = list(given.unbind())
-    if isinstance(given, Ragged):
-        rows, shape = list(given.split()), (len(given),)
-    else:
-        expected = f"a list of rows, each a list or a tensor of {_COUNTED[dims]}"
-        rows, shape = unnested(given, lambda one: _is_row(one, dims), expected, what, field)
+    elif isinstance(given, Ragged):
+        given = list(given.split())
+    expected = f"a list of rows, each a list or a tensor of {_COUNTED[dims]}"
+    rows, shape = unnested(given, lambda one: _is_row(one, dims), expected, what, field)
     tensors, problems = [], {}
     for number, row in enumerate(rows):
         try:

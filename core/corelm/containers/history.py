@@ -232,7 +232,7 @@ def _read_chats(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[
 
 
 def _flatten(value: Any, top: bool = True) -> tuple[list[Any], Shape]:
-    """Return the chats of nested sequences in C order, and the batch shape. An empty one is a chat, except at the top."""
+    """Return the chats of nested sequences in C order, and the batch shape."""
     expected = "a list of messages, or lists of such lists"
     chats, shape = unnested(value, _is_chat, expected, "history", "history", top)
     return list(map(as_list, chats)), shape

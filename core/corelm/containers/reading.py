@@ -379,13 +379,12 @@ def token_lengths(td: TensorDictBase, path: Path) -> tuple[Tensor, Tensor | None
 
 def token_ids(td: TensorDictBase, path: Path) -> tuple[Ragged, Tensor | None]:
     """Return the ids of the `Tokens` at `path`, on the CPU, and the lengths of the prompts if the rows are split."""
-    names, masks = _parts(td, path), masks_of(td, path)
-    parts = {name: ragged(td, (*path, name), masks=masks).to("cpu") for name in names if name != "response"}
-    if "full" not in parts and "response" in names:
-        response = ragged(td, (*path, "response"), masks=masks).to("cpu")
-        parts["full"] = parts["prompt"].join(response) if "prompt" in parts else response
-    _, prompt_lengths = token_lengths(td, path)
-    return parts.get("full", parts.get("prompt")), prompt_lengths
+    masks, (_, prompt_lengths) = masks_of(td, path), token_lengths(td, path)
+    names = [name for name in _parts(td, path) if name != "full"]
+    if "full" in td.get(path).keys():
+        names = ["full"]
+    first, *last = (ragged(td, (*path, name), masks=masks).to("cpu") for name in names)
+    return first.join(last[0]) if last else first, prompt_lengths
 
 
 def _parts(td: TensorDictBase, path: Path) -> list[str]:

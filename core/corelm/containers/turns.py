@@ -135,7 +135,8 @@ class _Turn:
                 f"turn {number} has no tokens.prompt and tokens.full; it has: {list_keys(td)}", field="tokens"
             )
         full, prompt = (ragged(td, ("tokens", name)).to("cpu") for name in ("full", "prompt"))
-        scored, values, provenances = torch.ones_like(full.values, dtype=torch.bool), {}, (None,) * len(full)
+        scored, values = torch.ones_like(full.values, dtype=torch.bool), dict[str, Any]()
+        provenances: tuple[Provenance | None, ...] = (None,) * len(full)
         if isinstance(log_probs, LogProbs):
             scored = ragged(td, ("log_probs", "scored_mask")).values.cpu()
             names = ("full", *(_FIELDS.keys() - {"full", SETS}) & set(log_probs.keys()))

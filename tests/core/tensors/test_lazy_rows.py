@@ -9,7 +9,6 @@ import threading
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
 from torch.utils import _pytree as pytree
