@@ -67,9 +67,10 @@ def assemble(request: ContainerRequest) -> TensorDict:
         out["tokens"] = container(Tokens, _named(tokens), shape, split=True, **layout)
     if "masks" in wanted:
         everywhere = tokens.full.with_values(torch.ones_like(tokens.full.values, dtype=torch.bool))
-        masks = {"all_attention_mask": everywhere, "all_response_mask": answered}
-        masks["all_assistant_mask"] = request.assistant
-        out["masks"] = container(Masks, _present(masks), shape, **layout)
+        masks = {"all_attention_mask": everywhere}
+        masks |= {} if answered is None else {"all_response_mask": answered}
+        masks |= {} if request.assistant is None else {"all_assistant_mask": request.assistant}
+        out["masks"] = container(Masks, masks, shape, **layout)
     if "log_probs" in wanted:
         out["log_probs"] = container(LogProbs, _log_probs(request, tokens, answered), shape, split=True, **layout)
     if "history" in wanted and request.chats is not None:
@@ -194,11 +195,9 @@ def _log_probs(request: ContainerRequest, tokens: Parts[Ragged], answered: Ragge
 
 
 def _named(parts: Parts[Any]) -> dict[str, Any]:
-    return _present({"prompt": parts.prompt, "response": parts.response, "full": parts.full})
-
-
-def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+    if parts.prompt is None or parts.response is None:
+        return {"full": parts.full}
+    return {"prompt": parts.prompt, "response": parts.response, "full": parts.full}
 
 
 def _check(request: ContainerRequest) -> None:
@@ -215,14 +214,18 @@ def _check(request: ContainerRequest) -> None:
     for name in ("greedy", "retokenized", "finish_reasons", "errors", "provenance", *_PER_TOKEN):
         given[name] = getattr(request, name)
     for name, values in given.items():
-        if values is not None and not isinstance(values, Provenance) and len(values) != count:
+        if values is None or isinstance(values, Provenance):
+            continue
+        found = len(getattr(values, "lengths", values))
+        if found != count:
             raise InvalidRequestError(
-                f"{name} has {len(values)} rows, but a batch of {tuple(request.batch_size)} has {count}", field=name
+                f"{name} has {found} rows, but a batch of {tuple(request.batch_size)} has {count}", field=name
             )
     lengths = {name: given[name].lengths for name in _PER_TOKEN if given[name] is not None}
     if tokens.prompt is not None and tokens.response is not None:
         lengths["prompt and response"] = tokens.prompt.lengths + tokens.response.lengths
     if request.columns is not None and request.pad_output:
         lengths["columns"] = request.columns.mask.sum(-1).cpu()
-    for name, found in lengths.items():
-        must_have_lengths(found, full.lengths, name)
+    for name, each in lengths.items():
+        if not torch.equal(each, full.lengths):
+            must_have_lengths(each, full.lengths, name)

@@ -62,7 +62,7 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         InvalidRequestError: the container or field does not exist, or `td` has no masks for a dense field; or rows have
             different numbers of the most probable ids.
     """
-    *path, name = key_parts(key)
+    *path, name = (key,) if isinstance(key, str) else key
     container = td.get(tuple(path), None) if path else None
     if not isinstance(container, PER_TOKEN) or name not in container.keys():
         raise InvalidRequestError(
@@ -97,7 +97,7 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
 
 def row_lengths(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Tensor:
     """Return ``ragged(td, key, masks=masks).lengths``, on the CPU."""
-    *path, name = key_parts(key)
+    *path, name = (key,) if isinstance(key, str) else key
     unmade = _unmade(td.get(tuple(path)), name)
     return ragged(td, key, masks=masks).lengths if unmade is None else unmade.lengths
 
@@ -193,7 +193,7 @@ def entries(td: TensorDictBase, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         if isinstance(value, CONTAINERS) or is_non_tensor(value):
             yield (*path, name), value
         elif isinstance(value, TensorDictBase) or is_tensorclass(value):
-            yield from entries(getattr(value, "_tensordict", value) if is_tensorclass(value) else value, (*path, name))
+            yield from entries(value if isinstance(value, TensorDictBase) else value._tensordict, (*path, name))
         else:
             yield (*path, name), value
 
@@ -283,8 +283,8 @@ def must_have_batch(td: TensorDictBase, path: Path, container: Any) -> None:
 def masks_of(td: TensorDictBase, path: Path) -> Path:
     """Return the path of the `Masks` that belong to the container at `path`: next to it, else at the root."""
     for parent in dict.fromkeys((path[:-1], ())):
-        holder = td.get(parent) if parent else td
-        found = [name for name in holder.keys() if isinstance(_entry(holder, name), Masks)]
+        holder = td.get(parent, None) if parent else td
+        found = [] if holder is None else [name for name in holder.keys() if isinstance(_entry(holder, name), Masks)]
         if found:
             return (*parent, "masks" if "masks" in found else found[0])
     return (*path[:-1], "masks")

@@ -80,9 +80,7 @@ def lazy_objects(values: Sequence[Any], shape: Shape) -> NonTensorData | NonTens
 
 def flat_source(stack: Any) -> FlatRows | FlatObjects | None:
     """Return what the rows of `stack` will be made from; None once they are made, and for anything else."""
-    if type(stack) not in _CLASSES or "tensordicts" in stack.__dict__:
-        return None
-    source: FlatRows | FlatObjects | None = stack.__dict__[_SOURCE]
+    source: FlatRows | FlatObjects | None = stack.__dict__.get(_SOURCE) if type(stack) in _CLASSES else None
     return source
 
 
@@ -101,6 +99,10 @@ def _lazy_class(ordinary: Any) -> Any:
             # tensordict makes other stacks as type(self)(…).
             return ordinary(*args, **kwargs)
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # tensordict gives a stack other rows like this, when it updates one.
+            _make_rows(self, ordinary).__init__(*args, **kwargs)
+
         def __getattr__(self, name: str) -> Any:
             return getattr(_make_rows(self, ordinary), name)
 
@@ -108,10 +110,10 @@ def _lazy_class(ordinary: Any) -> Any:
             return _make_rows(self, ordinary).__reduce_ex__(protocol)
 
         def _has_names(self) -> bool:
-            return flat_source(self) is None and ordinary._has_names(self)
+            return _SOURCE not in self.__dict__ and ordinary._has_names(self)
 
         def keys(self, *args: Any, **kwargs: Any) -> Any:
-            source = flat_source(self)
+            source = self.__dict__.get(_SOURCE)
             if isinstance(source, FlatRows) and not args and not kwargs:
                 return source.fields.keys()
             return ordinary.keys(self, *args, **kwargs)
