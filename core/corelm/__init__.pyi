@@ -11,11 +11,11 @@ from .containers.classes import LogProbs as LogProbs
 from .containers.classes import Masks as Masks
 from .containers.classes import Text as Text
 from .containers.classes import Tokens as Tokens
-from .containers.classes import ragged as ragged
 from .containers.history import History as History
-from .containers.kept_sets import token_sets as token_sets
 from .containers.padding import collate as collate
 from .containers.padding import repad as repad
+from .containers.reading import ragged as ragged
+from .containers.reading import token_sets as token_sets
 from .containers.records import to_records as to_records
 from .containers.turns import merge_turns as merge_turns
 from .kl.mismatch import staleness as staleness

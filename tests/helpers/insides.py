@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from corelm import Backend
-from corelm.tensors import lazy_rows
 
 
 def a_call_waits(backend: Backend) -> bool:
@@ -37,11 +36,6 @@ def holds_rows(backend: Backend) -> bool:
     """Return whether a fleet keeps anything of a call. ``status()`` counts only rows that are in an engine."""
     runner = _runner(backend)
     return bool(runner._calls or runner._named or runner._work or runner.state.rows.all)
-
-
-def try_lazy_rows_again() -> None:
-    """Forget which classes can be made lazily. This is tried once in a process."""
-    lazy_rows._lazy_class.cache_clear()
 
 
 def choose_onednn_operator_again() -> None:

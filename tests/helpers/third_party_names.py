@@ -54,7 +54,7 @@ THIRD_PARTY = {
     "ray_backend: _private": "ray has no public way to listen on the loopback interface only",
     "sglang_backend: _share_filename_cpu_": "torch shares memory by name in public only for a whole process",
     "sglang_backend: _shared_incref": "as _share_filename_cpu_",
-    "corelm.tensors: _pytree": "torch has no public name for its pytrees; lazy_rows tries out what it uses of them",
+    "corelm.tensors: _pytree": "torch has no public name for its pytrees; lazy_rows registers its stacks with them",
     "transformers_backend: _forward_hooks": "torch has no public way to tell whether a module has hooks",
     "transformers_backend: _global_forward_hooks": "as _forward_hooks, for hooks on all modules",
     "transformers_backend: _global_forward_pre_hooks": "as _forward_hooks, for hooks on all modules",

@@ -61,7 +61,9 @@ def checked_tokens(batch: TokenizeResult, texts: Sequence[str], fail: Fail) -> T
         raise fail(f"returned {len(batch.offsets)} offsets for {len(ids.values)} ids")
     start, end = offsets.values.cpu().unbind(-1)
     sizes = torch.tensor([len(text) for text in texts], dtype=torch.int64)[ids.row_index]
-    _refuse((start < 0) | (end < start) | (end > sizes), ids, "the id covers other characters than those of its text", fail)
+    _refuse(
+        (start < 0) | (end < start) | (end > sizes), ids, "the id covers other characters than those of its text", fail
+    )
     return replace(batch, ids=ids, offsets=offsets.values)
 
 

@@ -4,20 +4,11 @@
 layout, `merge_turns` makes one row of several turns, and `to_records` makes plain dicts.
 """
 
-from corelm.containers.classes import (
-    SAFE_GLOBALS,
-    ChatHistory,
-    LogProbs,
-    Masks,
-    PerToken,
-    Text,
-    Tokens,
-    ragged,
-)
+from corelm.containers.classes import SAFE_GLOBALS, ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
+from corelm.containers.fields import short
 from corelm.containers.history import History
-from corelm.containers.kept_sets import token_sets
 from corelm.containers.padding import collate, repad
-from corelm.containers.printing import short
+from corelm.containers.reading import ragged, token_sets
 from corelm.containers.records import to_records
 from corelm.containers.turns import merge_turns
 

@@ -1,5 +1,5 @@
-"""The containers that every engine fills in the same way (`Text`, `Tokens`, `Masks`, `LogProbs`, `ChatHistory`),
-`PerToken` for values computed from them, and `ragged`.
+"""The containers that every engine fills in the same way (`Text`, `Tokens`, `Masks`, `LogProbs`, `ChatHistory`), and
+`PerToken` for values computed from them.
 
 Each is a TensorClass: it slices, stacks, saves and moves with the TensorDict that holds it. With batch ``(B,)``, fields
 read as::
@@ -21,26 +21,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NestedKey,
-    NonTensorData,
-    NonTensorStack,
-    TensorClass,
-    TensorDict,
-    TensorDictBase,
-)
-from torch import Tensor
+from tensordict import LazyStackedTensorDict, NestedKey, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
-from corelm.containers.field_access import as_stored, data_of, field_readers, flat, is_padded, rows, strings, tensors
-from corelm.containers.field_shapes import COUNTS, SETS, WIDE, must_be_of_one_width
+from corelm.containers.fields import COUNTS, SETS, as_stored, field_readers, is_padded, row_objects, strings, tensors
+from corelm.containers.from_rows import container_of_rows
 from corelm.containers.history import History
-from corelm.containers.row_fields import container_of_rows
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
-from corelm.tensors.lazy_rows import FlatRows, flat_source
-from corelm.tensors.masks import as_mask
-from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 
 Strings = Any  # str, list[str], list[list[str]] …: nested like the batch
@@ -129,7 +116,7 @@ class Masks(TensorClass["nocast"]):
 def _provenance(container: Any, name: str) -> Any:
     """Return the provenance that all rows share, else a tuple of the distinct ones in order, else None."""
     # Rows made together share their datum, and most are, so each datum is read once.
-    data = {id(datum): datum for datum in data_of(container._tensordict, name) if datum}
+    data = {id(datum): datum for datum in row_objects(container._tensordict, name) if datum}
     found = tuple(dict.fromkeys(map(as_provenance, data.values())))
     return found if len(found) > 1 else next(iter(found), None)
 
@@ -276,115 +263,3 @@ SAFE_GLOBALS = (
     *(TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack),
     copyreg.dispatch_table[TensorDict](TensorDict({}))[0],  # the function with which tensordict unpickles
 )
-
-
-def provenance_of_rows(log_probs: LogProbs, count: int) -> tuple[Provenance | None, ...]:
-    """Return the provenance of each row, in C order; None for a row without one. `count` is the number of rows."""
-    found = log_probs.provenance
-    # A container reads as labelled if one of its rows is.
-    if isinstance(found, tuple) or None in data_of(log_probs._tensordict, "provenance"):
-        return tuple(row.provenance for row in rows(log_probs))
-    return (found,) * count
-
-
-def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Ragged:
-    """Return the rows of a `Tokens`, `Masks`, `LogProbs` or `PerToken` field without pads, in C order.
-
-    Works for both layouts and every batch shape.
-
-    Args:
-        td: holds the container; may be a single row, with batch shape ().
-        key: container and field, such as ``("tokens", "response")``.
-        masks: the key of the `Masks` that tell tokens from pads in a dense field. Other layouts need no masks.
-
-    Raises:
-        InvalidRequestError: the container or field does not exist, or `td` has no masks for a dense field; or rows have
-            different numbers of the most probable ids.
-    """
-    container, name, flat_rows = _field_of(td, key)
-    if flat_rows is not None:
-        # A copy, because the caller may modify it.
-        return flat_rows.clone()
-    found = _values(td, container, name, masks)
-    if found is None:
-        parts = [ragged(row, key, masks=masks) for row in _batch_rows(td, container, key, masks)]
-        must_be_of_one_width([part.values for part in parts], key)
-        return Ragged.cat(parts)
-    values, mask = found
-    if mask is not None:
-        return Ragged(values[mask], mask.sum(-1).flatten())
-    row_values = flat(values)
-    if not row_values:
-        # The stored tensor still has their dtype and device.
-        empty = container._tensordict.get(name)
-        nothing = empty.new_empty((0, *empty.shape[container.batch_dims + 1 :]))
-        return Ragged(nothing, torch.zeros(0, dtype=torch.int64))
-    must_be_of_one_width(row_values, key)
-    return Ragged(torch.cat(row_values), torch.tensor([row.shape[0] for row in row_values], dtype=torch.int64))
-
-
-def row_lengths(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Tensor:
-    """Return ``ragged(td, key, masks=masks).lengths``, on the CPU, without reading any values."""
-    container, name, flat_rows = _field_of(td, key)
-    if flat_rows is not None:
-        return flat_rows.lengths
-    found = _values(td, container, name, masks)
-    if found is None:
-        parts = _batch_rows(td, container, key, masks)
-        return torch.cat([row_lengths(row, key, masks=masks) for row in parts])
-    values, mask = found
-    if mask is not None:
-        return mask.sum(-1).flatten().cpu()
-    return torch.tensor([row.shape[0] for row in flat(values)], dtype=torch.int64)
-
-
-def _field_of(td: TensorDictBase, key: NestedKey) -> tuple[Any, str, Ragged | None]:
-    """Return the container of a field, the field's name, and its rows if they are still held flat."""
-    *path, name = (key,) if isinstance(key, str) else key
-    container = td.get(tuple(path), None) if path else None
-    if not isinstance(container, (Tokens, Masks, LogProbs, PerToken)) or name not in container.keys():
-        raise InvalidRequestError(
-            f"{key!r} is not a field of a Tokens, Masks, LogProbs or PerToken container in this TensorDict; "
-            f"its keys: {sorted(map(str, td.keys(include_nested=True)))}",
-            field=str(key),
-        )
-    source = flat_source(container._tensordict)
-    field = source.fields[name] if isinstance(source, FlatRows) else None
-    return container, name, field if isinstance(field, Ragged) else None
-
-
-def _values(td: TensorDictBase, container: Any, name: str, masks: NestedKey) -> tuple[Any, Tensor | None] | None:
-    """Return a field and, if it is dense, which of its values are no pads. None if its rows must be read one by one."""
-    try:
-        padded, values = container.padded, getattr(container, name)
-        attention = getattr(td.get(masks, None), "all_attention_mask", None) if padded else None
-    except InvalidRequestError:  # a stack of both layouts, or dense rows of different widths
-        return None
-    if padded and name == SETS:
-        return values, values >= 0
-    return values, _attention_columns(values, attention, name, masks) if padded else None
-
-
-def _batch_rows(td: TensorDictBase, container: Any, key: NestedKey, masks: NestedKey) -> list[TensorDictBase]:
-    """Return the rows of the container, each with its masks."""
-    # `td` may have fewer batch dimensions than the container, or none.
-    held = {tuple(key)[:-1]: container, **({masks: td.get(masks)} if td.get(masks, None) is not None else {})}
-    return rows(TensorDict(held, batch_size=container.batch_size))
-
-
-def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tensor:
-    """Return the columns of the attention mask that belong to a dense field: prompts come first, responses last."""
-    shape = values.shape[:-1] if name in WIDE else values.shape
-    width = shape[-1]
-    if isinstance(attention, Tensor):
-        start = attention.shape[-1] - width if name == "response" else 0
-        stop = width if name == "prompt" else attention.shape[-1]
-        mask = attention[..., max(start, 0) : stop]
-        if mask.shape == shape:
-            return as_mask(mask, str(masks)).to(values.device)
-    found = f"a mask of shape {tuple(attention.shape)}" if isinstance(attention, Tensor) else "no dense mask"
-    raise InvalidRequestError(
-        f"the dense field {name!r} of shape {tuple(values.shape)} needs the attention mask of its rows "
-        f"to tell tokens from pads, but {masks!r} holds {found}",
-        field=str(masks),
-    )

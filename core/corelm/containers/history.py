@@ -8,12 +8,12 @@ from typing import Any
 
 from tensordict import NonTensorData, NonTensorStack, TensorClass
 
+from corelm.containers.fields import objects, unnested
 from corelm.errors import InvalidRequestError, refuse
 from corelm.rendering.chatml import read_chatml
 from corelm.rendering.template import Template, check_encodable, map_chats
 from corelm.spec.message import Chat, Message
-from corelm.tensors.lazy_rows import FlatObjects, flat_source, lazy_objects
-from corelm.tensors.stacks import nested
+from corelm.tensors.lazy_rows import FlatObjects, Shape, flat_source, lazy_objects, nested
 from corelm.validate import as_list, invalid, read_once
 
 
@@ -106,11 +106,12 @@ class History(TensorClass["nocast"]):
         Raises:
             InvalidRequestError: the lists do not hold one message per conversation, or a message is malformed.
         """
-        if isinstance(message, (Message, Mapping)):
+        if _is_message(message):
             return self._add([[message]] * self._count, inplace)
-        messages = _leaves(message, tuple(self.batch_size)) if self.ndim else None
-        if messages is None:
-            raise self._shape_error("append: expected one message, or one per conversation (extend takes several)")
+        expected = "one message, or one per conversation (extend takes several)"
+        messages, shape = unnested(message, _is_message, expected, "append", "messages")
+        if shape != tuple(self.batch_size):
+            raise self._shape_error(f"append: expected {expected}")
         return self._add([[one] for one in messages], inplace)
 
     def extend(self, messages: History | Sequence[Any], inplace: bool = False) -> History:
@@ -173,7 +174,7 @@ class History(TensorClass["nocast"]):
         source = flat_source(value)
         if isinstance(source, FlatObjects) and isinstance(source.values, _Conversations):
             return source.values
-        return [value.data] * self._count if isinstance(value, NonTensorData) else _at_depth(value.tolist(), self.ndim)
+        return objects(value, self.ndim)
 
     @property
     def _count(self) -> int:
@@ -183,22 +184,6 @@ class History(TensorClass["nocast"]):
         chats = [before + new for before, new in zip(self.chats, _read_chats(added), strict=True)]
         shape = tuple(self.batch_size)
         return self.set("conversation", _stack(chats, shape)) if inplace else self._wrap(chats, shape)
-
-
-def last_turns(history: History, most: int) -> list[tuple[int, Chat]]:
-    """Return how many messages each conversation has, and its last ones, at most `most`, for a caller that only reads.
-
-    The ids of sampled turns may be left out: converting them takes longer than everything else.
-    """
-    stored = history._stored()
-    if isinstance(stored, _Conversations):
-        return [(len(chat), chat[-most:]) for chat in stored.chats]
-    chats = [row["messages"] for row in stored]
-    return [(len(chat), tuple(map(_without_ids, chat[-most:]))) for chat in chats]
-
-
-def _without_ids(message: Mapping[str, Any]) -> Message:
-    return Message.from_dict({name: value for name, value in message.items() if name != "token_ids"})
 
 
 class _Conversations(Sequence[dict[str, Any]]):
@@ -228,22 +213,6 @@ def _copy(message: Message) -> Message:
     return Message.from_dict(message.to_dict()) if message.tool_calls or message.extra else message
 
 
-def _at_depth(value: Any, depth: int) -> list[Any]:
-    """Return the items that are nested `depth` lists deep, in order."""
-    return [value] if not depth else [leaf for item in value for leaf in _at_depth(item, depth - 1)]
-
-
-def _leaves(value: Any, shape: tuple[int, ...]) -> list[Any] | None:
-    """Return the items of sequences nested to `shape`, flat; None if the sequences have another shape."""
-    if not shape:
-        return [value]
-    value = as_list(value)
-    if not isinstance(value, list) or len(value) != shape[0]:
-        return None
-    parts = [_leaves(item, shape[1:]) for item in value]
-    return None if None in parts else [leaf for part in parts if part is not None for leaf in part]
-
-
 def _read_chats(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[Chat]:
     """Return the messages of every chat as `Message` objects; one error names every conversation at fault."""
     read: list[Chat] = []
@@ -262,22 +231,17 @@ def _read_chats(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[
     return read
 
 
-def _flatten(value: Any, top: bool = True) -> tuple[list[Any], tuple[int, ...]]:
-    """Return the chats of nested sequences in C order, and the batch shape.
+def _flatten(value: Any, top: bool = True) -> tuple[list[Any], Shape]:
+    """Return the chats of nested sequences in C order, and the batch shape."""
+    expected = "a list of messages, or lists of such lists"
+    chats, shape = unnested(value, _is_chat, expected, "history", "history", top)
+    return list(map(as_list, chats)), shape
 
-    An empty sequence is a batch without chats at the top, and a chat without messages below it.
-    """
-    value = as_list(value)
-    if not isinstance(value, list):
-        what = f"{type(value).__name__}{read_once(value)}"
-        raise invalid("history", f"expected a list of messages, or lists of such lists, got {what}")
-    if any(isinstance(item, (Message, Mapping)) for item in value) or not (value or top):
-        return [value], ()
-    parts = [_flatten(item, top=False) for item in value]
-    shapes = {shape for _, shape in parts}
-    if len(shapes) > 1:
-        found = ", ".join(map(str, sorted(shapes)))
-        raise InvalidRequestError(
-            f"all lists on one level must have the same shape, but these have batch shapes {found}", field="history"
-        )
-    return [chat for chats, _ in parts for chat in chats], (len(value), *(shapes.pop() if shapes else ()))
+
+def _is_chat(value: Any) -> bool:
+    items = as_list(value)
+    return isinstance(items, list) and any(map(_is_message, items))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, (Message, Mapping))

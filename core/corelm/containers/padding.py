@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from corelm.containers.classes import Masks, PerToken
-from corelm.containers.dense_layout import DenseLayout, dense_layouts, dense_mask
+from corelm.containers.assemble import container, dense_columns
+from corelm.containers.classes import LogProbs, Masks, PerToken
+from corelm.containers.fields import SETS, must_have_lengths, row_objects
 from corelm.containers.keys import key_parts, list_keys
-from corelm.containers.reading import PER_TOKEN, Path, entries_per_token, must_have_batch, per_token_of_rows
+from corelm.containers.reading import (
+    PER_TOKEN,
+    Path,
+    as_per_token,
+    dense_mask,
+    masks_of,
+    ragged,
+    row_lengths,
+    scan,
+)
 from corelm.errors import InvalidRequestError
+from corelm.spec.records import Columns, Parts
+from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid
+
+Shape = tuple[int, ...]
 
 
 def repad(
@@ -55,25 +69,27 @@ def repad(
     if not isinstance(td, TensorDictBase):
         raise invalid("td", f"expected a TensorDict, such as a policy returns, got {type(td).__name__}")
     shape = tuple(td.batch_size)
-    found = dict(entries_per_token(td))
+    found, held = scan(td)
     containers = {path: value for path, value in found.items() if isinstance(value, PER_TOKEN)}
-    for path, container in containers.items():
-        must_have_batch(td, path, container)
-    named = {} if per_token is None else _as_per_token(td, containers, found, [key_parts(key) for key in per_token])
-    found |= named
-    containers |= named
-    held = TensorDict({}, batch_size=shape)
-    for path, container in containers.items():
-        held.set(path, container)
-    layouts = dense_layouts(held, containers)
+    for key in per_token or ():
+        path = key_parts(key)
+        if not isinstance(found.get(path), PerToken):
+            found[path] = containers[path] = _named(td, path, found.get(path), containers)
+            held.set(path, found[path])
+    layouts = _layouts(held, containers)
     if per_token is None:
         _refuse_unnamed(found, layouts, len(shape), pad_output)
     out = TensorDict({}, batch_size=shape, device=td.device)
     for path, value in found.items():
         if isinstance(value, list):
-            raise _unequal_shapes(".".join(path))
+            name = ".".join(path)
+            raise InvalidRequestError(
+                f"{name}: its rows have different shapes, so they do not form one tensor. Pass per_token=[{name!r}] if "
+                f"it has one value per token; else leave it out: td.exclude({name!r})",
+                field=name,
+            )
         if path in containers:
-            value = layouts[path[:-1]].container(held, path, pad_output=pad_output, pad_id=pad_id)
+            value = _laid_out(held, path, layouts[path[:-1]], pad_output, pad_id)
         out.set(path, value)
     if pad_output:
         _add_masks(out, layouts, containers)
@@ -132,41 +148,126 @@ def _keys(rows: Sequence[Any], number: int) -> set[Path]:
     return {key for key in keys if key[-1] != "padded"}
 
 
-def _as_per_token(
-    td: TensorDictBase, containers: Mapping[Path, Any], found: Mapping[Path, Any], named: Sequence[Path]
-) -> dict[Path, PerToken]:
-    """Return the named tensors as `PerToken`, in the layout of the tokens that they belong to."""
-    made: dict[Path, PerToken] = {}
-    for path in named:
-        name, value = ".".join(path), found.get(path)
-        if isinstance(value, PerToken):
-            continue
-        if not isinstance(value, (Tensor, list)):
-            raise invalid("per_token", f"{name} is not a tensor of this TensorDict, which has: {list_keys(td)}")
-        beside = [one for parent in (path[:-1], ()) for key, one in containers.items() if key[:-1] == parent]
-        if not beside:
-            raise invalid("per_token", f"there are no tokens that {name} could belong to")
-        masks = next((one for one in beside if isinstance(one, Masks)), beside[0])
-        made[path] = _per_token(name, value, masks, tuple(td.batch_size))
+def _named(td: TensorDictBase, path: Path, value: Any, containers: Mapping[Path, Any]) -> PerToken:
+    """Return a tensor that the caller named as a `PerToken`, in the layout of the tokens that it belongs to."""
+    name = ".".join(path)
+    if not isinstance(value, (Tensor, list)):
+        raise invalid("per_token", f"{name} is not a tensor of this TensorDict, which has: {list_keys(td)}")
+    beside = [one for parent in (path[:-1], ()) for key, one in containers.items() if key[:-1] == parent]
+    if not beside:
+        raise invalid("per_token", f"there are no tokens that {name} could belong to")
+    masks = next((one for one in beside if isinstance(one, Masks)), beside[0])
+    made = as_per_token(value, masks)
+    if made is None:
+        mask = dense_mask(masks)
+        wanted = "[tokens] in each row" if mask is None else f"shape {list(mask.shape)}, like the masks"
+        got = "other rows" if isinstance(value, list) else list(value.shape)
+        raise invalid("per_token", f"{name}: expected one value per token, so {wanted}; got {got}")
     return made
 
 
-def _per_token(name: str, value: Tensor | list[Tensor], beside: Any, shape: tuple[int, ...]) -> PerToken:
-    before = dense_mask(beside) if isinstance(beside, Masks) else None
-    if isinstance(value, Tensor) and before is not None:
-        wanted = [*shape, before.shape[-1]]
-        if list(value.shape) != wanted:
-            raise invalid("per_token", f"{name}: expected shape {wanted}, like the masks; got {list(value.shape)}")
-        return PerToken(full=value, batch_size=shape)
-    values = value if isinstance(value, list) else list(value.reshape(math.prod(shape), *value.shape[len(shape) :]))
-    if any(one.ndim != 1 for one in values):
-        raise invalid("per_token", f"{name}: expected one value per token, so [tokens] in each row")
-    return per_token_of_rows(values, beside, shape)
+# Where tokens are, and where they go ---------------------------------------------------------------------------------
 
 
-def _refuse_unnamed(
-    found: Mapping[Path, Any], layouts: Mapping[Path, DenseLayout], dims: int, pad_output: bool
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Layout:
+    """The tokens of the containers that share one parent key.
+
+    Attributes:
+        lengths: int64[rows], of all tokens.
+        prompt_lengths: int64[rows]; None if rows are not split.
+        columns: the columns that the tokens get in a dense batch.
+        before: bool[rows, width], the dense attention mask that they have; None if the rows are not dense, or are of
+            different widths.
+    """
+
+    lengths: Tensor
+    prompt_lengths: Tensor | None
+    columns: Columns
+    before: Tensor | None
+
+    @classmethod
+    def of(cls, held: TensorDictBase, here: Mapping[Path, Any]) -> _Layout:
+        """Read the lengths of the rows of `here`, the containers of `held` under one parent key."""
+        lengths: dict[str, Tensor] = {}
+        before: Tensor | None = None
+        for path, value in here.items():
+            masks = masks_of(held, path)
+            for name in {"prompt", "response", "full", "all_attention_mask"} & set(value.keys()) - lengths.keys():
+                lengths[name] = row_lengths(held, (*path, name), masks=masks)
+            if "all_response_mask" in value.keys() and "marked" not in lengths:
+                lengths["marked"] = _count(ragged(held, (*path, "all_response_mask"), masks=masks))
+            if before is None and (mask := dense_mask(value)) is not None:
+                before = mask.reshape(value.batch_size.numel(), mask.shape[-1]).cpu()
+        prompt, response = lengths.get("prompt"), lengths.get("response", lengths.get("marked"))
+        whole = lengths.get("full", lengths.get("all_attention_mask"))
+        if whole is None:
+            if prompt is None and response is None:
+                name = ".".join(next(iter(here)))
+                raise InvalidRequestError(f"{name} has no field that says how long its rows are", field=name)
+            both = [part for part in (prompt, response) if part is not None]
+            whole = both[0] + both[1] if len(both) > 1 else both[0]
+        if prompt is None and response is not None:
+            prompt = whole - response
+        parts: Parts[Ragged] = Parts(None, None, _marks(whole))
+        if prompt is not None:
+            parts = Parts(_marks(prompt), _marks(whole - prompt), parts.full)
+        return cls(lengths=whole, prompt_lengths=prompt, columns=dense_columns(parts), before=before)
+
+    def lengths_of(self, name: str) -> Tensor:
+        """Return the lengths that the rows of a field must have."""
+        if self.prompt_lengths is None or name not in ("prompt", "response"):
+            return self.lengths
+        return self.prompt_lengths if name == "prompt" else self.lengths - self.prompt_lengths
+
+
+def _layouts(held: TensorDictBase, containers: Mapping[Path, Any]) -> dict[Path, _Layout]:
+    """Return the layout under every parent key that holds containers with one value per token."""
+    layouts: dict[Path, _Layout] = {}
+    for parent in sorted({path[:-1] for path in containers}, key=len):
+        made = _Layout.of(held, {path: value for path, value in containers.items() if path[:-1] == parent})
+        root = layouts.get(())
+        if root is not None and torch.equal(root.lengths, made.lengths):
+            # Numbers under `next` belong to the tokens at the root.
+            before = made.before if made.before is not None else root.before
+            made = replace(root if made.prompt_lengths is None else made, before=before)
+        layouts[parent] = made
+    return layouts
+
+
+def _laid_out(held: TensorDictBase, path: Path, layout: _Layout, pad_output: bool, pad_id: int) -> Any:
+    """Return the container at `path` in the layout asked for. A dense `PerToken` is returned as a plain tensor.
+
+    Raises:
+        InvalidRequestError: rows do not have the lengths of the tokens.
+    """
+    given, shape, masks = held.get(path), tuple(held.batch_size), masks_of(held, path)
+    # No rows are stored like dense ones, but not marked as padded.
+    dense = pad_output or 0 in shape
+    fields: dict[str, Any] = {}
+    for name in given.keys():
+        if name not in ("padded", "provenance"):
+            fields[name] = values = ragged(held, (*path, name), masks=masks)
+            if dense and name != SETS:
+                must_have_lengths(values.lengths, layout.lengths_of(name), ".".join((*path, name)))
+    labels = row_objects(given._tensordict, "provenance") if isinstance(given, LogProbs) else []
+    if any(labels):
+        fields["provenance"] = labels
+    columns = layout.columns if dense else None
+    made = container(type(given), fields, shape, columns=columns, padded=pad_output, pad_id=pad_id)
+    return made.full if isinstance(made, PerToken) and pad_output else made
+
+
+def _marks(lengths: Tensor) -> Ragged:
+    return Ragged.full(lengths, True, torch.bool)
+
+
+def _count(flags: Ragged) -> Tensor:
+    """Return how many values of each row are True."""
+    return torch.zeros_like(flags.lengths).index_add_(0, flags.row_index, flags.values.cpu().long())
+
+
+def _refuse_unnamed(found: Mapping[Path, Any], layouts: Mapping[Path, _Layout], dims: int, pad_output: bool) -> None:
     """Refuse plain tensors that may belong to the tokens and would no longer line up with them."""
     for path, value in found.items():
         layout = layouts.get(path[:-1], layouts.get(()))
@@ -182,17 +283,20 @@ def _refuse_unnamed(
             )
 
 
-def _add_masks(out: TensorDict, layouts: Mapping[Path, DenseLayout], containers: Mapping[Path, Any]) -> None:
+def _add_masks(out: TensorDict, layouts: Mapping[Path, _Layout], containers: Mapping[Path, Any]) -> None:
+    """Add masks that tell tokens from pads, and the responses from the prompts, where there are none."""
     masked = {path[:-1] for path, value in containers.items() if isinstance(value, Masks)}
+    shape = tuple(out.batch_size)
     for parent, layout in layouts.items():
-        if not masked & {parent, ()} and (*parent, "masks") not in out.keys(include_nested=True):
-            out.set((*parent, "masks"), layout.masks(tuple(out.batch_size)))
-            masked.add(parent)
-
-
-def _unequal_shapes(name: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{name}: its rows have different shapes, so they do not form one tensor. Pass per_token=[{name!r}] if it has "
-        f"one value per token; else leave it out: td.exclude({name!r})",
-        field=name,
-    )
+        if masked & {parent, ()} or (*parent, "masks") in out.keys(include_nested=True):
+            continue
+        first = out.get(next(path for path in containers if path[:-1] == parent))
+        given = [first] if isinstance(first, Tensor) else first._tensordict.values()
+        device = next(value.device for value in given if isinstance(value, Tensor))
+        full = _marks(layout.lengths).to(device)
+        fields = {"all_attention_mask": full}
+        if layout.prompt_lengths is not None:
+            answered = full.positions >= layout.prompt_lengths[full.row_index]
+            fields["all_response_mask"] = full.with_values(answered.to(device))
+        out.set((*parent, "masks"), container(Masks, fields, shape, columns=layout.columns))
+        masked.add(parent)

@@ -1,17 +1,15 @@
-"""What a TensorDict holds, without making its lazily created rows: for `to_records`, `repad` and everything printed."""
+"""Read what a TensorDict holds: containers in either layout, without making their lazily created rows."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from tensordict import (
     LazyStackedTensorDict,
-    NonTensorData,
+    NestedKey,
     TensorDict,
     TensorDictBase,
     is_non_tensor,
@@ -20,30 +18,169 @@ from tensordict import (
 )
 from torch import Tensor
 
-from corelm.containers.assemble import non_tensors
-from corelm.containers.classes import (
-    ChatHistory,
-    LogProbs,
-    Masks,
-    PerToken,
-    Text,
-    Tokens,
-    as_provenance,
-    ragged,
-    row_lengths,
+from corelm.containers.assemble import is_integer
+from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens, as_provenance
+from corelm.containers.fields import (
+    COUNTS,
+    SETS,
+    WIDE,
+    flat,
+    must_be_of_one_width,
+    must_have_lengths,
+    row_objects,
+    rows,
 )
-from corelm.containers.field_access import rows
 from corelm.containers.history import History
-from corelm.errors import InvalidRequestError, refuse
+from corelm.containers.keys import key_parts, list_keys
+from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.spec.provenance import Provenance
-from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_rows
+from corelm.tensors.lazy_rows import FlatRows, flat_source
+from corelm.tensors.masks import as_mask
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 
-T = TypeVar("T")
 Path = tuple[str, ...]
 
 PER_TOKEN = (Tokens, Masks, LogProbs, PerToken)
 CONTAINERS = (*PER_TOKEN, Text, ChatHistory, History)
+
+
+# One field -----------------------------------------------------------------------------------------------------------
+
+
+def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Ragged:
+    """Return the rows of a `Tokens`, `Masks`, `LogProbs` or `PerToken` field without pads, in C order.
+
+    Works for both layouts and every batch shape.
+
+    Args:
+        td: holds the container; may be a single row, with batch shape ().
+        key: container and field, such as ``("tokens", "response")``.
+        masks: the key of the `Masks` that tell tokens from pads in a dense field. Other layouts need no masks.
+
+    Raises:
+        InvalidRequestError: the container or field does not exist, or `td` has no masks for a dense field; or rows have
+            different numbers of the most probable ids.
+    """
+    *path, name = (key,) if isinstance(key, str) else key
+    container = td.get(tuple(path), None) if path else None
+    if not isinstance(container, PER_TOKEN) or name not in container.keys():
+        raise InvalidRequestError(
+            f"{key!r} is not a field of a Tokens, Masks, LogProbs or PerToken container in this TensorDict; "
+            f"its keys: {sorted(map(str, td.keys(include_nested=True)))}",
+            field=str(key),
+        )
+    if (unmade := _unmade(container, name)) is not None:
+        # A copy, because the caller may modify it.
+        return unmade.clone()
+    try:
+        padded, values = container.padded, getattr(container, name)
+        attention = getattr(td.get(masks, None), "all_attention_mask", None) if padded else None
+    except InvalidRequestError:  # a stack of both layouts, or dense rows of different widths
+        # `td` may have fewer batch dimensions than the container, or none.
+        held = {tuple(path): container, **({masks: td.get(masks)} if td.get(masks, None) is not None else {})}
+        parts = [ragged(row, key, masks=masks) for row in rows(TensorDict(held, batch_size=container.batch_size))]
+        must_be_of_one_width([part.values for part in parts], key)
+        return Ragged.cat(parts)
+    if padded:
+        mask = values >= 0 if name == SETS else _attention_columns(values, attention, name, masks)
+        return Ragged(values[mask], mask.sum(-1).flatten())
+    row_values = flat(values)
+    if not row_values:
+        # The stored tensor still has their dtype and device.
+        empty = container._tensordict.get(name)
+        row_values = [empty.new_empty((0, *empty.shape[container.batch_dims + 1 :]))]
+        return Ragged(row_values[0], torch.zeros(0, dtype=torch.int64))
+    must_be_of_one_width(row_values, key)
+    return Ragged(torch.cat(row_values), torch.tensor([row.shape[0] for row in row_values], dtype=torch.int64))
+
+
+def row_lengths(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Tensor:
+    """Return ``ragged(td, key, masks=masks).lengths``, on the CPU."""
+    *path, name = (key,) if isinstance(key, str) else key
+    unmade = _unmade(td.get(tuple(path)), name)
+    return ragged(td, key, masks=masks).lengths if unmade is None else unmade.lengths
+
+
+def _unmade(container: Any, name: str) -> Ragged | None:
+    """Return the rows of a field if they are still held flat. Do not modify them."""
+    source = flat_source(container._tensordict)
+    values = source.fields[name] if isinstance(source, FlatRows) else None
+    return values if isinstance(values, Ragged) else None
+
+
+def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tensor:
+    """Return the columns of the attention mask that belong to a dense field: prompts come first, responses last."""
+    shape = values.shape[:-1] if name in WIDE else values.shape
+    width = shape[-1]
+    if isinstance(attention, Tensor):
+        start = attention.shape[-1] - width if name == "response" else 0
+        stop = width if name == "prompt" else attention.shape[-1]
+        mask = attention[..., max(start, 0) : stop]
+        if mask.shape == shape:
+            return as_mask(mask, str(masks)).to(values.device)
+    found = f"a mask of shape {tuple(attention.shape)}" if isinstance(attention, Tensor) else "no dense mask"
+    raise InvalidRequestError(
+        f"the dense field {name!r} of shape {tuple(values.shape)} needs the attention mask of its rows "
+        f"to tell tokens from pads, but {masks!r} holds {found}",
+        field=str(masks),
+    )
+
+
+def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: NestedKey = "masks") -> TokenSets:
+    """Return the ids over which the log-probs of each token were normalised, as long as the tokens.
+
+    An empty set stands for the whole vocabulary, and for a token that was not scored. Works for both layouts and every
+    batch shape; the rows are in C order.
+
+    Args:
+        td: holds the `LogProbs`; may be a single row, with batch shape ().
+        key: the key of the `LogProbs`.
+        masks: the key of the `Masks` that tell tokens from pads in dense rows. Other layouts need no masks.
+
+    Raises:
+        MissingKeyError: there is no `LogProbs` under the key, or it has no such ids.
+        InvalidRequestError: dense rows have no masks, or the ids of a row are not as many as its counts say; `rows`
+            lists these rows.
+    """
+    path = key_parts(key)
+    name = ".".join(path)
+    held = td.get(path, None)
+    if not isinstance(held, LogProbs):
+        raise MissingKeyError(f"{name}: expected a LogProbs; the TensorDict has: {list_keys(td)}", field=name)
+    if not carries_sets(held):
+        raise MissingKeyError(
+            f"{name}.{SETS}: these log-probs do not say over which ids they were normalised; sample with "
+            "LLMPolicy(…, return_support=True)",
+            field=f"{name}.{SETS}",
+        )
+    counts, ids = (ragged(td, (*path, field), masks=masks) for field in (COUNTS, SETS))
+    numbers = counts.values.cpu().long()
+    totals = torch.zeros_like(counts.lengths).index_add_(0, counts.row_index, numbers)
+    problems = {
+        row: f"the counts add up to {int(totals[row])}, but {SETS} holds {int(ids.lengths[row])} ids"
+        for row in (totals != ids.lengths).nonzero().flatten().tolist()
+    }
+    for at in (numbers < 0).nonzero().flatten().tolist():
+        problems[int(counts.row_index[at])] = f"position {int(counts.positions[at])}: the count is {int(numbers[at])}"
+    refuse(problems, f"{name}.{COUNTS}")
+    return TokenSets.from_flat(ids, counts)
+
+
+def carries_sets(log_probs: LogProbs) -> bool:
+    """Return whether these log-probs say over which ids they were normalised."""
+    return {SETS, COUNTS} <= set(log_probs.keys())
+
+
+def provenance_of_rows(log_probs: LogProbs, count: int) -> tuple[Provenance | None, ...]:
+    """Return the provenance of each row, in C order; None for a row without one. `count` is the number of rows."""
+    data = row_objects(log_probs._tensordict, "provenance")
+    # Rows made together share their datum, so each datum is read once.
+    read = {id(datum): as_provenance(datum) for datum in data if datum}
+    return tuple(read.get(id(datum)) for datum in data) if read else (None,) * count
+
+
+# All entries ---------------------------------------------------------------------------------------------------------
 
 
 def entries(td: TensorDictBase, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -52,54 +189,59 @@ def entries(td: TensorDictBase, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     Tensors of different shapes, which only a lazy stack of rows can hold, are yielded as one list in C order.
     """
     for name in td.keys():
-        value = entry(td, name)
-        here = (*path, name)
-        if isinstance(value, CONTAINERS) or is_non_tensor(value) or isinstance(value, (Tensor, list)):
-            yield here, value
-        elif isinstance(value, TensorDictBase):
-            yield from entries(value, here)
-        elif is_tensorclass(value):
-            yield from entries(value._tensordict, here)
+        value = _entry(td, name)
+        if isinstance(value, CONTAINERS) or is_non_tensor(value):
+            yield (*path, name), value
+        elif isinstance(value, TensorDictBase) or is_tensorclass(value):
+            yield from entries(value if isinstance(value, TensorDictBase) else value._tensordict, (*path, name))
         else:
-            yield here, value
+            yield (*path, name), value
 
 
-def entries_per_token(td: TensorDictBase) -> Iterator[tuple[Path, Any]]:
-    """Yield every entry as `entries` does, but a dense `argmax` as a `PerToken`, which it is in rows."""
-    for path, value in entries(td):
-        yield path, _argmax(td, path, value) if path[-1] == "argmax" else value
+def scan(td: TensorDictBase) -> tuple[dict[Path, Any], TensorDict]:
+    """Return every entry by its path, as `entries` does, and a TensorDict of the containers with a value per token.
+
+    A dense `argmax` that is laid out like the masks is a `PerToken` in both, which it is in rows.
+
+    Raises:
+        InvalidRequestError: such a container has another batch size than `td`.
+    """
+    found, held = dict(entries(td)), TensorDict({}, batch_size=td.batch_size)
+    for path, value in found.items():
+        if isinstance(value, PER_TOKEN):
+            must_have_batch(td, path, value)
+            held.set(path, value)
+    for path, value in found.items():
+        masks = held.get(masks_of(held, path), None) if path[-1] == "argmax" else None
+        if isinstance(masks, Masks) and "all_attention_mask" in masks.keys() and _fits(value, masks):
+            found[path] = as_per_token(value, masks)
+            held.set(path, found[path])
+    return found, held
 
 
-def _argmax(td: TensorDictBase, path: Path, value: Any) -> Any:
-    """Return integers that are laid out like the masks as a `PerToken`, and anything else unchanged."""
+def _fits(value: Any, masks: Masks) -> bool:
+    """Return whether these are integers, in one tensor or one a row, shaped like the attention mask."""
     parts = value if isinstance(value, list) else [value]
     if not all(isinstance(one, Tensor) and is_integer(one) for one in parts):
-        return value
-    masks = td.get(masks_of(td, path), None)
-    if not isinstance(masks, Masks) or "all_attention_mask" not in masks.keys() or masks.batch_size != td.batch_size:
-        return value
+        return False
+    mask = dense_mask(masks)
     if isinstance(value, Tensor):
-        attention = dense_field(masks, "all_attention_mask")
-        fits = isinstance(attention, Tensor) and attention.shape == value.shape
-        return PerToken(full=value, batch_size=td.batch_size) if fits else value
-    alike = all(one.shape == row.all_attention_mask.shape for one, row in zip(value, rows(masks), strict=True))
-    return per_token_of_rows(value, masks, tuple(td.batch_size)) if alike else value
+        return mask is not None and value.shape == mask.shape
+    return all(one.shape == row.all_attention_mask.shape for one, row in zip(value, rows(masks), strict=True))
 
 
-def dense_field(container: Any, name: str) -> Any:
-    """Return a field of a dense container; None if it is not dense, or its rows do not form one tensor."""
-    try:
-        return getattr(container, name) if container.padded else None
-    except InvalidRequestError:
+def as_per_token(value: Tensor | list[Tensor], beside: Any) -> PerToken | None:
+    """Return a tensor, or one a row, as a `PerToken` laid out like the container `beside`.
+
+    None if a tensor is not shaped like dense `Masks`, or a row is no list of numbers.
+    """
+    shape, mask = tuple(beside.batch_size), dense_mask(beside)
+    if isinstance(value, Tensor) and mask is not None:
+        return PerToken(full=value, batch_size=shape) if value.shape == mask.shape else None
+    count = beside.batch_size.numel()
+    values = value if isinstance(value, list) else list(value.reshape(count, *value.shape[len(shape) :]))
+    if any(one.ndim != 1 for one in values):
         return None
-
-
-def is_integer(values: Tensor) -> bool:
-    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
-
-
-def per_token_of_rows(values: list[Tensor], beside: Any, shape: tuple[int, ...]) -> PerToken:
-    """Return one value per token in each row, as a `PerToken` in the layout that each row of `beside` has."""
     level: list[Any] = [
         PerToken(full=one, padded=row.padded, batch_size=[]) for one, row in zip(values, rows(beside), strict=True)
     ]
@@ -108,18 +250,16 @@ def per_token_of_rows(values: list[Tensor], beside: Any, shape: tuple[int, ...])
     return level[0]
 
 
-def numbers_of(td: TensorDictBase, path: Path, numbers: PerToken) -> Ragged:
-    """Return the rows of a `PerToken` that `entries_per_token` yielded."""
-    key, masks = (*path, "full"), masks_of(td, path)
-    if isinstance(entry(td.get(path[:-1]) if path[:-1] else td, path[-1]), PerToken):
-        return ragged(td, key, masks=masks)
-    held = TensorDict({}, batch_size=td.batch_size)
-    held.set(path, numbers)
-    held.set(masks, td.get(masks))
-    return ragged(held, key, masks=masks)
+def dense_mask(masks: Any) -> Tensor | None:
+    """Return the attention mask of dense `Masks`, ``[*batch, width]``. None if there is not one, or not one tensor."""
+    try:
+        found: Tensor | None = masks.all_attention_mask if isinstance(masks, Masks) and masks.padded else None
+    except InvalidRequestError:
+        return None
+    return found
 
 
-def entry(td: TensorDictBase, name: str) -> Any:
+def _entry(td: TensorDictBase, name: str) -> Any:
     """Return one entry; rows whose tensors do not form one tensor as a list, in C order."""
     try:
         return td.get(name)
@@ -143,42 +283,11 @@ def must_have_batch(td: TensorDictBase, path: Path, container: Any) -> None:
 def masks_of(td: TensorDictBase, path: Path) -> Path:
     """Return the path of the `Masks` that belong to the container at `path`: next to it, else at the root."""
     for parent in dict.fromkeys((path[:-1], ())):
-        holder = td.get(parent) if parent else td
-        found = [name for name in holder.keys() if isinstance(entry(holder, name), Masks)]
+        holder = td.get(parent, None) if parent else td
+        found = [] if holder is None else [name for name in holder.keys() if isinstance(_entry(holder, name), Masks)]
         if found:
             return (*parent, "masks" if "masks" in found else found[0])
     return (*path[:-1], "masks")
-
-
-def row_data(container: Any, name: str) -> list[Any]:
-    """Return the value of a non-tensor field for every row, in C order; None for rows without it."""
-    td = container._tensordict
-    count = math.prod(td.batch_size)
-    source = flat_source(td)
-    if isinstance(source, FlatRows):
-        found = list(source.objects(name))
-        return found if len(found) == count else found * count
-    if name in td.keys():
-        return objects(td.get(name), len(td.batch_size))
-    return [None if value is None else value.data for value in (row.get(name, None) for row in rows(td))]
-
-
-def objects(value: Any, dims: int) -> list[Any]:
-    """Return the Python objects of a non-tensor entry, one a row of a batch with `dims` dimensions, in C order."""
-    if isinstance(value, NonTensorData):
-        return [value.data] * math.prod(value.batch_size[:dims])
-    found = [value.tolist()]
-    for _ in range(dims):
-        found = [leaf for part in found for leaf in part]
-    return found
-
-
-def provenances(log_probs: LogProbs) -> list[Provenance | None]:
-    """Return the provenance of every row, in C order; None where it is not known."""
-    data = row_data(log_probs, "provenance")
-    # Rows made together share their datum, so each datum is read once.
-    read = {id(datum): as_provenance(datum) for datum in data if datum}
-    return [read[id(datum)] if datum else None for datum in data]
 
 
 # Tokens and what belongs to them -------------------------------------------------------------------------------------
@@ -212,51 +321,43 @@ class TokenColumns:
         path = tokens_path(td)
         if path is None:
             return None
-        ids, prompt_lengths = token_ids(td, path)
-        made = cls(ids=ids, prompt_lengths=prompt_lengths)
-        assistant = None
-        for other, value in entries_per_token(td):
+        found, held = scan(td)
+        ids, prompt_lengths = token_ids(held, path)
+        made, assistant = cls(ids=ids, prompt_lengths=prompt_lengths), None
+        for other, value in found.items():
             if other[:-1] != path[:-1]:
                 continue
             name = ".".join(other)
             if isinstance(value, Masks) and "all_assistant_mask" in value.keys():
-                assistant = made.aligned(td, (*other, "all_assistant_mask"))
+                assistant = made._aligned(held, (*other, "all_assistant_mask"))
             elif isinstance(value, PerToken):
-                made.numbers[name] = numbers_of(td, other, value).to("cpu")
-                same_lengths(made.numbers[name], ids.lengths, (*other, "full"))
+                made.numbers[name] = made._aligned(held, (*other, "full"))
             elif isinstance(value, LogProbs):
-                values = made.aligned(td, (*other, "full" if "full" in value.keys() else "response"))
-                made.log_probs[name] = values, made.scored(td, other, values)
-        return cls(
-            ids=ids,
-            prompt_lengths=prompt_lengths,
-            assistant=assistant,
-            log_probs=made.log_probs,
-            numbers=made.numbers,
-        )
-
-    def aligned(self, td: TensorDictBase, key: Path) -> Ragged:
-        """Return a field as rows as long as `ids`; a response alone is filled up with zeros in front."""
-        values = ragged(td, key, masks=masks_of(td, key[:-1])).to("cpu")
-        if key[-1] == "response" and self.prompt_lengths is not None:
-            front = Ragged.full(self.prompt_lengths, 0, values.values.dtype)
-            values = front.join(values)
-        same_lengths(values, self.ids.lengths, key)
-        return values
-
-    def scored(self, td: TensorDictBase, path: Path, values: Ragged) -> Ragged:
-        """Return which of the log-probs at `path` mean something. Without a `scored_mask`, all of them do."""
-        container = td.get(path)
-        if "scored_mask" in container.keys():
-            return self.aligned(td, (*path, "scored_mask"))
-        if "full" in container.keys() or self.prompt_lengths is None:
-            return values.with_values(torch.ones_like(values.values, dtype=torch.bool))
-        return values.with_values(self.in_response())
+                values = made._aligned(held, (*other, "full" if "full" in value.keys() else "response"))
+                made.log_probs[name] = values, made._scored(held, other, values)
+        return replace(made, assistant=assistant)
 
     def in_response(self) -> Tensor:
         """bool, like the values of `ids`: True after the prompt."""
         assert self.prompt_lengths is not None
         return self.ids.positions >= self.prompt_lengths[self.ids.row_index]
+
+    def _aligned(self, td: TensorDictBase, key: Path) -> Ragged:
+        """Return a field as rows as long as `ids`; a response alone is filled up with zeros in front."""
+        values = ragged(td, key, masks=masks_of(td, key[:-1])).to("cpu")
+        if key[-1] == "response" and self.prompt_lengths is not None:
+            values = Ragged.full(self.prompt_lengths, 0, values.values.dtype).join(values)
+        must_have_lengths(values.lengths, self.ids.lengths, ".".join(key))
+        return values
+
+    def _scored(self, td: TensorDictBase, path: Path, values: Ragged) -> Ragged:
+        """Return which of the log-probs at `path` mean something. Without a `scored_mask`, all of them do."""
+        container = td.get(path)
+        if "scored_mask" in container.keys():
+            return self._aligned(td, (*path, "scored_mask"))
+        if "full" in container.keys() or self.prompt_lengths is None:
+            return values.with_values(torch.ones_like(values.values, dtype=torch.bool))
+        return values.with_values(self.in_response())
 
 
 def tokens_path(td: TensorDictBase) -> Path | None:
@@ -267,92 +368,28 @@ def tokens_path(td: TensorDictBase) -> Path | None:
 
 def token_lengths(td: TensorDictBase, path: Path) -> tuple[Tensor, Tensor | None]:
     """Return the lengths of the rows of the `Tokens` at `path`, and of their prompts if the rows are split. int64."""
-    parts = _parts(td, path, row_lengths)
-    if "prompt" in parts and ("response" in parts or "full" in parts):
-        both = parts["full"] if "full" in parts else parts["prompt"] + parts["response"]
-        return both, parts["prompt"]
-    if "response" in parts and "full" in parts:
-        return parts["full"], parts["full"] - parts["response"]
+    masks = masks_of(td, path)
+    parts = {name: row_lengths(td, (*path, name), masks=masks) for name in _parts(td, path)}
+    if {"prompt", "response"} <= parts.keys():
+        return parts.get("full", parts["prompt"] + parts["response"]), parts["prompt"]
+    if "full" in parts and len(parts) > 1:
+        return parts["full"], parts["prompt"] if "prompt" in parts else parts["full"] - parts["response"]
     return next(iter(parts.values())), None
 
 
 def token_ids(td: TensorDictBase, path: Path) -> tuple[Ragged, Tensor | None]:
     """Return the ids of the `Tokens` at `path`, on the CPU, and the lengths of the prompts if the rows are split."""
-    parts = {name: rows.to("cpu") for name, rows in _parts(td, path, ragged).items()}
-    if "prompt" in parts and ("response" in parts or "full" in parts):
-        ids = parts["full"] if "full" in parts else parts["prompt"].join(parts["response"])
-        return ids, parts["prompt"].lengths
-    if "response" in parts and "full" in parts:
-        return parts["full"], parts["full"].lengths - parts["response"].lengths
-    return next(iter(parts.values())), None
+    masks, (_, prompt_lengths) = masks_of(td, path), token_lengths(td, path)
+    names = [name for name in _parts(td, path) if name != "full"]
+    if "full" in td.get(path).keys():
+        names = ["full"]
+    first, *last = (ragged(td, (*path, name), masks=masks).to("cpu") for name in names)
+    return first.join(last[0]) if last else first, prompt_lengths
 
 
-def _parts(td: TensorDictBase, path: Path, read: Callable[..., T]) -> dict[str, T]:
-    """Read the fields of the `Tokens` at `path`."""
-    fields, masks = td.get(path).keys(), masks_of(td, path)
-    parts = {name: read(td, (*path, name), masks=masks) for name in ("prompt", "response", "full") if name in fields}
-    if not parts:
+def _parts(td: TensorDictBase, path: Path) -> list[str]:
+    """Return which parts the `Tokens` at `path` hold."""
+    names = [name for name in ("prompt", "response", "full") if name in td.get(path).keys()]
+    if not names:
         raise InvalidRequestError(f"{'.'.join(path)} holds no ids", field=".".join(path))
-    return parts
-
-
-def same_lengths(values: Ragged, lengths: Tensor, key: Path) -> None:
-    """Refuse rows that do not have the lengths of the tokens."""
-    name = ".".join(key)
-    if len(values) != len(lengths):
-        raise InvalidRequestError(f"{name}: has {len(values)} rows, but the tokens have {len(lengths)}", field=name)
-    differs = (values.lengths != lengths).nonzero().flatten().tolist()
-    refuse({row: f"{values.lengths[row]} values for {lengths[row]} tokens" for row in differs}, name)
-
-
-# The first rows ------------------------------------------------------------------------------------------------------
-
-
-def head(td: TensorDictBase, count: int) -> Any:
-    """Return the first `count` rows, in C order, under one batch dimension. Makes no other lazily created row.
-
-    Entries that cannot be read are left out. Values are not copied.
-    """
-    source = flat_source(td)
-    total = math.prod(td.batch_size)
-    count = min(count, total)
-    if isinstance(source, FlatRows):
-        fields = {
-            name: value.first(count) if isinstance(value, Ragged) else value[:count]
-            for name, value in source.fields.items()
-        }
-        return lazy_rows(fields, (count,)) if count else TensorDict({}, batch_size=[0])
-    if isinstance(td, LazyStackedTensorDict):
-        found = list(islice(each_row(td), count))
-        return type(td)(*found, stack_dim=0) if found else TensorDict({}, batch_size=[0])
-    out = TensorDict({}, batch_size=[count])
-    for name in td.keys():
-        try:
-            out.set(name, _head_of(td.get(name), len(td.batch_size), count))
-        except Exception:  # what is printed must not fail because of one entry
-            continue
-    return out
-
-
-def each_row(td: Any) -> Iterator[Any]:
-    """Yield the rows of a lazy stack one by one."""
-    if not td.batch_dims:
-        yield td
-        return
-    for index in range(td.shape[0]):
-        yield from each_row(td[index])
-
-
-def _head_of(value: Any, dims: int, count: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[:count] if dims == 1 else value.reshape(math.prod(value.shape[:dims]), *value.shape[dims:])[:count]
-    if is_non_tensor(value):
-        source = flat_source(value)
-        if isinstance(source, FlatObjects):
-            return non_tensors(source.values[:count], (count,))
-        if isinstance(value, NonTensorData):
-            return NonTensorData(value.data, batch_size=[count])
-        return head(value, count)
-    if isinstance(value, TensorDictBase):
-        return head(value, count)
-    return type(value).from_tensordict(head(value._tensordict, count))
+    return names

@@ -6,26 +6,26 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from corelm import validate
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens, ragged, row_lengths
-from corelm.containers.field_access import flat
-from corelm.containers.field_shapes import SETS, TOP
+from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
+from corelm.containers.fields import SETS, TOP, flat, objects
 from corelm.containers.history import History
-from corelm.containers.kept_sets import carries_sets, token_sets
 from corelm.containers.reading import (
     CONTAINERS,
     Path,
     TokenColumns,
-    entries_per_token,
+    carries_sets,
     masks_of,
     must_have_batch,
-    numbers_of,
-    objects,
-    provenances,
+    provenance_of_rows,
+    ragged,
+    scan,
     token_ids,
+    token_sets,
 )
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.tensors.ragged import Ragged, unreadable
@@ -126,34 +126,53 @@ def _index(td: TensorDictBase) -> Columns:
 
 # By row --------------------------------------------------------------------------------------------------------------
 
+#: What parts of a container are called in a record.
+_TEXTS = {"prompt": "prompt", "response": "response", "full": "text"}
+_CHATS = {"prompt": "prompt_messages", "response": "response_messages", "full": "messages"}
+
 
 def _row_columns(td: TensorDictBase) -> Columns:
     """Return the columns of all entries: texts first, lists of numbers last."""
-    found = list(entries_per_token(td))
-    own = {".".join(path) for path, value in found if not isinstance(value, CONTAINERS)}
-    readers = {
-        Text: _text_columns,
-        ChatHistory: _chat_columns,
-        History: _history_columns,
-        Tokens: _id_columns,
-        LogProbs: _log_prob_columns,
-        PerToken: _number_columns,
-        Masks: _mask_columns,
-    }
-    order = [Text, ChatHistory, History, None, Tokens, LogProbs, PerToken, Masks]
+    found, held = scan(td)
+    own = {".".join(path) for path, value in found.items() if not isinstance(value, CONTAINERS)}
     columns: Columns = {}
-    for kind in order:
-        for path, value in found:
-            if kind is None:
-                if not isinstance(value, CONTAINERS):
-                    columns[".".join(path)] = _plain_values(td, path, value)
-            elif isinstance(value, kind):
+    for kind in (Text, ChatHistory, History, object, Tokens, LogProbs, PerToken, Masks):
+        for path, value in found.items():
+            if kind is object and not isinstance(value, CONTAINERS):
+                columns[".".join(path)] = _plain_values(td, path, value)
+            elif kind is not object and isinstance(value, kind):
                 must_have_batch(td, path, value)
-                for name, values in readers[kind](td, path, value).items():
+                for name, values in _columns_of(held, path, value).items():
                     # An entry that is called like a column of a container keeps its name: td["prompt"] next to Text.
                     name = name if name not in own and name not in columns else f"{'.'.join(path)}.{name}"
                     columns[name] = values
     return columns
+
+
+def _columns_of(held: TensorDictBase, path: Path, value: Any) -> Columns:
+    """Return the columns of the container at `path`. Those of containers under another key than their own keep it."""
+    key = ".".join(path)
+    if isinstance(value, Text):
+        parts = [name for name in ("prompt", "response") if name in value.keys()] or ["full"]
+        texts = {name: getattr(value, name) for name in parts}
+        return {
+            _named(path, "text", _TEXTS[name]): flat(text) if value.batch_size else [text]
+            for name, text in texts.items()
+        }
+    if isinstance(value, ChatHistory):
+        parts = ["full"] if "full" in value.keys() else [name for name in _CHATS if name in value.keys()]
+        return {_named(path, "history", _CHATS[name]): _messages(getattr(value, name)) for name in parts}
+    if isinstance(value, History):
+        return {"messages" if path == ("history",) else key: _messages(value)}
+    if isinstance(value, Tokens):
+        return _id_columns(held, path)
+    if isinstance(value, LogProbs):
+        return _log_prob_columns(held, path, value)
+    field = "full" if isinstance(value, PerToken) else "all_assistant_mask"
+    if field not in value.keys():
+        return {}
+    name = key if isinstance(value, PerToken) else _named(path, "masks", "assistant_mask")
+    return {name: ragged(held, (*path, field), masks=masks_of(held, path)).tolist()}
 
 
 def _named(path: Path, default: str, column: str) -> str:
@@ -161,32 +180,16 @@ def _named(path: Path, default: str, column: str) -> str:
     return column if path == (default,) else f"{'.'.join(path)}_{column}"
 
 
-def _text_columns(td: TensorDictBase, path: Path, text: Text) -> Columns:
-    parts = [name for name in ("prompt", "response") if name in text.keys()] or ["full"]
-    shown = {"full": "text"}
-    return {_named(path, "text", shown.get(name, name)): _leaves(getattr(text, name), td) for name in parts}
-
-
-def _chat_columns(td: TensorDictBase, path: Path, chats: ChatHistory) -> Columns:
-    parts = ["full"] if "full" in chats.keys() else [name for name in ("prompt", "response") if name in chats.keys()]
-    shown = {"full": "messages", "prompt": "prompt_messages", "response": "response_messages"}
-    return {_named(path, "history", shown[name]): _messages(getattr(chats, name)) for name in parts}
-
-
-def _history_columns(td: TensorDictBase, path: Path, history: History) -> Columns:
-    return {"messages" if path == ("history",) else ".".join(path): _messages(history)}
-
-
 def _messages(history: History) -> list[Any]:
     return [_plain([message.to_dict() for message in chat], "history") for chat in history.chats]
 
 
-def _id_columns(td: TensorDictBase, path: Path, tokens: Tokens) -> Columns:
-    ids, prompt_lengths = token_ids(td, path)
+def _id_columns(held: TensorDictBase, path: Path) -> Columns:
+    ids, prompt_lengths = token_ids(held, path)
     if prompt_lengths is None:
         parts = {"": ids}
     else:
-        zero = prompt_lengths.new_zeros(len(prompt_lengths))
+        zero = torch.zeros_like(prompt_lengths)
         parts = {"prompt_": ids.slice(zero, prompt_lengths), "response_": ids.slice(prompt_lengths, ids.lengths)}
     columns: Columns = {}
     for part, rows in parts.items():
@@ -195,31 +198,31 @@ def _id_columns(td: TensorDictBase, path: Path, tokens: Tokens) -> Columns:
     return columns
 
 
-def _log_prob_columns(td: TensorDictBase, path: Path, log_probs: LogProbs) -> Columns:
-    key = ".".join(path)
-    masks = masks_of(td, path)
-    name = "response" if "response" in log_probs.keys() else "full"
-    values = ragged(td, (*path, name), masks=masks).to("cpu")
-    numbers, before = values.tolist(), None
+def _log_prob_columns(held: TensorDictBase, path: Path, log_probs: LogProbs) -> Columns:
+    key, masks = ".".join(path), masks_of(held, path)
+    part = "response" if "response" in log_probs.keys() else "full"
+
+    def read(name: str) -> Ragged:
+        return ragged(held, (*path, name), masks=masks).to("cpu")
+
+    values = read(part)
+    scored = before = values.with_values(torch.ones_like(values.values, dtype=torch.bool))
     if "scored_mask" in log_probs.keys():
-        scored = ragged(td, (*path, "scored_mask"), masks=masks).to("cpu")
-        start = scored.lengths - values.lengths
-        numbers = _scored_only(values, scored.slice(start, scored.lengths))
-        before = scored.slice(start.new_zeros(len(start)), start)
+        both = read("scored_mask")
+        start = both.lengths - values.lengths
+        scored, before = both.slice(start, both.lengths), both.slice(torch.zeros_like(start), start)
+    numbers = _scored_only(values.tolist(), scored)
     columns: Columns = {key: numbers}
-    columns |= {
-        _named(path, "log_probs", field): [
-            [value if number is not None else None for value, number in zip(*pair, strict=True)]
-            for pair in zip(rows, numbers, strict=True)
-        ]
-        for field, rows in _about_ids(td, path, log_probs, name).items()
-    }
+    for field, rows in _about_ids(held, path, log_probs).items():
+        # They are as long as all tokens, of which the response is the end.
+        last = [row[len(row) - len(own) :] for row, own in zip(rows, numbers, strict=True)]
+        columns[_named(path, "log_probs", field)] = _scored_only(last, scored)
     counted = [[number for number in row if number is not None] for row in numbers]
     columns[f"{key}_sum"] = [math.fsum(row) if row else None for row in counted]
     columns[f"{key}_mean"] = [math.fsum(row) / len(row) if row else None for row in counted]
-    if name == "response" and "prompt" in log_probs.keys() and before is not None and bool(before.values.any()):
-        columns[f"{key}_prompt"] = _scored_only(ragged(td, (*path, "prompt"), masks=masks).to("cpu"), before)
-    labels = provenances(log_probs)
+    if {"prompt", "response", "scored_mask"} <= set(log_probs.keys()) and bool(before.values.any()):
+        columns[f"{key}_prompt"] = _scored_only(read("prompt").tolist(), before)
+    labels = provenance_of_rows(log_probs, len(values))
     if any(labels):
         for attribute in next(label for label in labels if label is not None).to_dict():
             found = [None if label is None else _plain(getattr(label, attribute), key) for label in labels]
@@ -227,42 +230,20 @@ def _log_prob_columns(td: TensorDictBase, path: Path, log_probs: LogProbs) -> Co
     return columns
 
 
-def _about_ids(td: TensorDictBase, path: Path, log_probs: LogProbs, part: str) -> dict[str, list[list[Any]]]:
-    """Return what the log-probs of the response, or of all tokens, say about ids: per row, per token."""
-    masks = masks_of(td, path)
-    found: dict[str, list[list[Any]]] = {}
+def _about_ids(held: TensorDictBase, path: Path, log_probs: LogProbs) -> dict[str, list[list[Any]]]:
+    """Return what the log-probs say about ids: per row, per token."""
+    masks, found = masks_of(held, path), {}
     if carries_sets(log_probs):
-        found[SETS] = token_sets(td, path, masks=masks).tolist()
+        found[SETS] = token_sets(held, path, masks=masks).tolist()
     for name in ("kept_log_mass", *TOP):
         if name in log_probs.keys():
-            found[name] = ragged(td, (*path, name), masks=masks).tolist()
-    if part == "full":
-        return found
-    lengths = row_lengths(td, (*path, part), masks=masks).tolist()
-    return {
-        name: [row[len(row) - length :] for row, length in zip(rows, lengths, strict=True)]
-        for name, rows in found.items()
-    }
+            found[name] = ragged(held, (*path, name), masks=masks).tolist()
+    return found
 
 
-def _scored_only(values: Ragged, scored: Ragged) -> list[list[float | None]]:
-    pairs = zip(values.tolist(), scored.tolist(), strict=True)
+def _scored_only(rows: list[list[Any]], scored: Ragged) -> list[list[Any]]:
+    pairs = zip(rows, scored.tolist(), strict=True)
     return [[value if counts else None for value, counts in zip(*row, strict=True)] for row in pairs]
-
-
-def _number_columns(td: TensorDictBase, path: Path, numbers: PerToken) -> Columns:
-    return {".".join(path): numbers_of(td, path, numbers).tolist()}
-
-
-def _mask_columns(td: TensorDictBase, path: Path, masks: Masks) -> Columns:
-    if "all_assistant_mask" not in masks.keys():
-        return {}
-    rows = ragged(td, (*path, "all_assistant_mask"), masks=path)
-    return {_named(path, "masks", "assistant_mask"): rows.tolist()}
-
-
-def _leaves(value: Any, td: TensorDictBase) -> list[Any]:
-    return flat(value) if td.batch_size else [value]
 
 
 # Plain data ----------------------------------------------------------------------------------------------------------
@@ -321,30 +302,17 @@ def _token_records(td: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
         columns["part"] = ["response" if after else "prompt" for after in found.in_response().tolist()]
     columns["id"] = ids.values.tolist()
     if tokenizer is not None:
-        columns["token"] = pieces(columns["id"], tokenizer)
+        text = {one: tokenizer.decode([one], skip_special_tokens=False) for one in dict.fromkeys(columns["id"])}
+        columns["token"] = [text[one] for one in columns["id"]]
     for key, (values, scored) in found.log_probs.items():
-        own = key == "log_probs"
-        columns["log_prob" if own else key] = _scored_only_flat(values, scored)
+        own, path = key == "log_probs", tuple(key.split("."))
+        columns["log_prob" if own else key] = flat(_scored_only(values.tolist(), scored))
         columns["scored" if own else f"{key}_scored"] = scored.values.tolist()
-        path = tuple(key.split("."))
-        for name, rows in _about_ids(td, path, td.get(path), "full").items():
-            flat_rows = [value for row in rows for value in row]
-            columns[name if own else f"{key}_{name}"] = [
-                value if counts else None for value, counts in zip(flat_rows, scored.values.tolist(), strict=True)
-            ]
+        for name, rows in _about_ids(td, path, td.get(path)).items():
+            flat_rows = [value for row in _scored_only(rows, scored) for value in row]
+            columns[name if own else f"{key}_{name}"] = flat_rows
     if found.assistant is not None:
         columns["assistant"] = found.assistant.values.tolist()
     for key, values in found.numbers.items():
         columns[key] = values.values.tolist()
     return _records(columns)
-
-
-def _scored_only_flat(values: Ragged, scored: Ragged) -> list[float | None]:
-    pairs = zip(values.values.tolist(), scored.values.tolist(), strict=True)
-    return [value if counts else None for value, counts in pairs]
-
-
-def pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Return the text of each id, decoded alone."""
-    text = {token: tokenizer.decode([token], skip_special_tokens=False) for token in dict.fromkeys(ids)}
-    return [text[token] for token in ids]

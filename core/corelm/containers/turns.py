@@ -1,34 +1,30 @@
-"""`merge_turns`: one training row for a conversation of several sampled turns."""
+"""`merge_turns`: one training row for a conversation of several sampled turns, and where its log-probs came from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from corelm.containers.assemble import assemble, non_tensors
-from corelm.containers.classes import LogProbs, Tokens, provenance_of_rows, ragged
-from corelm.containers.field_shapes import SETS
-from corelm.containers.kept_sets import carries_sets, token_sets
+from corelm.containers.assemble import ABOUT_IDS, assemble, non_tensors
+from corelm.containers.classes import LogProbs, Tokens
+from corelm.containers.fields import SETS
 from corelm.containers.keys import list_keys
-from corelm.containers.turn_provenance import SampledPart, disagreement, provenance_of_parts
+from corelm.containers.reading import carries_sets, provenance_of_rows, ragged, token_sets
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
-from corelm.spec.provenance import Provenance
+from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 
-#: Fields of `LogProbs` about ids, except the sets, and the fields of a request that they become.
-_NUMBERS = {
-    **{name: name for name in ("kept_log_mass", "top_ids", "tail_log_mass")},
-    "top_log_probs": "top_logprobs",
-}
+#: Fields of `LogProbs`, and the fields of a request that they become.
+_FIELDS = {"full": "logprobs", SETS: SETS, **{name: given for given, name in ABOUT_IDS.items()}}
 
 
 def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pad_id: int = 0) -> TensorDict:
@@ -79,37 +75,34 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
     read = [_Turn.read(td, number) for number, td in enumerate(turns)]
     for number, (earlier, later) in enumerate(pairwise(read)):
         _must_continue(earlier, later, number)
-    first, full = read[0], read[-1].full
+    names = _common_fields(read)
+    full, prompt_lengths = read[-1].full, read[0].prompt_lengths
+    # Where the values of each token are among those of all turns, one after another. The last place holds no value.
+    starts = [0, *accumulate(turn.full.values.shape[0] for turn in read)]
     sampled = torch.zeros(full.values.shape, dtype=torch.bool)
-    scored = sampled.clone()
-    logprobs = torch.zeros(full.values.shape)
-    for turn in read:
+    index = torch.full(full.values.shape, starts[-1])
+    for start, turn in zip(starts, read, strict=False):
         here = full.offsets[:-1][turn.full.row_index] + turn.full.positions
+        scored = turn.answered & turn.scored
         sampled[here] |= turn.answered
-        if turn.logprobs is not None and turn.scored is not None:
-            counts = turn.answered & turn.scored.values
-            scored[here[counts]] = True
-            logprobs[here[counts]] = turn.logprobs.values[counts]
-    has_log_probs = first.logprobs is not None
-    if not all((turn.logprobs is not None) is has_log_probs for turn in read):
-        raise MissingKeyError("only some turns have log_probs; sample all of them with the same return_log_probs")
-    provenance = _common_provenance(read) if has_log_probs else None
-    answer = full.slice(first.prompt_lengths, full.lengths)
-    about_ids = _merged_ids(read, full) if has_log_probs else {}
+        index[here[scored]] = start + scored.nonzero().flatten()
+    picked = {name: _picked([turn.values[name] for turn in read], index, full) for name in names}
+    about: dict[str, Any] = {_FIELDS[name]: values for name, values in picked.items()}
+    if "full" in names:
+        about |= {"scored": full.with_values(index < starts[-1]), "provenance": _common_provenance(read)}
     request = ContainerRequest(
         batch_size=shapes[0],
-        fields=frozenset({"tokens", "masks", *(["log_probs"] if has_log_probs else [])}),
-        tokens=Parts(full.slice(torch.zeros_like(full.lengths), first.prompt_lengths), answer, full),
-        logprobs=full.with_values(logprobs) if has_log_probs else None,
-        scored=full.with_values(scored) if has_log_probs else None,
-        provenance=provenance,
-        **about_ids,
+        fields=frozenset({"tokens", "masks", *(["log_probs"] if "full" in names else [])}),
+        tokens=Parts(
+            full.slice(torch.zeros_like(full.lengths), prompt_lengths), full.slice(prompt_lengths, full.lengths), full
+        ),
         assistant=full.with_values(sampled),
         pad_output=pad_output,
         pad_id=pad_id,
+        **about,
     )
     out = assemble(request)
-    if has_log_probs:
+    if "full" in names:
         versions = zip(*(turn.weight_versions for turn in read), strict=True)
         out.set("weight_versions", non_tensors(list(versions), shapes[0]))
     device = turns[0].device
@@ -123,38 +116,35 @@ class _Turn:
     Attributes:
         full: the prompt and the response, on the CPU.
         prompt_lengths: int64[rows].
-        logprobs: as long as `full`; None if there are none.
-        scored: as long as `full`; None if there are no log-probs.
+        scored: bool, like the values of `full`.
+        values: the fields of its `LogProbs` in `_FIELDS`, as long as `full`.
         provenances: one per row; None where it is not known.
-        kept_ids: as long as `full`; None if the log-probs do not say over which ids they were normalised.
-        numbers: the other fields about ids, by name, as long as `full`.
     """
 
     full: Ragged
     prompt_lengths: Tensor
-    logprobs: Ragged | None = None
-    scored: Ragged | None = None
-    provenances: tuple[Provenance | None, ...] = ()
-    kept_ids: TokenSets | None = None
-    numbers: Mapping[str, Ragged] = field(default_factory=dict)
+    scored: Tensor
+    values: dict[str, Any]
+    provenances: tuple[Provenance | None, ...]
 
     @classmethod
     def read(cls, td: TensorDictBase, number: int) -> _Turn:
-        tokens = td.get("tokens", None)
+        tokens, log_probs = td.get("tokens", None), td.get("log_probs", None)
         if not isinstance(tokens, Tokens) or not {"prompt", "full"} <= set(tokens.keys()):
             raise MissingKeyError(
                 f"turn {number} has no tokens.prompt and tokens.full; it has: {list_keys(td)}", field="tokens"
             )
         full, prompt = (ragged(td, ("tokens", name)).to("cpu") for name in ("full", "prompt"))
-        turn = cls(full=full, prompt_lengths=prompt.lengths)
-        log_probs = td.get("log_probs", None)
-        if not isinstance(log_probs, LogProbs):
-            return turn
-        logprobs, scored = (ragged(td, ("log_probs", name)).to("cpu") for name in ("full", "scored_mask"))
-        kept = token_sets(td).to("cpu") if carries_sets(log_probs) else None
-        numbers = {name: ragged(td, ("log_probs", name)).to("cpu") for name in _NUMBERS if name in log_probs.keys()}
-        provenances = provenance_of_rows(log_probs, len(full))
-        return replace(turn, logprobs=logprobs, scored=scored, provenances=provenances, kept_ids=kept, numbers=numbers)
+        scored, values = torch.ones_like(full.values, dtype=torch.bool), dict[str, Any]()
+        provenances: tuple[Provenance | None, ...] = (None,) * len(full)
+        if isinstance(log_probs, LogProbs):
+            scored = ragged(td, ("log_probs", "scored_mask")).values.cpu()
+            names = ("full", *(_FIELDS.keys() - {"full", SETS}) & set(log_probs.keys()))
+            values = {name: ragged(td, ("log_probs", name)).to("cpu") for name in names}
+            if carries_sets(log_probs):
+                values[SETS] = token_sets(td).to("cpu")
+            provenances = provenance_of_rows(log_probs, len(full))
+        return cls(full=full, prompt_lengths=prompt.lengths, scored=scored, values=values, provenances=provenances)
 
     @property
     def answered(self) -> Tensor:
@@ -170,46 +160,40 @@ class _Turn:
         return tuple("" if one is None else one.weight_version for one in self.provenances)
 
 
-def _merged_ids(turns: Sequence[_Turn], full: Ragged) -> dict[str, Any]:
-    """Return the fields of a request that name ids: each turn's own, where it has a log-prob.
+def _common_fields(turns: Sequence[_Turn]) -> list[str]:
+    """Return the fields that the log-probs of all turns have.
 
     Raises:
         MissingKeyError: only some turns have a field.
         InvalidRequestError: turns have different numbers of the most probable ids.
     """
-    names = {name for turn in turns for name in (*turn.numbers, *([SETS] if turn.kept_ids is not None else []))}
-    for name in sorted(names):
-        if not all(name in turn.numbers or (name == SETS and turn.kept_ids is not None) for turn in turns):
+    names = [name for name in _FIELDS if any(name in turn.values for turn in turns)]
+    for name in names:
+        what = "log_probs" if name == "full" else f"log_probs.{name}"
+        if not all(name in turn.values for turn in turns):
             raise MissingKeyError(
-                f"only some turns have log_probs.{name}; sample all of them with the same return_support and "
+                f"only some turns have {what}; sample all of them with the same return_log_probs, return_support and "
                 "top_logprobs",
-                field=f"log_probs.{name}",
+                field=what,
             )
-        shapes = {turn.numbers[name].values.shape[1:] for turn in turns if name in turn.numbers}
-        if len(shapes) > 1:
-            found = ", ".join(str(shape[-1]) for shape in sorted(shapes))
+        widths = {turn.values[name].values.shape[1:] for turn in turns if name != SETS}
+        if len(widths) > 1:
+            found = ", ".join(str(shape[-1]) for shape in sorted(widths))
             raise InvalidRequestError(
-                f"log_probs.{name}: the turns have different numbers of ids a token ({found}); sample every turn with "
+                f"{what}: the turns have different numbers of ids a token ({found}); sample every turn with "
                 "the same top_logprobs",
-                field=f"log_probs.{name}",
+                field=what,
             )
-    merged: dict[str, Any] = {}
-    # Where each token's values are among those of all turns, one after another. The last place holds an empty set.
-    starts = [0, *accumulate(turn.full.values.shape[0] for turn in turns)]
-    index = torch.full(full.values.shape, starts[-1])
-    for start, turn in zip(starts, turns, strict=False):
-        counts = turn.answered & turn.scored.values if turn.scored is not None else turn.answered
-        here = full.offsets[:-1][turn.full.row_index] + turn.full.positions
-        index[here[counts]] = start + counts.nonzero().flatten()
-    if SETS in names:
-        sets = [turn.kept_ids.ids for turn in turns if turn.kept_ids is not None]
-        merged[SETS] = TokenSets(Ragged.cat([*sets, Ragged.from_list([[]])]).select(index), full.lengths)
-    for name in names - {SETS}:
-        values = [turn.numbers[name].values for turn in turns]
-        # What stands at the last place is not read: `assemble` clears what is not scored.
-        values.append(values[0].new_zeros((1, *values[0].shape[1:])))
-        merged[_NUMBERS[name]] = full.with_values(torch.cat(values)[index])
-    return merged
+    return names
+
+
+def _picked(parts: Sequence[Any], index: Tensor, full: Ragged) -> Any:
+    """Return the values of all turns at these places, as long as `full`; no ids, or 0, at the place after the last."""
+    if isinstance(parts[0], TokenSets):
+        sets = [part.ids for part in parts]
+        return TokenSets(Ragged.cat([*sets, Ragged.from_list([[]])]).select(index), full.lengths)
+    values = [part.values for part in parts]
+    return full.with_values(torch.cat([*values, values[0].new_zeros((1, *values[0].shape[1:]))])[index])
 
 
 def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:
@@ -217,34 +201,32 @@ def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:
     skipped, differing = {}, {}
     prompts = later.full.slice(torch.zeros_like(later.prompt_lengths), later.prompt_lengths)
     for row, (before, prompt) in enumerate(zip(earlier.full.split(), prompts.split(), strict=True)):
+        same = min(len(before), len(prompt))
         if bool(len(before)) is not bool(len(prompt)):
             skipped[row] = f"turn {number + bool(len(before))} has no tokens"
-            continue
-        same = min(len(before), len(prompt))
-        if len(prompt) < len(before) or not torch.equal(before, prompt[:same]):
-            differs = (before[:same] != prompt[:same]).nonzero().flatten().tolist()
-            at = differs[0] if differs else same
+        elif len(prompt) < len(before) or not torch.equal(before, prompt[:same]):
+            at = next(iter((before[:same] != prompt[:same]).nonzero().flatten().tolist()), same)
             differing[row] = (
                 f"the prompt of turn {number + 1} differs from the tokens of turn {number} at position {at}"
             )
-    if skipped:
-        raise InvalidRequestError(
-            f"turns: {spelled_out(skipped)}. The policy skipped these rows (see their `errors`); leave these "
-            "conversations out of all turns, or merge only the turns before",
-            field="turns",
-            problems=skipped,
-        )
-    if differing:
-        raise InvalidRequestError(
-            f"turns: {spelled_out(differing)}. The chat template rewrites earlier turns, or a prompt was cut or "
-            "changed; train on these turns as separate rows",
-            field="turns",
-            problems=differing,
-        )
+    for problems, why in (
+        (
+            skipped,
+            "The policy skipped these rows (see their `errors`); leave these conversations out of all turns, or merge "
+            "only the turns before",
+        ),
+        (
+            differing,
+            "The chat template rewrites earlier turns, or a prompt was cut or changed; train on these turns as "
+            "separate rows",
+        ),
+    ):
+        if problems:
+            raise InvalidRequestError(f"turns: {spelled_out(problems)}. {why}", field="turns", problems=problems)
 
 
-def _common_provenance(turns: Sequence[_Turn]) -> Provenance | tuple[Provenance, ...] | None:
-    """Return the provenance of every row, or one for all rows; None if that of a turn is not known.
+def _common_provenance(turns: Sequence[_Turn]) -> tuple[Provenance, ...] | None:
+    """Return the provenance of every row; None if that of a turn is not known.
 
     All turns of a row whose provenance is known must be of one distribution.
     """
@@ -256,6 +238,62 @@ def _common_provenance(turns: Sequence[_Turn]) -> Provenance | tuple[Provenance,
             'with the same sampling parameters, or with log_probs_mode="raw"'
         )
     merged = [one for parts in rows if (one := provenance_of_parts(parts)) is not None]
-    if len(merged) < len(rows):
+    return tuple(merged) if merged and len(merged) == len(rows) else None
+
+
+# Provenance ---------------------------------------------------------------------------------------------------------
+
+
+class SampledPart(NamedTuple):
+    """The tokens of a row that one answer sampled.
+
+    Attributes:
+        provenance: that of the answer; None if it is not known.
+        start: the position of its first token in the row.
+        stop: the position after its last token; `start` for an answer without tokens.
+    """
+
+    provenance: Provenance | None
+    start: int
+    stop: int
+
+
+def disagreement(parts: Sequence[SampledPart]) -> str:
+    """Return the distributions of the parts if their log-probs may not stand in one row, else ""."""
+    known = [part.provenance for part in parts if part.provenance is not None]
+    if all(one.matches(known[0]) for one in known):
+        return ""
+    return ", ".join(f"{one.mode} at temperature {one.temperature} ({one.support})" for one in known)
+
+
+def provenance_of_parts(parts: Sequence[SampledPart]) -> Provenance | None:
+    """Return the provenance of a row: that of its last answer, with the versions of all weights that sampled the row.
+
+    Args:
+        parts: in order; their distributions agree.
+
+    Returns:
+        None if the provenance of a part is not known, or if there are no parts.
+    """
+    known = [part.provenance for part in parts if part.provenance is not None]
+    if not known or len(known) < len(parts):
         return None
-    return tuple(merged) if len({*merged}) > 1 else next(iter(merged), None)
+    # An answer that was aborted before its first token is of no weights.
+    sampled = [one for part, one in zip(parts, known, strict=True) if part.start < part.stop] or known[-1:]
+    versions = dict.fromkeys(one.weight_version for one in sampled)
+    return replace(known[-1], weight_version=", ".join(versions), version_runs=_runs(parts, known))
+
+
+def _runs(parts: Sequence[SampledPart], known: Sequence[Provenance]) -> VersionRuns:
+    """Return which weights sampled the tokens of a row, from the first token of its first answer on; () if all one."""
+    found: list[tuple[str, int]] = []
+    for part, one in zip(parts, known, strict=True):
+        if part.start == part.stop:
+            continue
+        before = part.start - parts[0].start
+        for version, first in one.version_runs or ((one.weight_version, 0),):
+            # A part may be the beginning of an answer.
+            if part.start + first < part.stop and (not found or found[-1][0] != version):
+                # Runs begin at 0: what is before the first sampled token belongs to no weights, and is counted with it.
+                found.append((version, before + first if found else 0))
+    return tuple(found) if len(found) > 1 else ()

@@ -9,9 +9,9 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from corelm.containers.classes import provenance_of_rows, ragged
-from corelm.containers.field_shapes import TOP
+from corelm.containers.fields import TOP
 from corelm.containers.keys import find_entry, key_parts, next_or_root
+from corelm.containers.reading import provenance_of_rows, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.kl.divergences import Divergence, Terms, TopLogProbs, top_k_divergence
 from corelm.kl.estimators import Reduction, aggregate

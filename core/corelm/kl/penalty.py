@@ -16,7 +16,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from corelm.containers.classes import PerToken
-from corelm.containers.field_access import flat, rows
+from corelm.containers.fields import flat, rows
 from corelm.containers.keys import list_keys, next_or_root
 from corelm.errors import InvalidRequestError, MissingKeyError, level_of_caller, refuse
 from corelm.kl.estimators import ESTIMATORS, Estimator

@@ -8,10 +8,10 @@ from typing import Any
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from corelm.containers.classes import LogProbs, Tokens, provenance_of_rows
-from corelm.containers.field_access import rows
-from corelm.containers.kept_sets import carries_sets
+from corelm.containers.classes import LogProbs, Tokens
+from corelm.containers.fields import rows
 from corelm.containers.keys import find_entry, key_parts, next_or_root
+from corelm.containers.reading import carries_sets, provenance_of_rows
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl.estimators import Estimator
 from corelm.kl.penalty import KLComputation, KLController

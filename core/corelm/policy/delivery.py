@@ -16,9 +16,10 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from corelm import validate
 from corelm.backend.backend import Backend
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens, provenance_of_rows, ragged
-from corelm.containers.field_access import flat
+from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens
+from corelm.containers.fields import flat
 from corelm.containers.keys import key_parts
+from corelm.containers.reading import provenance_of_rows, ragged
 from corelm.errors import InvalidRequestError, refuse, spelled_out
 from corelm.policy.joining import joined_ids
 from corelm.policy.options import PolicyOptions

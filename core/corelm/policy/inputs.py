@@ -19,9 +19,10 @@ from torch import Tensor
 
 from corelm.backend.arguments import not_texts, refuse_pads, refuse_unreadable, rows_of_ids
 from corelm.backend.skipping import OnError, ServedRows
-from corelm.containers.classes import ChatHistory, Masks, Text, Tokens, ragged
+from corelm.containers.classes import ChatHistory, Masks, Text, Tokens
 from corelm.containers.history import History
 from corelm.containers.keys import key_parts, list_keys
+from corelm.containers.reading import ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, TemplateError, refuse
 from corelm.policy.completions import are_completions, read_texts, spelled_by, unscorable, with_full, with_one_bos
 from corelm.policy.conversations import ChatRenderer, tools_of

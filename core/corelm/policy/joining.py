@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from corelm.containers.classes import LogProbs, ragged
-from corelm.containers.kept_sets import carries_sets, token_sets
+from corelm.containers.classes import LogProbs
+from corelm.containers.reading import carries_sets, ragged, token_sets
 from corelm.errors import InvalidRequestError, refuse
 from corelm.spec.records import ContainerRequest
 from corelm.tensors.ragged import Ragged

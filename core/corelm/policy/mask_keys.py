@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from corelm.containers.classes import Tokens
-from corelm.containers.field_access import flat
+from corelm.containers.fields import flat
 from corelm.errors import InvalidRequestError
 from corelm.policy.values import find_value
 from corelm.validate import as_list

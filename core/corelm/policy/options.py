@@ -16,7 +16,7 @@ from corelm import validate
 from corelm.backend.adapters import checked_adapter
 from corelm.backend.skipping import OnError
 from corelm.batching.scheduling import Limits
-from corelm.containers.field_shapes import KEPT, TOP
+from corelm.containers.fields import KEPT, TOP
 from corelm.policy.inputs import InputMode, Keys
 from corelm.policy.messages import ResponseParser
 from corelm.rendering.completions import Boundary

@@ -8,10 +8,10 @@ import torch
 from tensordict import TensorDictBase
 
 from corelm.backend.version_runs import with_runs
-from corelm.containers.classes import LogProbs, Tokens, provenance_of_rows, ragged
-from corelm.containers.kept_sets import carries_sets, token_sets
+from corelm.containers.classes import LogProbs, Tokens
+from corelm.containers.fields import objects
 from corelm.containers.keys import list_keys
-from corelm.containers.reading import objects
+from corelm.containers.reading import carries_sets, provenance_of_rows, ragged, token_sets
 from corelm.errors import MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.policy.options import PolicyOptions
 from corelm.policy.rows import InputRows

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from corelm.containers.classes import LogProbs, Masks, provenance_of_rows
-from corelm.containers.kept_sets import token_sets
+from corelm.containers.classes import LogProbs, Masks
 from corelm.containers.keys import find_entry, key_parts
+from corelm.containers.reading import provenance_of_rows, token_sets
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.policy.options import PolicyOptions
 from corelm.policy.rows import InputRows, ScoredSupport

@@ -11,8 +11,9 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from corelm.backend.arguments import refuse_pads, rows_of_ids
-from corelm.containers.classes import Masks, Tokens, ragged
-from corelm.containers.field_access import flat, rows
+from corelm.containers.classes import Masks, Tokens
+from corelm.containers.fields import flat, rows
+from corelm.containers.reading import ragged
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.tensors.masks import as_mask, not_a_mask
 from corelm.tensors.ragged import Ragged, as_tensor

@@ -1,46 +1,33 @@
-"""Stacks that make their rows on first access. Without this file every row is made at once: slower, the same results.
+"""Stacks of tensordict that make their rows on first use.
 
 A row costs one tensor with its own storage for every field, and a TensorDict around them: 15 to 20 µs for tokens, masks
 and log-probs. Much of what is done with a batch needs no rows. So `lazy_rows` and `lazy_objects` return a stack that
-holds only the flat values its rows will be made from. The stack answers for its shape and its keys, and `flat_source`
-gives the flat values to code that can read them. Any other access makes the rows, and turns the stack into an ordinary
-one, its class included.
-
-This leans on how tensordict and torch work inside, so it is tried out on first use: `_trial` has the list. Where a part
-of that list does not hold, `lazy_rows` and `lazy_objects` make every row at once. To do without this file, call
-`stack_rows` and `stack_objects` instead of them, and take `flat_source` to return None.
+holds only the flat values its rows will be made from. It answers for its shape and its keys, and `flat_source` gives
+the flat values to code that can read them. Whatever else tensordict does with a stack reads its state, which is not
+there yet: `__getattr__` then makes the rows, and the stack becomes an ordinary one.
 """
 
 from __future__ import annotations
 
-import logging
 import reprlib
 import threading
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import tensordict
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from corelm.errors import brief
 from corelm.tensors.ragged import Ragged
-from corelm.tensors.stacks import Field, Shape, nested, stack_objects, stack_rows
 
-_log = logging.getLogger(__name__)
+Shape = tuple[int, ...]
+#: Tensors as `Ragged`, or one Python object a row; in C order of the batch.
+Field = Ragged | Sequence[Any]
 
 #: The entry of a stack's `__dict__` that holds what its rows will be made from.
 _SOURCE = "_corelm_source"
-#: What a stack answers without making its rows. All that tensordict asks of a stack that is put into a TensorDict.
-_ANSWERED = frozenset({"__class__", "shape", "batch_size", "_has_names", "keys", "tolist"})
-#: How many objects a stack shows that has not made its rows.
-_SHOWN = 6
-#: The classes of stacks that have not made their rows.
-_LAZY: set[type] = set()
 #: Two threads that access one stack at once get the same rows.
 _MAKING = threading.RLock()
 
@@ -52,14 +39,9 @@ class FlatObjects:
     values: Sequence[Any]
     shape: Shape
 
-    def make(self) -> NonTensorData | NonTensorStack:
-        return stack_objects(self.values, self.shape)
-
-    def shown(self) -> str:
-        """Return the first values, and how many there are."""
-        count = len(self.values)
-        first = ", ".join(reprlib.repr(self.values[row]) for row in range(min(count, _SHOWN)))
-        return f"[{first}{', …' if count > _SHOWN else ''}], batch_size={torch.Size(self.shape)}"
+    def make(self) -> NonTensorStack:
+        """Return a stack with one Python object a row."""
+        return _stacked(_carriers(self.values), self.shape, NonTensorStack)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,11 +52,15 @@ class FlatRows:
     shape: Shape
 
     def make(self) -> LazyStackedTensorDict:
-        return stack_rows(self.fields, self.shape)
+        """Return a lazy stack with one TensorDict a row.
 
-    def shown(self) -> str:
-        """Return the names of the fields, and how many rows there are."""
-        return f"fields: {', '.join(self.fields)}; batch_size={torch.Size(self.shape)}"
+        Each row of each field gets its own storage: one that is kept in a replay buffer or sent elsewhere must not take
+        its batch along. Gradients reach the fields even when the caller has turned them off.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            columns = [_copies(one) if isinstance(one, Ragged) else _carriers(one) for one in self.fields.values()]
+        each = (dict(zip(self.fields, row, strict=True)) for row in zip(*columns, strict=True))
+        return _stacked([TensorDict(row, batch_size=()) for row in each], self.shape, LazyStackedTensorDict)
 
     def objects(self, name: str) -> Sequence[Any]:
         """Return the objects of a field that holds no tensors. None stands for rows without the field."""
@@ -84,171 +70,120 @@ class FlatRows:
 
 def lazy_rows(fields: Mapping[str, Field], shape: Shape) -> LazyStackedTensorDict:
     """Return a lazy stack of one TensorDict a row. `shape` has at least one row. Do not modify `fields` afterwards."""
-    return _stack(LazyStackedTensorDict, FlatRows(fields, shape))
+    return _lazy(LazyStackedTensorDict, FlatRows(fields, shape))
 
 
 def lazy_objects(values: Sequence[Any], shape: Shape) -> NonTensorData | NonTensorStack:
     """Return a stack of one Python object a row. `shape` has at least one row. Do not modify `values` afterwards."""
-    return _stack(NonTensorStack, FlatObjects(values, shape))
+    return _lazy(NonTensorStack, FlatObjects(values, shape))
 
 
 def flat_source(stack: Any) -> FlatRows | FlatObjects | None:
-    """Return what the rows of `stack` will be made from, or None once they are made. Do not modify it."""
-    if type(stack) not in _LAZY:
-        return None
-    source: FlatRows | FlatObjects | None = object.__getattribute__(stack, "__dict__").get(_SOURCE)
+    """Return what the rows of `stack` will be made from; None once they are made, and for anything else."""
+    source: FlatRows | FlatObjects | None = stack.__dict__.get(_SOURCE) if type(stack) in _CLASSES else None
     return source
 
 
-def _stack(ordinary: type[TensorDictBase], source: FlatRows | FlatObjects) -> Any:
-    lazy = _lazy_class(ordinary) if source.shape else None  # type: ignore[arg-type]  # Any to mypy, hence not Hashable
-    return source.make() if lazy is None else _unmade(lazy, source)
+def nested(flat: Iterator[Any], shape: Shape) -> Any:
+    """Return the items, which come in C order of `shape`, as lists within lists."""
+    return [nested(flat, shape[1:]) for _ in range(shape[0])] if shape else next(flat)
 
 
-# How a stack waits ---------------------------------------------------------------------------------------------------
-
-
-def _waiting(ordinary: type[TensorDictBase]) -> Any:
-    """Return the subclass of a class of stacks whose instances have not made their rows yet."""
+def _lazy_class(ordinary: Any) -> Any:
+    """Return the subclass of a class of stacks whose instances become ordinary ones when they make their rows."""
 
     class Lazy(ordinary):
-        # Another thread may have made the rows by the time one of these runs. `self` is an ordinary stack then, and
-        # `self.name` asks the ordinary class.
+        # Another thread may make the rows while one of these runs, so none of them asks `super()`.
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             # tensordict makes other stacks as type(self)(…).
             return ordinary(*args, **kwargs)
 
-        def __getattribute__(self, name: str) -> Any:
-            if name in _ANSWERED:
-                return object.__getattribute__(self, name)
-            return getattr(_make_rows(self), name)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # tensordict gives a stack other rows like this, when it updates one.
+            _make_rows(self, ordinary).__init__(*args, **kwargs)
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            setattr(_make_rows(self), name, value)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(_make_rows(self, ordinary), name)
 
-        def __delattr__(self, name: str) -> None:
-            delattr(_make_rows(self), name)
-
-        @property
-        def batch_size(self) -> torch.Size:
-            source = flat_source(self)
-            return self.batch_size if source is None else torch.Size(source.shape)
-
-        @property
-        def shape(self) -> torch.Size:
-            source = flat_source(self)
-            return self.batch_size if source is None else torch.Size(source.shape)
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _make_rows(self, ordinary).__reduce_ex__(protocol)
 
         def _has_names(self) -> bool:
-            return flat_source(self) is None and self._has_names()
+            return _SOURCE not in self.__dict__ and ordinary._has_names(self)
 
         def keys(self, *args: Any, **kwargs: Any) -> Any:
-            source = flat_source(self)
+            source = self.__dict__.get(_SOURCE)
             if isinstance(source, FlatRows) and not args and not kwargs:
                 return source.fields.keys()
-            return _make_rows(self).keys(*args, **kwargs)
+            return ordinary.keys(self, *args, **kwargs)
 
         def tolist(self, **options: Any) -> Any:
             source = flat_source(self)
             if isinstance(source, FlatObjects) and not options:
                 return nested(iter(source.values), source.shape)
-            return _make_rows(self).tolist(**options)
+            return ordinary.tolist(self, **options)
 
         def __repr__(self) -> str:
             source = flat_source(self)
-            return repr(self) if source is None else f"{ordinary.__name__}({source.shown()})"
+            if source is None:
+                return ordinary.__repr__(self)
+            if isinstance(source, FlatRows):
+                shown = f"fields: {', '.join(source.fields)}"
+            else:
+                shown = reprlib.repr([source.values[row] for row in range(min(7, len(source.values)))])
+            return f"{ordinary.__name__}({shown}, batch_size={self.batch_size})"
 
-    # The name that tensordict shows when it prints a TensorDict.
-    Lazy.__name__ = Lazy.__qualname__ = ordinary.__name__
-    _LAZY.add(Lazy)
+    # The names that tensordict prints, and writes into memory-mapped files.
+    Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = ordinary.__name__, ordinary.__name__, ordinary.__module__
+    # torch's pytrees know exact classes, not subclasses.
+    if (node := pytree.SUPPORTED_NODES.get(ordinary)) is not None:
+        flatten_with_keys = node.flatten_with_keys_fn
+        pytree.register_pytree_node(Lazy, node.flatten_fn, node.unflatten_fn, flatten_with_keys_fn=flatten_with_keys)
     return Lazy
 
 
-def _unmade(lazy: Any, source: FlatRows | FlatObjects) -> Any:
-    stack = object.__new__(lazy)
-    object.__setattr__(stack, _SOURCE, source)
+_LAZY = {kind: _lazy_class(kind) for kind in (LazyStackedTensorDict, NonTensorStack)}
+_CLASSES = tuple(_LAZY.values())
+
+
+def _lazy(ordinary: Any, source: FlatRows | FlatObjects) -> Any:
+    if not source.shape:
+        return source.make()
+    stack = object.__new__(_LAZY[ordinary])
+    stack.__dict__.update({_SOURCE: source, "_batch_size": torch.Size(source.shape)})
     return stack
 
 
-def _make_rows(stack: Any) -> Any:
-    """Turn a lazy stack into an ordinary one, and return it. Leave an ordinary one as it is."""
+def _make_rows(stack: Any, ordinary: Any) -> Any:
+    """Turn a stack into an ordinary one, and return it. Leave an ordinary one as it is."""
     with _MAKING:
-        source = flat_source(stack)
-        if source is not None:
-            made = source.make()
-            state = object.__getattribute__(stack, "__dict__")
-            state.update(made.__dict__)
-            object.__setattr__(stack, "__class__", type(made))
-            del state[_SOURCE]
+        if (source := flat_source(stack)) is not None:
+            # What was set in the meantime stays.
+            stack.__dict__.update({**source.make().__dict__, **stack.__dict__})
+        stack.__dict__.pop(_SOURCE, None)
+        stack.__class__ = ordinary
     return stack
 
 
-# Whether it can be done ----------------------------------------------------------------------------------------------
+def _stacked(rows: Sequence[Any], shape: Shape, stack: Any) -> Any:
+    """Stack rows, which come in C order of `shape`, as lazy stacks within lazy stacks."""
+    level = rows
+    for width in reversed(shape):
+        level = [stack(*level[at : at + width]) for at in range(0, len(level), width)]
+    return level[0]
 
 
-@cache
-def _lazy_class(ordinary: type[TensorDictBase]) -> Any:
-    """Return the lazy subclass of a class of stacks; None where tensordict or torch lacks what that needs."""
-    try:
-        lazy = _waiting(ordinary)
-        _register(lazy, ordinary)
-        with torch.device("cpu"):
-            failed = _trial(lazy, ordinary)
-    except Exception as error:  # of any kind: this is only about speed
-        failed = brief(repr(error))
-    if failed is None:
-        return lazy
-    _log.warning(
-        "tensordict %s does not support lazy rows, so the rows of every container are made at once. "
-        "Results are the same, and large batches are slower. What failed for %s: %s",
-        tensordict.__version__,
-        ordinary.__name__,
-        failed,
-    )
-    return None
+def _copies(rows: Ragged) -> Sequence[Tensor]:
+    return torch.split_with_sizes_copy(rows.values, rows.lengths.tolist())  # type: ignore[func-returns-value,return-value]
 
 
-def _register(lazy: Any, ordinary: type[TensorDictBase]) -> None:
-    """Make torch's pytrees go into a lazy stack as into an ordinary one. They know exact classes, not subclasses."""
-    node = pytree.SUPPORTED_NODES.get(ordinary)
-    if node is None:
-        return
-    flatten, with_keys = node.flatten_fn, node.flatten_with_keys_fn
-    pytree.register_pytree_node(
-        lazy,
-        lambda stack: flatten(_make_rows(stack)),
-        node.unflatten_fn,
-        flatten_with_keys_fn=None if with_keys is None else lambda stack: with_keys(_make_rows(stack)),
-    )
-
-
-class _Plain:
-    pass
-
-
-def _trial(lazy: Any, ordinary: type[TensorDictBase]) -> str | None:
-    """Try out what lazy rows need from tensordict and torch, in order. Return the first thing that fails."""
-    shape = (2, 1)
-    objects = ("a", "b")
-    source: FlatRows | FlatObjects = FlatObjects(objects, shape)
-    answers = "tolist"
-    if ordinary is LazyStackedTensorDict:
-        source = FlatRows({"tensor": Ragged.from_list([[1], [2, 3]]), "object": objects}, shape)
-        answers = "keys"
-    made, waiting, other = source.make(), _unmade(lazy, source), _unmade(lazy, source)
-    needed = {
-        "the class of what is made": lambda: type(made) is ordinary,
-        "a stack keeps its state in its __dict__": lambda: ordinary.__basicsize__ == _Plain.__basicsize__,
-        "nothing refers to a new stack": lambda: weakref.getweakrefcount(made) == 0,
-        "batch_size": lambda: waiting.batch_size == made.batch_size and waiting.shape == made.shape,
-        "_has_names": lambda: waiting._has_names() is made._has_names() is False,
-        answers: lambda: sorted(getattr(waiting, answers)()) == sorted(getattr(made, answers)()),
-        "these answers make no rows": lambda: flat_source(waiting) is source,
-        "pytrees": lambda: len(pytree.tree_leaves([other])) == len(pytree.tree_leaves([made])),
-        "an index makes the rows": lambda: waiting[1].batch_size == made[1].batch_size and flat_source(waiting) is None,
-        "the class can be changed": lambda: type(waiting) is ordinary,
-        "the state of what is made": lambda: waiting.__dict__.keys() == made.__dict__.keys(),
-        "the rows": lambda: str(waiting.tolist()) == str(made.tolist()),
-    }
-    return next((what for what, holds in needed.items() if not holds()), None)
+def _carriers(values: Sequence[Any]) -> Sequence[NonTensorData]:
+    """Return one carrier for each value. Carriers are not shared, because tensordict writes to them in place."""
+    first = next(iter(values))
+    # Unbinding one carrier costs half as much as making them one by one, and less if the value stays the same.
+    carriers: Sequence[NonTensorData] = NonTensorData(first, batch_size=(len(values),)).unbind(0)
+    for carrier, value in zip(carriers, values, strict=True):
+        if value is not first:
+            carrier.data = value
+    return carriers

@@ -161,7 +161,10 @@ def first_set(ids):
         (lambda b: replace(b, kept_ids=b.kept_ids.select([0])), "kept_ids and ids differ in length"),
         (lambda b: replace(b, kept_log_mass=other(b.kept_log_mass, 0, 0.5)), "row 0, position 0: the log-prob is 0.5"),
         (lambda b: replace(b, top_ids=None), "returned not all of top_ids"),
-        (lambda b: replace(b, top_ids=b.top_ids.with_values(b.top_ids.values[:, :3])), "expected torch.int64[total, 8]"),
+        (
+            lambda b: replace(b, top_ids=b.top_ids.with_values(b.top_ids.values[:, :3])),
+            "expected torch.int64[total, 8]",
+        ),
         (lambda b: replace(b, top_logprobs=b.top_logprobs.with_values(b.top_logprobs.values.flip(-1))), "must have"),
         (lambda b: replace(b, top_logprobs=other(b.top_logprobs, 0, math.nan)), "nan or above 0"),
         (lambda b: replace(b, tail_log_mass=other(b.tail_log_mass, 0, -0.5)), "do not add up to 1"),

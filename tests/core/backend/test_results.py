@@ -111,7 +111,10 @@ def test_a_bad_generation_is_an_engine_error(bend, says):
     [
         (lambda b: None, "returned None"),
         (lambda b: replace(b, logprobs=rows([0.0, -1.0], dtype=torch.float32)), "differ in length"),
-        (lambda b: replace(b, scored=rows([True, True, True], dtype=torch.bool)), "row 0, position 0: is marked as scored"),
+        (
+            lambda b: replace(b, scored=rows([True, True, True], dtype=torch.bool)),
+            "row 0, position 0: is marked as scored",
+        ),
         (lambda b: replace(b, scored=rows([False, True, False], dtype=torch.bool)), "not every position"),
         (lambda b: replace(b, logprobs=rows([-1.0] * 3, dtype=torch.float32)), "was not scored must be 0.0"),
         (lambda b: replace(b, temperature=0.5), "temperature 0.5"),

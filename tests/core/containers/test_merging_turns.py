@@ -6,7 +6,7 @@ from tensordict import TensorDict, lazy_stack
 
 import corelm
 from corelm import History, LLMPolicy, LogProbs, merge_turns, ragged
-from corelm.containers.turn_provenance import SampledPart, provenance_of_parts
+from corelm.containers.turns import SampledPart, provenance_of_parts
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import KLRewardTransform
 from corelm.spec.provenance import Provenance
@@ -191,7 +191,7 @@ def with_log_probs_of_unknown_origin(td, row):
         (lambda turns: [], InvalidRequestError, "turns"),
         (lambda turns: [turns[0], turns[1][:1]], InvalidRequestError, "turns"),
         (lambda turns: [turns[0], turns[1].exclude("tokens")], MissingKeyError, "tokens"),
-        (lambda turns: [turns[0], turns[1].exclude("log_probs")], MissingKeyError, None),
+        (lambda turns: [turns[0], turns[1].exclude("log_probs")], MissingKeyError, "log_probs"),
         (lambda turns: turns[::-1], InvalidRequestError, "turns"),
     ],
 )

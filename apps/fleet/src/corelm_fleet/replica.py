@@ -15,7 +15,7 @@ import torch
 from corelm import Backend
 from corelm.application import Aborts, checked_generation, checked_scores, update_adapter
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
-from corelm.spec import GenerateRequest, GenerateResult, ScoreResult, WeightUpdate
+from corelm.spec import GenerateRequest, WeightUpdate
 from corelm_fleet.agreement import require_plain
 from corelm_fleet.answers import Sampled
 from corelm_fleet.canary import Canary, Watch

@@ -15,11 +15,12 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
-from corelm.application import CONTAINERS, COUNTS, SETS, Path, entries, head, last_turns, masks_of, objects, row_tensors
+from corelm.application import CONTAINERS, COUNTS, SETS, Path, entries, masks_of, objects
 from corelm.containers import ChatHistory, History, LogProbs, Masks, Text, ragged
 from corelm.errors import printable
 from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import flat_source
+from corelm_interop.display.first_rows import head, row_tensors
 
 #: How many rows are read at most, once the rows of a batch have been made one by one.
 MOST = 200
@@ -209,7 +210,7 @@ def prompts_of(td: TensorDictBase) -> list[str]:
     """Return what was asked in every row: the last message of a conversation, else the text of the prompt."""
     for chats in containers_of(td, ChatHistory).values():
         if isinstance(chats.prompt, History):
-            return [chat[-1].content or "" if chat else "" for _, chat in last_turns(chats.prompt, 1)]
+            return [chat[-1].content or "" if chat else "" for chat in chats.prompt.chats]
     return _texts(td, ("prompt", "full"))
 
 

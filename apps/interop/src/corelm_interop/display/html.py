@@ -14,9 +14,10 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from corelm.application import TokenColumns, head, last_turns, row_tensors, token_lengths, tokens_path, window
+from corelm.application import TokenColumns, token_lengths, tokens_path
 from corelm.containers import ChatHistory, History, LogProbs, Masks, PerToken, Text, Tokens
 from corelm.errors import printable
+from corelm_interop.display.first_rows import head, row_tensors, window
 from corelm_interop.display.glance import (
     attempt,
     containers_of,
@@ -226,8 +227,9 @@ def _masks_body(masks: Masks) -> str:
 
 def _chats_body(history: History) -> str:
     cells = []
-    for count, turns in last_turns(first(history, _ROWS), 6):
-        before = f"<p>… {count - len(turns)} messages before</p>" if len(turns) < count else ""
+    for chat in first(history, _ROWS).chats:
+        turns = chat[-6:]
+        before = f"<p>… {len(chat) - len(turns)} messages before</p>" if len(turns) < len(chat) else ""
         said = "".join(f"<p><b>{_escaped(cut(one.role, 40))}</b> {_text_cell(one.content or '')}</p>" for one in turns)
         cells.append(before + said)
     return _table({"": [str(row) for row in range(len(cells))], "messages": cells})

@@ -8,7 +8,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from corelm.application import CONTAINERS, head
+from corelm.application import CONTAINERS
+from corelm_interop.display.first_rows import head
 from corelm_interop.display.glance import containers_of
 from corelm_interop.display.html import container_html
 from corelm_interop.display.overview import Summary

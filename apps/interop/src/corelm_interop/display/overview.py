@@ -8,9 +8,10 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from corelm.application import head, token_lengths
+from corelm.application import token_lengths
 from corelm.containers import LogProbs, Tokens
 from corelm.validate import invalid
+from corelm_interop.display.first_rows import head
 from corelm_interop.display.glance import (
     attempt,
     bounded,

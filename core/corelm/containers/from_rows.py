@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
-from corelm.containers.field_shapes import COUNTS, SETS, WIDE
+from corelm.containers.fields import COUNTS, SETS, WIDE, unnested
 from corelm.errors import InvalidRequestError, Problems, spelled_out
-from corelm.tensors.lazy_rows import lazy_rows
+from corelm.tensors.lazy_rows import Shape, lazy_rows
 from corelm.tensors.ragged import Ragged, as_tensor, unreadable
-from corelm.tensors.stacks import Shape
-from corelm.validate import as_list, read_once, shown
+from corelm.validate import as_list, shown
 
 C = TypeVar("C", bound=TensorClass)
 
@@ -65,39 +64,39 @@ def container_of_rows(
 
 def _complete(container: str, fields: dict[str, Ragged]) -> None:
     """Add `full`, the prompt followed by the response, and refuse rows in which the fields do not fit each other."""
-    problems: Problems = {}
+
+    def refuse_rows(name: str, problems: Problems) -> None:
+        _refuse(problems, f"{container}.{name}", name)
+
     prompt, response, full = (fields.get(name) for name in ("prompt", "response", "full"))
+    if response is None and full is not None and prompt is not None:
+        response = full.slice(prompt.lengths, full.lengths)
     if prompt is not None and response is not None:
-        joined = prompt.join(response)
-        fields.setdefault("full", joined)
-    elif prompt is not None and full is not None:
-        joined = prompt.join(full.slice(prompt.lengths, full.lengths))
-    else:
-        joined = None
-    if joined is not None and full is not None:
-        pairs = enumerate(zip(joined.tolist(), full.tolist(), strict=True))
-        problems = {row: "is not the prompt followed by the response" for row, (one, other) in pairs if one != other}
-        _refuse(problems, f"{container}.full", "full")
+        joined = fields["full"] = prompt.join(response)
+        if full is not None:
+            pairs = enumerate(zip(joined.tolist(), full.tolist(), strict=True))
+            wrong = {row: "is not the prompt followed by the response" for row, (one, two) in pairs if one != two}
+            refuse_rows("full", wrong)
     if SETS in fields:
         sums = [sum(counts) for counts in fields[COUNTS].tolist()]
         pairs = enumerate(zip(fields[SETS].lengths.tolist(), sums, strict=True))
-        problems = {row: f"has {n} ids, but {COUNTS} adds up to {m}" for row, (n, m) in pairs if n != m}
-        _refuse(problems, f"{container}.{SETS}", SETS)
+        refuse_rows(SETS, {row: f"has {n} ids, but {COUNTS} adds up to {m}" for row, (n, m) in pairs if n != m})
     # What is left are fields as long as the whole row, such as masks.
     first, *others = [name for name in fields if name not in ("prompt", "response", SETS)] or ["prompt"]
     for name in others:
-        lengths = zip(fields[name].lengths.tolist(), fields[first].lengths.tolist(), strict=True)
-        problems = {row: f"has {n} values, but {first} has {m}" for row, (n, m) in enumerate(lengths) if n != m}
-        _refuse(problems, f"{container}.{name}", name)
+        lengths = enumerate(zip(fields[name].lengths.tolist(), fields[first].lengths.tolist(), strict=True))
+        refuse_rows(name, {row: f"has {n} values, but {first} has {m}" for row, (n, m) in lengths if n != m})
 
 
 def _read(given: Any, dtype: torch.dtype, what: str, field: str) -> tuple[Ragged, Shape]:
-    if isinstance(given, Ragged):
-        rows: Sequence[Any] = given.split()
-        shape: Shape = (len(given),)
-    else:
-        rows, shape = _leaves(given, what, field)
-    dims = _dims(field)
+    """Return the rows of a field, and the batch shape. A row has one value a token, or in a field of `WIDE` a row."""
+    dims = 2 if field in WIDE else 1
+    if isinstance(given, Tensor) and given.is_nested:
+        given = list(given.unbind())
+    elif isinstance(given, Ragged):
+        given = list(given.split())
+    expected = f"a list of rows, each a list or a tensor of {_COUNTED[dims]}"
+    rows, shape = unnested(given, lambda one: _is_row(one, dims), expected, what, field)
     tensors, problems = [], {}
     for number, row in enumerate(rows):
         try:
@@ -109,11 +108,6 @@ def _read(given: Any, dtype: torch.dtype, what: str, field: str) -> tuple[Ragged
         tensors = _of_one_width(tensors, what, field)
     lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
     return Ragged(torch.cat(tensors) if tensors else torch.empty((0,) * dims, dtype=dtype), lengths), shape
-
-
-def _dims(field: str) -> int:
-    """Return how many dimensions a row of a field has: one value a token, or a row of them."""
-    return 2 if field in WIDE else 1
 
 
 def _of_one_width(rows: list[Tensor], what: str, field: str) -> list[Tensor]:
@@ -128,54 +122,28 @@ def _of_one_width(rows: list[Tensor], what: str, field: str) -> list[Tensor]:
     return [row if row.numel() else row.new_empty(len(row), width) for row in rows]
 
 
-def _leaves(given: Any, what: str, field: str, top: bool = True) -> tuple[list[Any], Shape]:
-    """Return the rows of nested lists in C order, and the batch shape. `[]` is a batch at the top, a row below it."""
-    if isinstance(given, Tensor) and given.is_nested:
-        given = list(given.unbind())
-    dims = _dims(field)
-    if _is_row(given, dims):
-        return [given], ()
-    dense = getattr(given, "ndim", 1) > dims
-    items = as_list(given)
-    if dense or not isinstance(items, list):
-        kind = f"{list(given.shape)}, which may hold pads" if dense else f"{type(given).__name__}{read_once(given)}"
-        raise InvalidRequestError(
-            f"{what}: expected a list of rows, each a list or a tensor of {_COUNTED[dims]}; got {kind}",
-            field=field,
-        )
-    if (not items and not top) or any(_is_part(item, dims) for item in items):
-        return [items], ()
-    parts = [_leaves(item, what, field, top=False) for item in items]
-    shapes = {shape for _, shape in parts}
-    if len(shapes) > 1:
-        found = ", ".join(map(str, sorted(shapes)))
-        raise InvalidRequestError(
-            f"{what}: all lists on one level must have the same shape, but these have batch shapes {found}", field=field
-        )
-    return [row for rows, _ in parts for row in rows], (len(items), *(shapes.pop() if shapes else ()))
-
-
-def _is_row(given: Any, dims: int = 1) -> bool:
-    """Return whether this is a tensor or an array of numbers in so many dimensions."""
+def _is_row(given: Any, dims: int) -> bool:
+    """Return whether this is a row: numbers in so many dimensions, as a tensor, an array or lists."""
     if isinstance(given, Tensor):
         return not unreadable(given) and given.ndim == dims
-    return getattr(given, "ndim", 0) == dims and getattr(getattr(given, "dtype", None), "kind", "O") in "biuf"
+    if _is_array(given):
+        return bool(given.ndim == dims)
+    values = as_list(given)
+    if not isinstance(values, list):
+        return False
+    if any(isinstance(one, (int, float)) or getattr(one, "ndim", 1) == 0 for one in values):
+        return True
+    return dims > 1 and any(_is_row(one, dims - 1) for one in values)
 
 
-def _is_value(item: Any) -> bool:
-    return isinstance(item, (int, float)) or getattr(item, "ndim", 1) == 0
-
-
-def _is_part(item: Any, dims: int) -> bool:
-    """Return whether the item is a part of a row: a value, or in a row of two dimensions a row of values."""
-    if dims == 1 or _is_value(item):
-        return _is_value(item)
-    values = as_list(item)
-    return _is_row(item) or (isinstance(values, list) and any(map(_is_value, values)))
+def _is_array(given: Any) -> bool:
+    return getattr(getattr(given, "dtype", None), "kind", "O") in "biuf"
 
 
 def _row(row: Any, dtype: torch.dtype, dims: int) -> Tensor:
     """Return one row in `dtype`, which must hold all of its values."""
+    if not _is_array(row):
+        row = as_list(row)
     if isinstance(row, list):
         # Lists of numpy's or torch's own scalars are read as well, if slowly.
         row = [item.tolist() if hasattr(item, "tolist") else item for item in row]

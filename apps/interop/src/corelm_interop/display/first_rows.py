@@ -1,21 +1,70 @@
-"""A few positions of every row. Printing reads these, so its cost does not grow with the length of the rows."""
+"""The first rows of a batch, and a few positions of every row. Printing reads these, so it is fast for any batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
-from corelm.containers.classes import Masks
-from corelm.containers.field_access import rows
-from corelm.containers.field_shapes import SETS
-from corelm.containers.reading import PER_TOKEN, entries
+from corelm.application import SETS, entries, non_tensors
+from corelm.containers import LogProbs, Masks, PerToken, Tokens
 from corelm.errors import InvalidRequestError
-from corelm.tensors.lazy_rows import FlatRows, flat_source, lazy_rows
+from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_rows
 from corelm.tensors.ragged import Ragged
+
+
+def head(td: TensorDictBase, count: int) -> Any:
+    """Return the first `count` rows, in C order, under one batch dimension. Makes no other lazily created row.
+
+    Entries that cannot be read are left out. Values are not copied.
+    """
+    source = flat_source(td)
+    count = min(count, math.prod(td.batch_size))
+    if isinstance(source, FlatRows):
+        fields = {
+            name: value.first(count) if isinstance(value, Ragged) else value[:count]
+            for name, value in source.fields.items()
+        }
+        return lazy_rows(fields, (count,)) if count else TensorDict({}, batch_size=[0])
+    if isinstance(td, LazyStackedTensorDict):
+        found = list(islice(_rows(td), count))
+        return type(td)(*found, stack_dim=0) if found else TensorDict({}, batch_size=[0])
+    out = TensorDict({}, batch_size=[count])
+    for name in td.keys():
+        try:
+            out.set(name, _head_of(td.get(name), len(td.batch_size), count))
+        except Exception:  # what is printed must not fail because of one entry
+            continue
+    return out
+
+
+def _rows(td: Any) -> Iterator[Any]:
+    """Yield the rows one by one, in C order."""
+    if not td.batch_dims:
+        yield td
+        return
+    for index in range(td.shape[0]):
+        yield from _rows(td[index])
+
+
+def _head_of(value: Any, dims: int, count: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[:count] if dims == 1 else value.reshape(math.prod(value.shape[:dims]), *value.shape[dims:])[:count]
+    if is_non_tensor(value):
+        source = flat_source(value)
+        if isinstance(source, FlatObjects):
+            return non_tensors(source.values[:count], (count,))
+        if isinstance(value, NonTensorData):
+            return NonTensorData(value.data, batch_size=[count])
+        return head(value, count)
+    if isinstance(value, TensorDictBase):
+        return head(value, count)
+    return type(value).from_tensordict(head(value._tensordict, count))
 
 
 def row_tensors(container: Any) -> list[dict[str, Tensor]]:
@@ -24,7 +73,7 @@ def row_tensors(container: Any) -> list[dict[str, Tensor]]:
     if isinstance(source, FlatRows):
         split = {name: field.split() for name, field in source.fields.items() if isinstance(field, Ragged)}
         return [dict(zip(split, row, strict=True)) for row in zip(*split.values(), strict=True)]
-    found = [{name: row.get(name) for name in row.keys()} for row in rows(container._tensordict)]
+    found = [{name: row.get(name) for name in row.keys()} for row in _rows(container._tensordict)]
     return [{name: value for name, value in row.items() if isinstance(value, Tensor)} for row in found]
 
 
@@ -51,7 +100,7 @@ def window(td: TensorDictBase, lengths: Tensor, prompt_lengths: Tensor | None, s
         parts = {}
     out = TensorDict({}, batch_size=td.batch_size)
     for path, value in entries(td):
-        if isinstance(value, PER_TOKEN):
+        if isinstance(value, (Tokens, Masks, LogProbs, PerToken)):
             reduced = _of_dense(value, start, stop) if value.padded else _of_rows(value, parts, (start, stop, lengths))
             out.set(path, reduced)
     return out
