@@ -113,7 +113,7 @@ def by_hand(made: TensorDict) -> Way:
     )
     parts = ("prompt", "response", "full")
     ids = {name: list(getattr(tokens, name)) for name in parts}
-    values = {name: list(getattr(logprobs, name)) for name in (*parts, "scored_mask")}
+    values: dict[str, Any] = {name: list(getattr(logprobs, name)) for name in (*parts, "scored_mask")}
     names = ("all_attention_mask", "all_assistant_mask", "all_response_mask")
     shown = {name: list(getattr(masks, name)) for name in names}
     texts = {name: list(getattr(text, name)) for name in parts}
