@@ -25,7 +25,6 @@ from corelm.backend.check_fields import (
 )
 from corelm.backend.check_requests import outside_vocabulary
 from corelm.backend.check_sets import check_kept, check_top
-from corelm.backend.version_runs import check_runs
 from corelm.errors import CoreLMError, EngineError, described, spelled_out
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
@@ -38,6 +37,7 @@ from corelm.spec.records import (
     TokenizeResult,
 )
 from corelm.spec.stop_strings import StopStrings
+from corelm.spec.version_runs import check_runs
 from corelm.tensors.ragged import Ragged, value_range
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import shown

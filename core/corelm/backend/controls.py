@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from corelm.backend import sleeping
 from corelm.backend.call_log import log_abort
 from corelm.backend.updates import WeightUpdates
-from corelm.spec.when import When
+from corelm.spec.records import When
 
 
 class EngineControls(WeightUpdates):

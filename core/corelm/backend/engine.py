@@ -24,8 +24,7 @@ from corelm.backend.waits import program_deadline, seconds
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, brief
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter
-from corelm.spec.records import AbortRequest, HealthRequest, WeightUpdate
-from corelm.spec.when import WHENS, WHENS_OF_ADAPTERS, When
+from corelm.spec.records import WHENS, WHENS_OF_ADAPTERS, AbortRequest, HealthRequest, WeightUpdate, When
 from corelm.validate import invalid, one_of, shown
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from corelm.backend.check_sets import set_problems
 from corelm.errors import Problems
 from corelm.spec.provenance import VersionRuns
 from corelm.spec.records import GenerateResult
-from corelm.spec.version_labels import backward, run_problems
+from corelm.spec.version_runs import backward, run_problems
 from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid
 

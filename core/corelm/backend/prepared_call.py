@@ -33,11 +33,11 @@ from corelm.backend.skipping import (
     spread_answers,
     spread_scores,
 )
-from corelm.backend.version_runs import versions_of
 from corelm.errors import BackendClosedError, CoreLMError
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
+from corelm.spec.version_runs import versions_of
 from corelm.tensors.modes import no_inference_mode
 
 R = TypeVar("R", GenerateResult, ScoreResult)

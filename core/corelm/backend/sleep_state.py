@@ -7,7 +7,7 @@ from typing import Any
 
 from corelm.backend.hook_kinds import READ_WEIGHTS
 from corelm.errors import BackendAsleepError
-from corelm.spec.sleeping import SLEEP_LEVELS, SLEEP_TAGS
+from corelm.spec.records import SLEEP_LEVELS, SLEEP_TAGS
 from corelm.validate import did_you_mean, invalid, is_bool, shown
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from corelm.backend.engine import OpenEngine
 from corelm.backend.sleep_state import sleep_level, sleep_tags
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
-from corelm.spec.sleeping import SleepRequest, WakeRequest
-from corelm.spec.when import WHENS_OF_SLEEP, When
+from corelm.spec.records import WHENS_OF_SLEEP, SleepRequest, WakeRequest, When
 from corelm.validate import invalid, one_of, shown
 
 

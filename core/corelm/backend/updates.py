@@ -9,7 +9,7 @@ from torch import nn
 from corelm.backend.adapters import NewAdapter
 from corelm.backend.engine import OpenEngine
 from corelm.backend.trained_model import NewWeights
-from corelm.spec.when import When
+from corelm.spec.records import When
 
 
 class WeightUpdates:

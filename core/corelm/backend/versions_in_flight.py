@@ -14,12 +14,12 @@ from itertools import pairwise
 from typing import Any
 
 from corelm.backend.rwlock import ReadersWriterLock, Visit
-from corelm.backend.version_runs import check_runs, renamed, with_runs
 from corelm.backend.weights import Weights
 from corelm.errors import BackendTimeoutError, EngineError
 from corelm.spec.deadline import Deadline
 from corelm.spec.provenance import VersionRuns
 from corelm.spec.records import GenerateRequest, GenerateResult
+from corelm.spec.version_runs import check_runs, renamed, with_runs
 
 #: Seconds between two looks whether an update has ended.
 _PAUSE = 0.01

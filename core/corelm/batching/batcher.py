@@ -24,9 +24,8 @@ from corelm.batching.merging import sharing_key
 from corelm.batching.queued_call import QueuedCall
 from corelm.batching.scheduling import Limits, queue_for
 from corelm.errors import EngineError
-from corelm.spec.records import GenerateRequest, GenerateResult
+from corelm.spec.records import GenerateRequest, GenerateResult, When
 from corelm.spec.row_results import RowAnswer, generate_result
-from corelm.spec.when import When
 from corelm.tensors.modes import CallerModes, no_inference_mode
 from corelm.validate import invalid, shown
 

@@ -13,7 +13,7 @@ from corelm.containers.classes import PerToken, provenance_of_rows
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.kl.layout import TokenLayout
 from corelm.kl.pairs import read_scoring
-from corelm.spec.version_labels import backward, counts_of, run_problems
+from corelm.spec.version_runs import backward, counts_of, run_problems
 from corelm.validate import as_list, invalid, shown
 
 
