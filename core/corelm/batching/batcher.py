@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from corelm.backend.adapters import NewAdapter
 from corelm.backend.backend import Backend
 from corelm.backend.engine import end_calls
 from corelm.backend.futures import settle
+from corelm.backend.given_weights import NewAdapter, NewWeights
 from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall, R
 from corelm.backend.program_end import at_program_end
-from corelm.backend.trained_model import NewWeights
 from corelm.backend.waits import program_deadline
 from corelm.batching.dispatcher import Dispatcher
 from corelm.batching.merging import sharing_key

@@ -32,6 +32,16 @@ def counts_of(version: str) -> tuple[int, str, int] | None:
     return counts[0], name if number else "", counts[1]
 
 
+def counted_up(version: str) -> str:
+    """Return the label that follows.
+
+    >>> counted_up("3"), counted_up("tuned")
+    ('4', 'tuned+1')
+    """
+    # A label that the caller has chosen need not be a number, or may be longer than Python reads.
+    return str(int(version) + 1) if version.isdecimal() and len(version) <= _DIGITS else f"{version}+1"
+
+
 def _count(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _DIGITS else None
 
