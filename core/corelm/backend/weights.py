@@ -173,11 +173,6 @@ class Weights:
     # Reading ---------------------------------------------------------------------------------------------------------
 
     @property
-    def label(self) -> str:
-        """The label of the base weights as they were when they were last looked at."""
-        return self.state.label
-
-    @property
     def answers(self) -> bool:
         """Whether the engine can generate and score."""
         return not self.state.asleep and not self.state.without_weights
@@ -208,13 +203,8 @@ class Weights:
         """Return the state of the model, and the `State` with its label in force.
 
         A state of the model that was not seen before gets a new label; the first one gets the label that is in force.
-        It is None if the engine does not tell it, and while the weights sleep.
-
-        Args:
-            to_answer: whether the engine is about to generate or score.
-
-        Raises:
-            BackendAsleepError: it is, and it cannot: the message says what to call.
+        It is None if the engine does not tell it, and while the weights sleep. An engine that is about to generate or
+        score (`to_answer`) must be awake and have weights.
         """
         if to_answer and (self.state.asleep or self.state.without_weights):
             self._refuse_to_answer()
@@ -236,12 +226,8 @@ class Weights:
     def require_same(self, hook: str, before: tuple[Hashable | None, State], *, ask: bool = True) -> None:
         """Refuse the numbers of a call during which the owner has changed the weights.
 
-        A change by core is none: a wrapper of the hook may update the weights during the call.
-
-        Args:
-            hook: the hook that was called.
-            before: what `look` returned before that.
-            ask: whether to ask the engine; else only what another thread has noticed counts.
+        A change by core is none: a wrapper of the hook may update the weights during the call. Unless the engine is
+        asked (`ask`), only what another thread has noticed counts.
         """
         seen, then = before
         if seen is None or self.state.changes != then.changes:
@@ -252,16 +238,13 @@ class Weights:
     # Changing --------------------------------------------------------------------------------------------------------
 
     def update(self, request: WeightUpdate, version: str | None) -> str:
-        """Put base weights or an adapter in force, and return their label. See `Backend.update_weights` and others.
+        """Load base weights or an adapter, or unload one, or take note that the owner has changed the base weights.
+
+        Errors are those of `Backend.update_weights`, `load_adapter`, `unload_adapter` and `weights_changed`.
 
         Args:
-            request: what the engine loads or unloads, or what the owner has changed, without a label.
-            version: the label; None counts up from the last one.
-
-        Raises:
-            InvalidRequestError: the engine refused, and what was in force still is, under its label.
-            CapabilityError: as above.
-            EngineError: loading failed, or the listener objects to what was loaded.
+            request: what changes, without a label.
+            version: the label that is returned; None counts up from the last one.
         """
         if version is not None and not isinstance(version, str):
             raise invalid("version", f"expected a str, got {shown(version)}")

@@ -123,7 +123,7 @@ class OpenReplica:
                 check_generation(batch, request, can, engine.tokenizer, fault)
             else:
                 check_scores(batch, request, can.vocab_size, fault)
-            if engine.weights.label != self._label:
+            if engine.weights.state.label != self._label:
                 raise EngineError(
                     f"{self._member.name}: the weights were changed where they are, so they are not those of the "
                     "fleet; use update_weights, or weights_changed, on the fleet",
