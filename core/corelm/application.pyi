@@ -1,5 +1,4 @@
 from .backend.aborts import Aborts as Aborts
-from .backend.adapters import update_adapter as update_adapter
 from .backend.check_requests import generation_mode as generation_mode
 from .backend.check_requests import prompt_problems as prompt_problems
 from .backend.check_requests import sequence_problems as sequence_problems

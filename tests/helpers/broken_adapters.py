@@ -9,7 +9,7 @@ import torch
 
 from corelm import hookimpl
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, WeightUpdate
-from corelm.spec.sleeping import SleepRequest
+from corelm.spec.records import SleepRequest
 from helpers.adapter_toys import AdapterToy
 from helpers.capable_plugins import Sleeper
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from corelm import hookimpl
-from corelm.spec.sleeping import SleepRequest, WakeRequest
+from corelm.spec.records import SleepRequest, WakeRequest
 from helpers.capable_plugins import Sleeper
 
 

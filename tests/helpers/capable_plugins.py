@@ -15,8 +15,9 @@ from corelm.spec.records import (
     AbortRequest,
     GenerateRequest,
     GenerateResult,
+    SleepRequest,
+    WakeRequest,
 )
-from corelm.spec.sleeping import SleepRequest, WakeRequest
 from corelm_testing.toy import ToyBackend
 
 

@@ -21,7 +21,7 @@ from corelm.spec import (
     ScoreResult,
     WeightUpdate,
 )
-from corelm.spec.sleeping import SleepRequest, WakeRequest
+from corelm.spec.records import SleepRequest, WakeRequest
 from corelm_fleet.fleet import FleetEngine
 from corelm_fleet.records import FleetLimits
 from corelm_fleet.replica import Member

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from corelm import Backend
-from corelm.backend.trained_model import checked_pairs, collected
+from corelm.backend.given_weights import checked_pairs, collected
 from corelm.errors import CapabilityError
 from corelm.spec import WeightUpdate
 from corelm_engine_kit import weights_folder

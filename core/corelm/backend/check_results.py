@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.backend.version_runs import check_runs
 from corelm.errors import EngineError, spelled_out
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
@@ -31,6 +30,7 @@ from corelm.spec.records import (
     TokenizeResult,
 )
 from corelm.spec.stop_strings import StopStrings
+from corelm.spec.version_runs import check_runs
 from corelm.tensors.ragged import Ragged, unreadable, value_range
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import shown

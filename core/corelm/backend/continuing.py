@@ -19,13 +19,12 @@ from corelm.backend.check_results import set_problems
 from corelm.backend.engine import OpenEngine
 from corelm.backend.seeds import continued_seeds, seeds_of_call
 from corelm.backend.skipping import ServedRows
-from corelm.backend.version_runs import renamed, with_runs
 from corelm.errors import Problems, ProvenanceMismatchError, refuse
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.stop_strings import StopStrings
-from corelm.spec.version_labels import backward, run_problems
+from corelm.spec.version_runs import backward, renamed, run_problems, with_runs
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid

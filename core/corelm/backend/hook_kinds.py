@@ -8,7 +8,5 @@ RETRIED = frozenset({"tokenize", "generate", "score_logprobs"})
 OUT_OF_TURN = frozenset({"abort", "health"})
 #: Hooks whose results depend on the weights.
 READ_WEIGHTS = frozenset({"generate", "score_logprobs"})
-#: Hooks that are called while no other call is in the engine.
-ALONE = frozenset({"update_weights", "sleep", "wake"})
 #: Hooks that go on while weights are updated in flight.
 GO_ON = frozenset({"generate"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,14 +21,12 @@ from corelm.backend.asking import ask
 from corelm.backend.call_log import log_closed, logged
 from corelm.backend.default_hooks import DefaultHooks
 from corelm.backend.engine_call import EngineCall, Origin
-from corelm.backend.hook_kinds import ALONE, GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED
+from corelm.backend.hook_kinds import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED
 from corelm.backend.registering import implementers, registered
 from corelm.backend.retries import retrying, unless, until
-from corelm.backend.rwlock import Patience, ReadersWriterLock, Visit, WouldDeadlock
-from corelm.backend.sleep_state import SleepState
-from corelm.backend.versions_in_flight import VersionsInFlight
+from corelm.backend.turns import EngineLock, Turn, WouldDeadlock, reaper
 from corelm.backend.waits import call_for
-from corelm.backend.weights import CHANGED, Weights
+from corelm.backend.weights import Weights
 from corelm.errors import (
     BackendClosedError,
     BackendTimeoutError,
@@ -38,7 +36,7 @@ from corelm.errors import (
     described,
 )
 from corelm.spec.hookspecs import BackendSpec
-from corelm.spec.records import AbortRequest, CloseRequest, WeightsStateRequest
+from corelm.spec.records import AbortRequest, CloseRequest, When
 from corelm.tensors.modes import no_inference_mode
 
 T = TypeVar("T")
@@ -68,9 +66,7 @@ class EngineHooks:
 
     Attributes:
         capabilities: what the engine can do, as it declared when it was opened.
-        weights: the label of the weights in force.
-        sleep_state: what of the engine sleeps.
-        in_flight: the calls that may see an update of the weights.
+        weights: their labels, the adapters, and what sleeps.
 
     Raises:
         BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the specification
@@ -89,7 +85,7 @@ class EngineHooks:
         self.closed = False
         self._name, self._model = name, model
         self._retry = retrying(retry)
-        self._lock = ReadersWriterLock()
+        self._lock = EngineLock()
         # Acquired once, by the thread that calls the engine's `close`: the one that closes, or, if it has stopped
         # waiting, the one that makes the last call.
         self._release_claim = threading.Lock()
@@ -106,10 +102,7 @@ class EngineHooks:
             if all(isinstance(plugin, DefaultHooks) for plugin in implementers(self._hooks, hook))
         }
         self._unwatched = {hook for hook in self._own_turns if len(getattr(self._hooks, hook).get_hookimpls()) == 1}
-        self._tells_weights = self.implements("weights_state")
-        self.weights = Weights(self._weights_state)
-        self.in_flight = VersionsInFlight(name, self.weights, self._lock, self._ask, self.fault)
-        self.sleep_state = SleepState(name, self.capabilities.without_weights)
+        self.weights = Weights(self, name, self._lock, self._ask)
 
     def implements(self, hook: str) -> bool:
         """Return whether the engine or core implements the hook, or a wrapper does so in the engine's place."""
@@ -146,16 +139,16 @@ class EngineHooks:
     @property
     def entered(self) -> bool:
         """Whether this thread is in a call to the engine, for example in a wrapper."""
-        return self._lock.visit(exclusive=False).outer is not None
+        return bool(self._lock.turns())
 
     @property
     def under_way(self) -> bool:
         """Whether a call is in the engine."""
-        return bool(self._lock.inside)
+        return bool(self._lock.holders)
 
     def works_on(self, names: Sequence[str]) -> bool:
         """Return whether a call with these requests, and no others, is in the engine."""
-        return bool(names) and any(visit.names == names for visit in list(self._lock.inside))
+        return bool(names) and any(turn.request_ids == names for turn in list(self._lock.holders))
 
     def fault(self, hook: str) -> Callable[[str], EngineError]:
         """Return a function that makes the error for a result that breaks the specification."""
@@ -166,7 +159,6 @@ class EngineHooks:
         hook: str,
         request: Any,
         finish: Callable[[Any], Any] = lambda result: result,
-        fill: Callable[[Any], Any] = lambda request: request,
         attended: Callable[[], bool] | None = None,
         failed: Callable[[CoreLMError], CoreLMError] = lambda error: error,
         delivered: Callable[[], bool] = lambda: False,
@@ -178,7 +170,6 @@ class EngineHooks:
             hook: the hook's name.
             request: its request.
             finish: makes the result from what the engine returned, while no other call can change the weights.
-            fill: makes the request that the engine is sent, while no other call can change the weights.
             attended: returns whether a caller still waits for the result; None if this thread does.
             failed: makes the caller's error from the one that the hook raised, while no other call can change the
                 weights.
@@ -199,22 +190,39 @@ class EngineHooks:
             # Core asks itself, and no wrapper sees it.
             with self._own_turns[hook], no_inference_mode():
                 self.require_open()
-                return finish(self._ask(hook, fill(request)))
+                return finish(self._ask(hook, request))
         timeout = getattr(request, "timeout", None)
         end = None if timeout is None else time.monotonic() + timeout
         call = EngineCall(self._name, self._model, origins)
-        serve = partial(self._serve, call, hook, request, finish, fill, failed, end)
+        serve = partial(self._serve, call, hook, request, finish, failed, end)
         attempt = partial(self._attempt, hook, request, serve, end, attended)
         with logged(self._name, hook, request):
             if self._retry is None or hook not in RETRIED:
                 return attempt()
             return until(end, unless(delivered, self._retry))(attempt)
 
-    def alone(self, function: Callable[[], T]) -> T:
-        """Return what the function returns. It is called while no call is in the engine."""
+    def alone(self, function: Callable[[], T], hook: str = "", when: When = "drain") -> T:
+        """Return what the function returns. It is called while no call is in the engine.
+
+        Args:
+            function: what to call. It calls hooks with `ask`.
+            hook: the one that it is about.
+            when: `abort` ends the answers in the engine; beside `now`, they go on.
+        """
         self.require_open()
-        result: T = self._in_turn(self._lock.visit(exclusive=True), function, None, None)
+        turn = Turn(self._lock, True, hook, concurrent_with=GO_ON if when == "now" else frozenset())
+        # An abort that reaches the engine before its request does is lost, so it is repeated.
+        remind = self._abort_answers if when == "abort" else None
+        if remind is not None:
+            remind()
+        with no_inference_mode(), logged(self._name, hook or "a turn", None):
+            result: T = self._in_turn(turn, function, None, remind)
         return result
+
+    def ask(self, hook: str, request: Any) -> Any:
+        """Return what a hook returns, in a turn that `alone` has taken."""
+        with EngineCall(self._name, self._model).under_way():
+            return self._ask(hook, request)
 
     def close(self, patience: float = PATIENCE, *, abort: bool = False) -> None:
         """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
@@ -237,11 +245,11 @@ class EngineHooks:
             self._shut()
         else:
             try:
-                remind = Patience(self._lock.inside, patience, self._abort_quietly, abort)
-                self._lock.hold(self._lock.visit(exclusive=True), self._shut, remind=remind)
+                remind = reaper(self._lock, patience, self._abort_quietly, abort)
+                self._lock.hold(Turn(self._lock, True), self._shut, remind=remind)
             except TimeoutError:
                 self.closed = self._release_late = True
-                if self._lock.inside:
+                if self._lock.holders:
                     raise BackendTimeoutError(
                         f"backend {self._name!r} still works on a call whose caller has stopped waiting; it is closed "
                         "to new calls, and the engine is released when that call ends"
@@ -256,8 +264,8 @@ class EngineHooks:
         if self.elsewhere or self.capabilities.concurrent_calls:
             return True
         self.closed = True
-        self._abort_quietly(self._lock.inside)
-        return not self._lock.inside
+        self._abort_quietly(self._lock.holders)
+        return not self._lock.holders
 
     def _shut(self) -> None:
         self.closed = True
@@ -282,28 +290,18 @@ class EngineHooks:
             with self._own_turns[hook]:
                 self.require_open()
                 return serve()
-        when = getattr(request, "when", "drain")
-        if when == "abort":
-            self._abort_answers()
-        visit = self._lock.visit(
-            exclusive=hook in ALONE or not self.capabilities.concurrent_calls,
-            hook=hook,
-            names=request.request_ids if hook in READ_WEIGHTS else (),
-            attended=attended,
-            beside=GO_ON if when == "now" else (),
-        )
-        # An abort that reaches the engine before its request does is lost, so it is repeated.
-        remind = self._abort_answers if when == "abort" else None
-        in_turn = partial(self._in_turn, visit, serve, end, remind)
+        names = request.request_ids if hook in READ_WEIGHTS else ()
+        turn = Turn(self._lock, not self.capabilities.concurrent_calls, hook, names, attended)
+        in_turn = partial(self._in_turn, turn, serve, end)
         if end is None or self.capabilities.stops_at_timeout or getattr(request, "grad", False):
             return in_turn()
         try:
             return call_for(self._left(end), in_turn, f"corelm-{self._name}-{hook}")
         except TimeoutError as error:
-            visit.left = True
+            turn.left = True
             if isinstance(error, BackendTimeoutError):
                 raise
-            if not visit.entered:
+            if not turn.entered:
                 raise self._busy() from None
             raise BackendTimeoutError(
                 f"backend {self._name!r}, hook {hook}: no answer within {request.timeout:g} s; the engine still works "
@@ -311,24 +309,24 @@ class EngineHooks:
             ) from None
         except BaseException:
             # For example a KeyboardInterrupt.
-            visit.left = True
+            turn.left = True
             raise
 
     def _in_turn(
         self,
-        visit: Visit,
+        turn: Turn,
         serve: Callable[[], Any],
         end: float | None,
-        remind: Callable[[], object] | None,
+        remind: Callable[[], object] | None = None,
     ) -> Any:
         def inside() -> Any:
             self.require_open()
-            if visit.abandoned:
+            if turn.abandoned:
                 raise BackendClosedError(f"backend {self._name!r}: the caller has cancelled this call or left it")
             return serve()
 
         try:
-            return self._lock.hold(visit, inside, None if end is None else self._left(end), remind)
+            return self._lock.hold(turn, inside, None if end is None else self._left(end), remind)
         except WouldDeadlock:
             raise EngineError(
                 f"backend {self._name!r}: two calls under way each want to update the weights, and would wait for each "
@@ -336,11 +334,11 @@ class EngineHooks:
                 usable=True,
             ) from None
         except TimeoutError:
-            if visit.entered:
+            if turn.entered:
                 raise
             raise self._busy() from None
         finally:
-            if self._release_late and not self._lock.inside:
+            if self._release_late and not self._lock.holders:
                 self._release()
 
     def _serve(
@@ -349,20 +347,17 @@ class EngineHooks:
         hook: str,
         request: Any,
         finish: Callable[[Any], Any],
-        fill: Callable[[Any], Any],
         failed: Callable[[CoreLMError], CoreLMError],
         end: float | None,
     ) -> Any:
         with no_inference_mode():
-            self.sleep_state.require(hook)
-            request = fill(request)
-            watch = self.weights.watch() if hook in READ_WEIGHTS else None
+            before = self.weights.look(to_answer=True) if hook in READ_WEIGHTS else None
             if end is not None:
                 request = replace(request, timeout=self._left(end))
             try:
                 with call.under_way():
                     if hook in GO_ON and self.capabilities.updates_in_flight:
-                        result = self.in_flight.sampled(request)
+                        result = self.weights.sample(request)
                     else:
                         result = self._ask(hook, request)
             except CoreLMError as error:
@@ -372,8 +367,8 @@ class EngineHooks:
                 raise told from error
             if result is None:
                 raise self.fault(hook)("returned None; a hook must return a result")
-            if watch is not None and watch.changed:
-                raise self.fault(hook)(CHANGED)
+            if before is not None:
+                self.weights.require_same(hook, before)
             try:
                 finished = finish(result)
             except CoreLMError:
@@ -381,23 +376,19 @@ class EngineHooks:
             except Exception as error:
                 raise self.fault(hook)(f"its result cannot be read: {described(error)}") from error
             # `finish` labels the numbers. Another thread may have noticed a change in the meantime.
-            if watch is not None and watch.relabelled:
-                raise self.fault(hook)(CHANGED)
+            if before is not None and self.weights.state is not before[1]:
+                self.weights.require_same(hook, before, ask=False)
             return finished
 
-    def _weights_state(self) -> Hashable | None:
-        state: Hashable | None = self._ask("weights_state", WeightsStateRequest()) if self._tells_weights else None
-        return state
-
     def _abort_answers(self) -> None:
-        self._abort(visit for visit in list(self._lock.inside) if visit.hook == "generate")
+        self._abort(turn for turn in list(self._lock.holders) if turn.hook == "generate")
 
-    def _abort_quietly(self, visits: Iterable[Visit]) -> None:
+    def _abort_quietly(self, turns: Iterable[Turn]) -> None:
         with suppress(CoreLMError):
-            self._abort(visits)
+            self._abort(turns)
 
-    def _abort(self, visits: Iterable[Visit]) -> None:
-        names = tuple(name for visit in list(visits) for name in visit.names)
+    def _abort(self, turns: Iterable[Turn]) -> None:
+        names = tuple(name for turn in list(turns) for name in turn.request_ids)
         if names and self.capabilities.abort:
             self._ask("abort", AbortRequest(request_ids=names))
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend import arguments, check_requests
-from corelm.backend.adapters import checked_adapter
 from corelm.backend.check_results import checked_generation, checked_scores, every_row_was_served
 from corelm.backend.continuing import Continuation, label_of_call
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
 from corelm.backend.engine_call import Origin
+from corelm.backend.given_weights import checked_adapter
 from corelm.backend.more_ids import IdsAtPositions, SupportOfAnswers, top_of_answers
 from corelm.backend.seeds import seeds_of_call
 from corelm.backend.skipping import (
@@ -34,11 +34,11 @@ from corelm.backend.skipping import (
     spread_answers,
     spread_scores,
 )
-from corelm.backend.version_runs import versions_of
 from corelm.errors import BackendClosedError, CoreLMError
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
+from corelm.spec.version_runs import versions_of
 from corelm.tensors.modes import no_inference_mode
 
 R = TypeVar("R", GenerateResult, ScoreResult)
@@ -239,9 +239,7 @@ def prepare_generation(
             adapter=adapter,
             sampling=asked,
         )
-        batch = versions_of(
-            batch, engine.version_with(adapter), lambda each: engine.adapters.version_with(adapter, each)
-        )
+        batch = versions_of(batch, engine.version_with(adapter), lambda each: engine.weights.named(adapter, each))
         batch = support.added(batch)
         if problems:
             batch = spread_answers(batch, answers, samples, problems, engine.version_with(adapter))
@@ -407,4 +405,4 @@ def _versions(engine: OpenEngine, batch: Any, rows: int, adapter: Adapter) -> tu
     """Return the labels of the weights of each row, the adapter included."""
     if batch.weight_versions is None:
         return (engine.version_with(adapter),) * rows
-    return tuple(engine.adapters.version_with(adapter, each) for each in batch.weight_versions)
+    return tuple(engine.weights.named(adapter, each) for each in batch.weight_versions)

@@ -1,129 +1,505 @@
-"""`Weights`: the label of the weights in force, and how a change that core did not make is noticed."""
+"""`Weights`: which weights an engine has, under which labels, and which part of it sleeps.
+
+`State` says all of it. It is replaced as a whole, so an interrupt leaves either the state before or the one after it. A
+change (an update, an adapter, sleep, waking) takes the engine's turn alone, and goes through these states:
+
+=========  =============================================================================================
+begun      what is true if nobody learns how it ends: weights under a label that none had before, an
+           engine that sleeps
+done       what was asked for
+refused    what was true before: the hook raised `InvalidRequestError` or `CapabilityError`
+failed     as begun. So is what Ctrl-C leaves behind: no thread has to tidy up after it
+=========  =============================================================================================
+
+Between two changes, the owner of the model may change its weights in place. An engine that notices (the hook
+`weights_state`) is asked before and after every call.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NoReturn, Protocol
 
-from corelm.errors import brief
+from corelm.backend.given_weights import read_config
+from corelm.backend.turns import EngineLock, Turn
+from corelm.errors import (
+    BackendAsleepError,
+    BackendTimeoutError,
+    CapabilityError,
+    CoreLMError,
+    InvalidRequestError,
+    brief,
+)
+from corelm.spec.deadline import Deadline
+from corelm.spec.provenance import Adapter, VersionRuns
+from corelm.spec.records import (
+    SLEEP_LEVELS,
+    SLEEP_TAGS,
+    GenerateRequest,
+    GenerateResult,
+    SleepRequest,
+    WakeRequest,
+    WeightsStateRequest,
+    WeightUpdate,
+)
+from corelm.spec.version_runs import check_runs, counted_up, renamed, with_runs
+from corelm.validate import invalid, shown
 
 _log = logging.getLogger(__name__)
 
-#: Said of a call during which the weights changed.
-CHANGED = (
+#: How many states of the model keep their label. An owner may switch to and fro, for example an adapter on and off.
+_REMEMBERED = 16
+#: Seconds between two looks whether an update has ended.
+_PAUSE = 0.01
+_CHANGED = (
     "the weights of the model were changed during the call, so its numbers are of neither the old weights nor the new "
     "ones; change the weights between two calls, or with update_weights, which waits for the calls under way"
 )
-#: How many states of the weights keep their label. An owner may switch to and fro, for example an adapter on and off.
-_REMEMBERED = 16
 
 
-class Weights:
-    """Gives every state of the weights a label. Labels count up from "0".
+class WeightsListener(Protocol):
+    """Checks every change of an engine's weights. Core calls it while no other call is in the engine.
 
-    Args:
-        state: returns the state of the weights, see the hook `weights_state`; None if the engine does not tell it.
-
-    Attributes:
-        state: see above.
-        label: the label of the weights as they were when they were last looked at.
-        puts: how often `put` was called.
+    It may call the engine from the thread that tells it.
     """
 
-    def __init__(self, state: Callable[[], Hashable | None]) -> None:
-        self.label, self.puts = "0", 0
-        self.state = state
-        self._used = {self.label}
-        self._labels: dict[Hashable, str] = {}
-        # A lock in C: its `with` statement cannot be interrupted half-way.
-        self._mutex = threading.RLock()
+    def before_update(self, update: WeightUpdate) -> None:
+        """Prepare for new weights. What this raises ends the update before it began."""
 
-    def look(self) -> Hashable | None:
-        """Return the state of the weights, and put its label in force: a new one for a state that was not seen before.
+    def after_update(self, update: WeightUpdate) -> None:
+        """Look at the engine, which has loaded the weights of `update`.
 
-        The state at the first look gets the label that is in force.
+        Raises:
+            EngineError: it does not answer as those weights should. They get a label that none had before.
         """
-        with self._mutex:
-            # Read inside, or a thread that was held up here would put the label of an older state in force again.
-            state = self.state()
-            if state is None:
-                return None
-            known = self._labels.pop(state, None)
-            label = known or (self.next_label() if self._labels else self.label)
-            if label != self.label:
-                told = "the weights were changed by their owner: %s are in force, after %s"
-                _log.info(told, brief(label), brief(self.label))
-            self._used.add(label)
-            self._labels[state] = self.label = label
-            while len(self._labels) > _REMEMBERED:
-                del self._labels[next(iter(self._labels))]
-        return state
 
-    def watch(self) -> Watch:
-        """Put the label of the weights as they are now in force, and return a watch over them."""
-        return Watch(self, self.look(), self.label, self.puts)
+    def awake(self) -> None:
+        """Look at the engine, which has slept and has the weights of before. Errors are those of `after_update`."""
 
-    def put(self, label: str) -> None:
-        """Put a label in force for the weights as they are now. Earlier states lose theirs."""
-        with self._mutex:
-            state = self.state()
-            self._used.add(label)
-            self._labels = {} if state is None else {state: label}
-            self.label, self.puts = label, self.puts + 1
-
-    def saved(self) -> tuple[str, dict[Hashable, str]]:
-        """Return which labels the weights have, for `restore`."""
-        with self._mutex:
-            return self.label, dict(self._labels)
-
-    def restore(self, saved: tuple[str, dict[Hashable, str]]) -> None:
-        """Give the weights the labels that they had: the one put in force since then was not used."""
-        with self._mutex:
-            self._used.discard(self.label)
-            self.label, self._labels = saved
-            self.puts += 1
-
-    def release(self, label: str) -> None:
-        """Allow a label to be used again: no weights have it, and none have had it."""
-        self._used.discard(label)
-
-    def next_label(self, given: str | None = None) -> str:
-        """Return a label for new weights: it counts up from the last one, past every label that was used before.
-
-        Args:
-            given: a label that is about to be used, and is passed over as well.
-        """
-        label = self.label
-        while label in self._used or label == given:
-            # A label that the caller has chosen need not be a number, or may be longer than Python reads.
-            label = str(int(label) + 1) if label.isdecimal() and len(label) < 19 else f"{label}+1"
-        return label
+    def update_failed(self, label: str) -> None:
+        """Learn that weights have this new label because loading them failed, or because of an objection."""
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """Tells whether the weights are still those of the beginning of a call.
+class AdapterState:
+    """An adapter that was loaded at some time. One that the engine was opened with has the label "0".
 
-    `Weights.put` is no change: a wrapper of the hook may update the weights during the call.
+    Attributes:
+        label: its version. It goes on counting if the adapter is loaded again after it was unloaded.
+        loaded: whether it is loaded.
+        config: its configuration, for a later state dict of the same name; None if it is not known.
     """
 
-    weights: Weights
-    state_then: Hashable | None
-    label_then: str
-    puts_then: int
+    label: str = "0"
+    loaded: bool = False
+    config: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of an engine's weights.
+
+    Attributes:
+        label: the label of the base weights.
+        known: the labels of states of the model, as `weights_state` tells them, the last one at the end.
+        changes: how often core has changed something. What the owner has changed does not count.
+        asleep: the parts that sleep: `weights`, `kv_cache`, both or none.
+        level: the level at which the engine was last put to sleep; 0 if it never was.
+        without_weights: whether the engine has no weights, so that only an update can help.
+        adapters: the adapters by name.
+        unseen: an update that the listener could not look at, because the engine slept.
+    """
+
+    label: str = "0"
+    known: Mapping[Hashable, str] = field(default_factory=dict)
+    changes: int = 0
+    asleep: frozenset[str] = frozenset()
+    level: int = 0
+    without_weights: bool = False
+    adapters: Mapping[str, AdapterState] = field(default_factory=dict)
+    unseen: WeightUpdate | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Update:
+    """One update of the base weights, as the answers see that go on in it.
+
+    Attributes:
+        number: counts the updates.
+        asked: the label that it asks for, which the engine is told.
+        label: the label that its weights have so far; None if it was refused.
+        turn: the turn in which it is made. While that holds the lock, the label may still change.
+        next: the update after it. A call keeps the last one before it, and so finds those that came later.
+    """
+
+    number: int
+    asked: str
+    label: str | None
+    turn: Turn | None
+    next: _Update | None = None
+
+
+class Weights:
+    """The weights of one engine.
+
+    Args:
+        hooks: the `EngineHooks` of the engine.
+        name: the name that the engine was opened by.
+        lock: the engine's, in whose turns its hooks are called.
+        ask: calls a hook at once, given its name and its request.
+
+    Attributes:
+        state: see `State`.
+        listener: is told of every change of the weights; None at first.
+    """
+
+    def __init__(self, hooks: Any, name: str, lock: EngineLock, ask: Callable[[str, Any], Any]) -> None:
+        self.state = State(without_weights=hooks.capabilities.without_weights)
+        self.listener: WeightsListener | None = None
+        self._hooks, self._name, self._lock, self._ask = hooks, name, lock, ask
+        self._notices = hooks.implements("weights_state")
+        # The labels that base weights (None) and each adapter had before.
+        self._used: dict[str | None, set[str]] = {}
+        self._last = _Update(0, "", None, None)
+        # A lock in C: its `with` statement cannot be interrupted half-way.
+        self._mutex = threading.RLock()
+
+    # Reading ---------------------------------------------------------------------------------------------------------
 
     @property
-    def changed(self) -> bool:
-        """Whether the weights have another state."""
-        return self._watching and self.weights.state() != self.state_then
+    def answers(self) -> bool:
+        """Whether the engine can generate and score."""
+        return not self.state.asleep and not self.state.without_weights
 
     @property
-    def relabelled(self) -> bool:
-        """Whether the weights have another label, because another thread has noticed a change."""
-        return self._watching and self.weights.label != self.label_then
+    def adapters(self) -> dict[str, str]:
+        """The version of each adapter that is loaded, by name."""
+        return {name: each.label for name, each in sorted(self.state.adapters.items()) if each.loaded}
 
-    @property
-    def _watching(self) -> bool:
-        return self.state_then is not None and self.weights.puts == self.puts_then
+    def version_with(self, adapter: Adapter) -> str:
+        """Return the label of rows that are made with this adapter and the weights in force.
+
+        Unless a call is in the engine, a change by the owner is noticed first.
+        """
+        if not (self._lock.holders or self._hooks.closed or self._hooks.elsewhere):
+            self.look()
+        return self.state.label if adapter is None else self.named(adapter, self.state.label)
+
+    def named(self, adapter: Adapter, weights: str) -> str:
+        """Return the label of rows that were made with this adapter and base weights of this label."""
+        if adapter is None:
+            return weights
+        if adapter is False:
+            return f"{weights}+none"
+        return f"{weights}+{adapter}@{self.state.adapters.get(adapter, AdapterState()).label}"
+
+    def look(self, *, to_answer: bool = False) -> tuple[Hashable | None, State]:
+        """Return the state of the model, and the `State` with its label in force.
+
+        A state of the model that was not seen before gets a new label; the first one gets the label that is in force.
+        It is None if the engine does not tell it, and while the weights sleep. An engine that is about to generate or
+        score (`to_answer`) must be awake and have weights.
+        """
+        if to_answer and (self.state.asleep or self.state.without_weights):
+            self._refuse_to_answer()
+        if not self._notices or "weights" in self.state.asleep:
+            return None, self.state
+        with self._mutex:
+            # Read inside, or a thread that was held up here would put the label of an older state in force again.
+            seen, state = self._ask("weights_state", WeightsStateRequest()), self.state
+            if seen is not None and state.known.get(seen) != state.label:
+                label = state.known.get(seen) or (self._unused(None) if state.known else state.label)
+                if label != state.label:
+                    told = "the weights were changed by their owner: %s are in force, after %s"
+                    _log.info(told, brief(label), brief(state.label))
+                    self._used.setdefault(None, set()).add(state.label)
+                known = [*((each, of) for each, of in state.known.items() if each != seen), (seen, label)]
+                self.state = replace(state, label=label, known=dict(known[-_REMEMBERED:]))
+            return seen, self.state
+
+    def require_same(self, hook: str, before: tuple[Hashable | None, State], *, ask: bool = True) -> None:
+        """Refuse the numbers of a call during which the owner has changed the weights.
+
+        A change by core is none: a wrapper of the hook may update the weights during the call. Unless the engine is
+        asked (`ask`), only what another thread has noticed counts.
+        """
+        seen, then = before
+        if seen is None or self.state.changes != then.changes:
+            return
+        if self.state.label != then.label or (ask and self._ask("weights_state", WeightsStateRequest()) != seen):
+            raise self._hooks.fault(hook)(_CHANGED)
+
+    # Changing --------------------------------------------------------------------------------------------------------
+
+    def update(self, request: WeightUpdate, version: str | None) -> str:
+        """Load base weights or an adapter, or unload one, or take note that the owner has changed the base weights.
+
+        Errors are those of `Backend.update_weights`, `load_adapter`, `unload_adapter` and `weights_changed`.
+
+        Args:
+            request: what changes, without a label.
+            version: the label that is returned; None counts up from the last one.
+        """
+        if version is not None and not isinstance(version, str):
+            raise invalid("version", f"expected a str, got {shown(version)}")
+        change = self._change_base if request.adapter is None else self._change_adapter
+        label: str = self._hooks.alone(partial(change, request, version), "update_weights", request.when)
+        return label
+
+    def _change_base(self, request: WeightUpdate, version: str | None) -> str:
+        listener, loads = self.listener, self._hooks.capabilities.update_weights
+        if loads:
+            self._require_room()
+            if request.by_owner and self.state.without_weights:
+                raise self._lacks_weights()
+        if listener is not None:
+            listener.before_update(request)
+        before, unused = self.state, self._unused(None, version)
+        request = replace(request, version=unused if version is None else version, number=self._last.number + 1)
+        update = _Update(request.number, request.version, unused, self._lock.turns()[0])
+        # Before the label changes: a call that begins now waits for the end of the update.
+        self._last.next = update
+        self._last = update
+        self._move(label=unused, known={}, unseen=None)
+        try:
+            if loads:
+                self._ask_for("update_weights", request, before, "the new weights are not in force")
+            # The listener's first look at the new weights finds a state that has no label yet.
+            self._move(known={}, without_weights=False)
+            if listener is not None and self.answers:
+                listener.after_update(request)
+            elif listener is not None:
+                self._move(unseen=request)
+            update.label = request.version
+            self._move(label=request.version, look=True)
+        except BaseException:
+            if listener is not None and self.state.label == unused:
+                listener.update_failed(unused)
+            raise
+        told = "%s: weights %s are in force, after %s"
+        _log.info(told, self._name, brief(repr(request.version)), brief(repr(before.label)))
+        return request.version
+
+    def _change_adapter(self, request: WeightUpdate, version: str | None) -> str:
+        self._require_room()
+        name, (_, before) = request.adapter, self.look()
+        assert name is not None
+        last, unused = before.adapters.get(name, AdapterState()), self._unused(name, version)
+        request = replace(request, version=unused if version is None else version)
+        self._move(adapters={**before.adapters, name: replace(last, label=unused)})
+        try:
+            self._ask_for("update_weights", request, before, "the adapter is not in force")
+        except CoreLMError:
+            # Whatever happened to the state of the model, it was no change of the base weights by their owner.
+            self._move(look=True)
+            raise
+        config = request.adapter_config if request.path is None else read_config(request.path)
+        adapter = AdapterState(last.label) if request.unloads else AdapterState(request.version, True, config)
+        self._move(adapters={**before.adapters, name: adapter}, look=True)
+        how = "unloaded" if request.unloads else "in force"
+        _log.info("adapter %s: version %s is %s", brief(name), brief(request.version), how)
+        return request.version
+
+    def relabel(self) -> str:
+        """Give the base weights a label that none had before, because they are not what they should be."""
+        self._move(label=self._unused(None), look=True)
+        return self.state.label
+
+    def sleep(self, request: SleepRequest) -> None:
+        """Put the engine to sleep. See `Backend.sleep`."""
+
+        def change() -> None:
+            # Notice what the owner has changed so far: once the engine sleeps, its weights are elsewhere.
+            _, before = self.look()
+            drops = request.level == max(SLEEP_LEVELS)
+            if drops and (names := ", ".join(self.adapters)):
+                how = f"unload them first ({names}), or sleep at level 1"
+                raise invalid("level", f"2 drops the adapters as well; {how}")
+            if before.asleep:
+                verb = "are" if "weights" in before.asleep else "is"
+                raise BackendAsleepError(
+                    f"backend {self._name!r}: its {_named(before.asleep)} {verb} asleep already, since "
+                    f"sleep({before.level}); call backend.wake() before it sleeps again"
+                )
+            without = before.without_weights or drops
+            self._move(asleep=frozenset(SLEEP_TAGS), level=request.level, without_weights=without)
+            self._ask_for("sleep", request, before)
+            # Weights that were moved are no weights that their owner has changed.
+            self._move(look=True)
+
+        self._hooks.alone(change, "sleep", request.when)
+
+    def wake(self, tags: frozenset[str]) -> None:
+        """Wake these parts of the engine, as far as they sleep. See `Backend.wake`."""
+
+        def change() -> None:
+            # If the weights are awake, their owner may have changed them.
+            _, before = self.look()
+            if not (woken := tags & before.asleep):
+                # Another thread has woken it in the meantime.
+                return
+            self._ask_for("wake", WakeRequest(tags=woken, last=woken == before.asleep), before)
+            self._move(asleep=before.asleep - woken, look=True)
+            if self.listener is None or not self.answers:
+                return
+            update = self.state.unseen
+            self._move(unseen=None)
+            try:
+                if update is None:
+                    self.listener.awake()
+                else:
+                    self.listener.after_update(update)
+            except BaseException:
+                self.listener.update_failed(self.relabel())
+                raise
+
+        self._hooks.require_open()
+        if tags & self.state.asleep:
+            self._hooks.alone(change, "wake")
+
+    def _ask_for(self, hook: str, request: Any, before: State, otherwise: str = "expected True") -> None:
+        """Have the engine make a change that has begun. If it refuses, go back to the state `before`."""
+        try:
+            result = self._hooks.ask(hook, request)
+        except (InvalidRequestError, CapabilityError):
+            if not getattr(request, "by_owner", False):
+                with self._mutex:
+                    self.state = replace(before, changes=self.state.changes + 1)
+                if isinstance(request, WeightUpdate) and request.adapter is None:
+                    self._last.label = None
+            raise
+        if result is not True:
+            raise self._hooks.fault(hook)(f"returned {shown(result)}: {otherwise}")
+
+    def _move(self, *, look: bool = False, **changes: Any) -> None:
+        """Go on to another state.
+
+        Args:
+            look: whether the state in which the model is now is the only one that has a label.
+            changes: fields of `State`.
+        """
+        with self._mutex:
+            state = replace(self.state, changes=self.state.changes + 1, **changes)
+            if look and self._notices:
+                seen = self._ask("weights_state", WeightsStateRequest())
+                state = replace(state, known={} if seen is None else {seen: state.label})
+            self.state = state
+
+    def _unused(self, name: str | None, given: str | None = None) -> str:
+        """Return a label that no base weights had (None), or no adapter of this name. It is not `given` either."""
+        label = self.state.label if name is None else self.state.adapters.get(name, AdapterState()).label
+        used = self._used.setdefault(name, set())
+        used.add(label)
+        while label in used or label == given:
+            label = counted_up(label)
+        return label
+
+    def _refuse_to_answer(self) -> NoReturn:
+        asleep = self.state.asleep
+        if not asleep:
+            raise self._lacks_weights()
+        tags = "" if len(asleep) == len(SLEEP_TAGS) else repr([*asleep])
+        what = f"its {_named(asleep)} {'sleeps' if asleep == {'kv_cache'} else 'sleep'}"
+        raise BackendAsleepError(f"backend {self._name!r} cannot answer: {what}; call backend.wake({tags}) first")
+
+    def _lacks_weights(self) -> BackendAsleepError:
+        return BackendAsleepError(
+            f"backend {self._name!r} has no weights yet; call backend.update_weights(…) with a complete set first"
+        )
+
+    def _require_room(self) -> None:
+        if "weights" in self.state.asleep:
+            raise BackendAsleepError(
+                f"backend {self._name!r}: there is no memory for new weights while its weights sleep; call "
+                "backend.wake(['weights']) first"
+            )
+
+    # Answers that go on in an update ---------------------------------------------------------------------------------
+
+    def sample(self, request: GenerateRequest) -> Any:
+        """Have an engine with `updates_in_flight` sample, and return its result under the labels that its weights got.
+
+        The engine says from which token on an answer was sampled with the weights of an update. Whether these have the
+        label that the update asked for is known at its end. So a call waits for the end of an update in which it begins
+        or whose weights it has seen, unless the update's listener makes it.
+
+        Raises:
+            BackendTimeoutError: an update was under way when the time of the call was over.
+            EngineError: the runs are none or go back to earlier weights, the result does not say what it was sampled
+                with although it has to, or it names weights that were refused.
+        """
+        deadline, fail = Deadline(request.timeout), self._hooks.fault("generate")
+        while True:
+            last = self._last
+            if not self._under_way(last):
+                label = self.state.label
+                if last is self._last:
+                    break
+            self._pause(deadline)
+        batch = self._ask("generate", replace(request, weight_version=label, weight_update=last.number))
+        if not isinstance(batch, GenerateResult):
+            return batch
+        check_runs(batch, fail)
+        runs = batch.version_runs
+        if runs is None:
+            if batch.weight_versions is None:
+                raise fail(
+                    "returned neither version_runs nor weight_versions, but a backend that declares "
+                    "updates_in_flight has to; see corelm_engine_kit.VersionLog"
+                )
+            runs = tuple(((version, 0),) for version in batch.weight_versions)
+        seen = {version for of_row in runs for version, _ in of_row}
+        updates: list[_Update] = []
+        while last.next is not None:
+            last = last.next
+            updates.append(last)
+        while [each for each in updates if each.asked in seen and self._under_way(each)]:
+            self._pause(deadline)
+        if problem := _out_of_order(runs, [label, *[each.asked for each in updates]]):
+            raise fail(problem)
+        names: dict[str, str] = {}
+        for each in updates:
+            # If updates of one label have left several, its tokens get one that no good weights have.
+            if each.label is not None and (each.asked not in names or each.label != each.asked):
+                names[each.asked] = each.label
+        refused = {each.asked for each in updates} - names.keys() - {label}
+        if wrong := sorted(refused & seen):
+            raise fail(f"says that tokens were sampled with the weights {wrong[0]!r}, which it has refused")
+        return with_runs(batch, [renamed(of_row, lambda version: names.get(version, version)) for of_row in runs])
+
+    def _under_way(self, update: _Update) -> bool:
+        """Return whether another thread makes the update. The lock says so, which no interrupt leaves held."""
+        return update.turn in self._lock.holders and update.turn not in self._lock.turns()
+
+    def _pause(self, deadline: Deadline) -> None:
+        if deadline.is_over():
+            raise BackendTimeoutError(
+                f"backend {self._name!r}, hook generate: an update of the weights was under way when the "
+                f"{deadline.timeout:g} s of the call were over"
+            )
+        time.sleep(_PAUSE)
+
+
+def _out_of_order(rows: Sequence[VersionRuns], labels: Sequence[str]) -> str:
+    """Return what is wrong with runs in another order than that of the updates; "" if nothing is.
+
+    A label that was loaded twice tells nothing.
+    """
+    order = {label: place for place, label in enumerate(labels) if labels.count(label) == 1}
+    for row, runs in enumerate(rows):
+        known = [(order[version], version, first) for version, first in runs if version in order]
+        for (place, before, _), (next_place, version, first) in pairwise(known):
+            if next_place < place:
+                back = f"the weights go back from {before!r} to {version!r} at position {first}"
+                return f"row {row}: version_runs: {back}"
+    return ""
+
+
+def _named(tags: Iterable[str]) -> str:
+    return " and ".join(tag.replace("kv_cache", "KV cache") for tag in SLEEP_TAGS if tag in tags)

@@ -10,23 +10,21 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from corelm.backend.adapters import NewAdapter
 from corelm.backend.backend import Backend
 from corelm.backend.engine import end_calls
 from corelm.backend.futures import settle
+from corelm.backend.given_weights import NewAdapter, NewWeights
 from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall, R
 from corelm.backend.program_end import at_program_end
-from corelm.backend.trained_model import NewWeights
 from corelm.backend.waits import program_deadline
 from corelm.batching.dispatcher import Dispatcher
 from corelm.batching.merging import sharing_key
 from corelm.batching.queued_call import QueuedCall
 from corelm.batching.scheduling import Limits, queue_for
 from corelm.errors import EngineError
-from corelm.spec.records import GenerateRequest, GenerateResult
+from corelm.spec.records import GenerateRequest, GenerateResult, When
 from corelm.spec.row_results import RowAnswer, generate_result
-from corelm.spec.when import When
 from corelm.tensors.modes import CallerModes, no_inference_mode
 from corelm.validate import invalid, shown
 

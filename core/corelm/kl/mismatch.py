@@ -30,7 +30,7 @@ from corelm.containers.reading import provenance_of_rows
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
 from corelm.kl.pairs import Pair, PairKeys, TokenLayout, as_bool, find_log_probs, read_pair
-from corelm.spec.version_labels import backward, counts_of, run_problems
+from corelm.spec.version_runs import backward, counts_of, run_problems
 from corelm.validate import as_list, invalid, number, one_of, shown
 
 Level = Literal["token", "sequence"]

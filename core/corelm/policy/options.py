@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey
 
 from corelm import validate
-from corelm.backend.adapters import checked_adapter
+from corelm.backend.given_weights import checked_adapter
 from corelm.backend.skipping import OnError
 from corelm.batching.scheduling import Limits
 from corelm.containers.fields import KEPT, TOP

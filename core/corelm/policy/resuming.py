@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from corelm.backend.version_runs import with_runs
 from corelm.containers.classes import LogProbs, Tokens
 from corelm.containers.fields import objects
 from corelm.containers.keys import list_keys
@@ -17,6 +16,7 @@ from corelm.policy.options import PolicyOptions
 from corelm.policy.rows import InputRows
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
+from corelm.spec.version_runs import with_runs
 from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid
 

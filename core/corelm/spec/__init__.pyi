@@ -22,6 +22,11 @@ from .provenance import Provenance as Provenance
 from .provenance import Support as Support
 from .provenance import VersionRuns as VersionRuns
 from .records import FINISH_REASONS as FINISH_REASONS
+from .records import SLEEP_LEVELS as SLEEP_LEVELS
+from .records import SLEEP_TAGS as SLEEP_TAGS
+from .records import WHENS as WHENS
+from .records import WHENS_OF_ADAPTERS as WHENS_OF_ADAPTERS
+from .records import WHENS_OF_SLEEP as WHENS_OF_SLEEP
 from .records import AbortRequest as AbortRequest
 from .records import CloseRequest as CloseRequest
 from .records import Columns as Columns
@@ -34,12 +39,15 @@ from .records import Ragged as Ragged
 from .records import ScoreRequest as ScoreRequest
 from .records import ScoreResult as ScoreResult
 from .records import Side as Side
+from .records import SleepRequest as SleepRequest
 from .records import TokenChunk as TokenChunk
 from .records import TokenizeRequest as TokenizeRequest
 from .records import TokenizeResult as TokenizeResult
 from .records import TokenSets as TokenSets
+from .records import WakeRequest as WakeRequest
 from .records import WeightsStateRequest as WeightsStateRequest
 from .records import WeightUpdate as WeightUpdate
+from .records import When as When
 from .row_results import RowAnswer as RowAnswer
 from .row_results import RowFailure as RowFailure
 from .row_results import RowScores as RowScores
@@ -48,10 +56,6 @@ from .row_results import score_result as score_result
 from .sampling import ALIASES as ALIASES
 from .sampling import FIELDS as FIELDS
 from .sampling import SamplingParams as SamplingParams
-from .sleeping import SLEEP_LEVELS as SLEEP_LEVELS
-from .sleeping import SLEEP_TAGS as SLEEP_TAGS
-from .sleeping import SleepRequest as SleepRequest
-from .sleeping import WakeRequest as WakeRequest
 from .stop_strings import StopStrings as StopStrings
 from .stop_strings import StopStringWatch as StopStringWatch
 from .stop_strings import skipped_texts as skipped_texts
@@ -59,7 +63,3 @@ from .stop_strings import stops_without_specials as stops_without_specials
 from .stop_strings import text_before_stop as text_before_stop
 from .top_ids import TopIds as TopIds
 from .top_ids import log_tail_mass as log_tail_mass
-from .when import WHENS as WHENS
-from .when import WHENS_OF_ADAPTERS as WHENS_OF_ADAPTERS
-from .when import WHENS_OF_SLEEP as WHENS_OF_SLEEP
-from .when import When as When

@@ -9,8 +9,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from corelm.spec.records import SLEEP_LEVELS
 from corelm.spec.sampling import EVERY_ENGINE, FIELDS
-from corelm.spec.sleeping import SLEEP_LEVELS
 from corelm.validate import did_you_mean, flag, invalid, is_bool, shown
 
 Range = tuple[float, float]

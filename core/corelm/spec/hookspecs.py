@@ -70,12 +70,13 @@ if TYPE_CHECKING:
         HealthRequest,
         ScoreRequest,
         ScoreResult,
+        SleepRequest,
         TokenizeRequest,
         TokenizeResult,
+        WakeRequest,
         WeightsStateRequest,
         WeightUpdate,
     )
-    from corelm.spec.sleeping import SleepRequest, WakeRequest
 
 API_VERSION = "1.1"
 PROJECT = "corelm"

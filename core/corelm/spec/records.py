@@ -27,7 +27,6 @@ from corelm.spec.container_request import Columns as Columns
 from corelm.spec.container_request import ContainerRequest as ContainerRequest
 from corelm.spec.container_request import Parts as Parts
 from corelm.spec.provenance import Adapter, Mode, Support, VersionRuns
-from corelm.spec.when import When
 from corelm.tensors.ragged import Ragged as Ragged
 from corelm.tensors.ragged import Side as Side
 from corelm.tensors.token_sets import TokenSets as TokenSets
@@ -36,6 +35,20 @@ if TYPE_CHECKING:
     from corelm.spec.sampling import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
+#: When an engine gets new weights or goes to sleep, as seen from the answers that it is sampling. `drain`: after the
+#: answers under way. `abort`: at once; the answers under way end with the reason `abort`. `now`: at once; the answers
+#: under way go on, on the new weights.
+When = Literal["drain", "abort", "now"]
+#: What can be said of new weights.
+WHENS: tuple[When, ...] = ("drain", "abort", "now")
+#: What can be said of an adapter: an answer is of one version of it.
+WHENS_OF_ADAPTERS = WHENS[:2]
+#: What can be said of sleep, in which no answer goes on.
+WHENS_OF_SLEEP = WHENS[:2]
+#: The parts of an engine that can be woken. vLLM and SGLang use the same names.
+SLEEP_TAGS = ("weights", "kv_cache")
+#: How deep an engine can sleep.
+SLEEP_LEVELS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -347,6 +360,33 @@ class WeightUpdate:
     @property
     def _given(self) -> bool:
         return not (self.state_dict is None and self.path is None and self.stream is None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SleepRequest:
+    """Free the memory of the accelerator. Core calls the hook while no other call is running.
+
+    Attributes:
+        level: 1 keeps the weights, outside the accelerator, and drops the KV cache. 2 drops both: core serves no call
+            after the engine was woken until `update_weights` has loaded weights.
+        when: `drain`: calls in flight were allowed to finish. `abort`: core has aborted the answers in flight.
+    """
+
+    level: int
+    when: When = "drain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WakeRequest:
+    """Take the memory again. Core calls the hook while no other call is running.
+
+    Attributes:
+        tags: what to wake: `weights`, `kv_cache` or both. All of it sleeps.
+        last: whether nothing sleeps any more afterwards, so that the engine serves calls again.
+    """
+
+    tags: frozenset[str]
+    last: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,7 +16,7 @@ import torch
 
 from corelm import SamplingParams
 from corelm.errors import InvalidRequestError
-from corelm.spec import Capabilities, Message, records, sleeping
+from corelm.spec import Capabilities, Message, records
 from corelm.spec.records import GenerateRequest, Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm_fleet.hosting import packing
@@ -128,9 +128,8 @@ def sample(annotation: str) -> Any:
 LOCAL = {"ContainerRequest", "Parts", "Columns"}
 CROSSING = [
     cls
-    for module in (records, sleeping)
-    for name, cls in vars(module).items()
-    if inspect.isclass(cls) and cls.__module__ == module.__name__ and name not in LOCAL
+    for name, cls in vars(records).items()
+    if inspect.isclass(cls) and cls.__module__ == records.__name__ and name not in LOCAL
 ]
 
 

@@ -11,7 +11,6 @@ import torch
 
 import corelm
 from corelm import Backend, DynamicBatcher, hookimpl
-from corelm.backend.weights import Weights
 from corelm.errors import BackendClosedError, EngineError, InvalidRequestError
 from corelm.spec import GenerateResult, WeightsStateRequest
 from helpers.batching_fakes import SEEDED, GatedEngine, hold_one, ids, open_batcher, wait_until
@@ -166,36 +165,50 @@ def test_the_owner_waits_for_the_calls_before(update_weights):
 def test_a_thread_that_looks_late_does_not_bring_back_the_label_of_older_weights():
     """A monitor is held up after it has read the state; then the owner trains the model, and a call looks."""
     read, go_on = threading.Event(), threading.Event()
-    states = iter(["first", "held up", "trained"])
 
-    def state() -> bool:
-        found = next(states)
-        if found == "held up":
-            read.set()
-            assert go_on.wait(30)
-        return found == "trained"
+    class Slow(Watched):
+        monitor: threading.Thread | None = None
 
-    weights = Weights(state)
-    weights.look()
-    monitor, call = threading.Thread(target=weights.look), threading.Thread(target=weights.look)
-    monitor.start()
+        @hookimpl
+        def weights_state(self, request: WeightsStateRequest) -> Any:
+            found = self.state
+            if threading.current_thread() is self.monitor:
+                read.set()
+                assert go_on.wait(30)
+            return found
+
+    engine = Slow()
+    backend = Backend.from_plugin(engine, "watched")
+    assert backend.weight_version == "0"
+    engine.monitor = threading.Thread(target=lambda: backend.weight_version)
+    engine.monitor.start()
     assert read.wait(30)
-    call.start()
-    call.join(0.2)
-    go_on.set()
-    monitor.join(30)
-    call.join(30)
-    assert weights.label == "1"
+    engine.state = "trained"
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(backend.generate, [[3]], SHORT)
+        with pytest.raises(TimeoutError):
+            call.result(0.2)
+        go_on.set()
+        engine.monitor.join(30)
+        assert call.result(30).weight_versions == ("1",) and backend.weight_version == "1"
 
 
-def test_a_label_that_another_thread_changed_during_a_call_is_noticed():
-    state = [0]
-    weights = Weights(lambda: state[0])
-    watch = weights.watch()
-    assert not watch.changed and not watch.relabelled
-    state[0] = 1
-    assert watch.changed and not watch.relabelled
-    weights.look()
-    assert watch.relabelled
-    weights.put("of a wrapper")
-    assert not watch.changed and not watch.relabelled
+def test_a_change_that_another_call_noticed_fails_the_call_even_if_it_was_taken_back():
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(batch: GenerateResult) -> GenerateResult:
+        inside.set()
+        assert go_on.wait(30)
+        return batch
+
+    engine, backend = watched(concurrent_calls=True)
+    engine.bend = wait
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(backend.generate, [[3]], SHORT)
+        assert inside.wait(30)
+        engine.state, engine.bend = 1, lambda batch: batch
+        assert backend.score_logprobs([[3, 4]]).weight_versions == ("1",)
+        engine.state = 0
+        go_on.set()
+        with pytest.raises(EngineError, match="changed during the call"):
+            call.result(30)

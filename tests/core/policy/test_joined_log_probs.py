@@ -61,7 +61,7 @@ def test_weights_that_change_during_the_call_are_noticed():
         @corelm.hookimpl(wrapper=True)
         def score_logprobs(self, request):
             result = yield
-            own.engine.weight_version = "later"
+            own.weights_changed("later")
             return result
 
     with corelm.get_backend("toy", wrappers=[Updater()]) as own:

@@ -43,7 +43,7 @@ def test_every_weight_is_replaced(open_model: Open, family: str) -> None:
 
 def test_the_names_of_a_checkpoint_are_taken(open_model: Open) -> None:
     """transformers fuses the experts of Mixtral, so its checkpoint has other names than the module."""
-    from corelm.backend.trained_model import weights_of
+    from corelm.backend.given_weights import weights_of
 
     new = tiny_model("mixtral", seed=1)
     backend = open_model(tiny_model("mixtral"))

@@ -125,7 +125,7 @@ def watch(backend: Backend, options: Canary | None = None) -> Watch:
         EngineError: the engine failed.
     """
     made = Watch(backend, options or Canary())
-    if backend.engine.hooks.sleep_state.answers:
+    if backend.engine.weights.answers:
         made.look()
     backend.engine.listener = made
     return made
@@ -224,7 +224,7 @@ class Watch:
             BackendTimeoutError: the engine did not answer in time.
         """
         self._require_comparable(ProbeScores.make(update.expect))
-        if not update.by_owner and self._engine.hooks.sleep_state.answers:
+        if not update.by_owner and self._engine.weights.answers:
             try:
                 self._questions.warm_up()
             except (BackendClosedError, BackendTimeoutError):
@@ -320,9 +320,7 @@ class Watch:
         try:
             self._compare_with_good(expected)
         except StaleWeightsError:
-            weights = self._engine.hooks.weights
-            weights.put(weights.next_label())
-            self.update_failed(weights.label)
+            self.update_failed(self._engine.weights.relabel())
             raise
 
     def _compare(self, one: Scores, other: Scores, what: str, dtype: str | None = "float32") -> None:

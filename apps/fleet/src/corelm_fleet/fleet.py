@@ -231,7 +231,7 @@ class FleetEngine:
 
     def _still_has(self) -> str:
         """Return which weights the fleet has after an update that no engine took."""
-        states = [each.backend.engine.hooks.sleep_state for each in list(self._runner.lives.running.values())]
+        states = [each.backend.engine.weights.state for each in list(self._runner.lives.running.values())]
         if states and all(state.without_weights for state in states):
             return "and it still has no weights; call update_weights with a set that fits"
         return "and the old ones are in force"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from corelm import Backend
-from corelm.application import Aborts, checked_generation, checked_scores, update_adapter
+from corelm.application import Aborts, checked_generation, checked_scores
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.spec import GenerateRequest, WeightUpdate
 from corelm_fleet.agreement import require_plain
@@ -124,7 +124,7 @@ class OpenReplica:
                 checked = checked_generation(batch, request, can, engine.tokenizer, fault)
             else:
                 checked = checked_scores(batch, request, can.vocab_size, fault)
-            if engine.hooks.weights.label != self._label:
+            if engine.weights.state.label != self._label:
                 raise EngineError(
                     f"{self._member.name}: the weights were changed where they are, so they are not those of the "
                     "fleet; use update_weights, or weights_changed, on the fleet",
@@ -145,12 +145,12 @@ class OpenReplica:
         """
         if update.adapter is not None:
             # The base weights keep their label.
-            update_adapter(self._engine.hooks, self._engine.adapters, update, update.version)
+            self._engine.weights.update(update, update.version)
         elif update.by_owner:
-            self._label = self._engine.weights_changed(update.version, update.expect)
+            self._label = self.backend.weights_changed(update.version, update.expect)
         else:
             weights: Any = update.path if update.state_dict is None else update.state_dict
-            self._label = self._engine.update_weights(weights, update.version, update.when, update.expect)
+            self._label = self.backend.update_weights(weights, update.version, update.when, update.expect)
 
     def look(self, expected: Said | None) -> Said | None:
         """Have the canary ask the engine, and return what it said; None if it sleeps or nothing shows its weights.
@@ -162,7 +162,7 @@ class OpenReplica:
             StaleWeightsError: the canary disagrees.
             CoreLMError: the engine failed.
         """
-        if self.watch is None or not self._engine.hooks.sleep_state.answers:
+        if self.watch is None or not self._engine.weights.answers:
             return None
         scores = expected.scores if expected is not None and self.capabilities.score else None
         self.watch.look(scores)
@@ -180,7 +180,7 @@ class OpenReplica:
         Raises:
             CoreLMError: the engine failed, so that this is not known.
         """
-        if self.watch is None or self._member.ended is not None or not self._engine.hooks.sleep_state.answers:
+        if self.watch is None or self._member.ended is not None or not self._engine.weights.answers:
             # The end of a process does not go unnoticed. An engine that sleeps is asked when it wakes.
             return ""
         with self._looking:

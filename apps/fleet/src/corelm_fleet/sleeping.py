@@ -68,7 +68,7 @@ def wake_all(runner: FleetRunner, request: WakeRequest) -> None:
 
 def _wake_with_weights(replica: OpenReplica) -> None:
     replica.backend.wake()
-    if not replica.backend.engine.hooks.sleep_state.answers:
+    if not replica.backend.engine.weights.answers:
         raise EngineError("it has dropped its weights, and another engine refused to sleep", usable=False)
 
 

@@ -263,7 +263,7 @@ class CassetteRecorder:
         if heard:
             outcome["stream"] = heard
         if self._tells_weights and isinstance(request, (GenerateRequest, ScoreRequest)):
-            outcome["weight_version"] = self._engine.hooks.weights.label
+            outcome["weight_version"] = self._engine.weights.state.label
         seconds = round(time.time() - record["began"], 6)
         self._writer.append({**record, "seconds": seconds, **outcome})
 

@@ -1,4 +1,4 @@
-"""`ReadersWriterLock`: many threads shared or one exclusive; no thread starves or waits forever."""
+"""`EngineLock`: many threads shared or one exclusive; no thread starves or waits forever."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from corelm.backend.rwlock import ReadersWriterLock
+from corelm.backend.turns import EngineLock, Turn
 from helpers.each import each
 from helpers.interrupts import interrupt_everywhere
 
 
-def hold(lock: ReadersWriterLock, how: str, function: Callable[[], Any] = lambda: None, timeout: float | None = None):
+def hold(lock: EngineLock, how: str, function: Callable[[], Any] = lambda: None, timeout: float | None = None):
     """Call the function while this thread holds the lock: "shared" or "exclusive"."""
-    return lock.hold(lock.visit(exclusive=how == "exclusive"), function, timeout)
+    return lock.hold(Turn(lock, how == "exclusive"), function, timeout)
 
 
-class Visitor:
+class Holder:
     """A thread that acquires the lock, reports it, and holds the lock until `leave` is called."""
 
-    def __init__(self, pool: ThreadPoolExecutor, lock: ReadersWriterLock, how: str) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, lock: EngineLock, how: str) -> None:
         self.inside, self.may_leave = threading.Event(), threading.Event()
         self.done: Future[None] = pool.submit(hold, lock, how, self._stay)
 
@@ -42,23 +42,23 @@ def pool():
 
 
 def test_shared_holders_hold_it_together(pool):
-    lock = ReadersWriterLock()
-    visitors = [Visitor(pool, lock, "shared") for _ in range(4)]
-    assert all(visitor.inside.wait(timeout=10) for visitor in visitors)
-    for visitor in visitors:
-        visitor.leave()
+    lock = EngineLock()
+    holders = [Holder(pool, lock, "shared") for _ in range(4)]
+    assert all(holder.inside.wait(timeout=10) for holder in holders)
+    for holder in holders:
+        holder.leave()
 
 
 @pytest.mark.parametrize(
     ("first", "then"), [("exclusive", "exclusive"), ("exclusive", "shared"), ("shared", "exclusive")]
 )
 def test_exclusive_excludes_every_other_thread(pool, first, then):
-    lock = ReadersWriterLock()
-    one = Visitor(pool, lock, first)
+    lock = EngineLock()
+    one = Holder(pool, lock, first)
     assert one.inside.wait(timeout=10)
     with pytest.raises(TimeoutError):
         hold(lock, then, timeout=0.01)
-    two = Visitor(pool, lock, then)
+    two = Holder(pool, lock, then)
     assert not two.inside.is_set()
     one.leave()
     assert two.inside.wait(timeout=10)
@@ -66,10 +66,10 @@ def test_exclusive_excludes_every_other_thread(pool, first, then):
 
 
 def test_a_thread_waiting_for_exclusive_is_not_overtaken(pool):
-    lock = ReadersWriterLock()
-    early = Visitor(pool, lock, "shared")
+    lock = EngineLock()
+    early = Holder(pool, lock, "shared")
     assert early.inside.wait(timeout=10)
-    exclusive = Visitor(pool, lock, "exclusive")
+    exclusive = Holder(pool, lock, "exclusive")
     # The exclusive thread waits now or soon; from then on no other thread gets the lock shared.
     refused = False
     while not refused:
@@ -77,7 +77,7 @@ def test_a_thread_waiting_for_exclusive_is_not_overtaken(pool):
             hold(lock, "shared", timeout=0.01)
         except TimeoutError:
             refused = True
-    late = Visitor(pool, lock, "shared")
+    late = Holder(pool, lock, "shared")
     early.leave()
     assert exclusive.inside.wait(timeout=10) and not late.inside.is_set()
     exclusive.leave()
@@ -86,12 +86,12 @@ def test_a_thread_waiting_for_exclusive_is_not_overtaken(pool):
 
 
 def test_a_timeout_while_waiting_for_exclusive_blocks_no_thread(pool):
-    lock = ReadersWriterLock()
-    early = Visitor(pool, lock, "shared")
+    lock = EngineLock()
+    early = Holder(pool, lock, "shared")
     assert early.inside.wait(timeout=10)
     with pytest.raises(TimeoutError):
         hold(lock, "exclusive", timeout=0.01)
-    late = Visitor(pool, lock, "shared")
+    late = Holder(pool, lock, "shared")
     assert late.inside.wait(timeout=10)
     early.leave()
     late.leave()
@@ -100,14 +100,14 @@ def test_a_timeout_while_waiting_for_exclusive_blocks_no_thread(pool):
 @pytest.mark.parametrize("outer", ["exclusive", "shared"])
 @pytest.mark.parametrize("inner", ["exclusive", "shared"])
 def test_a_holder_may_acquire_again(pool, outer, inner):
-    lock = ReadersWriterLock()
+    lock = EngineLock()
 
     def inside():
         hold(lock, inner, timeout=1.0)
         if outer == "shared":
             return None
         # Releasing the inner one does not let other threads in.
-        other = Visitor(pool, lock, "shared")
+        other = Holder(pool, lock, "shared")
         assert not other.inside.wait(timeout=0.01)
         return other
 
@@ -119,17 +119,17 @@ def test_a_holder_may_acquire_again(pool, outer, inner):
 
 def test_a_thread_that_works_for_a_holder_may_acquire_again(pool):
     """A call with a timeout holds the lock on a thread that its caller waits for."""
-    lock = ReadersWriterLock()
+    lock = EngineLock()
 
     def inside():
-        visit = lock.visit(exclusive=True)
-        return pool.submit(lock.hold, visit, lambda: hold(lock, "exclusive", lambda: 7, 1.0), 1.0).result(timeout=10)
+        turn = Turn(lock, True)
+        return pool.submit(lock.hold, turn, lambda: hold(lock, "exclusive", lambda: 7, 1.0), 1.0).result(timeout=10)
 
-    assert hold(lock, "exclusive", inside) == 7 and not lock.inside
+    assert hold(lock, "exclusive", inside) == 7 and not lock.holders
 
 
 def test_two_holders_that_would_wait_for_each_other_are_told_at_once(pool):
-    lock, together = ReadersWriterLock(), threading.Barrier(2)
+    lock, together = EngineLock(), threading.Barrier(2)
 
     def upgrade():
         together.wait(timeout=10)
@@ -137,11 +137,11 @@ def test_two_holders_that_would_wait_for_each_other_are_told_at_once(pool):
 
     futures = [pool.submit(hold, lock, "shared", upgrade) for _ in range(2)]
     ends = [future.exception(timeout=10) or future.result() for future in futures]
-    assert sorted(map(repr, ends)) == ["'alone'", "WouldDeadlock()"] and not lock.inside
+    assert sorted(map(repr, ends)) == ["'alone'", "WouldDeadlock()"] and not lock.holders
 
 
 def test_an_exception_releases_the_lock():
-    lock = ReadersWriterLock()
+    lock = EngineLock()
 
     def fail():
         raise KeyError
@@ -154,22 +154,22 @@ def test_an_exception_releases_the_lock():
 
 @each("how", ["exclusive", "shared"])
 def test_an_interrupt_at_any_point_releases_the_lock(how):
-    lock, points = ReadersWriterLock(), []
+    lock, points = EngineLock(), []
     with ThreadPoolExecutor(1) as other:
         for point in interrupt_everywhere(lambda: hold(lock, how, lambda: hold(lock, how))):
             points.append(point)
-            assert not lock.inside
+            assert not lock.holders
             other.submit(hold, lock, "exclusive", timeout=5.0).result(timeout=10)
     assert len(points) > 20
 
 
 def test_a_waiting_thread_that_nothing_woke_looks_again(pool, monkeypatch):
     """An interrupt can keep the thread that leaves from waking the others."""
-    lock = ReadersWriterLock()
+    lock = EngineLock()
     monkeypatch.setattr(lock, "_wake", lambda: None)
-    early = Visitor(pool, lock, "exclusive")
+    early = Holder(pool, lock, "exclusive")
     assert early.inside.wait(timeout=10)
-    late = Visitor(pool, lock, "exclusive")
+    late = Holder(pool, lock, "exclusive")
     assert not late.inside.wait(timeout=0.01)
     early.leave()
     assert late.inside.wait(timeout=10)

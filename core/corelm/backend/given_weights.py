@@ -1,0 +1,280 @@
+"""What `update_weights` and `load_adapter` are given, as an engine is sent it: under the names of a checkpoint.
+
+The names inside a module differ from those of its checkpoint: transformers 5 fuses the experts of a layer, PEFT keeps
+adapters next to the weights that they change, `torch.compile` and DDP put a prefix before each name.
+
+Core imports neither transformers nor PEFT. If a model comes from one of them, the caller has imported it already.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from corelm.errors import CoreLMError, described
+from corelm.spec.checkpoints import as_in_checkpoint, whole_tensor
+from corelm.spec.provenance import Adapter
+from corelm.validate import invalid, shown
+
+#: What `update_weights` takes.
+NewWeights: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | nn.Module | str | os.PathLike[str]
+#: What `load_adapter` takes: a state dict with the names that ``peft.get_peft_model_state_dict`` gives, a PEFT model,
+#: or a folder that PEFT's `save_pretrained` wrote.
+NewAdapter: TypeAlias = Mapping[str, Tensor] | nn.Module | str | os.PathLike[str]
+
+#: Wrappers that hold the model as their only child, under one of these names: torch.compile; DDP and others.
+_WRAPPED_AS = ("_orig_mod", "module")
+#: Ends the name of an adapter in labels and in paths of HTTP servers.
+_NOT_IN_NAMES = frozenset("@+/\\")
+
+
+def checked_adapter(given: Any) -> Adapter:
+    """Return the adapter of a call.
+
+    Raises:
+        InvalidRequestError: it is neither a name, False nor None; `field` is ``adapter``.
+    """
+    if given is None or given is False:
+        return given
+    if given is True or not isinstance(given, str):
+        raise invalid(
+            "adapter",
+            f"expected the name of an adapter, False for the base weights or None, got {shown(given)}; "
+            "load_adapter(name, …) loads one",
+        )
+    return checked_name(given)
+
+
+def checked_name(given: Any) -> str:
+    """Return the name of an adapter.
+
+    Raises:
+        InvalidRequestError: it is not one; `field` is ``adapter``.
+    """
+    if not isinstance(given, str) or not given.strip() or not given.isprintable() or _NOT_IN_NAMES & {*given}:
+        raise invalid("adapter", f"expected a name without any of @ + / \\, got {shown(given)}")
+    return given
+
+
+def source_of_weights(weights: NewWeights, streams: bool) -> dict[str, Any]:
+    """Return the field of a `WeightUpdate` that says where the base weights come from.
+
+    Args:
+        weights: see `NewWeights`.
+        streams: whether the engine takes an iterator one by one.
+
+    Raises:
+        InvalidRequestError: there is nothing to load, or an iterator failed that was read to its end; `field` is
+            ``weights``.
+    """
+    if isinstance(weights, (str, os.PathLike)):
+        return {"path": Path(weights)}
+    if isinstance(weights, nn.Module):
+        return {"state_dict": weights_of(weights)}
+    if isinstance(weights, Mapping):
+        return {"state_dict": weights}
+    if isinstance(weights, Iterable):
+        return {"stream": checked_pairs(weights)} if streams else {"state_dict": collected(weights)}
+    raise invalid(
+        "weights",
+        f"expected a state dict, a model, a path, or an iterator of (name, tensor), got {type(weights).__name__}",
+    )
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a model by the names that `save_pretrained` would give them. The model is not changed.
+
+    Adapters of PEFT are merged in a copy. Tensors are shared with the model wherever names and values are the module's
+    own. A tied tensor keeps both its names: a checkpoint may have either.
+
+    Args:
+        model: a model of transformers, a PEFT model around one, or either in a wrapper (`torch.compile`, DDP). Another
+            module gives its `state_dict`.
+
+    Raises:
+        InvalidRequestError: the adapters cannot be merged, or a tensor has no values; `field` is ``weights``.
+    """
+    model = unwrapped(model)
+    with torch.no_grad():
+        if getattr(model, "peft_config", None):
+            model = _merged(model)
+        # The layers of a model may be compiled one by one.
+        named = {name.replace("_orig_mod.", ""): tensor for name, tensor in model.state_dict().items()}
+        empty = next((name for name, tensor in named.items() if tensor.is_meta), None)
+        if empty is not None:
+            raise invalid("weights", f"{empty!r} has no values: it is on the meta device; load or gather it first")
+        return as_in_checkpoint(model, named)
+
+
+def checked_pairs(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of an iterator, each without its graph, and gathered if it is sharded.
+
+    Raises:
+        InvalidRequestError: an item is not a name and a tensor, a name comes twice, or the iterator raised; `field` is
+            ``weights``.
+    """
+    found: set[str] = set()
+    try:
+        for pair in pairs:
+            if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
+                raise invalid("weights", f"item {len(found)}: expected a pair (name, tensor), got {shown(pair)}")
+            name, tensor = pair
+            if not isinstance(tensor, Tensor):
+                raise invalid("weights", f"{name!r}: expected a tensor, got {shown(tensor)}")
+            if name in found:
+                raise invalid("weights", f"{name!r} comes twice; give each tensor once")
+            found.add(name)
+            yield name, whole_tensor(tensor)
+    except CoreLMError:
+        raise
+    except Exception as error:
+        raise invalid("weights", f"the iterator failed after {len(found)} tensors ({described(error)})") from error
+
+
+def collected(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a state dict of the names and tensors of an iterator. Each is copied to the CPU before the next is taken.
+
+    So a trainer can gather shards one by one, and use the same memory for each. Errors are those of `checked_pairs`.
+    """
+    return {name: tensor.to("cpu", copy=True) for name, tensor in checked_pairs(pairs)}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model in `torch.compile`, DDP and the like."""
+    while True:
+        children = dict(model.named_children())
+        if len(children) != 1 or not children.keys() & set(_WRAPPED_AS):
+            return model
+        (model,) = children.values()
+
+
+def _merged(model: Any) -> nn.Module:
+    """Return the model inside a PEFT model, with the adapters merged into copies of the weights that they change."""
+    if not hasattr(model, "merge_and_unload"):
+        raise invalid(
+            "weights",
+            f"a {type(model).__name__} with these adapters cannot be merged; pass a model of peft.get_peft_model with "
+            "LoRA or other adapters that PEFT can merge, or the merged model",
+        )
+    if any(getattr(module, "disable_adapters", False) is True for module in model.modules()):
+        raise invalid("weights", "the adapters are disabled; enable them, or pass the state dict of the base model")
+    try:
+        # A copy of the structure around the same tensors.
+        tensors = [*model.parameters(), *model.buffers()]
+        twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        # Merging writes to the tensors of these layers. Each gets its own: the head may be tied to embeddings that have
+        # an adapter, and does not have that adapter.
+        layers = {module.get_base_layer() for module in twin.modules() if hasattr(module, "get_base_layer")}
+        for module in {inner for layer in layers for inner in layer.modules()}:
+            for name, tensor in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(tensor.detach().clone(), requires_grad=False))
+        merged: nn.Module = twin.merge_and_unload()
+    except Exception as error:
+        raise invalid(
+            "weights", f"PEFT could not merge the adapters ({described(error)}); pass the merged model, or its path"
+        ) from error
+    return merged
+
+
+# Adapters -------------------------------------------------------------------------------------------------------------
+
+
+def source_of_adapter(
+    name: str, weights: NewAdapter, config: Any, last_config: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the fields of a `WeightUpdate` that say where an adapter comes from.
+
+    Args:
+        name: its name.
+        weights: see `NewAdapter`.
+        config: the configuration of a state dict; None for that of the last adapter of this name.
+        last_config: that one, if it is known.
+
+    Raises:
+        InvalidRequestError: there is nothing to load, or its configuration is not known; `field` is ``weights`` or
+            ``config``.
+    """
+    if isinstance(weights, (str, os.PathLike, nn.Module)) and config is not None:
+        where = "model" if isinstance(weights, nn.Module) else "folder"
+        raise invalid("config", f"leave it out: the {where} has the adapter's configuration")
+    if isinstance(weights, (str, os.PathLike)):
+        return {"path": Path(weights)}
+    if isinstance(weights, nn.Module):
+        state, own = _of_peft_model(name, weights)
+        return {"state_dict": state, "adapter_config": own}
+    if not isinstance(weights, Mapping):
+        raise invalid("weights", f"expected a folder, a PEFT model or a state dict, got {type(weights).__name__}")
+    found = last_config if config is None else _plain_config(config)
+    if found is None:
+        raise invalid(
+            "config",
+            "a state dict does not say what its adapter is; give config=, as in config=peft_model.peft_config"
+            "['default'], or give the PEFT model or its folder",
+        )
+    return {"state_dict": weights, "adapter_config": found}
+
+
+def read_config(folder: Path) -> Mapping[str, Any] | None:
+    """Return the configuration of an adapter that PEFT has written to a folder; None if another machine has it."""
+    try:
+        found = json.loads((folder / "adapter_config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _plain_config(config: Any) -> dict[str, Any]:
+    """Return PEFT's configuration of an adapter, or what its ``to_dict()`` returned, in plain JSON values.
+
+    Raises:
+        InvalidRequestError: it is neither; `field` is ``config``.
+    """
+    values = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(values, Mapping):
+        raise invalid("config", f"expected a LoraConfig, or a mapping of its fields, got {shown(config)}")
+    return {str(name): _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _of_peft_model(name: str, model: Any) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """Return the state dict and the configuration of an adapter of a PEFT model.
+
+    That is the adapter of this name, or the active one if the model has no such adapter.
+    """
+    model = unwrapped(model)
+    peft = sys.modules.get("peft")
+    known = getattr(model, "peft_config", None)
+    if peft is None or not isinstance(known, Mapping) or not hasattr(model, "active_adapter"):
+        raise invalid("weights", f"a {type(model).__name__} has no adapter; give a model of peft.get_peft_model")
+    if name in known:
+        chosen = name
+    else:
+        active = model.active_adapter
+        chosen = active() if callable(active) else active
+        if isinstance(chosen, (list, tuple)):
+            if len(chosen) != 1:
+                raise invalid("weights", f"the model has {len(chosen)} active adapters and none called {name!r}")
+            (chosen,) = chosen
+    with torch.no_grad():
+        state: Mapping[str, Tensor] = peft.get_peft_model_state_dict(
+            model, adapter_name=chosen, save_embedding_layers=False
+        )
+    return state, _plain_config(known[chosen])
