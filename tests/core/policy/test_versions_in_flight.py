@@ -76,12 +76,6 @@ def test_each_token_is_as_old_as_its_weights(pad_output: bool) -> None:
         assert [row.tolist() for row in found.full] == [[-1, -1, *rows[0]], [-1, *rows[1]]]
 
 
-@each("pad_output", [True, False])
-def test_all_weights_of_an_answer_are_printed(pad_output: bool) -> None:
-    td = sampled(pad_output)
-    assert "weights '0, 1'" in repr(td["log_probs"])
-
-
 def labelled(**changes: Any) -> TensorDict:
     """Return one dense row of a prompt of 2 tokens, an answer of 4, and a pad."""
     values = {"weight_version": "3", "version_runs": (("3", 0), ("5", 1)), **changes}
