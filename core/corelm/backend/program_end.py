@@ -64,7 +64,7 @@ def patience() -> float:
 def end_as_interrupted() -> None:
     """End the process as Python does after an uncaught `KeyboardInterrupt`: by the signal. A shell calls this 130.
 
-    Files that are open keep what was written to them. Functions that are registered with `atexit` are not called.
+    Files that are open keep what was written to them. Nothing else is called.
     """
     # First, so that Ctrl-C ends the process at once if a file cannot be written.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -75,32 +75,22 @@ def end_as_interrupted() -> None:
 
 
 @atexit.register
-def _say_again_that_it_was_interrupted() -> None:
-    """Have Python end the process by the signal, also if `exec` or `eval` ran after the interrupt.
+def _end_before_python_is_taken_down() -> None:
+    """After Ctrl-C, end the process by the signal, before a daemon thread that comes back from an engine can crash it.
 
-    Python decides by a flag that an uncaught `KeyboardInterrupt` sets, and that each of these calls clears if it gets a
-    str: a library that makes a dataclass or a named tuple is enough. Only such a call can set the flag again. Functions
-    that libraries have registered with `atexit` before this one are called later, and torch has one that imports
-    tabulate if that is installed. Python's last collection of garbage comes after all of them.
+    If there is no such thread, the exit functions of libraries that were imported earlier are called first. The last
+    collection of garbage comes after all of them.
     """
     if interrupted():
-        _raise_uncaught()
-        gc.callbacks.append(_raise_uncaught)
+        if any(thread.daemon for thread in threading.enumerate()):
+            end_as_interrupted()
+        gc.callbacks.append(lambda *_: end_as_interrupted() if sys.is_finalizing() else None)
         gc.enable()
 
 
-def _raise_uncaught(*_: object) -> None:
-    with suppress(KeyboardInterrupt):
-        exec("raise KeyboardInterrupt")
-
-
 def end_stuck() -> None:
-    """End the process after Ctrl-C, because a call does not end: its thread would crash an interpreter that ends.
-
-    Before the other threads are awaited, this does nothing if there are none. The functions that were registered with
-    `atexit` after this module are then called first, and this function is called again.
-    """
-    if not _before_threads or any(_is_awaited(thread) for thread in threading.enumerate()):
+    """End the process after Ctrl-C, because a call does not end, and threads that Python waits for may wait for it."""
+    if _before_threads and any(_is_awaited(thread) for thread in threading.enumerate()):
         end_as_interrupted()
 
 

@@ -73,6 +73,14 @@ PROGRAMS = {
         "with ThreadPoolExecutor(4) as pool, backend:\n"
         "    interrupt_at(100); list(pool.map(plain, [one() for _ in '1234']))"
     ),
+    "while daemon threads ask": (
+        "short = plain.replace(sampling_params={'max_new_tokens': 8, 'ignore_eos': True})\n"
+        "def run():\n"
+        "    while True: short(one())\n"
+        "interrupt_at(100)\n"
+        "for _ in '1234': threading.Thread(target=run, daemon=True).start()\n"
+        "time.sleep(1000)"
+    ),
     "while a thread runs exec": (
         "def run():\n"
         "    while not hasattr(sys, 'last_value'): time.sleep(0.05)\n"
