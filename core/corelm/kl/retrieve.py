@@ -17,7 +17,7 @@ from corelm.kl.controllers import KLController
 from corelm.kl.estimators import Estimator
 from corelm.kl.penalty import KLComputation
 from corelm.policy.delivery import refuse_other_provenance
-from corelm.policy.inputs import Keys
+from corelm.policy.options import Keys
 from corelm.policy.policy import LLMPolicy
 from corelm.spec.provenance import Provenance
 from corelm.validate import flag
