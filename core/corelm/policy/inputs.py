@@ -45,7 +45,6 @@ from corelm.policy.tokens import (
     find_input_ids,
     mask_next_to,
     nested_field,
-    read_container,
     read_ids,
     with_full,
 )
@@ -247,14 +246,14 @@ class InputReader:
             has_masks = masks.attention(holder) is not None
             if not (has_masks and own_key):
                 masks = MaskKeys(masks.masks, mask_next_to(holder, top, held, part, has_masks=has_masks))
-        value = nested_field(container, part) if isinstance(container, Tokens) else None
-        if value is None and isinstance(container, Tokens) and part in container.keys():
-            rows = read_container(holder, container, masks, part, top, backend)
-            rows = self._scorable(rows) if completions else rows
-            rows = replace(rows, conflicts={}) if top == self._tokens_key else rows
-        else:
-            value = self._value(holder, container, part, name, bare=(Tensor, list)) if value is None else value
-            rows = read_ids(holder, value, masks, backend, name, part)
+        if not (isinstance(container, Tokens) and part in container.keys()):
+            container = self._value(holder, container, part, name, bare=(Tensor, list))
+        rows = read_ids(holder, container, part, masks, ".".join(top), name, backend)
+        if completions:
+            rows = self._scorable(rows)
+        # Nested tensors are read like bare ones, and replaced by rows.
+        if isinstance(container, Tokens) and top == self._tokens_key and nested_field(container, part) is None:
+            rows = replace(rows, conflicts={})
         _must_be_batch_of(td, rows.batch_size, name)
         return rows
 
@@ -279,7 +278,7 @@ class InputReader:
             return replace(rows, conflicts={0: f"tokens of batch {tuple(tokens.batch_size)} are there"})
         # The mask under attention_mask_key is that of the input.
         try:
-            own = read_container(td, tokens, MaskKeys(self._masks.masks), "full")
+            own = read_ids(td, tokens, "full", MaskKeys(self._masks.masks), "tokens", "tokens.full")
         except InvalidRequestError as error:
             return replace(rows, conflicts={0: str(error)})
         conflicts = _differing_rows(own.ids, rows.ids) or _differing_splits(own.prompt_lengths, rows.prompt_lengths)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,48 +69,186 @@ class MaskKeys:
             )
         return mask
 
-    def assistant(self, td: TensorDictBase) -> Any:
-        """Return the mask of the assistant's tokens, or None."""
-        return find_value(td, (*self.masks, "all_assistant_mask"))
+
+# Ids and their pads --------------------------------------------------------------------------------------------------
 
 
-# Bare ids ------------------------------------------------------------------------------------------------------------
-
-
-def read_ids(td: TensorDictBase, value: Any, keys: MaskKeys, backend: Backend, name: str, part: str) -> InputRows:
-    """Read bare ids: a tensor ``[*batch, width]``, a nested tensor, or rows in a list.
+def read_ids(
+    td: TensorDictBase, held: Any, part: str, keys: MaskKeys, top: str, name: str, backend: Backend | None = None
+) -> InputRows:
+    """Read ids, without their pads. Sequences keep their split and, if dense, their columns.
 
     Args:
         td: holds the masks.
-        value: the ids.
+        held: `Tokens`, a tensor ``[*batch, width]``, a nested tensor, or rows in a list.
+        part: the field of the container to read; "full" reads the mask of the assistant's tokens as well.
         keys: where the masks are.
-        backend: knows the pad id.
-        name: the key of the ids, for errors.
-        part: "prompt", or "full" for sequences, of which the mask of the assistant's tokens is read as well.
+        top: the key of the ids or of their container, for errors.
+        name: the key of the field, for errors.
+        backend: refuses dense ids without a mask that begin or end with its pad id; None looks for no pads.
 
     Raises:
         InvalidRequestError: these are no ids, their mask does not fit, or they have pads and no mask.
     """
-    mask = keys.attention(td)
-    if not isinstance(value, Tensor) or value.is_nested:
-        ids = rows_of_ids(value, name).to("cpu")
-        return InputRows(batch_size=(len(ids),), ids=ids if mask is None else _without_pads(ids, mask, name))
-    refuse_unreadable(value, name)
-    if value.ndim == 0:
-        raise invalid(name, "expected token ids along the last dimension, got a single number")
+    container = held if isinstance(held, Tokens) else None
+    cells, shape, dense = _cells(held, part, name)
+    depth = 1 if container is None else len(shape)
+    mask = _mask(td, keys, "all_attention_mask", depth, keys.name if container is not None else name)
+    if container is not None and not container.padded:
+        # `Masks` of another length that hide nothing are those of other tokens, and replaced or refused later.
+        loose = keys.given is None and isinstance(find_value(td, keys.masks), Masks)
+        if mask is not None and not (bool(mask.values.all()) and (loose or torch.equal(mask.lengths, cells.lengths))):
+            raise _no_pads(keys.name)
+        mask = None
+    elif mask is None and backend is not None:
+        _refuse_pads(held, top, name, backend)
     if mask is None:
-        refuse_pads(_dense_rows(value), backend.tokenizer, backend.eos_token_ids, name, _PADS_ADVICE)
-        mask = torch.ones_like(value, dtype=torch.bool)
-    elif not isinstance(mask, Tensor) or mask.shape != value.shape:
-        found = tuple(mask.shape) if isinstance(mask, Tensor) else "rows of unequal length"
-        raise invalid(name, f"tokens are {tuple(value.shape)}, but their attention mask is {found}")
-    columns = _matrix(as_mask(mask, keys.name)).cpu()
-    ids = rows_of_ids(Ragged.from_padded(_matrix(value).cpu(), columns), name)
-    assistant = keys.assistant(td) if part == "full" else None
-    said = None
-    if isinstance(assistant, Tensor) and assistant.shape == value.shape:
-        said = ids.with_values(_matrix(as_mask(assistant, "masks.all_assistant_mask")).cpu()[columns])
-    return InputRows(batch_size=tuple(value.shape[:-1]), ids=ids, columns=Columns(columns, None), assistant=said)
+        mask = Ragged.full(cells.lengths, True, torch.bool)
+    elif container is not None and part == "prompt" and len(mask) == len(cells):
+        # The mask may be that of prompt and response.
+        mask = mask.slice(torch.zeros_like(cells.lengths), torch.minimum(mask.lengths, cells.lengths))
+    _must_be_as_long(cells, mask, keys.name if container is not None else name)
+    ids = _select(cells, mask)
+    columns, lengths, prompt_width = None, None, None
+    if container is not None and part == "full" and "prompt" in container.keys():
+        prompts, _, prompts_are_dense = _cells(container, "prompt", f"{top}.prompt")
+        lengths = _select(
+            mask, mask.with_values(mask.values & (mask.positions < prompts.lengths[mask.row_index]))
+        ).lengths
+        dense = dense and prompts_are_dense
+        prompt_width = container.prompt.shape[-1] if dense else None
+    if dense:
+        width = held.shape[-1] if container is None else getattr(container, part).shape[-1]
+        columns = Columns(mask.values.reshape(len(mask), width), prompt_width)
+    said = None if part == "prompt" else _mask(td, keys, "all_assistant_mask", depth, "masks.all_assistant_mask")
+    if said is not None and container is not None:
+        _must_be_as_long(cells, said, "masks.all_assistant_mask")
+    fits = said is not None and torch.equal(said.lengths, cells.lengths)
+    return InputRows(
+        batch_size=shape,
+        ids=ids,
+        prompt_lengths=lengths,
+        columns=columns,
+        # Scoring cannot find out which tokens are the assistant's, so it keeps what the input says.
+        assistant=_select(said, mask) if said is not None and fits else None,
+    )
+
+
+def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bool]:
+    """Return ids with their pads, on the CPU; the batch size; and whether they are one dense tensor."""
+    value, shape = held, None
+    if isinstance(held, Tokens):
+        shape = tuple(held.batch_size)
+        if not held.padded:
+            view = TensorDict({"tokens": held}, batch_size=held.batch_size)
+            return ragged(view, ("tokens", part)).to("cpu"), shape, False
+        try:
+            value = getattr(held, part)
+        except InvalidRequestError:  # rows that are padded to different widths
+            value = [getattr(row, part) for row in rows(held)]
+    if isinstance(value, Tensor) and not value.is_nested:
+        refuse_unreadable(value, name)
+        if value.ndim == 0:
+            raise invalid(name, "expected token ids along the last dimension, got a single number")
+        return rows_of_ids(_dense_rows(value), name), tuple(value.shape[:-1]), True
+    ids = rows_of_ids(value, name).to("cpu")
+    return ids, (len(ids),) if shape is None or isinstance(value, Tensor) else shape, False
+
+
+def _mask(td: TensorDictBase, keys: MaskKeys, which: str, depth: int, name: str) -> Ragged | None:
+    """Return the rows of a mask as bool, on the CPU; None if there is none.
+
+    Args:
+        td: holds the masks.
+        keys: where they are.
+        which: the field of `Masks`.
+        depth: how deep rows are in nested lists.
+        name: what is at fault, for errors.
+    """
+    found = find_value(td, keys.masks)
+    attention = which == "all_attention_mask"
+    value: Any
+    if isinstance(found, Masks) and (keys.given is None or not attention):
+        if which not in found.keys() or (keys.given is not None and "all_attention_mask" in found.keys()):
+            return None
+        try:
+            view = TensorDict({"masks": found}, batch_size=found.batch_size)
+            value = getattr(found, which) if found.padded else ragged(view, ("masks", which))
+        except InvalidRequestError:  # rows that are padded to different widths, or a stack of both layouts
+            value, depth = [getattr(row, which) for row in rows(found)], 1
+    else:
+        value = keys.attention(td) if attention else find_value(td, (*keys.masks, which))
+    if value is None:
+        return None
+    if isinstance(value, Ragged):
+        return value.with_values(as_mask(value.values, name)).to("cpu")
+    if isinstance(value, Tensor) and value.ndim and not value.is_nested and not not_a_mask(value):
+        return _dense_rows(value.to(torch.bool))
+    return Ragged.from_list(_mask_rows(value, depth, name), torch.bool)
+
+
+def _mask_rows(mask: Any, depth: int, name: str) -> list[Tensor]:
+    """Return one tensor a row; refuse the rows that are no masks."""
+    if isinstance(mask, Tensor) and mask.ndim:
+        given = list(mask.unbind() if mask.is_nested else mask.flatten(0, -2))
+    else:
+        try:
+            given = _at_depth(mask, depth)
+        except TypeError:  # fewer dimensions than the batch
+            raise invalid(name, f"expected one mask for each row, got {shown(mask)}") from None
+    found, problems = [], {}
+    for row, one in enumerate(given):
+        try:
+            tensor = as_tensor(one)
+            why = not_a_mask(tensor) or ("" if tensor.ndim == 1 else f"a mask of shape {tuple(tensor.shape)}")
+        except (TypeError, ValueError, RuntimeError):  # texts, None, lists of unequal length
+            why = shown(one)
+        if why:
+            problems[row] = f"expected a mask of True and False, or 1 and 0; got {why}"
+        else:
+            found.append(tensor.cpu())
+    refuse(problems, name)
+    return found
+
+
+def _at_depth(value: Any, depth: int) -> list[Any]:
+    return [leaf for part in as_list(value) for leaf in _at_depth(part, depth - 1)] if depth else [value]
+
+
+def _must_be_as_long(cells: Ragged, mask: Ragged, name: str) -> None:
+    """Refuse a mask whose rows are not as long as those of the ids."""
+    if torch.equal(cells.lengths, mask.lengths):
+        return
+    lengths = zip(cells.lengths.tolist(), mask.lengths.tolist(), strict=False)
+    problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
+    if len(mask) != len(cells):
+        problems = {len(mask): "no mask"} if len(mask) < len(cells) else {len(cells): "a mask, but no tokens"}
+    refuse(problems, name)
+
+
+def _select(values: Ragged, mask: Ragged) -> Ragged:
+    """Return the values where a mask of the same lengths is True."""
+    counts = torch.zeros_like(values.lengths).index_add_(0, values.row_index, mask.values.long())
+    return Ragged(values.values[mask.values], counts)
+
+
+def _dense_rows(values: Tensor) -> Ragged:
+    """Return the rows of ``[*batch, width]``, each with all of its columns, on the CPU."""
+    count, width = math.prod(values.shape[:-1]), values.shape[-1]
+    return Ragged(values.cpu().reshape(-1), torch.full((count,), width, dtype=torch.int64))
+
+
+def _refuse_pads(held: Any, top: str, name: str, backend: Backend) -> None:
+    """Refuse dense ids without a mask of which a row begins or ends with pads. Rows in a list have none."""
+    values = {name: held}
+    if isinstance(held, Tokens):
+        parts = [part for part in ("prompt", "response", "full") if part in held.keys()]
+        values = {f"{top}.{part}": _cells(held, part, name)[0] for part in parts if nested_field(held, part) is None}
+    for field, value in values.items():
+        if isinstance(value, Tensor) and not value.is_nested:
+            value = _dense_rows(value)
+        if isinstance(value, Ragged):
+            refuse_pads(value, backend.tokenizer, backend.eos_token_ids, field, _PADS_ADVICE)
 
 
 def find_input_ids(td: TensorDictBase, top: Key, value: Any, part: str) -> tuple[TensorDictBase, Key] | None:
@@ -127,97 +264,6 @@ def find_input_ids(td: TensorDictBase, top: Key, value: Any, part: str) -> tuple
             "input_ids",
         )
     return (td, ("input_ids",)) if value is None and "input_ids" in td.keys() else None
-
-
-def _without_pads(ids: Ragged, mask: Any, name: str) -> Ragged:
-    """Return the ids without those that a mask of the same rows hides."""
-    shows = Ragged.from_list([row.cpu() for row in _mask_rows(mask, name)], torch.bool)
-    lengths = zip(ids.lengths.tolist(), shows.lengths.tolist(), strict=False)
-    problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
-    if len(shows) != len(ids):
-        problems = {len(shows): "no mask"} if len(shows) < len(ids) else {len(ids): "a mask, but no tokens"}
-    refuse(problems, name)
-    counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, shows.values.long())
-    return Ragged(ids.values[shows.values], counts)
-
-
-def _mask_rows(mask: Any, name: str) -> list[Tensor]:
-    """Return one tensor a row; refuse the rows that are no masks."""
-    if isinstance(mask, Tensor) and (mask.is_nested or mask.ndim):
-        mask = list(mask.unbind())
-    if not isinstance(mask := as_list(mask), list):
-        raise invalid(name, f"expected one mask for each row, got {shown(mask)}")
-    found, problems = [], {}
-    for row, given in enumerate(mask):
-        try:
-            found.append(as_tensor(given))
-            why = not_a_mask(found[-1]) or ("" if found[-1].ndim == 1 else f"a mask of shape {tuple(found[-1].shape)}")
-        except (TypeError, ValueError, RuntimeError):  # texts, None, lists of unequal length
-            why = shown(given)
-        if why:
-            problems[row] = f"expected a mask of True and False, or 1 and 0; got {why}"
-    refuse(problems, name)
-    return found
-
-
-def _dense_rows(values: Tensor) -> Ragged:
-    dense = _matrix(values).cpu()
-    return Ragged(dense.reshape(-1), torch.full((dense.shape[0],), dense.shape[1], dtype=torch.int64))
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    """Reshape ``[*batch, width]`` to ``[rows, width]``, even if there are no rows."""
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-
-
-# Containers of ids ---------------------------------------------------------------------------------------------------
-
-
-def read_container(
-    td: TensorDictBase, tokens: Tokens, keys: MaskKeys, part: str, key: Key = (), backend: Backend | None = None
-) -> InputRows:
-    """Read `Tokens`. The sequences keep their split and, if dense, their columns.
-
-    Args:
-        td: holds the masks.
-        tokens: the container.
-        keys: where the masks are.
-        part: the field to read.
-        key: the key of the container, for errors.
-        backend: refuses dense tokens without a mask that begin or end with its pad id; None looks for no pads.
-
-    Raises:
-        InvalidRequestError: the masks do not fit, or there are pads and no mask.
-    """
-    tokens = _unnested(tokens)
-    masks = _masks_of(td, tokens, keys)
-    if masks is None and tokens.padded:
-        if backend is not None:
-            _refuse_pads_of(tokens, key, backend)
-        masks = _masks_without_pads(tokens, part)
-    # Errors name the mask by its key.
-    held = {"tokens": tokens, **({} if masks is None else {keys.name: masks})}
-    given = TensorDict(held, batch_size=tokens.batch_size)
-
-    def read(container: str, name: str) -> Ragged:
-        return ragged(given, (container, name), masks=keys.name).to("cpu")
-
-    found = InputRows(batch_size=tuple(tokens.batch_size), ids=read("tokens", part))
-    if part == "prompt":
-        return found
-    split = "prompt" in tokens.keys()
-    columns = assistant = None
-    if tokens.padded and masks is not None:
-        # Rows that are padded to different widths have no common columns.
-        with suppress(InvalidRequestError):
-            mask = _matrix(as_mask(masks.all_attention_mask, keys.name)).cpu()
-            columns = Columns(mask, tokens.prompt.shape[-1] if split else None)
-    if masks is not None and "all_assistant_mask" in masks.keys():
-        # Scoring cannot find out which tokens are the assistant's, so it keeps what the input says.
-        assistant = read(keys.name, "all_assistant_mask")
-        assistant = assistant.with_values(as_mask(assistant.values, "masks.all_assistant_mask"))
-    lengths = read("tokens", "prompt").lengths if split else None
-    return replace(found, prompt_lengths=lengths, columns=columns, assistant=assistant)
 
 
 def nested_field(container: Tokens, part: str) -> Tensor | None:
@@ -268,96 +314,6 @@ def with_full(tokens: Any, key: str) -> Tokens:
     return Tokens(
         prompt=prompt, response=response, full=torch.cat([prompt, response], -1), batch_size=tokens.batch_size
     )
-
-
-def _unnested(tokens: Tokens) -> Tokens:
-    """Return tokens of which a field is a nested tensor as rows of their own length; others as they are."""
-    names = [name for name in ("prompt", "response", "full") if name in tokens.keys()]
-    if all(nested_field(tokens, name) is None for name in names):
-        return tokens
-    return Tokens.from_rows(**{name: list(rows_of_ids(getattr(tokens, name), name).split()) for name in names})
-
-
-def _refuse_pads_of(tokens: Tokens, key: Key, backend: Backend) -> None:
-    """Refuse dense `Tokens` that have no mask and of which a row begins or ends with pads."""
-
-    def columns(part: Any, name: str) -> Ragged:
-        try:
-            return _dense_rows(getattr(part, name))
-        except InvalidRequestError:  # rows of different widths
-            return Ragged.cat([columns(row, name) for row in part.unbind(0)])
-
-    for name in ("prompt", "response", "full"):
-        if name in tokens.keys():
-            ids, field = columns(tokens, name), ".".join((*key, name))
-            refuse_pads(ids, backend.tokenizer, backend.eos_token_ids, field, _PADS_ADVICE)
-
-
-def _masks_without_pads(tokens: Tokens, part: str) -> Any:
-    """Return `Masks` that take every id of dense tokens for a token."""
-    try:
-        widest = tokens.full if "full" in tokens.keys() else getattr(tokens, part)
-    except InvalidRequestError:  # rows of different widths
-        return lazy_stack([_masks_without_pads(row, part) for row in tokens.unbind(0)])
-    return Masks(all_attention_mask=torch.ones_like(widest, dtype=torch.bool), batch_size=tokens.batch_size)
-
-
-def _masks_of(td: TensorDictBase, tokens: Tokens, keys: MaskKeys) -> Masks | None:
-    """Return the masks of a container of ids."""
-    found = find_value(td, keys.masks)
-    if isinstance(found, Masks) and keys.given is None:
-        if not tokens.padded and "all_attention_mask" in found.keys() and _hides_tokens(found, keys.name):
-            raise _no_pads(keys.name)
-        return found
-    given = {"all_attention_mask": keys.attention(td)}
-    if isinstance(found, (TensorDictBase, Masks)) and (keys.given is None or "all_attention_mask" not in found.keys()):
-        given["all_assistant_mask"] = keys.assistant(td)
-    given = {name: mask for name, mask in given.items() if mask is not None}
-    if not given:
-        return None
-    if not tokens.padded and "all_attention_mask" in given:
-        raise _no_pads(keys.name)
-    if tokens.padded and all(isinstance(mask, Tensor) and not mask.is_nested for mask in given.values()):
-        return Masks(**given, batch_size=tokens.batch_size)
-    return None if 0 in tokens.batch_size else _masks_in_rows(given, tokens)
-
-
-def _masks_in_rows(given: Mapping[str, Any], tokens: Tokens) -> Masks:
-    """Return masks that come as one tensor per row, in lists nested like the batch of `tokens`."""
-    shape = tuple(tokens.batch_size)
-    count, by_name = math.prod(shape), {}
-    for name, mask in given.items():
-        try:
-            by_name[name] = _mask_rows(_at_depth(mask, len(shape)), f"masks.{name}")
-        except TypeError:  # fewer dimensions than the batch
-            by_name[name] = []
-        if (found := len(by_name[name])) != count:
-            raise InvalidRequestError(
-                f"masks.{name}: expected one mask for each of {count} rows, got {found}", field="masks"
-            )
-    stack: list[Any] = [
-        Masks(**{name: found[row] for name, found in by_name.items()}, padded=tokens.padded) for row in range(count)
-    ]
-    for size in reversed(shape):
-        stack = [lazy_stack(stack[start : start + size]) for start in range(0, len(stack), size)]
-    masks: Masks = stack[0]
-    return masks
-
-
-def _at_depth(value: Any, depth: int) -> list[Any]:
-    return [leaf for part in value for leaf in _at_depth(part, depth - 1)] if depth else [value]
-
-
-def _hides_tokens(masks: Masks, name: str) -> bool:
-    """Return whether the attention mask is False somewhere."""
-    own = TensorDict({"masks": masks}, batch_size=masks.batch_size)
-    try:
-        shown = masks.all_attention_mask if masks.padded else ragged(own, ("masks", "all_attention_mask")).values
-    except InvalidRequestError:  # dense rows of different widths, or a stack of both layouts
-        shown = [row.all_attention_mask for row in rows(masks)]
-    if isinstance(shown, Tensor) and shown.is_nested:
-        shown = list(shown.unbind())
-    return not all(bool(as_mask(row, name).all()) for row in flat(shown))
 
 
 def _no_pads(mask: str) -> InvalidRequestError:
