@@ -41,7 +41,6 @@ from corelm.policy.rows import InputRows, find_value
 from corelm.policy.tokens import (
     REPEAT,
     MaskKeys,
-    are_completions,
     find_input_ids,
     mask_next_to,
     nested_field,
@@ -164,7 +163,7 @@ class InputReader:
 
     def _texts(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
         held, name = find_value(td, self._top), self._names[part]
-        if part == "full" and isinstance(held, (Text, TensorDictBase)) and are_completions(held):
+        if part == "full" and isinstance(held, (Text, TensorDictBase)) and _are_completions(held.keys()):
             return self._completions(td, held, _with_one_bos(backend))
         texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
         if isinstance(held, Text):
@@ -233,26 +232,39 @@ class InputReader:
 
     def _tokens(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
         holder, top, name, own_key = td, self._top, self._names[part], self._own_key
-        held = container = find_value(td, top)
-        completions = part == "full" and isinstance(held, (Tokens, TensorDictBase)) and are_completions(held)
+        held = find_value(td, top)
+        plain = isinstance(held, TensorDictBase)
+        fields = set(held.keys()) if plain or isinstance(held, Tokens) else set()
+        in_rows = isinstance(held, Tokens) and not held.padded
+        completions = part == "full" and _are_completions(fields)
         if completions:
-            container = with_full(held, ".".join(top))
-        if own_key and (batch := find_input_ids(td, top, container, part)) is not None:
+            held = with_full(held, ".".join(top))
+        if own_key and (batch := find_input_ids(td, top, held, part)) is not None:
             holder, top = batch
             name, own_key = ".".join(top), False
-            held = container = find_value(holder, top)
+            held, plain, in_rows, fields = find_value(holder, top), False, False, set()
+        container = isinstance(held, Tokens) and part in held.keys()
+        ids = held if container else self._value(holder, held, part, name, bare=(Tensor, list))
         masks = self._masks
         if masks.given is None:
             has_masks = masks.attention(holder) is not None
             if not (has_masks and own_key):
-                masks = MaskKeys(masks.masks, mask_next_to(holder, top, held, part, has_masks=has_masks))
-        if not (isinstance(container, Tokens) and part in container.keys()):
-            container = self._value(holder, container, part, name, bare=(Tensor, list))
-        rows = read_ids(holder, container, part, masks, ".".join(top), name, backend)
+                whole = find_value(held, "full") if plain and not container and "full" in fields else ids
+                key = mask_next_to(
+                    holder,
+                    top,
+                    whole,
+                    plain=plain,
+                    answered={"response", "full"} <= fields,
+                    in_rows=in_rows,
+                    has_masks=has_masks,
+                )
+                masks = MaskKeys(masks.masks, key)
+        rows = read_ids(holder, ids, part, masks, ".".join(top), name, backend)
         if completions:
             rows = self._scorable(rows)
         # Nested tensors are read like bare ones, and replaced by rows.
-        if isinstance(container, Tokens) and top == self._tokens_key and nested_field(container, part) is None:
+        if container and top == self._tokens_key and nested_field(ids, part) is None:
             rows = replace(rows, conflicts={})
         _must_be_batch_of(td, rows.batch_size, name)
         return rows
@@ -356,6 +368,11 @@ def _must_be_batch_of(td: TensorDictBase, found: tuple[int, ...], name: str) -> 
     batch = tuple(td.batch_size)
     if batch and batch != found:
         raise invalid(name, f"its batch is {found}, but the TensorDict's is {batch}")
+
+
+def _are_completions(fields: Any) -> bool:
+    """Return whether there are prompts and responses under these keys, and no whole sequences."""
+    return "prompt" in fields and "response" in fields and "full" not in fields
 
 
 def _field(held: Any, name: str) -> Any:

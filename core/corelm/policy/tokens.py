@@ -7,7 +7,8 @@ and refused if a row begins or ends with the tokenizer's pad id.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,13 @@ from torch import Tensor
 from corelm.backend.arguments import refuse_pads, refuse_unreadable, rows_of_ids
 from corelm.backend.backend import Backend
 from corelm.containers.classes import Masks, Tokens, ragged
-from corelm.containers.field_access import flat, rows
+from corelm.containers.field_access import rows
 from corelm.containers.keys import list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.policy.rows import InputRows, find_value
 from corelm.spec.records import Columns
 from corelm.tensors.masks import as_mask, not_a_mask
-from corelm.tensors.ragged import Ragged, as_tensor
+from corelm.tensors.ragged import Ragged, as_tensor, unreadable
 from corelm.validate import as_list, invalid, shown
 
 Key = tuple[str, ...]
@@ -182,13 +183,13 @@ def _mask(td: TensorDictBase, keys: MaskKeys, which: str, depth: int, name: str)
         return None
     if isinstance(value, Ragged):
         return value.with_values(as_mask(value.values, name)).to("cpu")
-    if isinstance(value, Tensor) and value.ndim and not value.is_nested and not not_a_mask(value):
-        return _dense_rows(value.to(torch.bool))
-    return Ragged.from_list(_mask_rows(value, depth, name), torch.bool)
+    return _as_rows(value, depth, name)
 
 
-def _mask_rows(mask: Any, depth: int, name: str) -> list[Tensor]:
-    """Return one tensor a row; refuse the rows that are no masks."""
+def _as_rows(mask: Any, depth: int, name: str, why_not: Callable[[Any], str] = not_a_mask) -> Ragged:
+    """Return the rows of a mask as bool, on the CPU; refuse those for which `why_not` returns a reason."""
+    if isinstance(mask, Tensor) and mask.ndim and not mask.is_nested and not why_not(mask):
+        return _dense_rows(mask.to(torch.bool))
     if isinstance(mask, Tensor) and mask.ndim:
         given = list(mask.unbind() if mask.is_nested else mask.flatten(0, -2))
     else:
@@ -200,7 +201,7 @@ def _mask_rows(mask: Any, depth: int, name: str) -> list[Tensor]:
     for row, one in enumerate(given):
         try:
             tensor = as_tensor(one)
-            why = not_a_mask(tensor) or ("" if tensor.ndim == 1 else f"a mask of shape {tuple(tensor.shape)}")
+            why = why_not(tensor) or ("" if tensor.ndim == 1 else f"a mask of shape {tuple(tensor.shape)}")
         except (TypeError, ValueError, RuntimeError):  # texts, None, lists of unequal length
             why = shown(one)
         if why:
@@ -208,7 +209,7 @@ def _mask_rows(mask: Any, depth: int, name: str) -> list[Tensor]:
         else:
             found.append(tensor.cpu())
     refuse(problems, name)
-    return found
+    return Ragged.from_list(found, torch.bool)
 
 
 def _at_depth(value: Any, depth: int) -> list[Any]:
@@ -275,12 +276,6 @@ def nested_field(container: Tokens, part: str) -> Tensor | None:
     return value if isinstance(value, Tensor) and value.is_nested else None
 
 
-def are_completions(held: Any) -> bool:
-    """Return whether a container, or a plain TensorDict, holds prompts and responses, and no whole sequences."""
-    fields = held.keys()
-    return "prompt" in fields and "response" in fields and "full" not in fields
-
-
 def with_full(tokens: Any, key: str) -> Tokens:
     """Return `Tokens` of prompts and responses with their `full`, in the layout that they have.
 
@@ -327,7 +322,9 @@ def _no_pads(mask: str) -> InvalidRequestError:
 # Which attention mask belongs to the ids -----------------------------------------------------------------------------
 
 
-def mask_next_to(td: TensorDictBase, top: Key, held: Any, part: str, *, has_masks: bool) -> Key | None:
+def mask_next_to(
+    td: TensorDictBase, top: Key, held: Any, *, plain: bool, answered: bool, in_rows: bool, has_masks: bool
+) -> Key | None:
     """Return the key of the `attention_mask` that belongs to the ids under the key `top`; None if there is none.
 
     It is in the plain TensorDict that holds the ids, or next to `top`. Its name may begin as that of the ids does:
@@ -337,37 +334,41 @@ def mask_next_to(td: TensorDictBase, top: Key, held: Any, part: str, *, has_mask
     Args:
         td: holds the ids.
         top: the key of the ids, or of the container that holds them.
-        held: the value under that key.
-        part: the field of the container that is read.
+        held: the ids, or `Tokens`.
+        plain: whether a plain TensorDict holds the ids.
+        answered: whether they are held with responses to them.
+        in_rows: whether they are in rows of unequal length, which have no pads.
         has_masks: whether there is an attention mask in the `Masks`, which is read if this one has another shape.
 
     Raises:
         InvalidRequestError: the mask has another shape, or would hide tokens of rows that should have no pads, or of
             an answer, to which it need not belong.
     """
-    plain = isinstance(held, TensorDictBase)
-    container = plain or isinstance(held, Tokens)
+    container = isinstance(held, Tokens)
     *path, own = top
     stem = own.removesuffix("input_ids") if own.endswith("input_ids") else own.removesuffix("ids")
     keys = [(*top, "attention_mask")] if plain else []
     keys += [(*path, f"{stem}attention_mask")] if stem not in (own, "") else []
     misfit = None
     for key in (*keys, (*path, "attention_mask")):
-        if (mask := find_value(td, key)) is None:
+        if (given := find_value(td, key)) is None:
             continue
-        widths = _widths_of(held, part)
-        fits = widths is not None and _widths(mask) == widths
-        answered = container and {"response", "full"} <= set(held.keys())
-        if answered or (not plain and container and not held.padded):
-            if fits and _hides(mask):
-                raise _unclear(".".join(key)) if answered else _no_pads(".".join(key))
+        name, depth = ".".join(key), len(held.batch_size) if container else 1
+        lengths = _lengths(held)
+        mask = None
+        with suppress(InvalidRequestError):
+            mask = _as_rows(given, depth, name, why_not=unreadable)
+        fits = mask is not None and mask.lengths.tolist() == lengths
+        if answered or in_rows:
+            if mask is not None and fits and not bool(mask.values.all()):
+                raise _unclear(name) if answered else _no_pads(name)
         elif fits:
             return key
-        elif key[-1] != "attention_mask" or not _is_of_input_ids(td, key, mask, top):
+        elif key[-1] != "attention_mask" or mask is None or not _is_of_input_ids(td, key, mask, top):
             misfit = misfit or key
     if misfit is None or has_masks:
         return None
-    if container:
+    if container or plain:
         raise InvalidRequestError(
             f"{'.'.join(misfit)}: its rows are not as wide as those of the tokens under {'.'.join(top)!r}; give the "
             "mask of prompt and response together if both are read, or delete it",
@@ -376,55 +377,19 @@ def mask_next_to(td: TensorDictBase, top: Key, held: Any, part: str, *, has_mask
     return misfit
 
 
-def _is_of_input_ids(td: TensorDictBase, key: Key, mask: Any, top: Key) -> bool:
+def _is_of_input_ids(td: TensorDictBase, key: Key, mask: Ragged, top: Key) -> bool:
     """Return whether a mask belongs to `input_ids` next to it, where the policy reads something else."""
     other = (*key[:-1], "input_ids")
-    ids = None if other == top else find_value(td, other)
-    return ids is not None and _widths(ids) == _widths(mask)
+    return other != top and mask.lengths.tolist() == _lengths(find_value(td, other))
 
 
-def _widths_of(held: Any, part: str) -> list[int] | None:
-    """Return the widths of the rows of ids, or of the widest field of a container of ids."""
-    if not isinstance(held, (Tokens, TensorDictBase)):
-        return _widths(held)
-    names = held.keys()
-    if "full" in names:
-        return _widths(_field(held, "full"))
-    first = _widths(_field(held, "prompt")) if "prompt" in names else None
-    if part == "prompt" or first is None or "response" not in names:
-        return first
-    second = _widths(_field(held, "response"))
-    return None if second is None else [one + other for one, other in zip(first, second, strict=False)]
-
-
-def _field(held: Any, name: str) -> Any:
-    if isinstance(held, TensorDictBase):
-        return find_value(held, name)
+def _lengths(held: Any) -> list[int] | None:
+    """Return the lengths of rows of ids with their pads; None if these are no ids."""
+    part = "full" if isinstance(held, Tokens) and "full" in held.keys() else "prompt"
     try:
-        return getattr(held, name)
-    except InvalidRequestError:  # dense rows of different widths
-        return [_field(row, name) for row in held.unbind(0)]
-
-
-def _widths(value: Any) -> list[int] | None:
-    """Return the length of each row of a dense or nested tensor, or of nested lists of rows; None for anything else."""
-    if isinstance(value, Tensor):
-        if value.is_nested:
-            return [len(row) for row in value.unbind()]
-        return [value.shape[-1]] * math.prod(value.shape[:-1]) if value.ndim else None
-    value = as_list(value)
-    if not isinstance(value, list):
+        return _cells(held, part, "")[0].lengths.tolist()
+    except InvalidRequestError:
         return None
-    parts = [as_list(each) for each in value]
-    if not any(isinstance(each, (list, Tensor)) for each in parts):
-        return [len(parts)]
-    found = [_widths(each) for each in parts]
-    return None if None in found else [width for each in found for width in each or ()]
-
-
-def _hides(mask: Any) -> bool:
-    parts = mask.unbind() if isinstance(mask, Tensor) and mask.is_nested else flat(as_list(mask))
-    return not all(bool(row.all()) if isinstance(row, Tensor) else bool(row) for row in parts)
 
 
 def _unclear(mask: str) -> InvalidRequestError:
