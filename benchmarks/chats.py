@@ -22,7 +22,7 @@ from tensordict import TensorDict
 
 from benchmarks.measure import Figure, Way, compare
 from benchmarks.models import dialogues, tokenizer
-from corelm import Backend, Capabilities, History, hookimpl
+from corelm import Backend, Capabilities, History, PolicyOptions, hookimpl
 from corelm.policy.inputs import InputReader
 
 COUNT = 256
@@ -66,7 +66,7 @@ def _turn(turn: int, lines: Iterator[str], sentences: int) -> dict[str, Any]:
 
 
 def ways(tokenizer: Any, chats: Chats) -> dict[str, Way]:
-    reader = InputReader(mode="history")
+    reader = InputReader(PolicyOptions(input_mode="history"))
     backend = Backend.from_plugin(Engine(tokenizer), "none")
     plain, sampled = (
         TensorDict({"history": History.from_chats(c)}, [COUNT]) for c in (chats, _sampled(tokenizer, chats))

@@ -20,7 +20,7 @@ from .containers.records import to_records as to_records
 from .containers.turns import merge_turns as merge_turns
 from .kl.mismatch import staleness as staleness
 from .opening import get_backend as get_backend
-from .policy.inputs import Keys as Keys
+from .policy.options import Keys as Keys
 from .policy.options import PolicyOptions as PolicyOptions
 from .policy.policy import LLMPolicy as LLMPolicy
 from .rendering.response_parsers import NamedParser as NamedParser

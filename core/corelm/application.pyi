@@ -56,9 +56,9 @@ from .policy.messages import answer_texts as answer_texts
 from .policy.messages import whole_texts as whole_texts
 from .policy.mistakes import checked_backend as checked_backend
 from .policy.rows import InputRows as InputRows
+from .policy.rows import find_value as find_value
 from .policy.rows import last_tokens as last_tokens
 from .policy.rows import room_for_prompts as room_for_prompts
-from .policy.values import find_value as find_value
 from .rendering.completions import encode_completions as encode_completions
 from .rendering.render import render as render
 from .rendering.render import segments_of as segments_of

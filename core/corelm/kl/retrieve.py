@@ -16,7 +16,7 @@ from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl.estimators import Estimator
 from corelm.kl.penalty import KLComputation, KLController
 from corelm.policy.delivery import refuse_other_provenance
-from corelm.policy.inputs import Keys
+from corelm.policy.options import Keys
 from corelm.policy.policy import LLMPolicy
 from corelm.spec.provenance import Provenance
 from corelm.validate import flag

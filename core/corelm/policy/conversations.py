@@ -13,7 +13,7 @@ from corelm.backend.backend import Backend
 from corelm.backend.skipping import renumbered
 from corelm.containers.keys import key_parts
 from corelm.errors import InvalidRequestError, Problems, TemplateError
-from corelm.policy.values import find_value
+from corelm.policy.rows import find_value
 from corelm.rendering.render import RenderedChats, render
 from corelm.spec.message import Chat, Message
 from corelm.tensors.ragged import Ragged

@@ -7,29 +7,31 @@ other tokens, log-probs of another provenance under the same key) is refused bef
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
 
 from corelm import validate
 from corelm.backend.backend import Backend
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens
-from corelm.containers.fields import flat
+from corelm.containers.fields import TOP, flat
 from corelm.containers.keys import key_parts
-from corelm.containers.reading import provenance_of_rows, ragged
+from corelm.containers.reading import carries_sets, provenance_of_rows, ragged, token_sets
 from corelm.errors import InvalidRequestError, refuse, spelled_out
-from corelm.policy.joining import joined_ids
-from corelm.policy.options import PolicyOptions
-from corelm.policy.rows import InputRows
-from corelm.policy.stale import refuse_stale
-from corelm.policy.values import find_value, nested_field
+from corelm.policy.options import Keys, PolicyOptions
+from corelm.policy.outputs import ABOUT_IDS
+from corelm.policy.rows import InputRows, find_value
+from corelm.policy.tokens import nested_field
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest
 from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
 
+_DEFAULT = Keys()
 _CONTAINERS: dict[str, Any] = {
     "text": Text,
     "tokens": Tokens,
@@ -47,17 +49,17 @@ _ROUNDING_AT_END, _END = 0.25, 8
 
 def must_fit(td: TensorDictBase, batch_size: tuple[int, ...], options: PolicyOptions) -> None:
     """Refuse a call whose results cannot go where `inplace` says, before anything is sampled."""
-    if options.writes_in_place is True and td.is_locked:
+    where = options.writes_in_place
+    if where is True and td.is_locked:
         raise validate.invalid("inplace", "the TensorDict is locked; unlock it, or pass inplace=False")
-    if options.writes_in_place is False or tuple(td.batch_size) == batch_size:
+    if where is False or tuple(td.batch_size) == batch_size:
         return
-    rest = td.exclude(*_replaced_keys(td, options)) if options.writes_in_place is True else td.empty()
+    rest = td.exclude(*_replaced_keys(td, options)) if where is True else td.empty()
     try:
         rest.batch_size = torch.Size(batch_size)
     except RuntimeError as error:
         raise validate.invalid(
-            "inplace",
-            f"the results' batch {batch_size} does not fit the input; pass inplace=False: {error}",
+            "inplace", f"the results' batch {batch_size} does not fit the input; pass inplace=False: {error}"
         ) from error
 
 
@@ -73,9 +75,8 @@ def _replaced_keys(td: TensorDictBase, options: PolicyOptions) -> list[NestedKey
 
 def must_replace(td: TensorDictBase, options: PolicyOptions) -> None:
     """Refuse generating in place if it would leave a container of an earlier answer next to the new one."""
-    written = options.fields
     for name, container in _CONTAINERS.items():
-        if name in written or (name == "history" and options.input_mode != "history"):
+        if name in options.fields or (name == "history" and options.input_mode != "history"):
             continue
         there = find_value(td, getattr(options.keys, name))
         response = "all_response_mask" if name == "masks" else "response"
@@ -85,7 +86,32 @@ def must_replace(td: TensorDictBase, options: PolicyOptions) -> None:
                 f"{_dotted(options, name)!r} holds that of an earlier answer, which this call would not replace; leave "
                 f"return_{name}=False out, delete it from the TensorDict, or pass inplace=False",
             )
-    refuse_stale(td, options, "a new answer", answered=True)
+    _refuse_stale(td, options, "a new answer", answered=True)
+
+
+def _refuse_stale(td: TensorDictBase, options: PolicyOptions, new: str, *, answered: bool = False) -> None:
+    """Refuse a call that replaces tokens if it leaves containers that are as long as the old ones.
+
+    Args:
+        td: what the call writes into.
+        options: those of the policy.
+        new: what the call writes.
+        answered: whether to look only at log-probs of an earlier answer.
+    """
+    keys = options.keys
+    written = [getattr(keys, name) for name in options.fields]
+    # A policy that writes log-probs elsewhere leaves those of the sampler, which are under the default key.
+    looked_at = [_DEFAULT.log_probs] if keys.tokens == _DEFAULT.tokens else []
+    looked_at += [] if answered else [keys.tokens, keys.masks]
+    for key in looked_at:
+        there = None if key in written else find_value(td, key)
+        if isinstance(there, (LogProbs, Masks, Tokens)) and (not answered or "response" in there.keys()):
+            name = ".".join(key_parts(key))
+            raise validate.invalid(
+                name,
+                f"it belongs to the tokens that are there, and would stay next to {new}; delete it from the "
+                "TensorDict, write it as well, or pass inplace=False",
+            )
 
 
 def must_keep(
@@ -101,7 +127,7 @@ def must_keep(
     """
     if options.overwrite:
         if rows.conflicts:
-            refuse_stale(td, options, "scores of other tokens")
+            _refuse_stale(td, options, "scores of other tokens")
         return
     if rows.conflicts:
         raise InvalidRequestError(
@@ -193,7 +219,7 @@ def _loss(name: str, there: Any, rows: InputRows, options: PolicyOptions) -> str
         lost = sorted({*there.keys()} - {"full", "padded"})
         which = f" of {', '.join(lost)}" if lost else ""
         return f"nested tensors{which} are there" if lost or not read else None
-    if isinstance(there, TensorDictBase) and not isinstance(there, _CONTAINERS[name]):
+    if isinstance(there, TensorDictBase):
         written = {"full", "input_ids", "attention_mask"} if read else set()
         if read and rows.only_response:
             written |= {"prompt", "response"}
@@ -248,22 +274,22 @@ def _dotted(options: PolicyOptions, name: str) -> str:
 def scores_are_dense(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> bool:
     """Return whether scores are written as dense tensors: in place like the tokens there, else as `pad_output` says."""
     if options.writes_in_place is True and _joins(rows, options):
-        names = ("tokens", "masks")
-        if any(isinstance(find_value(td, getattr(options.keys, name)), _CONTAINERS[name]) for name in names):
-            return rows.columns is not None
+        for name in ("tokens", "masks"):
+            if isinstance(find_value(td, getattr(options.keys, name)), _CONTAINERS[name]):
+                return rows.columns is not None
     return options.pad_output
 
 
 def merged(td: TensorDictBase, rows: InputRows, request: ContainerRequest, options: PolicyOptions) -> ContainerRequest:
     """Return the scores together with those that are there: a log-prob that is there stays, new positions are added."""
-    if options.writes_in_place is not True:
+    if options.writes_in_place is not True or options.overwrite:
         return request
-    earlier = find_value(td, "errors")
-    if request.errors is not None and earlier is not None and not options.overwrite:
+    earlier = None if request.errors is None else find_value(td, "errors")
+    if request.errors is not None and earlier is not None:
         pairs = zip(flat(earlier), request.errors, strict=True)
         request = replace(request, errors=tuple("; ".join(dict.fromkeys(filter(None, pair))) for pair in pairs))
     there = find_value(td, options.keys.log_probs)
-    if options.overwrite or not isinstance(there, LogProbs) or request.logprobs is None or request.scored is None:
+    if not isinstance(there, LogProbs) or request.logprobs is None or request.scored is None:
         return request
     assert request.provenance is not None
     # The weights may have changed since the request was checked.
@@ -272,12 +298,13 @@ def merged(td: TensorDictBase, rows: InputRows, request: ContainerRequest, optio
     new = request.logprobs.values
     values, counts, new_counts = (one.values.to(new.device) for one in (old, old_scored, request.scored))
     both = counts & new_counts
-    _must_agree(old.with_values(torch.where(both, values - new, 0.0)), old.with_values(both), options)
-    where = old.with_values(counts), old.with_values(new_counts)
-    about_ids = joined_ids(_with_masks(there, rows), request, *where, _dotted(options, "log_probs"))
+    _must_agree(old.with_values(torch.where(both, values - new, 0.0)), both.cpu(), options)
+    view, field = _with_masks(there, rows), _dotted(options, "log_probs")
+    here, added = old.with_values(counts.cpu()), new_counts.cpu()
     return replace(
         _with_split(there, rows, request),
-        **about_ids,
+        **_joined_sets(view, request, here, added, field),
+        **_joined_top(view, request, here.values, added, field),
         logprobs=old.with_values(torch.where(counts, values, new)),
         scored=old.with_values(counts | new_counts),
     )
@@ -296,6 +323,7 @@ def _read_log_probs(there: LogProbs, rows: InputRows, options: PolicyOptions) ->
 
 
 def _with_masks(there: LogProbs, rows: InputRows) -> TensorDict:
+    """Return the log-probs with the masks that tell their tokens from pads, if they are dense."""
     held: dict[str, Any] = {"log_probs": there}
     if rows.columns is not None:
         mask = rows.columns.mask.reshape(*rows.batch_size, rows.columns.mask.shape[-1])
@@ -312,19 +340,19 @@ def _with_split(there: LogProbs, rows: InputRows, request: ContainerRequest) -> 
     return replace(request, tokens=replace(rows, prompt_lengths=lengths).tokens, columns=columns)
 
 
-def _must_agree(gaps: Ragged, both: Ragged, options: PolicyOptions) -> None:
+def _must_agree(gaps: Ragged, both: Tensor, options: PolicyOptions) -> None:
     """Refuse scores that are further from those there than rounding explains, although their labels are the same.
 
     Args:
         gaps: the differences, as long as the rows; 0.0 where only one of the two is scored.
-        both: bool, as long: where both are scored.
+        both: bool, like the values: where both are scored.
+        options: those of the policy.
     """
-    # Where both are minus infinity, the gap is NaN, and they agree. The rows of a `Ragged` are counted on the CPU.
-    far, counts = gaps.values.nan_to_num(0.0, torch.inf, torch.inf).abs().cpu(), both.values.cpu()
-    mean = float(far.sum()) / max(int(counts.sum()), 1)
-    row = gaps.row_index
-    per_row = torch.zeros_like(gaps.lengths).index_add_(0, row, counts.long())
-    last = counts & (per_row.cumsum(0)[row] - counts.cumsum(0) < _END)
+    # Where both are minus infinity, the gap is NaN, and they agree.
+    far, row = gaps.values.nan_to_num(0.0, torch.inf, torch.inf).abs().cpu(), gaps.row_index
+    mean = float(far.sum()) / max(int(both.sum()), 1)
+    per_row = torch.zeros_like(gaps.lengths).index_add_(0, row, both.long())
+    last = both & (per_row.cumsum(0)[row] - both.cumsum(0) < _END)
     at_end = torch.zeros(len(gaps), dtype=far.dtype).index_add_(0, row, torch.where(last, far, 0.0))
     at_end = at_end / per_row.clamp(1, _END)
     if mean <= _ROUNDING and bool((at_end <= _ROUNDING_AT_END).all()):
@@ -342,6 +370,86 @@ def _must_agree(gaps: Ragged, both: Ragged, options: PolicyOptions) -> None:
     )
 
 
+def _joined_sets(
+    view: TensorDict, request: ContainerRequest, here: Ragged, added: Tensor, field: str
+) -> dict[str, Any]:
+    """Return the ids over which tokens were normalised, with those that are there: where a token has a set, it stays.
+
+    Args:
+        view: holds the `log_probs` that are there, and their masks if they are dense.
+        request: the new scores.
+        here: bool: where the log-probs there are scored.
+        added: bool, like the values of `here`: where the new ones are.
+        field: the key of the log-probs, for errors.
+
+    Raises:
+        InvalidRequestError: a token was normalised over other ids.
+    """
+    held, new = view.get("log_probs"), request.kept_ids
+    both = here.values & added
+    if not carries_sets(held):
+        if new is not None and bool((both & (new.ids.lengths > 0)).any()):
+            raise validate.invalid(
+                field,
+                "the log-probs there do not say over which ids they were normalised, and the new ones do. "
+                'Write these elsewhere: log_probs_key="ref_log_probs"; or pass overwrite=True',
+            )
+        return {"kept_ids": new}
+    joined = old = token_sets(view).to("cpu").where(here.values)
+    if new is not None:
+        new = new.to("cpu")
+        differ = (both & ~old.same_as(new)).nonzero().flatten().tolist()
+        what = "the token at position {} was normalised over other ids there"
+        refuse({int(here.row_index[at]): what.format(int(here.positions[at])) for at in reversed(differ)}, field)
+        # Where both have a set, they are equal.
+        index = torch.arange(len(old.ids)) + torch.where(here.values, 0, len(old.ids))
+        joined = TokenSets(Ragged.cat([old.ids, new.ids]).select(index), old.lengths)
+    made: dict[str, Any] = {"kept_ids": joined}
+    if "kept_log_mass" in held.keys():
+        mass = ragged(view, ("log_probs", "kept_log_mass"))
+        made["kept_log_mass"] = mass.with_values(mass.values.masked_fill(~here.values.to(mass.values.device), 0.0))
+    return made
+
+
+def _joined_top(view: TensorDict, request: ContainerRequest, here: Tensor, added: Tensor, field: str) -> dict[str, Any]:
+    """Return the most probable ids of tokens, with those that are there: where a token has them, they stay.
+
+    Args:
+        view: as for `_joined_sets`, and so are the others.
+        here: bool: where the log-probs there are scored.
+
+    Raises:
+        InvalidRequestError: a token would have no ids, or another number of them than the others.
+    """
+    held, made = view.get("log_probs"), {}
+    for name in TOP:
+        of_request, _ = ABOUT_IDS[name]
+        key, new, has = f"{field}.{name}", getattr(request, of_request), name in held.keys()
+        if (new is not None and not has and bool((here & ~added).any())) or (
+            has and new is None and bool((added & ~here).any())
+        ):
+            advice = "score with the top_k of the log-probs that are there" if has else "score without top_k"
+            raise validate.invalid(
+                key,
+                f"some tokens would have these, and others would not; {advice}, or write elsewhere: "
+                'log_probs_key="ref_log_probs"',
+            )
+        if has:
+            old = ragged(view, ("log_probs", name))
+            if new is not None and new.values.shape != old.values.shape:
+                width = old.values.shape[-1]
+                raise validate.invalid(
+                    key,
+                    f"{width} ids a token are there, the new scores have {new.values.shape[-1]}; pass top_k={width}, "
+                    'or log_probs_key="ref_log_probs"',
+                )
+            if new is not None:
+                keep = here.to(new.values.device).reshape(-1, *[1] * (new.values.ndim - 1))
+                old = old.with_values(torch.where(keep, old.values.to(new.values.device), new.values))
+            made[of_request] = old
+    return made
+
+
 def deliver(
     td: TensorDictBase, rows: InputRows, request: ContainerRequest, backend: Backend, options: PolicyOptions
 ) -> TensorDictBase:
@@ -350,34 +458,29 @@ def deliver(
     device = options.device or td.device
     if device is not None:
         made = made.to(device)
+    where = options.writes_in_place
+    read = options.input_mode if options.input_key is None else None
     there: dict[str, Any] = {}
-    if options.writes_in_place is True and not options.generate:
-        there = {name: find_value(td, getattr(options.keys, name)) for name in _kept(rows, options)}
-    if options.writes_in_place is False:
+    if where is True and not options.generate:
+        # Log-probs that are there are already part of the new ones.
+        kept = [name for name in _CONTAINERS if name != "log_probs" and (name == read or _joins(rows, options))]
+        there = {name: find_value(td, getattr(options.keys, name)) for name in kept}
+    if where is False:
         out: TensorDictBase = TensorDict({}, batch_size=request.batch_size, device=device)
     else:
-        out = td if options.writes_in_place is True else td.empty()
+        out = td if where is True else td.empty()
         if tuple(out.batch_size) != tuple(request.batch_size):
             out.exclude(*_replaced_keys(td, options), inplace=True)
             out.batch_size = torch.Size(request.batch_size)
     for name, value in made.items():
         # Completions that get a `full` would be scored as whole sequences the next time.
-        read = name == options.input_mode and options.input_key is None
-        without = ("full",) if rows.only_response and read and there.get(name) is not None else ()
+        without = ("full",) if rows.only_response and name == read and there.get(name) is not None else ()
         if isinstance(there.get(name), _CONTAINERS.get(name, ())) and not _is_nested(there[name]):
             value = _completed(there[name], value, without)
         elif without:
             value = value.exclude(*without)
         out.set(getattr(options.keys, name, name), value)
     return out
-
-
-def _kept(rows: InputRows, options: PolicyOptions) -> Iterator[str]:
-    """Yield the containers whose fields stay. Log-probs that are there are already part of the new ones."""
-    for name in _CONTAINERS:
-        read = name == options.input_mode and options.input_key is None
-        if name != "log_probs" and (read or _joins(rows, options)):
-            yield name
 
 
 def _joins(rows: InputRows, options: PolicyOptions) -> bool:

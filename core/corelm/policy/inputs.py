@@ -1,161 +1,136 @@
 """From a user's TensorDict to flat rows of token ids. Nothing here runs a model.
 
-The three input modes read three keys. `history` and `text` are rendered and tokenized; `tokens` are taken as they are.
-The value is a container with a `prompt` (to generate from) or a `full` (to score), or a bare value at the top key. A
-`Text` or `Tokens` with `prompt` and `response`, but no `full`, is scored as completions: `corelm.policy.completions`.
+The three input modes read three keys. `history` and `text` are rendered and tokenized; `tokens` are taken as they are:
+`corelm.policy.tokens`. The value is a container with a `prompt` (to generate from) or a `full` (to score), or a bare
+value at the top key. A `Text` or `Tokens` with `prompt` and `response`, but no `full`, holds completions: only the
+responses are scored, as loglikelihoods, multiple choice and preference pairs need it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from corelm.backend.arguments import not_texts, refuse_pads, refuse_unreadable, rows_of_ids
-from corelm.backend.skipping import OnError, ServedRows
-from corelm.containers.classes import ChatHistory, Masks, Text, Tokens
+from corelm.backend.arguments import not_texts
+from corelm.backend.backend import Backend
+from corelm.backend.skipping import ServedRows
+from corelm.containers.classes import ChatHistory, Text, Tokens
 from corelm.containers.history import History
 from corelm.containers.keys import key_parts, list_keys
-from corelm.containers.reading import ragged
-from corelm.errors import InvalidRequestError, MissingKeyError, TemplateError, refuse
-from corelm.policy.completions import are_completions, read_texts, spelled_by, unscorable, with_full, with_one_bos
-from corelm.policy.conversations import ChatRenderer, tools_of
-from corelm.policy.mask_keys import mask_next_to, no_pads
-from corelm.policy.mistakes import hint_for, input_hint
-from corelm.policy.rows import InputRows
-from corelm.policy.values import (
-    PADS_ADVICE,
-    batch_of,
-    dense_rows,
-    differing_rows,
-    differing_splits,
-    find_input_ids,
-    find_value,
-    hides_tokens,
-    ids_of_tensor,
-    kind_of,
-    leaves,
-    masks_in_rows,
-    masks_without_pads,
-    nested_field,
-    refuse_pads_of,
-    two_dimensional,
-    unmasked,
-    unnested,
+from corelm.errors import (
+    InvalidRequestError,
+    MissingKeyError,
+    Problems,
+    TemplateError,
+    TokenBoundaryWarning,
+    first_few,
+    level_of_caller,
+    refuse,
 )
-from corelm.rendering.completions import Boundary
-from corelm.spec.records import Columns
-from corelm.tensors.masks import as_mask
+from corelm.policy.conversations import ChatRenderer, tools_of
+from corelm.policy.mistakes import input_hint, kind_of
+from corelm.policy.options import PolicyOptions
+from corelm.policy.rows import InputRows, find_value
+from corelm.policy.tokens import (
+    REPEAT,
+    MaskKeys,
+    find_input_ids,
+    mask_next_to,
+    nested_field,
+    read_ids,
+    with_full,
+)
+from corelm.rendering.completions import NO_COMPLETION, NO_PROMPT, encode_completions
+from corelm.rendering.render import Tokenize
+from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
-from corelm.validate import as_list
+from corelm.validate import as_list, invalid
 
-if TYPE_CHECKING:
-    from corelm.backend.backend import Backend
-
-InputMode = Literal["history", "text", "tokens"]
 Part = Literal["prompt", "full"]
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Where a policy reads and writes its containers."""
-
-    text: NestedKey = "text"
-    tokens: NestedKey = "tokens"
-    masks: NestedKey = "masks"
-    log_probs: NestedKey = "log_probs"
-    history: NestedKey = "history"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InputReader:
-    """Reads rows in one input mode."""
+    """Reads rows as the options of a policy say.
 
-    mode: InputMode
-    keys: Keys = field(default_factory=Keys)
-    input_key: NestedKey | None = None
-    attention_mask_key: NestedKey | None = None
-    chat_template: str | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    prefer_tokens: bool = True
-    completion_boundary: Boundary = "joint"
-    continue_final_message: bool | None = False
-    tools_key: NestedKey | None = None
+    Attributes:
+        keys: by part, the key that is read, for example ``("history", "prompt")``.
+    """
 
-    @property
-    def top(self) -> NestedKey:
-        """The key of the container, or of the bare value, that is read."""
-        return getattr(self.keys, self.mode) if self.input_key is None else self.input_key
+    def __init__(self, options: PolicyOptions) -> None:
+        self._options, mode = options, options.input_mode
+        #: Whether the container's own key is read, and the key of the container, or of the bare value.
+        self._own_key = options.input_key is None
+        self._top = key_parts(getattr(options.keys, mode) if options.input_key is None else options.input_key)
+        self.keys: dict[str, tuple[str, ...]] = {
+            part: (*self._top, part) if self._own_key else self._top for part in ("prompt", "full")
+        }
+        self._tokens_key = key_parts(options.keys.tokens)
+        self._names = {part: ".".join(key) for part, key in self.keys.items()}
+        given = options.attention_mask_key
+        self._masks = MaskKeys(key_parts(options.keys.masks), None if given is None else key_parts(given))
+        self._tokenizing = {"add_special_tokens": True, **options.tokenizer_kwargs}
+        self._skips = options.on_error == "skip"
 
-    def key(self, part: Part) -> tuple[str, ...]:
-        """Return the key that is read, for example ``("history", "prompt")``."""
-        own = key_parts(self.top)
-        return (*own, part) if self.input_key is None else own
-
-    def read(
-        self,
-        td: TensorDictBase,
-        part: Part,
-        backend: Backend,
-        *,
-        want_assistant: bool = True,
-        on_error: OnError = "raise",
-    ) -> InputRows:
+    def read(self, td: TensorDictBase, part: Part, backend: Backend, *, want_assistant: bool = True) -> InputRows:
         """Return the prompts or the whole sequences of `td`, as token ids on the CPU.
 
         Sequences may also be in `td` as `Tokens`, next to what is read. If the ids are equal, or a text was sampled as
         those ids, the sequences keep the ids, the layout and the split of those tokens, so that two scorings of one
-        batch line up; if not, `conflicts` says where.
+        batch line up; if not, `conflicts` says where. A row that cannot be read is left empty and added to `problems`
+        if such rows are skipped.
 
         Args:
             td: the TensorDict to read.
             part: "prompt" to generate, "full" to score.
             backend: tokenizes and knows the special tokens.
             want_assistant: whether the mask of the assistant's tokens is needed.
-            on_error: "skip" leaves a row that cannot be read empty and adds it to `problems`.
 
         Raises:
             MissingKeyError: `td` lacks the key.
             InvalidRequestError: the value is not what this mode reads, or is text that cannot be encoded.
             TemplateError: a conversation cannot be rendered.
         """
-        if self.mode == "tokens":
-            rows = self._tokens(td, part, backend, on_error)
-        elif self.mode == "history":
-            rows = self._chats(td, part, backend, want_assistant, on_error)
+        mode = self._options.input_mode
+        if mode == "tokens":
+            rows = self._tokens(td, part, backend)
+        elif mode == "history":
+            rows = self._chats(td, part, backend, want_assistant)
         else:
-            rows = self._texts(td, part, backend, on_error)
-        own = self.mode == "tokens" and self.input_key is None
-        return rows if part == "prompt" or own else self._as_it_stands(td, rows, backend)
+            rows = self._texts(td, part, backend)
+        if part == "prompt" or (mode == "tokens" and self._own_key):
+            return rows
+        return self._joining_tokens(td, rows, backend)
 
-    def _chats(
-        self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool, on_error: OnError
-    ) -> InputRows:
-        history = self._value(td, part, bare=History)
+    # Conversations ---------------------------------------------------------------------------------------------------
+
+    def _chats(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
+        options = self._options
+        history = self._value(td, find_value(td, self._top), part, self._names[part], bare=History)
         if not isinstance(history, History):
-            raise self._wrong(part, "a History (see History.from_chats)", history)
-        shape = batch_of(td, tuple(history.batch_size), self.key(part))
+            raise _wrong(self._names[part], "a History (see History.from_chats)", history)
+        shape = tuple(history.batch_size)
+        _must_be_batch_of(td, shape, self._names[part])
         apply = ChatRenderer(
             backend=backend,
             prompt=part == "prompt",
-            continue_final_message=self.continue_final_message,
-            prefer_tokens=self.prefer_tokens,
-            template_kwargs=self.template_kwargs,
-            options={"chat_template": self.chat_template, "want_assistant": want_assistant},
+            continue_final_message=options.continue_final_message,
+            prefer_tokens=options.prefer_tokens,
+            template_kwargs=options.template_kwargs,
+            options={"chat_template": options.chat_template, "want_assistant": want_assistant},
         )
         chats, rendered = history.chats, None
-        tools, bad_tools = tools_of(td, self.tools_key, shape)
+        tools, bad_tools = tools_of(td, options.tools_key, shape)
         begun, problems = apply.begin(chats)
-        if on_error == "raise":
-            refuse(bad_tools, ".".join(key_parts(self.tools_key or ())))
-            refuse(problems, ".".join(self.key(part)))
+        if not self._skips:
+            refuse(bad_tools, ".".join(key_parts(options.tools_key or ())))
+            refuse(problems, self._names[part])
         problems |= bad_tools
         while rendered is None:
             served = [row for row in range(len(chats)) if row not in problems]
@@ -163,12 +138,15 @@ class InputReader:
             try:
                 rendered = apply([chats[row] for row in served], own, [begun[row] for row in served])
             except (InvalidRequestError, TemplateError) as error:
-                if on_error == "raise" or not error.problems:
+                if not self._skips or not error.problems:
                     raise
                 # Conversations are refused for several reasons, each with an error of its own.
                 problems |= {served[row]: what for row, what in error.problems.items()}
         read = ServedRows.without(problems, len(chats))
-        sampled = {row for row in served if any(turn.token_ids is not None for turn in chats[row])}
+        retokenized = None
+        if not options.prefer_tokens:
+            sampled = {row for row in served if any(turn.token_ids is not None for turn in chats[row])}
+            retokenized = tuple(row in sampled for row in range(len(chats)))
         return InputRows(
             batch_size=shape,
             ids=read.ragged(rendered.ids),
@@ -177,86 +155,133 @@ class InputReader:
             begun=tuple(begun) if any(turn is not None for turn in begun) else None,
             tools=None if tools is None else tuple(tools),
             assistant=None if rendered.assistant is None else read.ragged(rendered.assistant),
-            retokenized=None if self.prefer_tokens else tuple(row in sampled for row in range(len(chats))),
+            retokenized=retokenized,
             problems=problems,
         )
 
-    def _texts(self, td: TensorDictBase, part: Part, backend: Backend, on_error: OnError) -> InputRows:
-        options = {"add_special_tokens": True, **self.tokenizer_kwargs}
-        held = find_value(td, self.top)
-        if part == "full" and not isinstance(held, Tokens) and are_completions(held):
-            boundary, key = self.completion_boundary, key_parts(self.top)
-            return read_texts(td, key, held, with_one_bos(backend), boundary, options, on_error)
-        value = self._value(td, part, bare=(str, list, Tensor))
-        if isinstance(value, Tensor) and value.numel() == 0:
-            # tensordict turns an empty list into an empty tensor.
-            value = []
-        texts, shape = leaves(value)
-        container = td.get(self.top, None)
-        if isinstance(container, Text):
+    # Texts -----------------------------------------------------------------------------------------------------------
+
+    def _texts(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
+        held, name = find_value(td, self._top), self._names[part]
+        if part == "full" and isinstance(held, (Text, TensorDictBase)) and _are_completions(held.keys()):
+            return self._completions(td, held, _with_one_bos(backend))
+        texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
+        if isinstance(held, Text):
             # Empty nested lists do not show their shape.
-            shape = tuple(container.batch_size)
+            shape = tuple(held.batch_size)
             if len(texts) != math.prod(shape):
-                found = f"{len(texts)} texts do not fill a batch of shape {shape}"
-                raise InvalidRequestError(f"{'.'.join(self.key(part))}: {found}", field=".".join(self.key(part)))
+                raise invalid(name, f"{len(texts)} texts do not fill a batch of shape {shape}")
         problems = not_texts(texts)
-        if on_error == "raise":
-            refuse(problems, ".".join(self.key(part)))
+        if not self._skips:
+            refuse(problems, name)
+        _must_be_batch_of(td, shape, name)
         read = ServedRows.without(problems, len(texts))
-        good = [text for row, text in enumerate(texts) if row not in problems]
+        good = [text for row, text in enumerate(texts) if row not in problems] if problems else texts
         return InputRows(
-            batch_size=batch_of(td, shape, self.key(part)),
-            ids=read.ragged(with_one_bos(backend)(good, **options).ids),
+            batch_size=shape,
+            ids=read.ragged(_with_one_bos(backend)(good, **self._tokenizing).ids),
             texts=read.values(good, ""),
             problems=problems,
         )
 
-    def _tokens(self, td: TensorDictBase, part: Part, backend: Backend, on_error: OnError = "raise") -> InputRows:
-        container = find_value(td, self.top)
-        completions = part == "full" and not isinstance(container, Text) and are_completions(container)
-        if completions:
-            container = with_full(container, ".".join(key_parts(self.top)))
-        encoded = None if self.input_key is not None else find_input_ids(td, key_parts(self.top), container, part)
-        if encoded is not None:
-            found, ids_key = encoded
-            rows = replace(self, input_key=ids_key)._tokens(found, part, backend)
-            return replace(rows, batch_size=batch_of(td, rows.batch_size, ids_key))
-        if (mask_key := self._mask_next_to(td, part)) is not None:
-            return replace(self, attention_mask_key=mask_key)._tokens(td, part, backend, on_error)
-        if isinstance(container, Tokens) and part in container.keys():
-            value = nested_field(container, part)
-            if value is None:
-                rows = self._own_tokens(td, self.top, container, part, backend)
-                if completions:
-                    problems = unscorable(rows)
-                    if on_error == "raise":
-                        refuse(problems, ".".join((*key_parts(self.top), "response")))
-                    rows = replace(rows, only_response=True, problems=problems)
-                return replace(rows, conflicts={}) if key_parts(self.top) == key_parts(self.keys.tokens) else rows
-        else:
-            value = self._value(td, part, bare=(Tensor, list))
-        key = ".".join(self.key(part))
-        mask = self._mask(td)
-        if not isinstance(value, Tensor) or value.is_nested:
-            ids = rows_of_ids(value, key)
-            return InputRows(batch_size=batch_of(td, (len(ids),), self.key(part)), ids=unmasked(ids, mask, key))
-        refuse_unreadable(value, key)
-        if value.ndim == 0:
-            raise self._wrong(part, "token ids along the last dimension", value)
-        if mask is None:
-            refuse_pads(dense_rows(value), backend.tokenizer, backend.eos_token_ids, key, PADS_ADVICE)
-            mask = torch.ones_like(value, dtype=torch.bool)
-        shape = batch_of(td, tuple(value.shape[:-1]), self.key(part))
-        ids, columns = ids_of_tensor(value, mask, key, self._mask_name)
-        rows = InputRows(batch_size=shape, ids=ids, columns=Columns(columns, None))
-        assistant = find_value(td, (*key_parts(self.keys.masks), "all_assistant_mask"))
-        if part == "prompt" or not isinstance(assistant, Tensor) or assistant.shape != value.shape:
-            return rows
-        shown = two_dimensional(as_mask(assistant, "masks.all_assistant_mask")).cpu()
-        return replace(rows, assistant=ids.with_values(shown[columns]))
+    def _completions(self, td: TensorDictBase, held: Any, tokenize: Tokenize) -> InputRows:
+        """Return the rows of prompts and responses.
 
-    def _as_it_stands(self, td: TensorDictBase, rows: InputRows, backend: Backend) -> InputRows:
-        tokens = find_value(td, self.keys.tokens)
+        Responses may have more batch dimensions than prompts: each prompt then has several responses.
+        """
+        name = ".".join((*self._top, "response"))
+        (prompts, outer), (responses, shape) = (_leaves(_field(held, part)) for part in ("prompt", "response"))
+        if 0 in held.batch_size:
+            outer = shape = tuple(held.batch_size)
+        if any(isinstance(one, list) for one in responses):
+            raise invalid(name, f"prompts have different numbers of responses; {REPEAT}")
+        if shape[: len(outer)] != outer:
+            raise invalid(name, f"prompts are {outer}, responses {shape}; {REPEAT}")
+        _must_be_batch_of(td, shape[: td.batch_dims], name)
+        prompts = [prompt for prompt in prompts for _ in range(math.prod(shape[len(outer) :]))]
+        problems = {row: f"response: {what}" for row, what in not_texts(responses).items()}
+        problems |= {row: f"prompt: {what}" for row, what in not_texts(prompts).items()}
+        read = ServedRows.without(problems, len(responses))
+        number = read.index.tolist()
+        first, rest = ([texts[row] for row in number] for texts in (prompts, responses))
+        encoded = encode_completions(tokenize, first, rest, self._options.completion_boundary, self._tokenizing)
+        problems |= {number[row]: what for row, what in encoded.problems.items()}
+        if not self._skips:
+            refuse(problems, name)
+        if encoded.merged:
+            rows = first_few([str(number[row]) for row in encoded.merged])
+            warnings.warn(
+                f"{name}: rows {rows}: a token holds the end of the prompt and the beginning of the response, and is "
+                "not scored, as in lm-eval. Begin the responses with a space, or pass completion_boundary='separate'",
+                TokenBoundaryWarning,
+                stacklevel=level_of_caller(),
+            )
+        starts = torch.zeros(len(responses), dtype=torch.int64).index_copy(0, read.index, encoded.starts)
+        asked, said = read.values(first, ""), read.values(rest, "")
+        return InputRows(
+            batch_size=shape,
+            ids=read.ragged(encoded.ids),
+            texts=tuple(one + other for one, other in zip(asked, said, strict=True)),
+            prompt_lengths=starts,
+            only_response=True,
+            parts=(asked, said),
+            problems=problems,
+        )
+
+    # Tokens ----------------------------------------------------------------------------------------------------------
+
+    def _tokens(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
+        holder, top, name, own_key = td, self._top, self._names[part], self._own_key
+        held = find_value(td, top)
+        plain = isinstance(held, TensorDictBase)
+        fields = set(held.keys()) if plain or isinstance(held, Tokens) else set()
+        in_rows = isinstance(held, Tokens) and not held.padded
+        completions = part == "full" and _are_completions(fields)
+        if completions:
+            held = with_full(held, ".".join(top))
+        if own_key and (batch := find_input_ids(td, top, held, part)) is not None:
+            holder, top = batch
+            name, own_key = ".".join(top), False
+            held, plain, in_rows, fields = find_value(holder, top), False, False, set()
+        container = isinstance(held, Tokens) and part in held.keys()
+        ids = held if container else self._value(holder, held, part, name, bare=(Tensor, list))
+        masks = self._masks
+        if masks.given is None:
+            has_masks = masks.attention(holder) is not None
+            if not (has_masks and own_key):
+                whole = find_value(held, "full") if plain and not container and "full" in fields else ids
+                key = mask_next_to(
+                    holder,
+                    top,
+                    whole,
+                    plain=plain,
+                    answered={"response", "full"} <= fields,
+                    in_rows=in_rows,
+                    has_masks=has_masks,
+                )
+                masks = MaskKeys(masks.masks, key)
+        rows = read_ids(holder, ids, part, masks, ".".join(top), name, backend)
+        if completions:
+            rows = self._scorable(rows)
+        # Nested tensors are read like bare ones, and replaced by rows.
+        if container and top == self._tokens_key and nested_field(ids, part) is None:
+            rows = replace(rows, conflicts={})
+        _must_be_batch_of(td, rows.batch_size, name)
+        return rows
+
+    def _scorable(self, rows: InputRows) -> InputRows:
+        """Return completions, with those that have nothing to score among their problems."""
+        prompts = rows.prompt_lengths
+        assert prompts is not None
+        problems: Problems = dict.fromkeys((rows.ids.lengths <= prompts).nonzero().flatten().tolist(), NO_COMPLETION)
+        problems |= dict.fromkeys((prompts == 0).nonzero().flatten().tolist(), NO_PROMPT)
+        if not self._skips:
+            refuse(problems, ".".join((*self._top, "response")))
+        return replace(rows, only_response=True, problems=problems)
+
+    def _joining_tokens(self, td: TensorDictBase, rows: InputRows, backend: Backend) -> InputRows:
+        """Return the rows with the layout of the `Tokens` next to them, or with what keeps them from joining these."""
+        tokens = find_value(td, self._tokens_key)
         if not isinstance(tokens, Tokens):
             return rows
         if "full" not in tokens.keys():
@@ -265,134 +290,156 @@ class InputReader:
             return replace(rows, conflicts={0: f"tokens of batch {tuple(tokens.batch_size)} are there"})
         # The mask under attention_mask_key is that of the input.
         try:
-            own = replace(self, attention_mask_key=None)._own_tokens(td, self.keys.tokens, tokens, "full")
+            own = read_ids(td, tokens, "full", MaskKeys(self._masks.masks), "tokens", "tokens.full")
         except InvalidRequestError as error:
             return replace(rows, conflicts={0: str(error)})
-        conflicts = differing_rows(own.ids, rows.ids) or differing_splits(own.prompt_lengths, rows.prompt_lengths)
-        sampled = self.mode == "text" and self.prefer_tokens and not rows.only_response
-        if conflicts and sampled and len(own.ids) == len(rows.ids):
-            held = find_value(td, self.top)
-            if spelled_by(held, rows, own, conflicts, backend, {"add_special_tokens": True, **self.tokenizer_kwargs}):
-                rows, conflicts = replace(rows, ids=own.ids), {}
+        conflicts = _differing_rows(own.ids, rows.ids) or _differing_splits(own.prompt_lengths, rows.prompt_lengths)
+        options = self._options
+        is_text = options.input_mode == "text" and options.prefer_tokens and not rows.only_response
+        if conflicts and is_text and self._spelled_by(find_value(td, self._top), rows, own, conflicts, backend):
+            rows, conflicts = replace(rows, ids=own.ids), {}
         if conflicts:
             return replace(rows, conflicts=conflicts)
         return replace(rows, prompt_lengths=own.prompt_lengths, columns=own.columns, conflicts={})
 
-    def _own_tokens(
-        self, td: TensorDictBase, top: NestedKey, tokens: Tokens, part: Part, backend: Backend | None = None
-    ) -> InputRows:
-        """Read `Tokens`. The sequences keep their split and, if dense, their columns.
+    def _spelled_by(self, held: Any, read: InputRows, own: InputRows, at: Collection[int], backend: Backend) -> bool:
+        """Return whether a text was sampled as these ids: its prompt's own ids, and ids that decode to its response.
 
-        Dense tokens without a mask are taken to have no pads. With `backend`, those that begin or end with one are
-        refused.
+        Tokenized again, a response may become other ids: the text has no EOS, and one text has many spellings.
+
+        Args:
+            held: the value that is read; only a `Text` with a prompt and a response can tell.
+            read: the whole texts, tokenized.
+            own: the ids, split into prompts and responses.
+            at: the rows to look at.
+            backend: tokenizes and decodes.
         """
-        tokens = unnested(tokens)
-        masks = self._masks(td, tokens)
-        if masks is None and tokens.padded:
-            if backend is not None:
-                refuse_pads_of(tokens, key_parts(top), backend.tokenizer, backend.eos_token_ids)
-            masks = masks_without_pads(tokens, part)
-        # Errors name the mask by its key.
-        held = {"tokens": tokens, **({} if masks is None else {self._mask_name: masks})}
-        given = TensorDict(held, batch_size=tokens.batch_size)
+        parts = own.tokens
+        if not isinstance(held, Text) or not {"prompt", "response"} <= set(held.keys()) or parts.prompt is None:
+            return False
+        rows = torch.tensor(sorted(at), dtype=torch.int64)
+        prompts, responses = ([_leaves(each)[0][row] for row in rows.tolist()] for each in (held.prompt, held.response))
+        if not_texts(prompts) or not_texts(responses) or read.texts is None:
+            return False
+        if [one + other for one, other in zip(prompts, responses, strict=True)] != [read.texts[row] for row in rows]:
+            return False
+        if _differing_rows(parts.prompt.select(rows), _with_one_bos(backend)(prompts, **self._tokenizing).ids):
+            return False
+        assert parts.response is not None
+        decoded = (
+            backend.detokenize(parts.response.select(rows), skip_special_tokens=skip, before=before)
+            for skip in (True, False)
+            for before in (parts.prompt.select(rows), None)
+        )
+        spellings = zip(*decoded, strict=True)
+        return all(response in found for response, found in zip(responses, spellings, strict=True))
 
-        def read(container: str, name: str) -> Ragged:
-            return ragged(given, (container, name), masks=self._mask_name).to("cpu")
+    # Values ----------------------------------------------------------------------------------------------------------
 
-        shape = batch_of(td, tuple(tokens.batch_size), self.key(part))
-        rows = InputRows(batch_size=shape, ids=read("tokens", part))
-        if part == "prompt":
-            return rows
-        split = "prompt" in tokens.keys()
-        lengths = read("tokens", "prompt").lengths if split else None
-        columns = None
-        if tokens.padded and masks is not None:
-            # Rows that are padded to different widths have no common columns.
-            with suppress(InvalidRequestError):
-                mask = two_dimensional(as_mask(masks.all_attention_mask, self._mask_name)).cpu()
-                columns = Columns(mask, tokens.prompt.shape[-1] if split else None)
-        # Scoring cannot find out which tokens are the assistant's, so it keeps what the input says.
-        known = masks is not None and "all_assistant_mask" in masks.keys()
-        assistant = read(self._mask_name, "all_assistant_mask") if known else None
-        if assistant is not None:
-            assistant = assistant.with_values(as_mask(assistant.values, "masks.all_assistant_mask"))
-        return replace(rows, prompt_lengths=lengths, columns=columns, assistant=assistant)
-
-    def _mask_next_to(self, td: TensorDictBase, part: Part) -> tuple[str, ...] | None:
-        """Return the key of the mask next to the ids, if it is to be read as if attention_mask_key named it."""
-        if self.attention_mask_key is not None:
-            return None
-        top, own = key_parts(self.top), find_value(td, (*key_parts(self.keys.masks), "all_attention_mask"))
-        if own is not None and self.input_key is None:
-            return None
-        return mask_next_to(td, top, part, rather=own is None)
-
-    @property
-    def _mask_name(self) -> str:
-        own = (*key_parts(self.keys.masks), "all_attention_mask")
-        return ".".join(own if self.attention_mask_key is None else key_parts(self.attention_mask_key))
-
-    def _mask(self, td: TensorDictBase) -> Any:
-        """Return the attention mask, or None."""
-        if self.attention_mask_key is None:
-            return find_value(td, (*key_parts(self.keys.masks), "all_attention_mask"))
-        mask = find_value(td, self.attention_mask_key)
-        if mask is None:
+    def _value(self, td: TensorDictBase, held: Any, part: Part, name: str, bare: type | tuple[type, ...]) -> Any:
+        """Return the `part` of the container `held`, or `held` itself if it is a bare value."""
+        mode = self._options.input_mode
+        if mode != "history" and not isinstance(held, (TensorDictBase, Text, Tokens)):
+            held = as_list(held)
+        if held is None:
             raise MissingKeyError(
-                f"the TensorDict has no {self.attention_mask_key!r}, which attention_mask_key names; "
-                f"it has: {list_keys(td)}",
-                field="attention_mask_key",
+                f"the TensorDict has no {name!r}; it has: {list_keys(td)}{input_hint(td, mode, part)}", field=name
             )
-        return mask
-
-    def _masks(self, td: TensorDictBase, tokens: Tokens) -> Masks | None:
-        """Return the masks of a `Tokens` container. They may be in a plain TensorDict."""
-        found = find_value(td, self.keys.masks)
-        if isinstance(found, Masks) and self.attention_mask_key is None:
-            if not tokens.padded and hides_tokens(found, self._mask_name):
-                raise no_pads(self._mask_name)
-            return found
-        given = {"all_attention_mask": self._mask(td)}
-        if isinstance(found, (TensorDictBase, Masks)) and (
-            self.attention_mask_key is None or "all_attention_mask" not in found.keys()
-        ):
-            given["all_assistant_mask"] = find_value(td, (*key_parts(self.keys.masks), "all_assistant_mask"))
-        given = {name: mask for name, mask in given.items() if mask is not None}
-        if not given:
-            return None
-        if not tokens.padded and "all_attention_mask" in given:
-            raise no_pads(self._mask_name)
-        if tokens.padded and all(isinstance(mask, Tensor) and not mask.is_nested for mask in given.values()):
-            return Masks(**given, batch_size=tokens.batch_size)
-        return None if 0 in tokens.batch_size else masks_in_rows(given, tokens)
-
-    def _value(self, td: TensorDictBase, part: Part, bare: type | tuple[type, ...]) -> Any:
-        """Return the container's `part`, or the bare value at the container's own key."""
-        value = find_value(td, self.top)
-        if self.mode != "history" and not isinstance(value, (TensorDictBase, Text, Tokens)):
-            value = as_list(value)
-        if value is None:
-            raise MissingKeyError(
-                f"the TensorDict has no {'.'.join(self.key(part))!r}; it has: {list_keys(td)}"
-                f"{input_hint(td, self.mode, part)}",
-                field=".".join(self.key(part)),
-            )
-        if isinstance(value, bare):
-            return value
-        if isinstance(value, (ChatHistory, Text, Tokens)):
-            found = getattr(value, part)
-        elif isinstance(value, TensorDictBase):
-            found = value[part] if part in value.keys() else None
-        else:
-            raise self._wrong(part, f"{self.mode} or a container of it", value)
+        if isinstance(held, bare):
+            return held
+        if not isinstance(held, (ChatHistory, Text, Tokens, TensorDictBase)):
+            raise _wrong(name, f"{mode} or a container of it", held)
+        found = _field(held, part)
         if found is None:
             raise MissingKeyError(
-                f"{self.top!r} holds no {part!r}, which this policy reads; the TensorDict has: {list_keys(td)}",
-                field=".".join(self.key(part)),
+                f"{'.'.join(self._top)!r} holds no {part!r}, which this policy reads; the TensorDict has: "
+                f"{list_keys(td)}",
+                field=name,
             )
         return found
 
-    def _wrong(self, part: Part, expected: str, value: Any) -> InvalidRequestError:
-        key = ".".join(self.key(part))
-        hint = hint_for(value, ".".join(key_parts(self.top)), self.mode)
-        return InvalidRequestError(f"{key}: expected {expected}, got {kind_of(value)}{hint}", field=key)
+
+def _wrong(name: str, expected: str, value: Any) -> InvalidRequestError:
+    return invalid(name, f"expected {expected}, got {kind_of(value)}")
+
+
+def _must_be_batch_of(td: TensorDictBase, found: tuple[int, ...], name: str) -> None:
+    """Refuse data of another batch than the TensorDict's, if it has one."""
+    batch = tuple(td.batch_size)
+    if batch and batch != found:
+        raise invalid(name, f"its batch is {found}, but the TensorDict's is {batch}")
+
+
+def _are_completions(fields: Any) -> bool:
+    """Return whether there are prompts and responses under these keys, and no whole sequences."""
+    return "prompt" in fields and "response" in fields and "full" not in fields
+
+
+def _field(held: Any, name: str) -> Any:
+    """Return a field of a container or of a plain TensorDict; None if it is not there."""
+    return find_value(held, name) if isinstance(held, TensorDictBase) else getattr(held, name)
+
+
+def _leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
+    """Return the leaves of nested sequences in C order, and the shape. Sequences of unequal length are leaves."""
+    if isinstance(value, Tensor) and value.numel() == 0:
+        # tensordict turns an empty list into an empty tensor.
+        return [], (0,)
+    value = as_list(value)
+    if not isinstance(value, list):
+        return [value], ()
+    if all(isinstance(item, str) for item in value):
+        return value, (len(value),)
+    parts = [_leaves(item) for item in value]
+    shapes = {shape for _, shape in parts}
+    if len(shapes) > 1:
+        return value, (len(value),)
+    return [leaf for flat, _ in parts for leaf in flat], (len(value), *(shapes.pop() if shapes else ()))
+
+
+def _with_one_bos(backend: Backend) -> Tokenize:
+    """Return what tokenizes texts for a backend. A text that begins with the BOS itself, as rendered prompts and
+    `text.full` do, gets no second one.
+    """
+    bos = getattr(backend.tokenizer, "bos_token_id", None)
+    if bos is None:
+        return backend.tokenize
+
+    def tokenize(texts: Sequence[str], **options: Any) -> TokenizeResult:
+        batch = backend.tokenize(texts, **options)
+        starts, lengths, values = batch.ids.offsets[:-1], batch.ids.lengths, batch.ids.values
+        long = (lengths > 1).nonzero()[:, 0]
+        twice = long[(values[starts[long]] == bos) & (values[starts[long] + 1] == bos)]
+        if not len(twice):
+            return batch
+        drop = torch.zeros_like(lengths)
+        drop[twice] = 1
+        kept = torch.ones_like(values, dtype=torch.bool)
+        kept[starts[twice]] = False
+        offsets = None if batch.offsets is None else batch.offsets[kept]
+        return replace(batch, ids=batch.ids.slice(drop, lengths), offsets=offsets)
+
+    return tokenize
+
+
+def _differing_rows(there: Ragged, ours: Ragged) -> Problems:
+    """Return how rows of ids differ; an empty dict if they are equal. Both are on the CPU, with as many rows."""
+    if torch.equal(there.lengths, ours.lengths) and torch.equal(there.values, ours.values):
+        return {}
+    problems: Problems = {}
+    for row, (one, other) in enumerate(zip(there.tolist(), ours.tolist(), strict=True)):
+        if one != other:
+            same = min(len(one), len(other))
+            at = next((t for t in range(same) if one[t] != other[t]), same)
+            problems[row] = f"{len(one)} tokens are there, {len(other)} were read; they differ from position {at} on"
+    return problems
+
+
+def _differing_splits(there: Tensor | None, ours: Tensor | None) -> Problems:
+    """Return where prompts end at other tokens; an empty dict if ours are not split. int64[rows] each."""
+    if ours is None:
+        return {}
+    if there is None:
+        return {0: "the tokens that are there are not split into prompt and response"}
+    pairs = enumerate(zip(there.tolist(), ours.tolist(), strict=True))
+    return {row: f"the prompt has {one} tokens there, {other} were read" for row, (one, other) in pairs if one != other}

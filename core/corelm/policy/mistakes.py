@@ -2,142 +2,60 @@
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from tensordict import TensorDictBase
-from torch import Tensor, compiler, nn
+from torch import compiler, nn
 
 from corelm.backend.backend import Backend
-from corelm.containers.classes import ChatHistory, Text, Tokens
-from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
-from corelm.policy.values import find_value
-from corelm.spec.message import Message
-from corelm.validate import as_list, invalid, shown
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-#: Keys under which other libraries and data sets keep prompts, in the order in which they are looked for.
-_FOREIGN = (
-    *("prompt", "prompts", "query", "queries", "question", "questions", "instruction", "input", "inputs"),
-    *("messages", "conversation", "conversations", "chat", "chats"),
-    *("input_ids", "prompt_ids", "prompt_token_ids", "token_ids"),
-    *("history", "text", "texts", "tokens", "problem", "content"),
-)
-#: Keys of prompts and of their responses, in the singular and without `_ENDING`.
-_PROMPTS = ("prompt", "query", "querie", "question", "instruction", "input", "context", "problem")
-_RESPONSES = (
-    *("response", "completion", "chosen", "rejected", "answer", "output", "continuation", "target", "solution"),
-)
-_ENDING = re.compile("(_input|_token)?_ids$")
-_HOLDS = {"history": "conversations", "chats": "conversations", "text": "texts", "tokens": "token ids"}
+from corelm.policy.rows import find_value
+from corelm.validate import as_list, invalid, read_once
 
 
-def kind_of_input(value: Any) -> str | None:
-    """Return the input mode that reads `value`, "chats" for lists of messages, or None for anything else."""
-    if isinstance(value, (History, ChatHistory)):
-        return "history"
-    if isinstance(value, Text):
-        return "text"
-    if isinstance(value, Tokens):
-        return "tokens"
-    while isinstance(value := as_list(value), list) and value:
-        value = value[0]
-    if isinstance(value, Message) or (isinstance(value, Mapping) and "role" in value):
-        return "chats"
-    if isinstance(value, str):
-        return "text"
-    whole = isinstance(value, int) or (isinstance(value, Tensor) and not value.is_floating_point() and value.numel())
-    return "tokens" if whole and not isinstance(value, bool) else None
+def kind_of(value: Any) -> str:
+    """Return the name of the value's type, and how to convert an iterator or a container of TorchRL."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] != "torchrl":
+        return f"{kind.__name__}{read_once(value)}"
+    return (
+        f"{kind.__name__} of {kind.__module__}; convert it with corelm_interop.torchrl.from_torchrl, "
+        "or give the policy to corelm_interop.torchrl.EnvPolicy"
+    )
 
 
 def input_hint(td: TensorDictBase, mode: str, part: str) -> str:
-    """Return how to read what `td` holds under a key of another mode or library; "" if it holds nothing known.
+    """Return how to read a column that data sets and tokenizers have; "" if `td` has none.
 
     Args:
         td: what the policy was given.
         mode: what the policy reads.
-        part: the field of the container that it reads: "full" to score.
+        part: the field of the container that it reads. Prompts are no hint for "full": they would be scored alone.
     """
-    if part == "full" and (hint := _completions_hint(td, mode)):
-        return hint
-    for name in sorted(td.keys(), key=lambda key: _FOREIGN.index(key) if key in _FOREIGN else len(_FOREIGN)):
-        if name not in _FOREIGN:
-            return ""
-        if hint := hint_for(find_value(td, (name,)), name, mode):
-            return hint
-    return ""
-
-
-def _completions_hint(td: TensorDictBase, mode: str) -> str:
-    """Return how to score responses to prompts, if `td` holds both under keys of data sets; else "".
-
-    Reading the prompts under an `input_key` would score the prompts alone.
-    """
-    named = {_ENDING.sub("", name).removesuffix("s"): name for name in td.keys() if isinstance(name, str)}
-    prompt = next((named[name] for name in _PROMPTS if name in named), None)
-    held = None if prompt is None else find_value(td, (prompt,))
-    kind, others = kind_of_input(held), ""
-    kinds = {"chats": ("chats", "text"), "text": ("text",), "tokens": ("tokens",)}.get(kind or "", ())
-    candidates = [named[name] for name in _RESPONSES if name in named and named[name] != prompt]
-    responses = [name for name in candidates if kind_of_input(find_value(td, (name,))) in kinds]
-    if not responses:
-        return ""
-    response = responses[0]
-    if kind == "text":
-        size = len(held) if isinstance(held := as_list(held), list) else ""
-        made = f"text=Text(prompt={prompt}, response={response}, batch_size=[{size}])"
-    elif kind == "tokens":
-        made = f"tokens=TensorDict(prompt={prompt}, response={response})"
-        others = ", with the ids of each row in a list, without pads"
-    else:
-        kind, said = "history", "other"
-        if kind_of_input(find_value(td, (response,))) == "text":
-            said = "[{'role': 'assistant', 'content': other}]"
-        made = f"history=History.from_chats([one + {said} for one, other in zip({prompt}, {response})])"
-    if len(responses) > 1:
-        others += f", and {' and '.join(map(repr, responses[1:]))} in the same way"
-    option = "" if kind == mode else f", and give the policy input_mode={kind!r}"
-    return f"; {prompt!r} and {response!r} hold prompts and responses: pass TensorDict({made}){others}{option}"
-
-
-def hint_for(value: Any, name: str, mode: str) -> str:
-    """Return what to type so that a policy in this `mode` reads the value under the key `name`; "" if it cannot."""
-    kind = kind_of_input(value)
-    if kind is None:
-        return ""
-    if kind == "chats":
+    columns = ("messages", *(("prompt",) if part == "prompt" else ()), "text", "input_ids")
+    name = next((name for name in columns if name in td.keys()), "")
+    first = find_value(td, name) if name else None
+    while isinstance(first := as_list(first), list) and first:
+        first = first[0]
+    if isinstance(first, Mapping) and "role" in first:
         also = "" if mode == "history" else ", and give the policy input_mode='history'"
         return f"; {name!r} holds conversations: pass TensorDict(history=History.from_chats({name})){also}"
+    if not isinstance(first, str) and name != "input_ids":
+        return ""
+    kind, what = ("text", "texts") if isinstance(first, str) else ("tokens", "token ids")
     options = [] if kind == mode else [f"input_mode={kind!r}"]
-    if name not in (kind, "input_ids"):
-        options.append(f"input_key={name!r}")
-    return f"; {name!r} holds {_HOLDS[kind]}: give the policy {', '.join(options)}" if options else ""
+    options += [f"input_key={name!r}"] if name in ("messages", "prompt") else []
+    return f"; {name!r} holds {what}: give the policy {', '.join(options)}" if options else ""
 
 
 def not_a_tensordict(given: Any, mode: str) -> InvalidRequestError:
     """Return the error for an argument that is not a TensorDict, with the call to make."""
-    kind, made = kind_of_input(given), ""
-    if isinstance(given, Mapping) and "input_ids" in given:
+    call = {"history": "history=History.from_chats(…)", "text": "text=…", "tokens": "tokens=…"}[mode]
+    if isinstance(given, Mapping):
         masks = ", attention_mask=batch['attention_mask']" if "attention_mask" in given else ""
-        kind, made = "tokens", f"TensorDict(input_ids=batch['input_ids']{masks})"
-    elif kind == "chats":
-        kind, made = "history", "TensorDict(history=History.from_chats([[{'role': …, 'content': …}, …], …]))"
-    elif isinstance(given, Mapping):
-        kind, made = mode, "TensorDict(…) of the mapping"
-    elif isinstance(given, str):
-        made = f"TensorDict(text=[{shown(given)}])"
-    elif kind == "text":
-        made = f"TensorDict(text={shown(given)})"
-    elif kind is not None:
-        made = f"TensorDict({kind}=…)"
-    hint = f"; pass {made}" if made else ""
-    if kind is not None and kind != mode:
-        hint += f" to a policy with input_mode={kind!r}"
-    return invalid("tensordict", f"expected a TensorDict, got {type(given).__name__}{hint}")
+        call = f"input_ids=batch['input_ids']{masks}" if "input_ids" in given else "…"
+    return invalid("tensordict", f"expected a TensorDict, got {type(given).__name__}; pass TensorDict({call})")
 
 
 def checked_backend(given: Any) -> Backend:
@@ -166,18 +84,6 @@ def refuse_compiling() -> NoReturn:
     which repeats the reason.
     """
     raise invalid("policy", _NOT_COMPILED)
-
-
-def not_compiled(method: _Method) -> _Method:
-    """Return a method that is refused when torch.compile traces it, before anything else of it is traced."""
-
-    @functools.wraps(method)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if compiler.is_compiling():
-            refuse_compiling()
-        return method(*args, **kwargs)
-
-    return cast(_Method, checked)
 
 
 class NotMoved:

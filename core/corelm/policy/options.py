@@ -17,7 +17,6 @@ from corelm.backend.given_weights import checked_adapter
 from corelm.backend.skipping import OnError
 from corelm.batching.scheduling import Limits
 from corelm.containers.fields import KEPT, TOP
-from corelm.policy.inputs import InputMode, Keys
 from corelm.policy.messages import ResponseParser
 from corelm.rendering.completions import Boundary
 from corelm.rendering.response_parsers import check_name
@@ -25,6 +24,7 @@ from corelm.spec.provenance import Adapter, Mode
 from corelm.spec.sampling import ALIASES, FIELDS, NOT_OURS, SamplingParams
 
 Inplace = bool | Literal["empty"]
+InputMode = Literal["history", "text", "tokens"]
 #: Arguments of a tokenizer's `apply_chat_template` that the policy gives itself, and what to do instead.
 _NOT_FOR_TEMPLATES = {
     "continue_final_message": "give the policy continue_final_message=True",
@@ -41,7 +41,18 @@ _ASKED_OTHERWISE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Where a policy reads and writes its containers."""
+
+    text: NestedKey = "text"
+    tokens: NestedKey = "tokens"
+    masks: NestedKey = "masks"
+    log_probs: NestedKey = "log_probs"
+    history: NestedKey = "history"
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
     """The options of a policy: what it reads, asks of the engine and writes.
 
@@ -292,17 +303,17 @@ class PolicyOptions:
     def _reads(self) -> dict[str, Any]:
         return {"input_mode": self.input_mode, "generate": self.generate}
 
-    @property
+    @functools.cached_property
     def sampling(self) -> SamplingParams:
         """The sampling parameters, with the number of samples."""
         return SamplingParams.make(self.sampling_params, num_samples=self.num_samples)
 
-    @property
+    @functools.cached_property
     def writes_in_place(self) -> Inplace:
         """`inplace`, with its default resolved."""
         return self.num_samples is None if self.inplace is None else self.inplace
 
-    @property
+    @functools.cached_property
     def fields(self) -> frozenset[str]:
         """The containers to write, by name."""
         history = self.input_mode == "history" if self.return_history is None else self.return_history

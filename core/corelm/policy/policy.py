@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,24 +18,22 @@ from corelm import validate
 from corelm.backend.backend import Backend
 from corelm.backend.delivery import Listener
 from corelm.backend.prepared_call import PreparedCall, prepare_generation, prepare_scoring
+from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
-from corelm.errors import CapabilityError, Problems
+from corelm.errors import CapabilityError, printable
 from corelm.opening import get_backend
-from corelm.policy.calls import PolicyCalls, batched
 from corelm.policy.delivery import deliver, merged, must_fit, must_keep, must_replace, scores_are_dense
-from corelm.policy.description import describe
-from corelm.policy.inputs import InputReader, Part
+from corelm.policy.inputs import InputReader
 from corelm.policy.messages import AnswerReader, warn_unparsed
-from corelm.policy.mistakes import NotMoved, checked_backend, not_a_tensordict, not_compiled
+from corelm.policy.mistakes import NotMoved, checked_backend, not_a_tensordict, refuse_compiling
 from corelm.policy.options import PolicyOptions, out_keys
-from corelm.policy.outputs import generated, scored
-from corelm.policy.progress import AnswerBar
-from corelm.policy.resuming import partial_answers
+from corelm.policy.outputs import generated, partial_answers, scored
+from corelm.policy.progress import AnswerBar, answer_bar
 from corelm.policy.rows import InputRows, provenance_of_scores, room_for_prompts, truncate_left
 from corelm.policy.support import with_support
 from corelm.spec.provenance import Provenance
-from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult
+from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.categorical import MaskedCategorical
 from corelm.tensors.modes import no_inference_mode
@@ -38,8 +41,11 @@ from corelm.tensors.ragged import Ragged
 
 Positions = Literal["attention", "assistant", "response"]
 
+#: Options with a line of their own in a policy's repr, and how long values may be there.
+_OWN_LINE, _LONGEST = frozenset({"input_mode", "generate", "sampling_params", "num_samples", "log_probs_mode"}), 60
 
-class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
+
+class LLMPolicy(NotMoved, TensorDictModuleBase):
     """Sample answers from an engine, or score what is already there.
 
     ``LLMPolicy(backend, input_mode="text", num_samples=4)`` and ``LLMPolicy(backend, PolicyOptions(…))`` do the same.
@@ -78,38 +84,24 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         if not isinstance(backend, str):
             checked_backend(backend)
         self.options = options = (options or PolicyOptions()).replace(**changes)
-        self._sampling, self._fields = options.sampling, options.fields
-        self._reader = InputReader(
-            mode=options.input_mode,
-            keys=options.keys,
-            input_key=options.input_key,
-            attention_mask_key=options.attention_mask_key,
-            chat_template=options.chat_template,
-            template_kwargs=options.template_kwargs,
-            tokenizer_kwargs=options.tokenizer_kwargs,
-            prefer_tokens=options.prefer_tokens,
-            completion_boundary=options.completion_boundary,
-            continue_final_message=options.continue_final_message,
-            tools_key=options.tools_key,
-        )
-        self.in_keys = [self._reader.key("prompt" if options.generate else "full")]
+        self._reader = InputReader(options)
+        #: What is read, and the temperature of scores.
+        self._part: Literal["prompt", "full"] = "prompt" if options.generate else "full"
+        self._temperature = options.sampling.temperature if options.log_probs_mode == "processed" else 1.0
+        self.in_keys = [self._reader.keys[self._part]]
         self.out_keys = out_keys(options)
-        opened_here = isinstance(backend, str)
-        if isinstance(backend, str):
+        if opened_here := isinstance(backend, str):
             # Opened last, so that a wrong argument leaves no engine open.
             backend = get_backend(backend, model)
         elif model is not None:
             raise validate.invalid("model", "this backend is already open; leave the model out, or pass a name")
-        opened = checked_backend(backend)
-        self.backend = batched(opened, batching) if batching else opened
+        self.backend = _batched(backend, batching) if batching else backend
         self._answers = AnswerReader.of(
-            options.response_parser, options.template_kwargs.get("tools"), opened, opened_here=opened_here
+            options.response_parser, options.template_kwargs.get("tools"), backend, opened_here=opened_here
         )
 
     # Calling it ------------------------------------------------------------------------------------------------------
 
-    @not_compiled
-    @no_inference_mode()
     def forward(
         self,
         tensordict: TensorDictBase,
@@ -136,12 +128,115 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             BackendTimeoutError: the engine did not answer in time.
             BackendClosedError: the backend was closed.
         """
-        with self._bar(progress) as bar:
+        if torch.compiler.is_compiling():
+            refuse_compiling()
+        bar = self._bar(progress)
+        with bar or nullcontext():
             rows, call = self._prepare(tensordict, seed, timeout, bar=bar)
             result = self.backend.run(call)
             if bar is not None:
                 bar.complete(result)
             return self._finish(tensordict, rows, result)
+
+    async def aforward(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        seed: int | None = None,
+        timeout: float | None = None,
+        progress: bool = False,
+    ) -> TensorDictBase:
+        """Generate or score as `forward` does, without ever blocking the event loop.
+
+        With `batching` no thread waits while the engine works. Cancelling the task takes its request out of the queue,
+        or aborts it in an engine that can abort.
+
+        Raises:
+            InvalidRequestError: as for `forward`. Also in a hook wrapper or a callback of a batcher, where the call
+                would wait for itself.
+        """
+        self.backend.require_outside("aforward")
+        bar = self._bar(progress)
+        with bar or nullcontext():
+            rows, call = await asyncio.to_thread(self._prepare, tensordict, seed, timeout, bar=bar)
+            result = await asyncio.wrap_future(self.backend.submit(call))
+            if bar is not None:
+                bar.complete(result)
+            return await asyncio.to_thread(self._finish, tensordict, rows, result)
+
+    def resume(
+        self,
+        tensordict: TensorDictBase,
+        continue_from: TensorDictBase,
+        *,
+        seed: int | None = None,
+        timeout: float | None = None,
+    ) -> TensorDictBase:
+        """Complete the answers that the policy has returned before, under the weights in force, and return all of it.
+
+        They go on from their ids, which are not tokenized again. Old tokens keep their log-probs and their version, and
+        answers that have ended stay as they are.
+
+        Args:
+            tensordict: what `forward` reads: the same prompts.
+            continue_from: what `forward` has returned for them, with tokens and, if this policy writes them, log-probs.
+            seed: as for `forward`.
+            timeout: as for `forward`.
+
+        Raises:
+            InvalidRequestError: as for `forward`; or the answers are to other prompts, or cannot go on like this.
+            MissingKeyError: as for `forward`; or `continue_from` lacks tokens or finish reasons.
+            ProvenanceMismatchError: the log-probs of `continue_from` are of another distribution.
+        """
+        if not self.options.generate:
+            raise validate.invalid("generate", "only answers can go on, and this policy scores")
+        rows, call = self._prepare(tensordict, seed, timeout, continue_from=continue_from)
+        return self._finish(tensordict, rows, self.backend.run(call))
+
+    def stream(
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
+    ) -> AnswerStream[TensorDictBase]:
+        """Start to generate, and return an iterator over the tokens of the answers, with text and log-probs.
+
+        Each `AnswerChunk` says which row of the flattened batch it belongs to. After the last chunk, ``stream.result``
+        is the TensorDict that calling the policy returns. Use the stream as a context manager if you may leave early::
+
+            with policy.stream(td, seed=7) as stream:
+                for chunk in stream:
+                    print(chunk.text, end="", flush=True)
+            stream.result["history"].full
+
+        Args:
+            tensordict: what `forward` reads.
+            seed: as for `forward`.
+            timeout: as for `forward`. The time that you take to read does not count.
+
+        Raises:
+            CoreLMError: the errors of `forward`. Those of the input are raised here, those of the engine while reading.
+        """
+        return AnswerStream(self.backend, partial(self._plan, tensordict, seed, timeout))
+
+    def astream(
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
+    ) -> AsyncAnswerStream[TensorDictBase]:
+        """Return what `stream` does for ``async for``, without ever blocking the event loop.
+
+        The request is made, and all errors are raised, while reading. Cancelling the task ends the request.
+        """
+        return AsyncAnswerStream(self.backend, partial(self._plan, tensordict, seed, timeout))
+
+    def _plan(
+        self, tensordict: TensorDictBase, seed: int | None, timeout: float | None, listener: Listener
+    ) -> tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], TensorDictBase]]:
+        if not self.options.generate:
+            raise validate.invalid("generate", "only answers can be streamed, and this policy scores; call it instead")
+        rows, call = self._prepare(tensordict, seed, timeout, listener)
+        return call, partial(self._finish, tensordict, rows)
+
+    def _bar(self, progress: bool) -> AnswerBar | None:
+        if progress and not self.options.generate:
+            raise validate.invalid("progress", "the bar counts answers, and this policy scores; leave it out")
+        return answer_bar(progress)
 
     @no_inference_mode()
     def _prepare(
@@ -154,19 +249,19 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         continue_from: TensorDictBase | None = None,
     ) -> tuple[InputRows, PreparedCall[Any]]:
         """Return the rows that were read and the call. One whose results would have nowhere to go is refused here."""
-        options = self.options
+        options, backend = self.options, self.backend
+        engine = backend.engine
         # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
-        self.backend.engine.hooks.require_here()
+        engine.hooks.require_here()
         if not isinstance(td, TensorDictBase):
             raise not_a_tensordict(td, options.input_mode)
         if seed is not None and not options.generate:
             raise validate.invalid("seed", "scoring samples nothing; leave the seed out")
-        rows = self._read(td, "prompt" if options.generate else "full", want_assistant="masks" in self._fields)
+        rows = self._reader.read(td, self._part, backend, want_assistant="masks" in options.fields)
         samples = options.num_samples
         must_fit(td, rows.batch_size if samples is None else (*rows.batch_size, samples), options)
-        engine = self.backend.engine
         if not options.generate:
-            rows = with_support(td, rows, options, self.score_provenance.temperature)
+            rows = with_support(td, rows, options, self._temperature)
             if options.writes_in_place is True:
                 must_keep(td, rows, options, provenance_of_scores(self.score_provenance, rows.support))
             scoring = {**self._scoring(rows), "return_argmax": options.return_argmax, "top_k": options.top_k}
@@ -175,16 +270,16 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             bar.expect(len(rows.ids) * (samples or 1))
         if options.writes_in_place is True:
             must_replace(td, options)
-        sampling = self._sampling if seed is None else SamplingParams.make(self._sampling, seed=seed)
+        sampling = options.sampling if seed is None else SamplingParams.make(options.sampling, seed=seed)
         if rows.chats is not None:
             sampling = self._answers.sampling(sampling)
         if options.truncation == "left":
-            rows = truncate_left(rows, room_for_prompts(sampling, engine.capabilities), self.backend)
+            rows = truncate_left(rows, room_for_prompts(sampling, engine.capabilities), backend)
         return rows, prepare_generation(
             engine,
             rows.ids,
             sampling,
-            logprobs=options.log_probs_mode if "log_probs" in self._fields else "none",
+            logprobs=options.log_probs_mode if "log_probs" in options.fields else "none",
             timeout=timeout,
             on_error=options.on_error,
             problems=rows.problems,
@@ -199,71 +294,63 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
 
     @no_inference_mode()
     def _finish(self, td: TensorDictBase, rows: InputRows, result: GenerateResult | ScoreResult) -> TensorDictBase:
-        request, unparsed = self._answer(td, rows, result)
-        out = deliver(td, rows, request, self.backend, self.options)
+        options, backend = self.options, self.backend
+        if isinstance(result, ScoreResult):
+            errors = (result.errors or ("",) * len(rows.ids)) if options.on_error == "skip" else None
+            dense = scores_are_dense(td, rows, options)
+            request = scored(rows, result, backend, fields=options.fields, errors=errors, pad_output=dense)
+            return deliver(td, rows, merged(td, rows, request, options), backend, options)
+        request, unparsed = generated(
+            rows,
+            result,
+            options.sampling,
+            backend,
+            fields=options.fields,
+            reader=self._answers,
+            pad_output=options.pad_output,
+        )
+        out = deliver(td, rows, request, backend, options)
         warn_unparsed(unparsed)
         return out
 
-    def _read(self, td: TensorDictBase, part: Part, *, want_assistant: bool) -> InputRows:
-        return self._reader.read(td, part, self.backend, want_assistant=want_assistant, on_error=self.options.on_error)
-
-    def _answer(
-        self, td: TensorDictBase, rows: InputRows, batch: GenerateResult | ScoreResult
-    ) -> tuple[ContainerRequest, Problems]:
-        """Return what to deliver, and the answers that `response_parser` did not parse."""
-        if isinstance(batch, ScoreResult):
-            errors = (batch.errors or ("",) * len(rows.ids)) if self.options.on_error == "skip" else None
-            dense = scores_are_dense(td, rows, self.options)
-            request = scored(rows, batch, self.backend, fields=self._fields, errors=errors, pad_output=dense)
-            return merged(td, rows, request, self.options), {}
-        return generated(
-            rows,
-            batch,
-            self._sampling,
-            self.backend,
-            fields=self._fields,
-            reader=self._answers,
-            pad_output=self.options.pad_output,
-        )
+    # Scores ----------------------------------------------------------------------------------------------------------
 
     def _scoring(self, rows: InputRows) -> dict[str, Any]:
         """Return the arguments for scoring these rows."""
-        sampling, support = self._sampling, rows.support
+        options, sampling, support = self.options, self.options.sampling, rows.support
         # The sets say what truncation left.
         truncates = sampling.truncates_support if support is None else bool(sampling.engine_kwargs)
-        restricted = truncates or sampling.penalties or sampling.greedy
-        if self.options.log_probs_mode == "processed" and restricted:
+        if options.log_probs_mode == "processed" and (truncates or sampling.penalties or sampling.greedy):
             raise CapabilityError(
                 "scores cannot reflect penalties, and truncation only by support_key=…; pass log_probs_mode='raw'",
                 capability="score",
             )
-        temperature = sampling.temperature if self.options.log_probs_mode == "processed" else 1.0
         return {
             "sequences": rows.ids,
-            "temperature": temperature,
+            "temperature": self._temperature,
             "score_from": rows.prompt_lengths if rows.only_response else None,
-            "on_error": self.options.on_error,
+            "on_error": options.on_error,
             "problems": rows.problems,
-            "adapter": self.options.adapter,
+            "adapter": options.adapter,
             "support": None if support is None else support.for_engine,
         }
 
-    def _scored(self, rows: InputRows, **options: Any) -> ScoreResult:
-        """Score rows with a graph, if gradients are on."""
-        return self.backend.run(
-            prepare_scoring(self.backend.engine, **self._scoring(rows), grad=self._grad(), **options)
-        )
+    def _scored(
+        self, td: TensorDictBase, *, want_assistant: bool = False, return_logits: bool = False
+    ) -> tuple[InputRows, ScoreResult]:
+        """Read and score whole sequences, with a graph if gradients are on."""
+        rows = self._reader.read(td, "full", self.backend, want_assistant=want_assistant)
+        rows = with_support(td, rows, self.options, self._temperature)
+        grad = torch.is_grad_enabled() and self.backend.capabilities.gradients
+        scoring = {**self._scoring(rows), "grad": grad, "return_logits": return_logits}
+        return rows, self.backend.run(prepare_scoring(self.backend.engine, **scoring))
 
     @property
     def score_provenance(self) -> Provenance:
         """The label of the log-probs that this policy scores over the whole vocabulary, with the weights in force."""
-        processed = self.options.log_probs_mode == "processed"
-        label = Provenance.label_of_scores(self._sampling.temperature if processed else 1.0)
-        adapter = self.options.adapter
+        label, adapter = Provenance.label_of_scores(self._temperature), self.options.adapter
         version = self.backend.engine.version_with(adapter)
         return Provenance(self.backend.name, self.backend.model_name, version, **label, adapter=adapter)
-
-    # Distributions ---------------------------------------------------------------------------------------------------
 
     @no_inference_mode()
     def get_dist(self, tensordict: TensorDictBase, mask: Positions | Tensor = "attention") -> MaskedCategorical:
@@ -282,9 +369,8 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
             CapabilityError: the engine returns no logits.
             InvalidRequestError: the input has no such mask, or `mask` has another shape.
         """
-        rows = self._read(tensordict, "full", want_assistant=isinstance(mask, str) and mask == "assistant")
-        rows = with_support(tensordict, rows, self.options, self.score_provenance.temperature)
-        batch = self._scored(rows, return_logits=True)
+        want_assistant = isinstance(mask, str) and mask == "assistant"
+        rows, batch = self._scored(tensordict, want_assistant=want_assistant, return_logits=True)
         assert batch.logits is not None
         columns = rows.columns or dense_columns(rows.tokens)
         shape = (*rows.batch_size, columns.mask.shape[-1])
@@ -307,15 +393,10 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         They are what ``log_probs.full`` would hold: one tensor with `pad_output`, else one tensor a row. Positions that
         are not scored hold 0.0.
         """
-        rows = self._read(tensordict, "full", want_assistant=False)
-        rows = with_support(tensordict, rows, self.options, self.score_provenance.temperature)
-        batch = self._scored(rows)
+        rows, batch = self._scored(tensordict)
         fields = frozenset({"log_probs"})
         request = scored(rows, batch, self.backend, fields=fields, pad_output=self.options.pad_output)
         return self.backend.to_containers(request)["log_probs"].full
-
-    def _grad(self) -> bool:
-        return torch.is_grad_enabled() and self.backend.capabilities.gradients
 
     def _positions(self, rows: InputRows, batch: ScoreResult, mask: str) -> Ragged:
         """Return bool, as long as the sequences: the positions that count."""
@@ -377,4 +458,58 @@ class LLMPolicy(PolicyCalls, NotMoved, TensorDictModuleBase):
         raise TypeError("a policy holds an open engine, which cannot be copied or pickled; use replace()")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({describe(self.backend, self.options)})"
+        return f"{type(self).__name__}({_described(self.backend, self.options)})"
+
+
+def _batched(backend: Backend, batching: bool | Limits) -> DynamicBatcher:
+    """Return a batcher in front of the backend. A batcher that is already there is shared."""
+    limits = batching if isinstance(batching, Limits) else None
+    if not isinstance(backend, DynamicBatcher):
+        return DynamicBatcher(backend, limits)
+    if limits is not None and limits != backend.limits:
+        raise validate.invalid(
+            "batching", "this backend already has a batcher with other limits; pass batching=True to share it as it is"
+        )
+    return backend
+
+
+def _described(backend: Backend, options: PolicyOptions) -> str:
+    """Return a line each for the backend, the mode, the sampling, the batching, and the other options that were set."""
+    batcher = backend if isinstance(backend, DynamicBatcher) else None
+    closed = ", closed" if backend.closed else ""
+    reads = {"history": "conversations", "text": "texts", "tokens": "token ids"}[options.input_mode]
+    mode = f"generate from {reads}" if options.generate else f"score {reads}"
+    lines = [
+        f"backend: {backend.name}, model {_shown(backend.model_name)}, "
+        f"weights {_shown(backend.weight_version)}{closed}",
+        f"mode: {mode} (input_mode={options.input_mode!r}), {options.log_probs_mode} log-probs",
+    ]
+    if options.generate:
+        lines.append(f"sampling: {_changes(options.sampling, always=('max_new_tokens', 'temperature'))}")
+    lines.append("batching: off" if batcher is None else f"batching: on, {_fields_of(batcher.limits)}")
+    others = _changes(options, leave_out=_OWN_LINE)
+    if others:
+        lines.append(f"options: {others}")
+    return "".join(f"\n    {line}" for line in lines) + "\n"
+
+
+def _changes(record: Any, always: tuple[str, ...] = (), leave_out: frozenset[str] = frozenset()) -> str:
+    """Return the fields of a dataclass that differ from their defaults, and those that are always shown."""
+    plain = type(record)()
+    names = [field.name for field in dataclasses.fields(record) if field.name not in leave_out]
+    # do_sample follows from the temperature.
+    hidden = {"do_sample"} if isinstance(record, SamplingParams) else set()
+    return ", ".join(
+        f"{name}={_shown(getattr(record, name))}"
+        for name in names
+        if name in always or (name not in hidden and getattr(record, name) != getattr(plain, name))
+    )
+
+
+def _fields_of(record: Any) -> str:
+    return ", ".join(f"{field.name}={_shown(getattr(record, field.name))}" for field in dataclasses.fields(record))
+
+
+def _shown(value: Any) -> str:
+    text = printable(repr(value))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

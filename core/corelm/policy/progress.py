@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from corelm import validate
@@ -21,25 +21,27 @@ _REDRAW = 0.1
 
 
 class AnswerBar:
-    """Counts finished answers and their tokens; made by `answer_bar`.
+    """Counts finished answers and their tokens; made by `answer_bar`, and closed by ``with``.
 
-    The engine may call it on any thread, and after the call has ended. Its errors, such as those of a terminal that is
-    gone, reach neither the engine nor the caller.
+    The engine may call it on any thread, and after the call has ended. Errors of a terminal that is gone, and of wrong
+    reports, reach neither the engine nor the caller.
 
     Args:
-        bar: a tqdm bar.
+        make: makes the bar of tqdm.
     """
 
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
+    def __init__(self, make: Any) -> None:
         self._tokens: dict[int, int] = {}
         self._drawn = time.monotonic()
-        self._closed = False
+        self._closed = True
         self._lock = threading.Lock()
+        with self._drawing():
+            self._bar = make(desc="answers", unit="answer", dynamic_ncols=True)
+            self._closed = False
 
     def __call__(self, row: int, tokens: int) -> None:
         """Count the answer of a row. If the call is repeated, the row counts once."""
-        with self._lock, _dropping_errors():
+        with self._drawing():
             self._tokens[row] = tokens
             now = time.monotonic()
             if now - self._drawn >= _REDRAW and not self._closed:
@@ -49,18 +51,21 @@ class AnswerBar:
 
     def expect(self, answers: int) -> None:
         """Show how many answers there will be."""
-        with self._lock, _dropping_errors():
+        with self._drawing():
             self._bar.total = answers
             self._bar.refresh()
 
     def complete(self, result: GenerateResult) -> None:
         """Count all answers, also those that the engine did not report."""
-        with self._lock, _dropping_errors():
+        with self._drawing():
             self._show(len(result.finish_reasons), len(result.ids.values))
 
-    def close(self) -> None:
+    def __enter__(self) -> AnswerBar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         """Draw the bar for the last time."""
-        with self._lock, _dropping_errors():
+        with self._drawing():
             self._closed = True
             self._bar.close()
 
@@ -69,17 +74,23 @@ class AnswerBar:
         if seconds > 0:
             self._bar.set_postfix_str(f"{tokens / seconds:,.0f} tokens/s", refresh=False)
 
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except Exception as error:
+                _log.debug("the progress bar failed: %s", brief(described(error)))
 
-@contextmanager
-def answer_bar(progress: bool) -> Iterator[AnswerBar | None]:
-    """Yield a bar on stderr, or None if none is wanted or stderr is no terminal.
+
+def answer_bar(progress: bool) -> AnswerBar | None:
+    """Return a bar on stderr, or None if none is wanted or stderr is no terminal.
 
     Raises:
         InvalidRequestError: tqdm is not installed.
     """
     if not validate.flag("progress", progress) or not _on_a_terminal():
-        yield None
-        return
+        return None
     try:
         from tqdm import tqdm
     except ImportError as error:
@@ -89,26 +100,11 @@ def answer_bar(progress: bool) -> Iterator[AnswerBar | None]:
         # tqdm would start a thread that outlives the bar.
         monitor_interval = 0
 
-    bar = None
-    with _dropping_errors():
-        bar = AnswerBar(Bar(desc="answers", unit="answer", dynamic_ncols=True))
-    try:
-        yield bar
-    finally:
-        if bar is not None:
-            bar.close()
+    return AnswerBar(Bar)
 
 
 def _on_a_terminal() -> bool:
-    # A program without a console has None here, and a stream that was closed raises.
-    with suppress(Exception):
-        return bool(sys.stderr.isatty())
-    return False
-
-
-@contextmanager
-def _dropping_errors() -> Iterator[None]:
     try:
-        yield
-    except Exception as error:
-        _log.debug("the progress bar failed: %s", brief(described(error)))
+        return bool(sys.stderr.isatty())
+    except (AttributeError, ValueError):  # a program without a console, and a stream that was closed
+        return False

@@ -1,4 +1,4 @@
-"""`InputRows`: what was read from a user's TensorDict, as flat rows."""
+"""`find_value` and `InputRows`: a value of a user's TensorDict, and what was read from it, as flat rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from corelm.errors import Problems
@@ -21,6 +22,16 @@ from corelm.validate import invalid
 
 if TYPE_CHECKING:
     from corelm.backend.backend import Backend
+
+
+def find_value(td: TensorDictBase, key: NestedKey) -> Any:
+    """Return the value at the key, or None. Bare rows of different lengths, stacked lazily, come back as a list."""
+    if key not in td.keys(include_nested=True):
+        return None
+    try:
+        return td[key]
+    except RuntimeError:
+        return td.get(key, as_list=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

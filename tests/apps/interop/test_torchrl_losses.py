@@ -10,7 +10,7 @@ import corelm
 from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import RetrieveLogProb
-from corelm.policy.inputs import Keys
+from corelm.policy.options import Keys
 from corelm_testing.toy import Bigram
 from helpers import oracle
 from helpers.tiny_models import tiny_tokenizer

@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictSequential
 
 from corelm import History
 from corelm.kl import KLComputation, KLRewardTransform, PerToken, RetrieveKL, RetrieveLogProb
-from corelm.policy.inputs import Keys
+from corelm.policy.options import Keys
 from helpers.each import each
 from helpers.kl_cases import COEFF, LAYOUTS, QUESTIONS, assert_rows, by_hand, gen_policy, ref_policy, rollout, rows_of
 

@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictSequential
 import corelm
 from corelm import History, LLMPolicy, SamplingParams
 from corelm.errors import BackendClosedError, CapabilityError, InvalidRequestError
-from corelm.policy.inputs import Keys
+from corelm.policy.options import Keys
 from corelm_testing.toy import Bigram
 from helpers.refusals import refused
 from helpers.sentencepiece import WHOLE, one_after_another, words_of_sentencepiece

@@ -181,5 +181,4 @@ def test_no_stderr_at_all_shows_nothing(backend, monkeypatch):
     closed.close()
     for stderr in (None, closed):
         monkeypatch.setattr(sys, "stderr", stderr)
-        with answer_bar(True) as bar:
-            assert bar is None
+        assert answer_bar(True) is None

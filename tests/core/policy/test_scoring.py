@@ -5,7 +5,7 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import History, LLMPolicy
-from corelm.policy.inputs import Keys
+from corelm.policy.options import Keys
 from helpers.each import each
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat, prompts
 

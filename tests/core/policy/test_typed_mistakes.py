@@ -64,30 +64,31 @@ def test_an_input_that_is_not_a_tensordict_is_refused_with_the_call_to_make(poli
         policy_of(input_mode=mode)(given)
 
 
-@each("generate", [True, False])
 @each(
     "held, mode, said",
     [
-        ({"prompt": ["Hi"]}, "history", "'prompt' holds texts: give the policy input_mode='text', input_key='prompt'"),
-        ({"prompt": ["Hi"]}, "text", "'prompt' holds texts: give the policy input_key='prompt'"),
-        ({"query": ["Hi"]}, "tokens", "'query' holds texts: give the policy input_mode='text', input_key='query'"),
-        ({"query": IDS}, "tokens", "'query' holds token ids: give the policy input_key='query'"),
+        ({"prompt": ["Hi"]}, "history", "'prompt' holds texts: give the policy input_mode='text', input_key='prompt'$"),
+        ({"prompt": ["Hi"]}, "text", "'prompt' holds texts: give the policy input_key='prompt'$"),
+        ({"prompt": CHATS}, "text", r"from_chats\(prompt\)\), and give the policy input_mode='history'$"),
         ({"input_ids": IDS}, "text", "'input_ids' holds token ids: give the policy input_mode='tokens'$"),
         ({"messages": CHATS}, "history", r"pass TensorDict\(history=History.from_chats\(messages\)\)$"),
-        ({"messages": CHATS}, "text", "from_chats\\(messages\\)\\), and give the policy input_mode='history'"),
-        ({"history": History.from_chats(CHATS)}, "text", "'history' holds .*: give the policy input_mode='history'"),
+        ({"messages": CHATS}, "text", r"from_chats\(messages\)\), and give the policy input_mode='history'$"),
         ({"text": ["Hi"]}, "history", "'text' holds texts: give the policy input_mode='text'$"),
+        ({"query": ["Hi"]}, "text", "it has: query$"),
     ],
 )
-def test_an_input_under_another_key_is_named_with_the_options_that_read_it(policy_of, held, mode, said, generate):
+def test_an_input_under_another_key_is_named_with_the_options_that_read_it(policy_of, held, mode, said):
     with pytest.raises(MissingKeyError, match=said):
-        policy_of(input_mode=mode, generate=generate)(TensorDict(held))
+        policy_of(input_mode=mode)(TensorDict(held))
+    if "prompt" not in held:
+        with pytest.raises(MissingKeyError, match=said):
+            policy_of(input_mode=mode, generate=False)(TensorDict(held))
 
 
 def test_the_options_in_the_message_read_the_input(policy_of):
-    assert policy_of(input_mode="text", input_key="query")(TensorDict(query=["Hi"]))["text"].response
-    with pytest.raises(InvalidRequestError, match="give the policy input_mode='text', input_key='history'"):
-        policy_of()(TensorDict(history=["Hi"]))
+    assert policy_of(input_mode="text", input_key="prompt")(TensorDict(prompt=["Hi"]))["text"].response
+    assert policy_of(input_mode="tokens")(TensorDict(input_ids=IDS))["text"].response
+    assert policy_of()(TensorDict(history=History.from_chats(CHATS)))["text"].response
 
 
 def test_a_device_that_is_not_here_is_refused_when_the_policy_is_made(policy_of, monkeypatch):
