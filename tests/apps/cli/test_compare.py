@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corelm.errors import InvalidRequestError
 from corelm_compare import SideSpec, from_json
-from corelm_compare.built_in import CONVERSATIONS, TEXTS
-from corelm_compare.material import DEFAULT
+from corelm_compare.prompts import CONVERSATIONS, DEFAULT, TEXTS
 from helpers.command_line import corelm_command, generate, write_rows
 from helpers.lora import lora, merged, save
 from helpers.processes import PATIENCE, heed_interrupts, wait_until
@@ -87,7 +86,7 @@ def test_other_weights_are_found_and_named(tiny_model, older_model, tmp_path):
     assert (cause["id"], cause["side"], cause["confidence"]) == ("stale-weights", "old", "certain")
     assert "FAIL: new and old differ: stale-weights" in result.stderr and str(older_model) in result.stderr
     page = (tmp_path / "report.html").read_text()
-    assert "stale-weights" in page and page.count("<figure>") == 5
+    assert "stale-weights" in page and page.count("<figure>") == 4
     # The numbers are those of the two models: Δ of the first token, from forward passes of transformers.
     row, numbers = made["rows"][0]["ids"], made["rows"][0]["numbers"]
     with torch.no_grad():

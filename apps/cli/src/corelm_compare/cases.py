@@ -6,6 +6,7 @@ the case if what remains is noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from corelm_compare.gaps import distance
 from corelm_compare.oracles import Oracle, Rows, Tables
 from corelm_compare.records import Cause, Confidence, Experiment
 from corelm_compare.sides import OpenSide
@@ -37,15 +39,12 @@ class Case:
         side: whose numbers.
         what: what they are: "scores", or how they were sampled.
         rows: the ids.
-        numbers: the side's; NaN where it has none.
-        truth: the reference's.
+        numbers, truth: the side's, and the reference's; NaN where there is none.
         tables: the logits of the reference; None if it shows none.
         scorer: scores other rows as the reference does.
         reference: its name, for sentences.
         oracle: the plain forward; None if the reference is another side, so that either may be wrong.
         noise: mean |Δ| that counts as nothing.
-        special_ids: ids that may stand for BOS.
-        eos_ids: ids that end an answer.
         sampling: how the numbers were sampled; None for scores.
         prompt_lengths: how many ids of each row are the prompt.
     """
@@ -60,8 +59,6 @@ class Case:
     reference: str
     oracle: Oracle | None
     noise: float
-    special_ids: tuple[int, ...] = ()
-    eos_ids: tuple[int, ...] = ()
     sampling: Any = None
     prompt_lengths: tuple[int, ...] = ()
 
@@ -70,8 +67,34 @@ class Case:
         """The side that is wrong, if the reference cannot be."""
         return self.side.name if self.oracle is not None else None
 
+    @property
+    def distance(self) -> float:
+        """Mean |Δ| between the side's numbers and the reference's."""
+        return distance(self.truth, self.numbers)[0]
 
-@dataclass(frozen=True, kw_only=True)
+    @property
+    def begins_alike(self) -> bool:
+        """Whether the numbers after the first id alone agree: attention then has nothing to choose from."""
+        off = [abs(float(n[1] - t[1])) for n, t in zip(self.numbers, self.truth, strict=True) if len(n) > 1]
+        off = [each for each in off if math.isfinite(each)]
+        return not off or sum(off) / len(off) <= max(10 * FLOAT32_NOISE, self.noise)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer of the side."""
+        return tuple(sorted(self.side.backend.eos_token_ids))
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """The ids that the side's tokenizer, or the checkpoint's, names as special: they may stand for BOS."""
+        tokenizers = [self.side.backend.tokenizer, *([self.oracle.tokenizer] if self.oracle is not None else [])]
+        found = [getattr(each, name, None) for each in tokenizers for name in ("bos_token_id", "eos_token_id")]
+        found += [token for each in tokenizers for token in getattr(each, "all_special_ids", None) or ()]
+        size = self.side.can.vocab_size
+        return tuple(dict.fromkeys(token for token in found if isinstance(token, int) and 0 <= token < size))
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The numbers that a side would give if one thing were changed in the reference.
 
@@ -116,14 +139,7 @@ class Judgement:
         if accused is None:
             evidence += "; without an oracle it may be the other way round"
         figures = {"before": done.before, "after": done.after, "tokens": done.tokens, **made.figures}
-        return Cause(
-            id=made.id,
-            side=accused,
-            confidence=confidence,
-            evidence=evidence,
-            advice=made.advice,
-            figures=figures,
-        )
+        return Cause(made.id, accused, confidence, evidence, made.advice, figures)
 
 
 def exact(before: float, after: float) -> bool:
@@ -152,18 +168,10 @@ def judge(case: Case, prediction: Prediction) -> Judgement:
     known = int((~torch.isnan(numbers) & ~torch.isnan(truth)).sum())
     enough = int(tried.sum()) >= min(_FEWEST, known) and int(tried.sum()) >= _COVERED * known
     explains = enough and says and was > case.noise and left <= case.noise and left <= _LEFT * was
+    changed = f"{case.what}: {case.reference} with {prediction.changed}"
     return Judgement(
         prediction,
-        Experiment(
-            id=prediction.id,
-            side=case.side.name,
-            changed=f"{case.what}: {case.reference} with {prediction.changed}",
-            before=was,
-            after=left,
-            tokens=int(tried.sum()),
-            explains=explains,
-            note=prediction.note,
-        ),
+        Experiment(prediction.id, case.side.name, changed, was, left, int(tried.sum()), explains, prediction.note),
     )
 
 

@@ -7,191 +7,139 @@ itself, whatever the other side says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from corelm_compare.gaps import distance, measure
 from corelm_compare.oracles import Rows
-from corelm_compare.records import Cause, Experiment, Gap
+from corelm_compare.records import Cause, Experiment, GapKind
 from corelm_compare.sides import OpenSide
 
 _CACHE = "turn the engine's cache of prefixes off (enable_prefix_caching=False, disable_radix_cache=True)"
+COMPANY_ADVICE = (
+    "check attention mask, position ids and padding side of the engine's batches; until then send one row a call"
+)
 
 
-@dataclass
 class OwnDistances:
-    """What a side says about the same rows in different calls.
-
-    Attributes:
-        side: the side.
-        rows: the rows.
-        together: its numbers for all rows in one call.
-        alone: its numbers for each row in a call of its own.
-        gaps: the distances.
-        repeats: the numbers of every time that exactly the same call was made.
-        late: its numbers from the end of each prompt on.
-    """
-
-    side: OpenSide
-    rows: Rows
-    together: list[Tensor]
-    alone: list[Tensor] = field(default_factory=list)
-    gaps: list[Gap] = field(default_factory=list)
-    repeats: list[list[Tensor]] = field(default_factory=list)
-    late: list[Tensor] = field(default_factory=list)
-
-    def size(self, kind: str) -> float:
-        """Return mean |Δ| of one of the distances."""
-        return max((gap.mean_abs for gap in self.gaps if gap.kind == kind), default=0.0)
-
-    def noise(self, largest: float) -> float:
-        """Return the largest distance that is not above `largest`, which would be a fault."""
-        return max((gap.mean_abs for gap in self.gaps if gap.mean_abs <= largest), default=0.0)
-
-
-def measure_own(side: OpenSide, rows: Rows, starts: Sequence[int], first: list[Tensor]) -> OwnDistances:
-    """Ask a side for the same rows again in four ways: four calls, and one for each row.
-
-    A side that does not say the same twice is asked twice more by `own_faults`.
+    """What a side says about the same rows in different calls: four calls, and one for each row.
 
     Args:
         side: the side.
         rows: the rows.
         starts: from where on each row is scored late: the end of its prompt, for example.
         first: what it said of these rows when it was asked for the first time.
+
+    Attributes:
+        gaps: the distances.
+        together: its numbers for all rows in one call.
+        alone: its numbers for each row in a call of its own.
+        again: its numbers when exactly the same call was made again.
+        late: its numbers from the end of each prompt on.
     """
-    together = first
-    found = OwnDistances(side, rows, together, repeats=[together])
 
-    def add(kind: str, words: str, numbers: Sequence[Tensor], first: Sequence[Tensor] = together) -> None:
-        gap = measure(kind, side.name, f"{side.name}, {words}", first, numbers, rows, side.spell)  # type: ignore[arg-type]
-        found.gaps.append(gap)
+    def __init__(self, side: OpenSide, rows: Rows, starts: Sequence[int], first: list[Tensor]) -> None:
+        self._side, self._rows, self.together = side, rows, first
+        self.again = side.score(rows)
+        self.alone = [side.score([row])[0] for row in rows]
+        reordered = side.score(list(reversed(rows)))[::-1]
+        # The first of the two may fill a cache of prefixes, which the second reads.
+        side.score(rows, starts=starts)
+        self.late = side.score(rows, starts=starts)
+        kinds: list[tuple[GapKind, str, list[Tensor]]] = [
+            ("again", "the same call again", self.again),
+            ("company", "each row alone", self.alone),
+            ("order", "the rows in another order", reordered),
+            ("late_start", "from the end of the prompt on", self.late),
+        ]
+        self.gaps = [
+            measure(kind, side.name, f"{side.name}, {words}", first, numbers, rows, side.spell)
+            for kind, words, numbers in kinds
+        ]
 
-    found.repeats.append(side.score(rows))
-    add("again", "the same call again", found.repeats[-1])
-    found.alone = [side.score([row])[0] for row in rows]
-    add("company", "each row alone", found.alone)
-    add("order", "the rows in another order", side.score(list(reversed(rows)))[::-1])
-    # The first of the two may fill a cache of prefixes, which the second reads.
-    side.score(rows, starts=starts)
-    found.late = side.score(rows, starts=starts)
-    add("late_start", "from the end of the prompt on", found.late)
-    return found
+    def size(self, *kinds: GapKind) -> float:
+        """Return the largest mean |Δ| of these distances."""
+        return max(gap.mean_abs for gap in self.gaps if gap.kind in kinds)
 
+    def noise(self, largest: float) -> float:
+        """Return the largest distance that is not above `largest`, which would be a fault."""
+        return max((gap.mean_abs for gap in self.gaps if gap.mean_abs <= largest), default=0.0)
 
-def own_faults(own: OwnDistances, truth: Sequence[Tensor] | None, noise: float) -> tuple[list[Experiment], list[Cause]]:
-    """Return the causes that a side's distances to itself show.
+    def best(self, noise: float) -> list[Tensor]:
+        """Return the numbers that are least spoilt by what else the engine did: alone, if company changes them."""
+        steady = self.size("again") <= noise
+        return self.alone if steady and self.size("company", "order") > noise else self.together
 
-    Args:
-        own: the distances.
-        truth: the numbers of a reference; None without one.
-        noise: mean |Δ| that is rounding.
-    """
-    experiments: list[Experiment] = []
-    causes: list[Cause] = []
-    name = own.side.name
-    tokens = own.gaps[0].count if own.gaps else 0
-    for kind, changed, numbers in (
-        ("again", "the same call again", own.repeats[1]),
-        ("company", "each row alone", own.alone),
-        ("late_start", "scores from the end of each prompt on", own.late),
-    ):
-        before, after = (_from(truth, own.together, numbers), _from(truth, numbers, numbers)) if truth else (0.0, 0.0)
-        size = own.size(kind)
-        note = f"{size:.3g} nats a token from the first call"
-        experiments.append(
-            Experiment(
-                id={"again": "prefix-cache", "late_start": "prefix-cache"}.get(kind, kind),
-                side=name,
-                changed=f"scores: {changed}",
-                before=before,
-                after=after,
-                tokens=tokens,
-                explains=size > noise,
-                note=note,
+    def faults(self, truth: Sequence[Tensor] | None, noise: float) -> tuple[list[Experiment], Cause | None]:
+        """Return what was tried, and the cause that the distances show.
+
+        A side that does not say the same twice is asked twice more.
+
+        Args:
+            truth: the numbers of a reference; None without one.
+            noise: mean |Δ| that is rounding.
+        """
+        experiments = []
+        kinds: list[tuple[str, GapKind, str, list[Tensor]]] = [
+            ("prefix-cache", "again", "the same call again", self.again),
+            ("company", "company", "each row alone", self.alone),
+            ("prefix-cache", "late_start", "scores from the end of each prompt on", self.late),
+        ]
+        for id, kind, changed, numbers in kinds:
+            before, after, size = 0.0, 0.0, self.size(kind)
+            if truth is not None:
+                asked = [n.where(torch.isfinite(m), torch.nan) for n, m in zip(self.together, numbers, strict=True)]
+                before, after = distance(truth, asked)[0], distance(truth, numbers)[0]
+            note = f"{size:.3g} nats a token from the first call"
+            tokens = self.gaps[0].count
+            experiments.append(
+                Experiment(id, self._side.name, f"scores: {changed}", before, after, tokens, size > noise, note)
             )
+        if self.size("again") > noise:
+            return experiments, self._repeated(noise)
+        if self.size("company", "order") > noise:
+            return experiments, self._company(truth, noise)
+        late = self.size("late_start")
+        if late <= noise:
+            return experiments, None
+        evidence = (
+            f"{self._side.name} scores what follows each prompt {late:.3g} nats a token from its own scores of the "
+            "whole row: what it keeps of the prompt is not what it computes"
         )
-    if own.size("again") > noise:
-        causes.append(_repeated(own, noise))
-    elif max(own.size("company"), own.size("order")) > noise:
-        causes.append(_company(own, truth, noise))
-    if own.size("late_start") > noise and not causes:
-        causes.append(
-            Cause(
-                id="prefix-cache",
-                side=name,
-                confidence="certain",
-                evidence=f"{name} scores what follows each prompt {own.size('late_start'):.3g} nats a token from its "
-                "own scores of the whole row: what it keeps of the prompt is not what it computes",
-                advice=f"{_CACHE}, or reset it after every update of the weights",
-                figures={"mean_abs": own.size("late_start")},
+        advice = f"{_CACHE}, or reset it after every update of the weights"
+        return experiments, Cause("prefix-cache", self._side.name, "certain", evidence, advice, {"mean_abs": late})
+
+    def _repeated(self, noise: float) -> Cause:
+        name, third, fourth = self._side.name, self._side.score(self._rows), self._side.score(self._rows)
+        first = distance(self.together, self.again)[0]
+        later = max(distance(self.again, third)[0], distance(third, fourth)[0])
+        figures = {"first_second": first, "later": later}
+        if later <= noise:
+            evidence = (
+                f"{name} gives the second of two equal calls {first:.3g} nats a token from the first, and all later "
+                f"ones as the second (at most {later:.2g} apart): it answers from a cache"
             )
+            advice = f"{_CACHE}; if that helps, its cache is wrong"
+            return Cause("prefix-cache", name, "certain", evidence, advice, figures)
+        evidence = f"{name} gives every one of four equal calls other numbers, up to {later:.3g} nats a token apart"
+        advice = (
+            "look for dropout (model.eval()), sampling in the scores, or several engines with different weights behind "
+            "one URL"
         )
-    return experiments, causes
+        return Cause("not-deterministic", name, "certain", evidence, advice, figures)
 
-
-def best_numbers(own: OwnDistances, noise: float) -> list[Tensor]:
-    """Return the numbers that are least spoilt by what else the engine did: alone, if company changes them."""
-    if own.size("again") > noise:
-        return own.repeats[0]
-    return own.alone if own.size("company") > noise or own.size("order") > noise else own.together
-
-
-def _repeated(own: OwnDistances, noise: float) -> Cause:
-    own.repeats += [own.side.score(own.rows), own.side.score(own.rows)]
-    first, second, third, fourth = own.repeats[:4]
-    later = max(distance(second, third)[0], distance(third, fourth)[0])
-    figures = {"first_second": distance(first, second)[0], "later": later}
-    if later <= noise:
-        return Cause(
-            id="prefix-cache",
-            side=own.side.name,
-            confidence="certain",
-            evidence=f"{own.side.name} gives the second of two equal calls {figures['first_second']:.3g} nats a token "
-            f"from the first, and all later ones as the second (at most {later:.2g} apart): it answers from a cache",
-            advice=f"{_CACHE}; if that helps, its cache is wrong",
-            figures=figures,
-        )
-    return Cause(
-        id="not-deterministic",
-        side=own.side.name,
-        confidence="certain",
-        evidence=f"{own.side.name} gives every one of four equal calls other numbers, up to {later:.3g} nats a token "
-        "apart",
-        advice="look for dropout (model.eval()), sampling in the scores, or several engines with different weights "
-        "behind one URL",
-        figures=figures,
-    )
-
-
-def _company(own: OwnDistances, truth: Sequence[Tensor] | None, noise: float) -> Cause:
-    name, size = own.side.name, max(own.size("company"), own.size("order"))
-    longest = max(map(len, own.rows))
-    apart = [distance([a], [b])[0] for a, b in zip(own.alone, own.together, strict=True)]
-    short = [each for each, row in zip(apart, own.rows, strict=True) if len(row) < longest]
-    full = [each for each, row in zip(apart, own.rows, strict=True) if len(row) == longest]
-    where = ""
-    if short and full and max(full) <= noise < max(short):
-        where = "; only rows that are shorter than the longest change, so padding takes part (side, position ids, mask)"
-    right = ""
-    if truth is not None:
-        alone, together = distance(truth, own.alone)[0], distance(truth, own.together)[0]
-        right = f"; from the reference it is {alone:.2g} alone and {together:.3g} in company"
-    return Cause(
-        id="company",
-        side=name,
-        confidence="certain",
-        evidence=f"{name} scores a row {size:.3g} nats a token away from what it says of the row alone{right}{where}",
-        advice="check attention mask, position ids and padding side of the engine's batches; until then send one row a "
-        "call",
-        figures={"mean_abs": size},
-    )
-
-
-def _from(truth: Sequence[Tensor] | None, numbers: Sequence[Tensor], where: Sequence[Tensor]) -> float:
-    if truth is None:
-        return 0.0
-    kept = [torch.where(torch.isfinite(w), n, torch.nan) for n, w in zip(numbers, where, strict=True)]
-    return distance(truth, kept)[0]
+    def _company(self, truth: Sequence[Tensor] | None, noise: float) -> Cause:
+        name, size = self._side.name, self.size("company", "order")
+        longest = max(map(len, self._rows))
+        apart = [distance([a], [b])[0] for a, b in zip(self.alone, self.together, strict=True)]
+        short = [each for each, row in zip(apart, self._rows, strict=True) if len(row) < longest]
+        full = [each for each, row in zip(apart, self._rows, strict=True) if len(row) == longest]
+        evidence = f"{name} scores a row {size:.3g} nats a token away from what it says of the row alone"
+        if truth is not None:
+            alone, together = distance(truth, self.alone)[0], distance(truth, self.together)[0]
+            evidence += f"; from the reference it is {alone:.2g} alone and {together:.3g} in company"
+        if short and full and max(full) <= noise < max(short):
+            evidence += "; only rows that are shorter than the longest change, so padding takes part (side, position "
+            evidence += "ids, mask)"
+        return Cause("company", name, "certain", evidence, COMPANY_ADVICE, {"mean_abs": size})

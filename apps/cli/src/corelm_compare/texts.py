@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from corelm.errors import CoreLMError
-from corelm.validate import invalid, shown, token_ids
+from corelm.validate import invalid, token_ids
+from corelm_compare.findings import Findings
 from corelm_compare.oracles import Oracle
 from corelm_compare.records import Cause, Divergence
 from corelm_compare.sides import OpenSide
@@ -34,8 +35,8 @@ class Encoded:
     kind: Kind
     text: str
     ids: list[int]
-    by_side: Mapping[str, list[int]]
-    rendered: Mapping[str, str]
+    by_side: Mapping[str, list[int]] = field(default_factory=dict)
+    rendered: Mapping[str, str] = field(default_factory=dict)
     expected: list[int] | None = None
     expected_text: str | None = None
 
@@ -60,8 +61,7 @@ def encode(prompt: Any, sides: Sequence[OpenSide], oracle: Oracle | None, row: i
         return Encoded("conversation", text, _chosen(expected, by_side, row), by_side, texts, expected, expected_text)
     if isinstance(prompt, Sequence) and not prompt:
         raise invalid("prompts", f"row {row} is empty; pass a text, a list of messages, or ids")
-    ids = list(token_ids("prompts", prompt))
-    return Encoded("ids", "", ids, {}, {})
+    return Encoded("ids", "", list(token_ids("prompts", prompt)))
 
 
 def _chosen(expected: list[int] | None, by_side: Mapping[str, list[int]], row: int) -> list[int]:
@@ -71,150 +71,124 @@ def _chosen(expected: list[int] | None, by_side: Mapping[str, list[int]], row: i
     return found
 
 
-def text_causes(
-    prompts: Sequence[Encoded], sides: Sequence[OpenSide], oracle: Oracle | None
-) -> tuple[list[Divergence], list[Cause]]:
-    """Return where the ids of the same texts differ, and why: one cause of each kind for each side."""
-    divergences: list[Divergence] = []
+def compare_texts(
+    found: Findings, prompts: Sequence[Encoded], sides: Sequence[OpenSide], oracle: Oracle | None
+) -> list[Cause]:
+    """Find where the ids of the same texts differ; return why: one cause of each kind for each side."""
     causes: dict[tuple[str, str | None], Cause] = {}
     first = sides[0]
     for row, prompt in enumerate(prompts):
-        if prompt.kind == "ids":
-            continue
-        expected = prompt.expected
+        known = prompt.expected is not None
+        reference = "the checkpoint's tokenizer" if known else first.name
+        right = prompt.expected if prompt.expected is not None else prompt.by_side.get(first.name, [])
+        right_text = prompt.expected_text if known else prompt.rendered.get(first.name)
         for side in sides:
-            ids = prompt.by_side[side.name]
-            against = expected if expected is not None else prompt.by_side[first.name]
-            if ids == against:
+            ids, text = prompt.by_side.get(side.name, right), prompt.rendered.get(side.name)
+            if ids == right:
                 continue
-            accused = side.name if expected is not None else None
-            reference = "the checkpoint's tokenizer" if expected is not None else first.name
-            divergences.append(_divergence(row, reference, side, against, ids))
-            right_text = prompt.expected_text if expected is not None else prompt.rendered.get(first.name)
-            cause = _cause(side, accused, reference, prompt, ids, against, right_text)
-            causes.setdefault((cause.id, cause.side), cause)
+            found.divergences.append(ids_differ("ids", side, (reference, side.name), row, right, ids))
+            if text is not None and right_text is not None and text != right_text:
+                id, evidence, advice = _template_differs(side.name, reference, text, right_text)
+            else:
+                id, evidence, advice = _tokenization_differs(side, reference, ids, right)
+            accused = side.name if known else None
+            causes.setdefault((id, accused), Cause(id, accused, "certain", evidence, advice))
     for cause in _special_texts(sides, oracle):
         causes[cause.id, cause.side] = cause
         # Conversations have special tokens, so this is why their ids differ.
         causes.pop(("tokenization", cause.side), None)
-    return divergences, list(causes.values())
+    return list(causes.values())
 
 
-def _cause(
-    side: OpenSide,
-    accused: str | None,
-    reference: str,
-    prompt: Encoded,
-    ids: list[int],
-    against: list[int],
-    right_text: str | None,
-) -> Cause:
-    if prompt.kind == "conversation":
-        text = prompt.rendered[side.name]
-        if right_text is not None and text != right_text:
-            return _template(side, accused, reference, text, right_text)
+def _tokenization_differs(side: OpenSide, reference: str, ids: list[int], right: list[int]) -> tuple[str, str, str]:
+    """Return the id, the evidence and the advice of the cause."""
     bos = getattr(side.backend.tokenizer, "bos_token_id", None)
-    specials = {token for token in (bos, ids[0] if ids else None, against[0] if against else None) if token is not None}
-    for token in specials:
-        if ids == [token, *against]:
-            doubled = bool(against) and against[0] == token
-            return _made(
+    for token in {bos, *ids[:1], *right[:1]} - {None}:
+        shown = f"id {token} ({side.spell(token)!r})"
+        if ids == [token, *right]:
+            doubled = right[:1] == [token]
+            evidence = f"{side.name} puts {shown} before the ids that {reference} has"
+            return (
                 "bos-doubled" if doubled else "bos-added",
-                accused,
-                f"{side.name} puts id {token} ({side.spell(token)!r}) before the ids that {reference} has"
-                + (", which begin with it already" if doubled else ""),
+                evidence + (", which begin with it already" if doubled else ""),
                 "encode with add_special_tokens=False where the text, or the chat template, has a BOS already",
             )
-        if against == [token, *ids]:
-            return _made(
-                "bos-missing",
-                accused,
-                f"{side.name} leaves out id {token} ({side.spell(token)!r}), with which the ids of {reference} begin",
-                "open the engine with the checkpoint's own tokenizer, or set add_bos_token",
-            )
-    at = _first(ids, against)
-    return _made(
-        "tokenization",
-        accused,
+        if right == [token, *ids]:
+            evidence = f"{side.name} leaves out {shown}, with which the ids of {reference} begin"
+            return "bos-missing", evidence, "open the engine with the checkpoint's own tokenizer, or set add_bos_token"
+    at = _first_difference(ids, right)
+    evidence = (
         f"{side.name} and {reference} agree on {at} ids of a text, then have {ids[at : at + 3]} and "
-        f"{against[at : at + 3]} ({len(ids)} and {len(against)} ids in all)",
-        "open both sides with one tokenizer: get_backend(…, tokenizer=PATH)",
+        f"{right[at : at + 3]} ({len(ids)} and {len(right)} ids in all)"
     )
+    return "tokenization", evidence, "open both sides with one tokenizer: get_backend(…, tokenizer=PATH)"
 
 
-def _template(side: OpenSide, accused: str | None, reference: str, text: str, right: str) -> Cause:
-    if right.startswith(text) or text.startswith(right):
-        missing = right.startswith(text)
-        rest = right[len(text) :] if missing else text[len(right) :]
-        return _made(
-            "generation-prompt",
-            accused,
-            f"{side.name} {'leaves out' if missing else 'adds'} {rest!r} at the end of a conversation"
-            f"{'' if missing else ', which ' + reference + ' does not have'}",
-            "render with add_generation_prompt=True on both sides, or give both the same chat template",
-        )
-    at = _first(text, right)
-    return _made(
-        "chat-template",
-        accused,
-        f"{side.name} renders a conversation as …{text[max(0, at - 10) : at + 20]!r}…, and {reference} as "
-        f"…{right[max(0, at - 10) : at + 20]!r}…, from character {at} on",
-        "give both sides one chat template: the tokenizer's, or chat_template=",
+def _template_differs(name: str, reference: str, text: str, right: str) -> tuple[str, str, str]:
+    """Return the id, the evidence and the advice of the cause."""
+    advice = "render with add_generation_prompt=True on both sides, or give both the same chat template"
+    if right.startswith(text):
+        return "generation-prompt", f"{name} leaves out {right[len(text) :]!r} at the end of a conversation", advice
+    if text.startswith(right):
+        evidence = f"{name} adds {text[len(right) :]!r} at the end of a conversation, which {reference} does not have"
+        return "generation-prompt", evidence, advice
+    at = _first_difference(text, right)
+    evidence = (
+        f"{name} renders a conversation as …{text[max(0, at - 10) : at + 20]!r}…, and {reference} as "
+        f"…{right[max(0, at - 10) : at + 20]!r}…, from character {at} on"
     )
+    return "chat-template", evidence, "give both sides one chat template: the tokenizer's, or chat_template="
 
 
 def _special_texts(sides: Sequence[OpenSide], oracle: Oracle | None) -> list[Cause]:
     """Encode the text of a special token on every side: some read it as ordinary characters."""
     source = oracle.tokenizer if oracle is not None and oracle.tokenizer is not None else sides[0].backend.tokenizer
-    texts = [text for text in getattr(source, "all_special_tokens", None) or () if isinstance(text, str)][:1]
+    texts = [text for text in getattr(source, "all_special_tokens", None) or () if isinstance(text, str)]
+    if not texts:
+        return []
+    special = texts[0]
+    asked = (_LEAST_TEXT, _LEAST_TEXT + special)
+    made: dict[str, list[list[int]]] = {}
+    for side in sides:
+        try:
+            made[side.name] = [side.encode(each, add_special_tokens=False) for each in asked]
+        except CoreLMError:
+            continue
+    expected = [oracle.encode(each, add_special_tokens=False) for each in asked] if oracle is not None else [None, None]
+    first = next(iter(made.values()), [[], []])
+    ordinary, right = (known or own for known, own in zip(expected, first, strict=True))
     causes = []
-    for text in texts:
-        expected = oracle.encode(_LEAST_TEXT + text, add_special_tokens=False) if oracle is not None else None
-        found: dict[str, list[int]] = {}
-        plain: dict[str, list[int]] = {}
-        for side in sides:
-            try:
-                made = [side.encode(each, add_special_tokens=False) for each in (_LEAST_TEXT, _LEAST_TEXT + text)]
-            except CoreLMError:
-                continue
-            plain[side.name], found[side.name] = made
-        right = expected or next(iter(found.values()), [])
-        own = oracle.encode(_LEAST_TEXT, add_special_tokens=False) if oracle is not None else None
-        ordinary = own or next(iter(plain.values()), [])
-        for name, ids in found.items():
-            if plain[name] != ordinary:
-                # Texts without special tokens differ already.
-                continue
-            if ids[-1:] != right[-1:] and len(ids) > len(right):
-                causes.append(
-                    _made(
-                        "special-tokens-as-text",
-                        name if expected else None,
-                        f"{name} reads {text!r} as {len(ids) - len(right) + 1} ordinary tokens; it is id {right[-1]}",
-                        "open the engine with the checkpoint's own tokenizer (split_special_tokens=False)",
-                    )
-                )
+    for name, (plain, ids) in made.items():
+        # Where texts without special tokens differ already, this says nothing.
+        if plain == ordinary and ids[-1:] != right[-1:] and len(ids) > len(right):
+            evidence = f"{name} reads {special!r} as {len(ids) - len(right) + 1} ordinary tokens; it is id {right[-1]}"
+            advice = "open the engine with the checkpoint's own tokenizer (split_special_tokens=False)"
+            accused = name if expected[1] else None
+            causes.append(Cause("special-tokens-as-text", accused, "certain", evidence, advice))
     return causes
 
 
-def _made(id: str, accused: str | None, evidence: str, advice: str) -> Cause:
-    return Cause(id=id, side=accused, confidence="certain", evidence=evidence, advice=advice)
-
-
-def _divergence(row: int, reference: str, side: OpenSide, right: list[int], ids: list[int]) -> Divergence:
-    at = _first(ids, right)
-    before = "".join(side.spell(token) for token in right[max(0, at - 5) : at])
+def ids_differ(
+    what: Literal["ids", "answer"],
+    speller: OpenSide,
+    names: tuple[str, str],
+    row: int,
+    first: Sequence[int],
+    second: Sequence[int],
+) -> Divergence:
+    """Return where two lists of ids first differ."""
+    at = _first_difference(first, second)
     return Divergence(
-        what="ids",
-        one=reference,
-        other=side.name,
+        what=what,
+        one=names[0],
+        other=names[1],
         row=row,
         position=at,
-        first=right[at] if at < len(right) else None,
-        second=ids[at] if at < len(ids) else None,
-        text=shown(before),
+        first=first[at] if at < len(first) else None,
+        second=second[at] if at < len(second) else None,
+        text="".join(speller.spell(token) for token in first[max(0, at - 5) : at]),
     )
 
 
-def _first(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,25 +1,59 @@
-"""`Material`: the rows that all sides score: prompts, completions, and two long rows made of them."""
+"""What is compared: prompts, those that core brings if the caller gives none, and the rows that are made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
 from typing import Any
 
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
 from corelm.spec import SamplingParams
 from corelm.validate import invalid, shown, token_ids
 from corelm_compare.oracles import Oracle
 from corelm_compare.sides import OpenSide
 from corelm_compare.texts import Encoded, Kind, encode
 
-#: Lengths of the long rows: more than a block of any cache of prefixes (128 in vLLM on a CPU).
-_LONG = (192, 100)
-#: Rows that are examined closely. All are scored.
-EXAMINED = 10
+#: Plain words, numbers, code, other scripts, and whitespace at both ends: where tokenizers and templates go apart.
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and",
+    "Question: what is 17 + 26? Answer:",
+    "def mean(values):\n    return sum(values) /",
+    "In 1969, 3.14159 and 1,000,000 were",
+    " a text that begins with a space",
+    "Two lines\n\nand a line end\n",
+    "Straße, façade, naïve, Αθήνα, 東京, مرحبا, 🙂",
+    "a",
+)
+CONVERSATIONS = (
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": "Is water wet?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "And dry ice?"},
+    ],
+)
 #: What is sampled if the caller does not say.
 DEFAULT = SamplingParams(max_new_tokens=24)
+#: Lengths of the long rows: more than a block of any cache of prefixes (128 in vLLM on a CPU).
+_LONG = (192, 100)
+#: In a quick comparison: prompts, sampled tokens and the seconds that it may take.
+QUICK_PROMPTS, QUICK_TOKENS, QUICK_SECONDS = 4, 8, 60.0
+
+
+def built_in_prompts(sides: Sequence[OpenSide], quick: bool) -> list[Any]:
+    """Return texts, and the conversations that the chat template of every side can render."""
+    chats = [chat for chat in CONVERSATIONS if all(_renders(side, chat) for side in sides)]
+    return [*TEXTS[: QUICK_PROMPTS - 1], *chats[:1]] if quick else [*TEXTS, *chats]
+
+
+def _renders(side: OpenSide, chat: Sequence[Mapping[str, Any]]) -> bool:
+    try:
+        side.render(chat)
+    except CoreLMError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +77,6 @@ class RowSource:
     made_of_others: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Material:
-    """What is compared.
-
-    Attributes:
-        prompts: the prompts, as each side encodes them.
-        rows: the rows; those at the end are made of the others.
-    """
-
-    prompts: list[Encoded]
-    rows: list[RowSource]
-
-    @property
-    def prompt_ids(self) -> list[list[int]]:
-        """The ids of each prompt."""
-        return [prompt.ids for prompt in self.prompts]
-
-
 def prepare(
     sides: Sequence[OpenSide],
     prompts: Sequence[Any],
@@ -68,8 +84,8 @@ def prepare(
     oracle: Oracle | None,
     sampling: SamplingParams,
     seed: int,
-) -> Material:
-    """Encode the prompts on every side, sample completions if there are none, and add long rows.
+) -> tuple[list[Encoded], list[RowSource]]:
+    """Encode the prompts on every side, sample completions if there are none, and add long rows, which come last.
 
     Raises:
         InvalidRequestError: there are no prompts, another number of completions, or a prompt that is too long for a
@@ -90,7 +106,7 @@ def prepare(
         sources = _sampled(sides, sources, sampling, seed, room)
     if all(side.can.score for side in sides):
         sources += _long_rows(sources, room)
-    return Material(encoded, sources)
+    return encoded, sources
 
 
 def _refuse_long(sources: Sequence[RowSource], room: int | None) -> None:
@@ -129,9 +145,9 @@ def _sampled(
     if sampler is None:
         return sources
     if room is not None:
-        most = min(sampling.max_new_tokens or room, room - max(len(source.ids) for source in sources))
+        longest = max(range(len(sources)), key=lambda row: len(sources[row].ids))
+        most = min(sampling.max_new_tokens or room, room - len(sources[longest].ids))
         if most < 1:
-            longest = max(range(len(sources)), key=lambda row: len(sources[row].ids))
             raise InvalidRequestError(
                 f"prompts: row {longest} has {len(sources[longest].ids)} ids, which leaves no room for an answer in a "
                 f"context of {room}; shorten it, or pass completions=",
@@ -141,13 +157,8 @@ def _sampled(
         sampling = replace(sampling, max_new_tokens=most)
     answers = sampler.sample([source.ids for source in sources], sampling, seed)
     return [
-        replace(
-            source,
-            ids=[*source.ids, *answer.ids],
-            sampled_by=sampler.name,
-            numbers=tuple(answer.numbers.tolist()),
-        )
-        for source, answer in zip(sources, answers, strict=True)
+        replace(source, ids=[*source.ids, *ids], sampled_by=sampler.name, numbers=tuple(numbers.tolist()))
+        for source, (ids, numbers) in zip(sources, answers, strict=True)
     ]
 
 
