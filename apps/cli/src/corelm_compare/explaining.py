@@ -51,6 +51,7 @@ class Explainer:
             return
         involved = {name for gap in differing for name in (gap.one, gap.other)}
         wrong = [side for side in self._made.sides if side.name in involved and self._wrong(side)]
+        self._made.expect_explanations(len(wrong))
         for side in wrong:
             others_agree = any(not self._wrong(other) for other in self._made.sides if other is not side)
             self._explain_side(side, others_agree)

@@ -130,8 +130,12 @@ class Measurements:
         agree, differ = (self._duration(self.index, passes) for passes in (_READ, _READ_IF_DIFFERENT))
         # Sampling takes about as long as what was done so far.
         self.found.clock.expect(agree + self.found.clock.seconds)
-        more = f"; if the sides differ, up to {differ - agree:.0f} s more" if differ > agree + 1 else ""
+        more = f", and up to {differ - agree:.0f} s more if the sides differ" if differ > agree + 1 else ""
         self.found.clock.step(f"examining {len(self.index)} rows{more}")
+
+    def expect_explanations(self, sides: int) -> None:
+        """Expect that so many sides are explained."""
+        self.found.clock.expect(sides * self._duration(self.index, _READ_IF_DIFFERENT))
 
     def examined_of(self, side: OpenSide) -> list[Tensor]:
         """Return what a side said of the examined rows in the first call."""
