@@ -97,6 +97,17 @@ def test_other_weights_are_found_and_named(tiny_model, older_model, tmp_path):
     assert numbers["old"][1] - numbers["new"][1] == pytest.approx(float(expected[1] - expected[0]), abs=1e-4)
 
 
+def test_a_quick_comparison_and_a_budget(tmp_path):
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"The cat {n}"} for n in range(9)])
+    result = corelm_command("compare", *TWO, "--input", tmp_path / "prompts.jsonl", "--json", "--quick")
+    made = json.loads(result.stdout)
+    assert result.exit_code == 0 and sum(row["kind"] == "text" for row in made["rows"]) == 4
+    result = corelm_command("compare", *TWO, "--input", tmp_path / "prompts.jsonl", "--budget", "1e-6")
+    assert result.exit_code == 0 and "not tried: temperature, the budget of 1e-06 s was spent" in result.stdout
+    result = corelm_command("compare", *TWO, "--budget", "0")
+    assert result.exit_code == 2 and "error: --budget: expected a finite number above 0" in result.stderr
+
+
 def test_bfloat16_is_rounding_and_the_exit_code_is_0(tiny_model, tmp_path):
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": "What is your name?"}, {"prompt": "The cat sat on"}])
     result = corelm_command(

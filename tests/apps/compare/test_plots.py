@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from corelm_compare.report_plots import Picture, pictures
+from corelm_compare.report import Picture, pictures
 from helpers.comparisons import comparison, noise, same
 
 image = pytest.importorskip("matplotlib.image")

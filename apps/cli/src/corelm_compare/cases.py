@@ -7,7 +7,7 @@ the case if what remains is noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,29 +119,6 @@ class Prediction:
     directed: bool = False
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """A prediction and how well it fits."""
-
-    prediction: Prediction
-    experiment: Experiment
-
-    def cause(self, case: Case) -> Cause:
-        """Return the cause that the prediction is."""
-        done, made = self.experiment, self.prediction
-        confidence: Confidence = "certain" if exact(done.before, done.after) and case.oracle is not None else "likely"
-        fitted = f" ({made.note})" if made.note else ""
-        evidence = (
-            f"{case.side.name}'s {case.what} are {done.before:.3g} nats a token from {case.reference}, and "
-            f"{done.after:.2g} from {case.reference} with {made.changed}{fitted}, over {done.tokens} tokens"
-        )
-        accused = case.side.name if made.directed else case.accused
-        if accused is None:
-            evidence += "; without an oracle it may be the other way round"
-        figures = {"before": done.before, "after": done.after, "tokens": done.tokens, **made.figures}
-        return Cause(made.id, accused, confidence, evidence, made.advice, figures)
-
-
 def exact(before: float, after: float) -> bool:
     """Return whether a change explains a difference wholly, so that no second cause hides in what is left.
 
@@ -152,7 +129,7 @@ def exact(before: float, after: float) -> bool:
     return after <= min(_LEFT * before, max(FLOAT32_NOISE, _LEFT_OF_LARGE * before))
 
 
-def judge(case: Case, prediction: Prediction) -> Judgement:
+def judge(case: Case, prediction: Prediction) -> Experiment:
     """Try an explanation: how far are the side's numbers from the reference, and from the prediction?"""
     numbers, truth = _flat(case.numbers), _flat(case.truth)
     predicted = _flat(prediction.numbers)
@@ -169,20 +146,28 @@ def judge(case: Case, prediction: Prediction) -> Judgement:
     enough = int(tried.sum()) >= min(_FEWEST, known) and int(tried.sum()) >= _COVERED * known
     explains = enough and says and was > case.noise and left <= case.noise and left <= _LEFT * was
     changed = f"{case.what}: {case.reference} with {prediction.changed}"
-    return Judgement(
-        prediction,
-        Experiment(prediction.id, case.side.name, changed, was, left, int(tried.sum()), explains, prediction.note),
-    )
+    tokens = int(tried.sum())
+    return Experiment(prediction.id, case.side.name, changed, was, left, tokens, explains, prediction.note)
 
 
-def best(judgements: Iterable[Judgement]) -> Judgement | None:
-    """Return the explanation that leaves least; of equal ones that with fewest fitted constants, then the first."""
-    explaining = [each for each in judgements if each.experiment.explains]
+def cause_of(case: Case, judged: Sequence[tuple[Prediction, Experiment]]) -> Cause | None:
+    """Return the cause that leaves least; of equal ones that with fewest fitted constants, then the first."""
+    explaining = [each for each in judged if each[1].explains]
     if not explaining:
         return None
-    least = min(each.experiment.after for each in explaining)
-    good = [each for each in explaining if each.experiment.after <= max(2 * least, FLOAT32_NOISE / 10)]
-    return min(good, key=lambda each: each.prediction.fitted)
+    most = max(2 * min(done.after for _, done in explaining), FLOAT32_NOISE / 10)
+    made, done = min((each for each in explaining if each[1].after <= most), key=lambda each: each[0].fitted)
+    confidence: Confidence = "certain" if exact(done.before, done.after) and case.oracle is not None else "likely"
+    fitted = f" ({made.note})" if made.note else ""
+    evidence = (
+        f"{case.side.name}'s {case.what} are {done.before:.3g} nats a token from {case.reference}, and "
+        f"{done.after:.2g} from {case.reference} with {made.changed}{fitted}, over {done.tokens} tokens"
+    )
+    accused = case.side.name if made.directed else case.accused
+    if accused is None:
+        evidence += "; without an oracle it may be the other way round"
+    figures = {"before": done.before, "after": done.after, "tokens": done.tokens, **made.figures}
+    return Cause(made.id, accused, confidence, evidence, made.advice, figures)
 
 
 def _flat(rows: Sequence[Tensor]) -> Tensor:

@@ -17,11 +17,18 @@ from corelm_compare.explaining import Explainer
 from corelm_compare.findings import Clock, Findings, OnProgress
 from corelm_compare.measurements import Measurements
 from corelm_compare.oracles import find_oracle
-from corelm_compare.prompts import DEFAULT, QUICK_PROMPTS, QUICK_SECONDS, QUICK_TOKENS, built_in_prompts, prepare
+from corelm_compare.prompts import (
+    DEFAULT,
+    QUICK_PROMPTS,
+    QUICK_SECONDS,
+    QUICK_TOKENS,
+    built_in_prompts,
+    compare_texts,
+    prepare,
+)
 from corelm_compare.records import Comparison, Row, Verdict
 from corelm_compare.sampling import compare_ends, probe_sampling
 from corelm_compare.sides import OpenSide, SideSpec
-from corelm_compare.texts import compare_texts
 from corelm_fleet.probes import plain_modes
 
 
@@ -160,17 +167,11 @@ def _compare_sampling(made: Measurements, prompts: Sequence[list[int]], seed: in
 
 def _rows(made: Measurements) -> Iterator[Row]:
     known = {token: made.sides[0].spell(token) for token in {token for row in made.rows for token in row}}
-    for n, source in enumerate(made.sources):
-        tokens = tuple(known[token] for token in source.ids)
-        yield Row(
-            ids=tuple(source.ids),
-            prompt_length=source.prompt_length,
-            tokens=tokens,
-            text=source.text or "".join(tokens[: source.prompt_length]),
-            kind=source.kind,
-            sampled_by=source.sampled_by,
-            numbers={name: tuple(numbers[n].tolist()) for name, numbers in made.numbers.items()},
-        )
+    for n, row in enumerate(made.sources):
+        tokens = tuple(known[token] for token in row.ids)
+        text = row.text or "".join(tokens[: row.prompt_length])
+        numbers = {name: tuple(numbers[n].tolist()) for name, numbers in made.numbers.items()}
+        yield replace(row, tokens=tokens, text=text, numbers=numbers)
 
 
 def _verdict(found: Findings) -> Verdict:

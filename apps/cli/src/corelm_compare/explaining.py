@@ -7,12 +7,12 @@ from os import PathLike
 
 from torch import Tensor
 
-from corelm_compare.cases import Case, best, judge
+from corelm_compare.cases import Case
 from corelm_compare.gaps import distance, measure
 from corelm_compare.measurements import Measurements
 from corelm_compare.oracles import Tables, chosen
 from corelm_compare.precision import HALVES, explain, halves, quantized
-from corelm_compare.predictions import PREDICTORS
+from corelm_compare.predictions import PREDICTORS, predicted
 from corelm_compare.records import Cause, Gap
 from corelm_compare.residuals import Found, adapter, earlier_weights, fresh_prefix, long_rows, other_weights
 from corelm_compare.sides import OpenSide
@@ -21,8 +21,6 @@ from corelm_compare.sides import OpenSide
 _UNSTEADY = frozenset({"not-deterministic", "prefix-cache", "company"})
 #: A token may differ by so many times the mean that is allowed: 0.1 nats in float32.
 _TAIL = 500
-#: Explanations that need the reference's logits.
-_OF_LOGITS = ("scale", "vocab-padding", "renormalized", "eos-suppressed")
 
 
 class Explainer:
@@ -102,7 +100,7 @@ class Explainer:
             return
         if small and found.take(*explain(case, side.dtype(), made.roundings)):
             return
-        if self._predicted(case):
+        if found.take([], predicted(found, case, PREDICTORS)):
             return
         if found.of(side.name) & _UNSTEADY:
             # The numbers change from call to call, so nothing is learned from how far they are off.
@@ -143,7 +141,7 @@ class Explainer:
             case = self._pair_case(by_name[one], side)
             if case.distance <= case.noise and known & pair:
                 return
-            if self._predicted(case):
+            if self._found.take([], predicted(self._found, case, PREDICTORS)):
                 return
             if side.can.score and self._try("prefix-cache", side, lambda case=case: fresh_prefix(case)):
                 return
@@ -195,21 +193,3 @@ class Explainer:
         accused = low[0] if len(low) == 1 else None
         self._found.causes.append(Cause("dtype", accused, "possible", evidence, advice, figures))
         return True
-
-    def _predicted(self, case: Case) -> bool:
-        """Try the changes whose numbers are known; add the one that explains the case best."""
-        judgements = []
-        for name, predict in PREDICTORS.items():
-            if case.tables is None and name in _OF_LOGITS:
-                self._found.not_tried[name] = f"neither an oracle nor logits of {case.reference}"
-            made = predict(case)
-            while self._found.may_try(name, f"explaining {case.side.name}: {name}"):
-                prediction = next(made, None)
-                if prediction is None:
-                    break
-                judgements.append(judge(case, prediction))
-        self._found.experiments += [each.experiment for each in judgements]
-        named = best(judgements)
-        if named is not None:
-            self._found.causes.append(named.cause(case))
-        return named is not None

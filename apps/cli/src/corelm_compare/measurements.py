@@ -1,4 +1,8 @@
-"""`Measurements`: what every side says of the rows, how far it is from itself, and what counts as noise."""
+"""`Measurements`: what every side says of the rows, how far it is from itself, and what counts as noise.
+
+A difference between two sides means something only beyond their distances to themselves. Such a distance that is larger
+than rounding is a fault by itself, whatever the other side says.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,9 @@ from corelm_compare.cases import FLOAT32_NOISE
 from corelm_compare.findings import Findings
 from corelm_compare.gaps import distance, measure
 from corelm_compare.oracles import Oracle, Rows, Tables, affordable, chosen
-from corelm_compare.own_distance import OwnDistances
 from corelm_compare.precision import HALVES, Rounding, halves, noise_of, related_dtype
-from corelm_compare.prompts import RowSource
-from corelm_compare.records import Divergence, Gap
+from corelm_compare.prompts import made_of_others
+from corelm_compare.records import Cause, Divergence, Experiment, Gap, GapKind, Row
 from corelm_compare.sides import OpenSide
 
 #: Sides agree within this multiple of their distances to themselves.
@@ -24,6 +27,10 @@ _OWN = 2.0
 _MOST, _FEWEST = 10, 3
 #: How often the examined rows are scored by each side, and read by the plain forward: if sides agree, and if not.
 _SCORED, _READ, _READ_IF_DIFFERENT = 6, 5, 40
+_CACHE = "turn the engine's cache of prefixes off (enable_prefix_caching=False, disable_radix_cache=True)"
+COMPANY_ADVICE = (
+    "check attention mask, position ids and padding side of the engine's batches; until then send one row a call"
+)
 
 
 class Measurements:
@@ -51,13 +58,13 @@ class Measurements:
     def __init__(
         self,
         sides: Sequence[OpenSide],
-        sources: Sequence[RowSource],
+        sources: Sequence[Row],
         oracle: Oracle | None,
         tolerance: float | None,
         found: Findings,
     ) -> None:
         self.sides, self.sources, self.oracle, self.found, self._tolerance = sides, sources, oracle, found, tolerance
-        self.rows = [source.ids for source in sources]
+        self.rows = [list(source.ids) for source in sources]
         self.own: dict[str, OwnDistances] = {}
         self.noise: dict[str, float] = {}
         self.own_noise: dict[str, float] = {}
@@ -75,11 +82,7 @@ class Measurements:
         if side.can.score:
             return side.score(self.rows)
         # A side that cannot score says something of the rows that it has sampled.
-        numbers = [torch.full((len(row),), torch.nan) for row in self.rows]
-        for row, source in zip(numbers, self.sources, strict=True):
-            if source.sampled_by == side.name:
-                row[source.prompt_length :] = torch.tensor(source.numbers)
-        return numbers
+        return [torch.tensor(row.numbers.get(side.name) or [torch.nan] * len(row.ids)) for row in self.sources]
 
     def unanswered(self) -> Iterator[str]:
         """Return as sentences what no number says anything about: rows that a side failed on, pairs without a token."""
@@ -97,12 +100,12 @@ class Measurements:
     def _failed(self, side: OpenSide, row: int) -> bool:
         source = self.sources[row]
         # Whether a side takes the long rows that are added here is not the caller's question.
-        asked = side.can.score and len(source.ids) > 1 and not source.made_of_others
+        asked = side.can.score and len(source.ids) > 1 and not made_of_others(source)
         return asked and not bool(torch.isfinite(self.numbers[side.name][row]).any())
 
     def _chosen_rows(self) -> list[int]:
         """Take the rows made of others, and those in which sides differ most, as far as memory and time allow."""
-        made = [n for n, source in enumerate(self.sources) if source.made_of_others]
+        made = [n for n, source in enumerate(self.sources) if made_of_others(source)]
         # Rows that a side does not answer teach nothing, and may be too long for the plain forward as well.
         answered = [
             n for n in range(len(self.rows)) if n not in made and not any(self._failed(side, n) for side in self.sides)
@@ -160,8 +163,11 @@ class Measurements:
     @property
     def _starts(self) -> list[int]:
         """From where on each examined row is scored late: its prompt's end, or its middle if it is made of others."""
-        sources = [self.sources[n] for n in self.index]
-        return [max(1, len(s.ids) // 2 if s.made_of_others else min(s.prompt_length, len(s.ids) - 1)) for s in sources]
+        starts = []
+        for row in (self.sources[n] for n in self.index):
+            size = len(row.ids)
+            starts.append(max(1, size // 2 if made_of_others(row) else min(row.prompt_length, size - 1)))
+        return starts
 
     def _measure_own(self) -> None:
         doubtful = [side.name for side in self.sides if side.dtype() is None and not self._is_float32(side)]
@@ -239,3 +245,126 @@ class Measurements:
                     second=float(b[at]),
                     text="".join(one.spell(token) for token in self.rows[row][max(0, at - 5) : at]),
                 )
+
+
+class OwnDistances:
+    """What a side says about the same rows in different calls: four calls, and one for each row.
+
+    Args:
+        side: the side.
+        rows: the rows.
+        starts: from where on each row is scored late: the end of its prompt, for example.
+        first: what it said of these rows when it was asked for the first time.
+
+    Attributes:
+        gaps: the distances.
+        together: its numbers for all rows in one call.
+        alone: its numbers for each row in a call of its own.
+        again: its numbers when exactly the same call was made again.
+        late: its numbers from the end of each prompt on.
+    """
+
+    def __init__(self, side: OpenSide, rows: Rows, starts: Sequence[int], first: list[Tensor]) -> None:
+        self._side, self._rows, self.together = side, rows, first
+        self.again = side.score(rows)
+        self.alone = [side.score([row])[0] for row in rows]
+        reordered = side.score(list(reversed(rows)))[::-1]
+        # The first of the two may fill a cache of prefixes, which the second reads.
+        side.score(rows, starts=starts)
+        self.late = side.score(rows, starts=starts)
+        kinds: list[tuple[GapKind, str, list[Tensor]]] = [
+            ("again", "the same call again", self.again),
+            ("company", "each row alone", self.alone),
+            ("order", "the rows in another order", reordered),
+            ("late_start", "from the end of the prompt on", self.late),
+        ]
+        self.gaps = [
+            measure(kind, side.name, f"{side.name}, {words}", first, numbers, rows, side.spell)
+            for kind, words, numbers in kinds
+        ]
+
+    def size(self, *kinds: GapKind) -> float:
+        """Return the largest mean |Δ| of these distances."""
+        return max(gap.mean_abs for gap in self.gaps if gap.kind in kinds)
+
+    def noise(self, largest: float) -> float:
+        """Return the largest distance that is not above `largest`, which would be a fault."""
+        return max((gap.mean_abs for gap in self.gaps if gap.mean_abs <= largest), default=0.0)
+
+    def best(self, noise: float) -> list[Tensor]:
+        """Return the numbers that are least spoilt by what else the engine did: alone, if company changes them."""
+        steady = self.size("again") <= noise
+        return self.alone if steady and self.size("company", "order") > noise else self.together
+
+    def faults(self, truth: Sequence[Tensor] | None, noise: float) -> tuple[list[Experiment], Cause | None]:
+        """Return what was tried, and the cause that the distances show.
+
+        A side that does not say the same twice is asked twice more.
+
+        Args:
+            truth: the numbers of a reference; None without one.
+            noise: mean |Δ| that is rounding.
+        """
+        experiments = []
+        kinds: list[tuple[str, GapKind, str, list[Tensor]]] = [
+            ("prefix-cache", "again", "the same call again", self.again),
+            ("company", "company", "each row alone", self.alone),
+            ("prefix-cache", "late_start", "scores from the end of each prompt on", self.late),
+        ]
+        for id, kind, changed, numbers in kinds:
+            before, after, size = 0.0, 0.0, self.size(kind)
+            if truth is not None:
+                asked = [n.where(torch.isfinite(m), torch.nan) for n, m in zip(self.together, numbers, strict=True)]
+                before, after = distance(truth, asked)[0], distance(truth, numbers)[0]
+            note = f"{size:.3g} nats a token from the first call"
+            tokens = self.gaps[0].count
+            experiments.append(
+                Experiment(id, self._side.name, f"scores: {changed}", before, after, tokens, size > noise, note)
+            )
+        if self.size("again") > noise:
+            return experiments, self._repeated(noise)
+        if self.size("company", "order") > noise:
+            return experiments, self._company(truth, noise)
+        late = self.size("late_start")
+        if late <= noise:
+            return experiments, None
+        evidence = (
+            f"{self._side.name} scores what follows each prompt {late:.3g} nats a token from its own scores of the "
+            "whole row: what it keeps of the prompt is not what it computes"
+        )
+        advice = f"{_CACHE}, or reset it after every update of the weights"
+        return experiments, Cause("prefix-cache", self._side.name, "certain", evidence, advice, {"mean_abs": late})
+
+    def _repeated(self, noise: float) -> Cause:
+        name, third, fourth = self._side.name, self._side.score(self._rows), self._side.score(self._rows)
+        first = distance(self.together, self.again)[0]
+        later = max(distance(self.again, third)[0], distance(third, fourth)[0])
+        figures = {"first_second": first, "later": later}
+        if later <= noise:
+            evidence = (
+                f"{name} gives the second of two equal calls {first:.3g} nats a token from the first, and all later "
+                f"ones as the second (at most {later:.2g} apart): it answers from a cache"
+            )
+            advice = f"{_CACHE}; if that helps, its cache is wrong"
+            return Cause("prefix-cache", name, "certain", evidence, advice, figures)
+        evidence = f"{name} gives every one of four equal calls other numbers, up to {later:.3g} nats a token apart"
+        advice = (
+            "look for dropout (model.eval()), sampling in the scores, or several engines with different weights behind "
+            "one URL"
+        )
+        return Cause("not-deterministic", name, "certain", evidence, advice, figures)
+
+    def _company(self, truth: Sequence[Tensor] | None, noise: float) -> Cause:
+        name, size = self._side.name, self.size("company", "order")
+        longest = max(map(len, self._rows))
+        apart = [distance([a], [b])[0] for a, b in zip(self.alone, self.together, strict=True)]
+        short = [each for each, row in zip(apart, self._rows, strict=True) if len(row) < longest]
+        full = [each for each, row in zip(apart, self._rows, strict=True) if len(row) == longest]
+        evidence = f"{name} scores a row {size:.3g} nats a token away from what it says of the row alone"
+        if truth is not None:
+            alone, together = distance(truth, self.alone)[0], distance(truth, self.together)[0]
+            evidence += f"; from the reference it is {alone:.2g} alone and {together:.3g} in company"
+        if short and full and max(full) <= noise < max(short):
+            evidence += "; only rows that are shorter than the longest change, so padding takes part (side, position "
+            evidence += "ids, mask)"
+        return Cause("company", name, "certain", evidence, COMPANY_ADVICE, {"mean_abs": size})

@@ -6,7 +6,7 @@ Each is a function of a `Case` that yields `Prediction`s. A new explanation is a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from corelm.errors import CoreLMError
 from corelm.tensors.log_probs import log_probs
-from corelm_compare.cases import Case, Prediction
+from corelm_compare.cases import Case, Prediction, cause_of, judge
+from corelm_compare.findings import Findings
 from corelm_compare.oracles import Oracle, chosen
+from corelm_compare.records import Cause, Experiment
 
 #: How many ids are tried as a BOS that the engine may add.
 _TRIED = 4
@@ -471,3 +473,21 @@ PREDICTORS: dict[str, Callable[[Case], Iterator[Prediction]]] = {
     "truncation": _truncated,
     "chunked-prefill": _chunked,
 }
+#: Explanations that need the reference's logits.
+_OF_LOGITS = ("scale", "vocab-padding", "renormalized", "eos-suppressed")
+
+
+def predicted(found: Findings, case: Case, names: Iterable[str]) -> Cause | None:
+    """Try the predictors of these names; return the cause that explains the case best, or None if none does."""
+    judged: list[tuple[Prediction, Experiment]] = []
+    for name in names:
+        if case.tables is None and name in _OF_LOGITS and case.sampling is None:
+            found.not_tried[name] = f"neither an oracle nor logits of {case.reference}"
+        predictions = PREDICTORS[name](case)
+        while found.may_try(name, f"explaining {case.side.name}: {name}"):
+            prediction = next(predictions, None)
+            if prediction is None:
+                break
+            judged.append((prediction, judge(case, prediction)))
+    found.experiments += [experiment for _, experiment in judged]
+    return cause_of(case, judged)

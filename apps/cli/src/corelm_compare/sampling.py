@@ -14,15 +14,15 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import SamplingParams, StopStrings
-from corelm_compare.cases import Case, best, judge
+from corelm_compare.cases import Case
 from corelm_compare.findings import Findings
 from corelm_compare.gaps import distance, measure
+from corelm_compare.measurements import COMPANY_ADVICE
 from corelm_compare.oracles import Oracle
-from corelm_compare.own_distance import COMPANY_ADVICE
-from corelm_compare.predictions import PREDICTORS
+from corelm_compare.predictions import predicted
+from corelm_compare.prompts import ids_differ
 from corelm_compare.records import Cause, Experiment, Gap
 from corelm_compare.sides import Answer, OpenSide
-from corelm_compare.texts import ids_differ
 
 #: Returns the log-probs of rows.
 Scorer = Callable[[Sequence[Sequence[int]]], list[Tensor]]
@@ -104,7 +104,11 @@ def probe_sampling(
             # The plain numbers are wrong already, and this says no more.
             continue
         plain_differs |= not changes
-        if _predicted(found, case, scorer):
+        # What a side says when it samples against what it says itself: no oracle is needed to accuse it.
+        accused = side.name if scorer is side or oracle is not None else None
+        named = predicted(found, case, _TRIED)
+        if named is not None:
+            found.causes.append(replace(named, side=accused))
             continue
         if not changes and (company := _alone(found, case, gap, prompts, seed)) is not None:
             found.causes.append(company)
@@ -113,13 +117,8 @@ def probe_sampling(
         evidence = f"{side.name}'s {case.what} are {apart:.3g} nats a token from {case.reference} ({tokens} tokens)"
         evidence += "; those of plain sampling are not" if changes else ""
         figures = {"mean_abs": apart}
-        found.causes.append(Cause(cause, _accused(case, scorer), "likely", evidence, _ADVICE[cause], figures))
+        found.causes.append(Cause(cause, accused, "likely", evidence, _ADVICE[cause], figures))
     return scores_are_wrong
-
-
-def _accused(case: Case, scorer: OpenSide) -> str | None:
-    # What a side says when it samples against what it says itself: no oracle is needed to accuse it.
-    return case.side.name if scorer is case.side or case.oracle is not None else None
 
 
 def _case(
@@ -159,15 +158,6 @@ def _rows(prompts: Sequence[list[int]], answers: Sequence[Answer]) -> tuple[list
     pairs = list(zip(prompts, answers, strict=True))
     numbers = [torch.cat([torch.full((len(prompt),), torch.nan), answer.numbers]) for prompt, answer in pairs]
     return [[*prompt, *answer.ids] for prompt, answer in pairs], numbers
-
-
-def _predicted(found: Findings, case: Case, scorer: OpenSide) -> bool:
-    judgements = [judge(case, made) for name in _TRIED for made in PREDICTORS[name](case)]
-    found.experiments += [each.experiment for each in judgements]
-    named = best(judgements)
-    if named is not None:
-        found.causes.append(replace(named.cause(case), side=_accused(case, scorer)))
-    return named is not None
 
 
 def _alone(found: Findings, case: Case, gap: Gap, prompts: Sequence[list[int]], seed: int) -> Cause | None:
