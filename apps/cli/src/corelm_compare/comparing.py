@@ -96,7 +96,8 @@ def compare(
     if quick:
         budget = QUICK_SECONDS if budget is None else budget
         params = replace(params, max_new_tokens=min(params.max_new_tokens or QUICK_TOKENS, QUICK_TOKENS))
-        prompts, completions = (None if each is None else each[:QUICK_PROMPTS] for each in (prompts, completions))
+        prompts = None if prompts is None else prompts[:QUICK_PROMPTS]
+        completions = None if completions is None else completions[:QUICK_PROMPTS]
     found = Findings(Clock(budget, on_progress))
     with ExitStack() as stack, plain_modes():
         found.clock.step("opening the sides")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
 
 from torch import Tensor
@@ -94,26 +95,28 @@ class Explainer:
             found.unexplained |= not found.of(side.name) & _UNSTEADY
             return
         made.roundings = made.roundings or halves(made.oracle, case.rows)
+        earlier = partial(earlier_weights, checkpoints=self._checkpoints, rounded=rounded)
         # What the caller named comes before what is guessed: an update may be as small as rounding, and weights with
         # noise may look like quantized ones.
-        if small and self._try("stale-weights", side, lambda: earlier_weights(case, self._checkpoints, rounded)):
+        if small and self._try("stale-weights", case, earlier):
             return
-        if small and found.take(*explain(case, side.dtype(), made.roundings)):
+        untried = bool(self._checkpoints) and found.clock.spent
+        if small and not untried and found.take(*explain(case, side.dtype(), made.roundings)):
             return
         if found.take([], predicted(found, case, PREDICTORS)):
             return
         if found.of(side.name) & _UNSTEADY:
             # The numbers change from call to call, so nothing is learned from how far they are off.
             return
-        if side.can.score and self._try("prefix-cache", side, lambda: fresh_prefix(case)):
+        if side.can.score and self._try("prefix-cache", case, fresh_prefix):
             return
-        if not small and self._try("stale-weights", side, lambda: earlier_weights(case, self._checkpoints, rounded)):
+        if not small and self._try("stale-weights", case, earlier):
             return
         found.unexplained |= not (
-            self._try("quantized", side, lambda: self._rounded(case))
-            or self._try("wrong-adapter", side, lambda: adapter(case))
-            or found.take(*long_rows(case))
-            or found.take(*other_weights(case, others_agree))
+            self._try("quantized", case, self._rounded)
+            or self._try("wrong-adapter", case, adapter)
+            or self._try("chunked-prefill", case, long_rows)
+            or self._try("other-weights", case, partial(other_weights, others_agree=others_agree))
         )
 
     def _rounded(self, case: Case) -> Found:
@@ -126,9 +129,9 @@ class Explainer:
                     break
         return explain(case, case.side.dtype(), roundings)
 
-    def _try(self, id: str, side: OpenSide, explanation: Callable[[], Found]) -> bool:
+    def _try(self, id: str, case: Case, explanation: Callable[[Case], Found]) -> bool:
         """Try an explanation if there is time. Return whether it is the cause."""
-        return self._found.may_try(id, f"explaining {side.name}: {id}") and self._found.take(*explanation())
+        return self._found.may_try(id, f"explaining {case.side.name}: {id}") and self._found.take(*explanation(case))
 
     def _explain_pair(self, gap: Gap) -> None:
         """Without an oracle: which change of one side gives the numbers of the other?"""
@@ -143,13 +146,14 @@ class Explainer:
                 return
             if self._found.take([], predicted(self._found, case, PREDICTORS)):
                 return
-            if side.can.score and self._try("prefix-cache", side, lambda case=case: fresh_prefix(case)):
+            if side.can.score and self._try("prefix-cache", case, fresh_prefix):
                 return
-            if side.can.score and self._try("wrong-adapter", side, lambda case=case: adapter(case)):
+            if side.can.score and self._try("wrong-adapter", case, adapter):
                 return
-        if self._dtypes_differ(gap, by_name):
+        # Not if there was no time for the other explanations: a difference as small as rounding may have any of them.
+        if self._found.may_try("dtype", "comparing dtypes") and self._dtypes_differ(gap, by_name):
             return
-        if not self._found.take(*long_rows(self._pair_case(by_name[gap.one], by_name[gap.other]))):
+        if not self._try("chunked-prefill", self._pair_case(by_name[gap.one], by_name[gap.other]), long_rows):
             self._found.unexplained |= not known & pair
 
     def _pair_case(self, reference: OpenSide, side: OpenSide) -> Case:

@@ -134,12 +134,13 @@ def _window(case: Case, starts: Callable[[int, int], Sequence[int]]) -> int | No
 
     None if rows do not begin to differ at a length.
     """
-    agree, differ = [0], []
+    agree: list[int] = [0]
+    differ: list[int] = []
     for row, numbers, truth in zip(case.rows, case.numbers, case.truth, strict=True):
-        size = (numbers - truth).abs()
-        known = torch.isfinite(size)
+        apart = (numbers - truth).abs()
+        known = torch.isfinite(apart)
         if bool(known.any()):
-            off = (size > 10 * case.noise) & known
+            off = (apart > 10 * case.noise) & known
             (differ if bool(off.any()) else agree).append(len(row))
     longest = max(range(len(case.rows)), key=lambda index: len(case.rows[index]))
     row, size = list(case.rows[longest]), len(case.rows[longest])

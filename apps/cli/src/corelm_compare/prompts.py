@@ -261,7 +261,7 @@ def compare_texts(
 def _tokenization_differs(side: OpenSide, reference: str, ids: list[int], right: list[int]) -> tuple[str, str, str]:
     """Return the id, the evidence and the advice of the cause."""
     bos = getattr(side.backend.tokenizer, "bos_token_id", None)
-    for token in {bos, *ids[:1], *right[:1]} - {None}:
+    for token in {*ids[:1], *right[:1], *([] if bos is None else [bos])}:
         shown = f"id {token} ({side.spell(token)!r})"
         if ids == [token, *right]:
             doubled = right[:1] == [token]
@@ -313,7 +313,7 @@ def _special_texts(sides: Sequence[OpenSide], oracle: Oracle | None) -> list[Cau
         except CoreLMError:
             continue
     expected = [oracle.encode(each, add_special_tokens=False) for each in asked] if oracle is not None else [None, None]
-    first = next(iter(made.values()), [[], []])
+    first: list[list[int]] = next(iter(made.values()), [[], []])
     ordinary, right = (known or own for known, own in zip(expected, first, strict=True))
     causes = []
     for name, (plain, ids) in made.items():

@@ -13,7 +13,7 @@ from corelm_compare.cases import FLOAT32_NOISE, Case, exact
 from corelm_compare.gaps import distance
 from corelm_compare.oracles import Oracle
 from corelm_compare.precision import correlation
-from corelm_compare.records import Cause, Experiment
+from corelm_compare.records import Cause, Confidence, Experiment
 
 Found = tuple[list[Experiment], Cause | None]
 #: An adapter that changes less than this part of the difference does not explain it by being there.
@@ -125,7 +125,7 @@ def earlier_weights(case: Case, checkpoints: Sequence[str | PathLike[str]], roun
     )
     advice = "load the new weights again: backend.update_weights(PATH); then backend.canary.look()"
     figures = {"before": before, "after": after}
-    confidence = "certain" if exact(before, after) else "likely"
+    confidence: Confidence = "certain" if exact(before, after) else "likely"
     return experiments, Cause("stale-weights", name, confidence, evidence, advice, figures)
 
 
@@ -168,7 +168,7 @@ def other_weights(case: Case, others_agree: bool) -> Found:
         "checkpoints=[PATH, …]"
     )
     figures = {"before": before, "first": first, "correlation": related}
-    confidence = "likely" if related > 0.5 else "possible"
+    confidence: Confidence = "likely" if related > 0.5 else "possible"
     return [experiment], Cause("other-weights", name, confidence, evidence, advice, figures)
 
 
