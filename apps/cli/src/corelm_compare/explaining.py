@@ -98,7 +98,7 @@ class Explainer:
         earlier = partial(earlier_weights, checkpoints=self._checkpoints, rounded=rounded)
         # What the caller named comes before what is guessed: an update may be as small as rounding, and weights with
         # noise may look like quantized ones.
-        if small and self._try("stale-weights", case, earlier):
+        if self._checkpoints and small and self._try("stale-weights", case, earlier):
             return
         untried = bool(self._checkpoints) and found.clock.spent
         if small and not untried and found.take(*explain(case, side.dtype(), made.roundings)):
@@ -110,7 +110,7 @@ class Explainer:
             return
         if side.can.score and self._try("prefix-cache", case, fresh_prefix):
             return
-        if not small and self._try("stale-weights", case, earlier):
+        if self._checkpoints and not small and self._try("stale-weights", case, earlier):
             return
         found.unexplained |= not (
             self._try("quantized", case, self._rounded)
