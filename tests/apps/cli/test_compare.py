@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corelm.errors import InvalidRequestError
 from corelm_compare import SideSpec, from_json
-from corelm_compare.built_in import CONVERSATIONS, TEXTS
-from corelm_compare.material import DEFAULT
+from corelm_compare.prompts import CONVERSATIONS, DEFAULT, TEXTS
 from helpers.command_line import corelm_command, generate, write_rows
 from helpers.lora import lora, merged, save
 from helpers.processes import PATIENCE, heed_interrupts, wait_until
@@ -87,7 +86,7 @@ def test_other_weights_are_found_and_named(tiny_model, older_model, tmp_path):
     assert (cause["id"], cause["side"], cause["confidence"]) == ("stale-weights", "old", "certain")
     assert "FAIL: new and old differ: stale-weights" in result.stderr and str(older_model) in result.stderr
     page = (tmp_path / "report.html").read_text()
-    assert "stale-weights" in page and page.count("<figure>") == 5
+    assert "stale-weights" in page and page.count("<figure>") == 4
     # The numbers are those of the two models: Δ of the first token, from forward passes of transformers.
     row, numbers = made["rows"][0]["ids"], made["rows"][0]["numbers"]
     with torch.no_grad():
@@ -96,6 +95,17 @@ def test_other_weights_are_found_and_named(tiny_model, older_model, tmp_path):
             for folder in (tiny_model, older_model)
         ]
     assert numbers["old"][1] - numbers["new"][1] == pytest.approx(float(expected[1] - expected[0]), abs=1e-4)
+
+
+def test_a_quick_comparison_and_a_budget(tmp_path):
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"The cat {n}"} for n in range(9)])
+    result = corelm_command("compare", *TWO, "--input", tmp_path / "prompts.jsonl", "--json", "--quick")
+    made = json.loads(result.stdout)
+    assert result.exit_code == 0 and sum(row["kind"] == "text" for row in made["rows"]) == 4
+    result = corelm_command("compare", *TWO, "--input", tmp_path / "prompts.jsonl", "--budget", "1e-6")
+    assert result.exit_code == 0 and "not tried: temperature, the budget of 1e-06 s was spent" in result.stdout
+    result = corelm_command("compare", *TWO, "--budget", "0")
+    assert result.exit_code == 2 and "error: --budget: expected a finite number above 0" in result.stderr
 
 
 def test_bfloat16_is_rounding_and_the_exit_code_is_0(tiny_model, tmp_path):

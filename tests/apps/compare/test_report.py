@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import html.parser
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from corelm_compare import Comparison, as_html, write_report
-from corelm_compare.report_words import log_prob, number, pair, share
+from corelm_compare.report_text import log_prob, number, pair, share
 from helpers.comparisons import HOSTILE, TEMPERATURE, WORDS, comparison, hotter, noise, same
 
 #: Elements that have no end tag.
-_VOID = {"meta", "br", "path", "rect"}
+_VOID = {"meta", "br", "img"}
 
 
 class Page(html.parser.HTMLParser):
@@ -117,11 +118,11 @@ def test_texts_of_others_are_shown_and_not_obeyed():
     )
     source = as_html(found)
     shown = Page(source)
-    assert shown.names.isdisjoint({"script", "img", "b", "iframe", "link", "object", "a", "form"})
+    assert shown.names.isdisjoint({"script", "b", "iframe", "link", "object", "a", "form"})
     assert "<script>alert(1)</script>" in shown.text and bad in shown.text
-    assert all(
-        not name.startswith("on") and name not in ("src", "href") for _, found in shown.elements for name in found
-    )
+    attributes = [(name, value or "") for _, found in shown.elements for name, value in found.items()]
+    assert not [name for name, _ in attributes if name.startswith("on") or name == "href"]
+    assert all(value.startswith("data:image/png;base64,") for name, value in attributes if name == "src")
     # No override of the direction of writing, no control character, no half of a character.
     assert all(each.isprintable() or each == "\n" for each in source) and "\\u202e" in shown.text
     source.encode("utf-8")
@@ -142,8 +143,16 @@ def test_each_pair_of_three_sides_has_its_pictures_and_the_largest_comes_first()
 
 
 def test_every_picture_says_in_words_what_it_shows():
-    pictures = [found for name, found in page(comparison()).elements if name == "svg" and found.get("role") == "img"]
-    assert len(pictures) == 5 and all(len(found["aria-label"] or "") > 20 for found in pictures)
+    pictures = [found for name, found in page(comparison()).elements if name == "img"]
+    assert len(pictures) == 4 and all(len(found["alt"] or "") > 20 for found in pictures)
+
+
+def test_without_matplotlib_there_are_no_pictures_and_all_numbers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = comparison()
+    shown = page(found)
+    assert "img" not in shown.names and "Pictures need matplotlib" in shown.text
+    assert number(found.gaps[0].mean_abs) in shown.text
 
 
 def test_a_large_comparison_makes_a_small_file(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from corelm_compare import as_text
-from corelm_compare.report_words import number
+from corelm_compare.report_text import number
 from helpers.comparisons import TEMPERATURE, comparison, hotter, noise, same
 
 

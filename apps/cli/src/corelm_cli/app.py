@@ -19,8 +19,7 @@ from corelm._version import __version__
 from corelm.spec import SamplingParams
 from corelm_cli import adapters, flags, id_flags, interrupt_ends_process, listing, timing_flag
 from corelm_cli.commands import Commands
-from corelm_cli.compare import compare
-from corelm_cli.compare_sides import SidesCommand
+from corelm_cli.compare import SidesCommand, compare
 from corelm_cli.doctor import doctor
 from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import INTERRUPTED, SOME_FAILED, typed_exits

@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from corelm.spec import SamplingParams
 from corelm_cli import flags, interrupt_ends_process
-from corelm_cli.compare_sides import sides_of_flags
+from corelm_cli.adapters import AdapterChoice
 from corelm_cli.exits import INTERRUPTED, typed_exits
 from corelm_cli.streams import Messages, Stream, is_terminal, standard_output, tell
 from corelm_cli.wording import as_flags
@@ -26,7 +28,21 @@ from corelm_cli.wording import as_flags
 if TYPE_CHECKING:
     from corelm_compare import Comparison, SideSpec
 
-_TESTS = "Comparison"
+#: The flags that each engine has, by the names of the command's parameters.
+SIDE_FLAGS = ("backend", "name", "model", "base_url", "python", "option", "adapter")
+_ORDER = "corelm.order_of_flags"
+#: Seconds from which on it is said how long the comparison takes, where nobody watches the terminal.
+_LONG = 10.0
+
+
+def _in_panel(panel: str) -> Callable[..., Any]:
+    def option(metavar: str | None, help: str, **more: Any) -> Any:
+        return typer.Option(metavar=metavar, help=help, rich_help_panel=panel, **more)
+
+    return option
+
+
+_engine, _file_flag, _test = map(_in_panel, (flags.ENGINE, flags.FILES, "Comparison"))
 
 
 @flags.sampling_flags("num_samples", max_new_tokens=24)
@@ -35,66 +51,35 @@ def compare(
     sampling: dict[str, Any],
     backend: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="A backend, as listed by `corelm backends`. Give it once for each side; the flags of this section "
-            "that follow it belong to that side, and those before the first --backend to all sides.",
+        _engine(
+            "NAME",
+            "A backend, as listed by `corelm backends`. Give it once for each side; the flags of this section that "
+            "follow it belong to that side, and those before the first --backend to all sides.",
             autocompletion=flags.installed_backends,
-            rich_help_panel=flags.ENGINE,
         ),
     ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="Path of the model, or a name that the engine knows.", rich_help_panel=flags.ENGINE
-        ),
-    ] = None,
-    base_url: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL", help="URL of a running server.", rich_help_panel=flags.ENGINE),
-    ] = None,
+    model: Annotated[list[str] | None, _engine("TEXT", "Path of the model, or a name that the engine knows.")] = None,
+    base_url: Annotated[list[str] | None, _engine("URL", "URL of a running server.")] = None,
     python: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PATH",
-            help="Interpreter, or environment, in which the engine runs as a process of its own.",
-            rich_help_panel=flags.ENGINE,
-        ),
+        _engine("PATH", "Interpreter, or environment, in which the engine runs as a process of its own."),
     ] = None,
     option: flags.EngineOptions = None,
     adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[=FOLDER]",
-            help="The adapter of every call, as in `corelm score`.",
-            rich_help_panel=flags.ENGINE,
-        ),
+        list[str] | None, _engine("NAME[=FOLDER]", "The adapter of every call, as in `corelm score`.")
     ] = None,
-    name: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="What to call the side; by default, its backend.", rich_help_panel=flags.ENGINE
-        ),
-    ] = None,
+    name: Annotated[list[str] | None, _engine("TEXT", "What to call the side; by default, its backend.")] = None,
     input: Annotated[
         Path | None,
-        typer.Option(
-            help="JSONL file of prompts, in the format described above; - is the standard input. Default: ten prompts "
-            "that core brings.",
-            rich_help_panel=flags.FILES,
+        _file_flag(
+            None,
+            "JSONL file of prompts, in the format described above; - is the standard input. Default: ten prompts that "
+            "core brings.",
         ),
     ] = None,
-    max_prompts: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="<int>", help="Read only so many lines.", rich_help_panel=flags.FILES),
-    ] = None,
+    max_prompts: Annotated[int | None, _file_flag("<int>", "Read only so many lines.", min=1)] = None,
     report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a page of HTML with pictures, which needs no network.",
-            rich_help_panel=flags.FILES,
-        ),
+        Path | None, _file_flag("FILE", "Write a page of HTML with pictures, which needs no network.")
     ] = None,
     as_json: Annotated[
         bool,
@@ -106,29 +91,33 @@ def compare(
     ] = False,
     oracle: Annotated[
         str,
-        typer.Option(
-            metavar="FOLDER",
-            help="The model whose plain float32 forward, in transformers on this CPU, says which side is wrong. auto "
-            "takes the first --model that is a folder; none goes without.",
-            rich_help_panel=_TESTS,
+        _test(
+            "FOLDER",
+            "The model whose plain float32 forward, in transformers on this CPU, says which side is wrong. auto takes "
+            "the first --model that is a folder; none goes without.",
         ),
     ] = "auto",
     checkpoint: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Other weights that a side may hold, such as those before an update. Can be repeated.",
-            rich_help_panel=_TESTS,
-        ),
+        _test("FOLDER", "Other weights that a side may hold, such as those before an update. Can be repeated."),
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(
-            metavar="<nats>",
-            help="The mean of |Δ| up to which sides agree. Default: measured, from each side's distance to itself.",
-            rich_help_panel=_TESTS,
+        _test(
+            "<nats>",
+            "The mean of |Δ| up to which sides agree. Default: measured, from each side's distance to itself.",
         ),
     ] = None,
+    budget: Annotated[
+        float | None,
+        _test("<seconds>", "Try nothing more after so many seconds, and say what was left out. Default: no limit."),
+    ] = None,
+    quick: Annotated[
+        bool,
+        _test(
+            None, "Compare the first four prompts only, with at most 8 sampled tokens, in about 60 seconds or --budget."
+        ),
+    ] = False,
     timeout: flags.Timeout = None,
 ) -> None:
     """Compare engines on the same prompts: how far apart their log-probs are, and why.
@@ -160,8 +149,7 @@ def compare(
             "checkpoints": checkpoint or (),
             "sampling": _sampling(sampling),
             "seed": sampling.get("seed", 0),
-            "tolerance": tolerance,
-            "timeout": timeout,
+            **{"tolerance": tolerance, "timeout": timeout, "budget": budget, "quick": quick},
         }
         if prompts is None:
             tell("No --input is given: comparing with the prompts that core brings.")
@@ -186,11 +174,21 @@ def _compared(sides: list[SideSpec], prompts: Any, completions: Any, settings: d
 
     without_bars()
     console = Console(file=cast(IO[str], Messages()), highlight=False)
-    names = " and ".join(side.name or side.backend for side in sides)
-    if not is_terminal(sys.stderr):
-        return package.compare(sides, prompts, completions, **settings)
-    with console.status(f"comparing {names}", spinner="line"):
-        return package.compare(sides, prompts, completions, **settings)
+    watched, told = is_terminal(sys.stderr), False
+
+    def on_progress(doing: str, left: float | None) -> None:
+        nonlocal told
+        if left is not None and not told:
+            told = True
+            if watched or left >= _LONG:
+                console.print(escape(f"{doing}: about {left:.0f} s"))
+        if watched:
+            status.update(escape(doing if left is None else f"{doing} (about {left:.0f} s left)"))
+
+    with ExitStack() as stack:
+        if watched:
+            status = stack.enter_context(console.status("comparing", spinner="line"))
+        return package.compare(sides, prompts, completions, **settings, on_progress=on_progress)
 
 
 def _show(found: Comparison, stdout: Stream, as_json: bool) -> None:
@@ -221,7 +219,7 @@ def _with_flags(found: Comparison) -> Comparison:
 
 def _sampling(given: dict[str, Any]) -> SamplingParams:
     """Return the parameters of completions: those of `corelm_compare`, and what the flags change."""
-    from corelm_compare.material import DEFAULT
+    from corelm_compare.prompts import DEFAULT
 
     return SamplingParams.make(DEFAULT, **{key: value for key, value in given.items() if key != "seed"})
 
@@ -238,3 +236,99 @@ def _check_report(path: Path | None) -> None:
 def _file(path: Path) -> Path | None:
     """Return None for a dash, which is the standard input."""
     return None if str(path) == "-" else path
+
+
+# The flags of several engines on one line: those after a --backend belong to that engine ---------------------------
+
+
+class SidesCommand(flags.GroupedCommand):
+    """A command that knows in which order its flags were given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and not ctx.resilient_parsing:
+            _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+            ctx.meta[_ORDER] = [parameter.name for parameter in order]
+        return super().parse_args(ctx, args)
+
+
+@dataclass
+class _Group:
+    """The flags of one engine, or those before the first."""
+
+    number: int
+    values: dict[str, str] = field(default_factory=dict)
+    options: list[str] = field(default_factory=list)
+
+    def add(self, name: str, value: str) -> None:
+        if name == "option":
+            self.options.append(value)
+        elif name in self.values:
+            raise typer.BadParameter(f"{self} has it more than once", param_hint=_flag(name))
+        else:
+            self.values[name] = value
+
+    def __str__(self) -> str:
+        return f"side {self.number} ({self.values['backend']})" if self.number else "the beginning, for all sides,"
+
+
+def sides_of_flags(ctx: typer.Context, given: dict[str, Sequence[str] | None]) -> list[SideSpec]:
+    """Return the engines that the flags name.
+
+    Flags before the first ``--backend`` hold for all engines. A side that has a ``--base-url`` does not take the
+    ``--model`` of all.
+
+    Args:
+        ctx: of the command, a `SidesCommand`.
+        given: the values of each flag of `SIDE_FLAGS`, in the order in which they were given.
+
+    Raises:
+        typer.BadParameter: a side has a flag twice, or there are fewer than two sides.
+    """
+    shared, *groups = _grouped(ctx.meta.get(_ORDER, ()), {name: iter(given[name] or ()) for name in SIDE_FLAGS})
+    if len(groups) < 2:
+        raise typer.BadParameter(f"give it for each engine, at least two; got {len(groups)}", param_hint="--backend")
+    if "name" in shared.values:
+        raise typer.BadParameter("give it after the --backend that it names", param_hint="--name")
+    return [_side(group, shared) for group in groups]
+
+
+def _grouped(order: Iterable[str], values: dict[str, Iterator[str]]) -> list[_Group]:
+    groups = [_Group(0)]
+    for name in order:
+        if name == "backend":
+            groups.append(_Group(len(groups)))
+        if name in values:
+            groups[-1].add(name, next(values[name]))
+    return groups
+
+
+def _side(group: _Group, shared: _Group) -> SideSpec:
+    from corelm_compare import SideSpec
+
+    own, base = group.values, dict(shared.values)
+    if "base_url" in own:
+        base.pop("model", None)
+    if "model" in own and "base_url" not in own:
+        base.pop("base_url", None)
+    found = {**base, **own}
+    options = {
+        **flags.engine_options(shared.options, None),
+        **flags.engine_options(group.options, found.get("base_url")),
+    }
+    if "python" in found:
+        if "python" in options:
+            raise typer.BadParameter(f"{group} has it as an --option as well", param_hint="--python")
+        options["python"] = found["python"]
+    adapter = AdapterChoice.of_flag(found.get("adapter"))
+    return SideSpec(
+        backend=found["backend"],
+        model=found.get("model"),
+        options=options,
+        name=own.get("name"),
+        adapter=None if adapter is None else adapter.name,
+        adapter_path=None if adapter is None else adapter.folder,
+    )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -23,7 +23,7 @@ _PHRASES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ..
     (re.compile(r"\bgive another host or port; port 0 takes"), "give another --host or --port; --port 0 takes"),
     (re.compile(r"\bpass checkpoints=(\[PATH, …\])?"), "give --checkpoint FOLDER"),
     (re.compile(r"\bpass oracle=( a folder| the model's folder)?"), "give --oracle FOLDER"),
-    (re.compile(r"^(tolerance|oracle): "), lambda at: f"{_flag(at[1])}: "),
+    (re.compile(r"^(tolerance|oracle|budget): "), lambda at: f"{_flag(at[1])}: "),
     (re.compile(r"^checkpoints: "), "--checkpoint: "),
     (re.compile(r"^\[Errno \d+\] "), ""),
     (re.compile(r"\bpass jinja text \(not the path of a file\), or"), "give jinja text, a file such as ./NAME, or"),

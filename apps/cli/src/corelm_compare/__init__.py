@@ -4,9 +4,9 @@
 side's distance to itself, what was tried, and the causes that were found.
 """
 
-from corelm_compare.causes import CAUSES
-from corelm_compare.reading import from_json
+from corelm_compare.comparing import compare
 from corelm_compare.records import (
+    CAUSES,
     Cause,
     Comparison,
     Divergence,
@@ -15,8 +15,8 @@ from corelm_compare.records import (
     Row,
     Side,
     WorstToken,
+    from_json,
 )
-from corelm_compare.referee import compare
 from corelm_compare.report import as_html, write_report
 from corelm_compare.report_text import as_text
 from corelm_compare.sides import SideSpec

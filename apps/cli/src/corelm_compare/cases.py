@@ -6,13 +6,15 @@ the case if what remains is noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from corelm_compare.gaps import distance
 from corelm_compare.oracles import Oracle, Rows, Tables
 from corelm_compare.records import Cause, Confidence, Experiment
 from corelm_compare.sides import OpenSide
@@ -37,15 +39,12 @@ class Case:
         side: whose numbers.
         what: what they are: "scores", or how they were sampled.
         rows: the ids.
-        numbers: the side's; NaN where it has none.
-        truth: the reference's.
+        numbers, truth: the side's, and the reference's; NaN where there is none.
         tables: the logits of the reference; None if it shows none.
         scorer: scores other rows as the reference does.
         reference: its name, for sentences.
         oracle: the plain forward; None if the reference is another side, so that either may be wrong.
         noise: mean |Δ| that counts as nothing.
-        special_ids: ids that may stand for BOS.
-        eos_ids: ids that end an answer.
         sampling: how the numbers were sampled; None for scores.
         prompt_lengths: how many ids of each row are the prompt.
     """
@@ -60,8 +59,6 @@ class Case:
     reference: str
     oracle: Oracle | None
     noise: float
-    special_ids: tuple[int, ...] = ()
-    eos_ids: tuple[int, ...] = ()
     sampling: Any = None
     prompt_lengths: tuple[int, ...] = ()
 
@@ -70,8 +67,34 @@ class Case:
         """The side that is wrong, if the reference cannot be."""
         return self.side.name if self.oracle is not None else None
 
+    @property
+    def distance(self) -> float:
+        """Mean |Δ| between the side's numbers and the reference's."""
+        return distance(self.truth, self.numbers)[0]
 
-@dataclass(frozen=True, kw_only=True)
+    @property
+    def begins_alike(self) -> bool:
+        """Whether the numbers after the first id alone agree: attention then has nothing to choose from."""
+        off = [abs(float(n[1] - t[1])) for n, t in zip(self.numbers, self.truth, strict=True) if len(n) > 1]
+        off = [each for each in off if math.isfinite(each)]
+        return not off or sum(off) / len(off) <= max(10 * FLOAT32_NOISE, self.noise)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer of the side."""
+        return tuple(sorted(self.side.backend.eos_token_ids))
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """The ids that the side's tokenizer, or the checkpoint's, names as special: they may stand for BOS."""
+        tokenizers = [self.side.backend.tokenizer, *([self.oracle.tokenizer] if self.oracle is not None else [])]
+        found = [getattr(each, name, None) for each in tokenizers for name in ("bos_token_id", "eos_token_id")]
+        found += [token for each in tokenizers for token in getattr(each, "all_special_ids", None) or ()]
+        size = self.side.can.vocab_size
+        return tuple(dict.fromkeys(token for token in found if isinstance(token, int) and 0 <= token < size))
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The numbers that a side would give if one thing were changed in the reference.
 
@@ -96,36 +119,6 @@ class Prediction:
     directed: bool = False
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """A prediction and how well it fits."""
-
-    prediction: Prediction
-    experiment: Experiment
-
-    def cause(self, case: Case) -> Cause:
-        """Return the cause that the prediction is."""
-        done, made = self.experiment, self.prediction
-        confidence: Confidence = "certain" if exact(done.before, done.after) and case.oracle is not None else "likely"
-        fitted = f" ({made.note})" if made.note else ""
-        evidence = (
-            f"{case.side.name}'s {case.what} are {done.before:.3g} nats a token from {case.reference}, and "
-            f"{done.after:.2g} from {case.reference} with {made.changed}{fitted}, over {done.tokens} tokens"
-        )
-        accused = case.side.name if made.directed else case.accused
-        if accused is None:
-            evidence += "; without an oracle it may be the other way round"
-        figures = {"before": done.before, "after": done.after, "tokens": done.tokens, **made.figures}
-        return Cause(
-            id=made.id,
-            side=accused,
-            confidence=confidence,
-            evidence=evidence,
-            advice=made.advice,
-            figures=figures,
-        )
-
-
 def exact(before: float, after: float) -> bool:
     """Return whether a change explains a difference wholly, so that no second cause hides in what is left.
 
@@ -136,7 +129,7 @@ def exact(before: float, after: float) -> bool:
     return after <= min(_LEFT * before, max(FLOAT32_NOISE, _LEFT_OF_LARGE * before))
 
 
-def judge(case: Case, prediction: Prediction) -> Judgement:
+def judge(case: Case, prediction: Prediction) -> Experiment:
     """Try an explanation: how far are the side's numbers from the reference, and from the prediction?"""
     numbers, truth = _flat(case.numbers), _flat(case.truth)
     predicted = _flat(prediction.numbers)
@@ -152,29 +145,29 @@ def judge(case: Case, prediction: Prediction) -> Judgement:
     known = int((~torch.isnan(numbers) & ~torch.isnan(truth)).sum())
     enough = int(tried.sum()) >= min(_FEWEST, known) and int(tried.sum()) >= _COVERED * known
     explains = enough and says and was > case.noise and left <= case.noise and left <= _LEFT * was
-    return Judgement(
-        prediction,
-        Experiment(
-            id=prediction.id,
-            side=case.side.name,
-            changed=f"{case.what}: {case.reference} with {prediction.changed}",
-            before=was,
-            after=left,
-            tokens=int(tried.sum()),
-            explains=explains,
-            note=prediction.note,
-        ),
-    )
+    changed = f"{case.what}: {case.reference} with {prediction.changed}"
+    tokens = int(tried.sum())
+    return Experiment(prediction.id, case.side.name, changed, was, left, tokens, explains, prediction.note)
 
 
-def best(judgements: Iterable[Judgement]) -> Judgement | None:
-    """Return the explanation that leaves least; of equal ones that with fewest fitted constants, then the first."""
-    explaining = [each for each in judgements if each.experiment.explains]
+def cause_of(case: Case, judged: Sequence[tuple[Prediction, Experiment]]) -> Cause | None:
+    """Return the cause that leaves least; of equal ones that with fewest fitted constants, then the first."""
+    explaining = [each for each in judged if each[1].explains]
     if not explaining:
         return None
-    least = min(each.experiment.after for each in explaining)
-    good = [each for each in explaining if each.experiment.after <= max(2 * least, FLOAT32_NOISE / 10)]
-    return min(good, key=lambda each: each.prediction.fitted)
+    most = max(2 * min(done.after for _, done in explaining), FLOAT32_NOISE / 10)
+    made, done = min((each for each in explaining if each[1].after <= most), key=lambda each: each[0].fitted)
+    confidence: Confidence = "certain" if exact(done.before, done.after) and case.oracle is not None else "likely"
+    fitted = f" ({made.note})" if made.note else ""
+    evidence = (
+        f"{case.side.name}'s {case.what} are {done.before:.3g} nats a token from {case.reference}, and "
+        f"{done.after:.2g} from {case.reference} with {made.changed}{fitted}, over {done.tokens} tokens"
+    )
+    accused = case.side.name if made.directed else case.accused
+    if accused is None:
+        evidence += "; without an oracle it may be the other way round"
+    figures = {"before": done.before, "after": done.after, "tokens": done.tokens, **made.figures}
+    return Cause(made.id, accused, confidence, evidence, made.advice, figures)
 
 
 def _flat(rows: Sequence[Tensor]) -> Tensor:

@@ -1,11 +1,50 @@
-"""`Findings`: what a comparison has found so far."""
+"""`Findings`: what a comparison has found so far, and `Clock`: how long it may take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from corelm_compare.records import Cause, Divergence, Experiment, Gap
+
+#: Is told what is done now, and about how many seconds are left; None if that is not known yet.
+OnProgress = Callable[[str, float | None], object]
+
+
+class Clock:
+    """What a comparison does, how long it may take, and about how long it will.
+
+    Args:
+        budget: seconds after which nothing more is tried; None for no end.
+        on_progress: is called before each step.
+    """
+
+    def __init__(self, budget: float | None = None, on_progress: OnProgress | None = None) -> None:
+        self.budget, self._on_progress = budget, on_progress
+        self._started = time.monotonic()
+        self._end: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long the comparison has taken."""
+        return time.monotonic() - self._started
+
+    @property
+    def spent(self) -> bool:
+        """Whether the budget is."""
+        return self.budget is not None and self.seconds >= self.budget
+
+    def expect(self, seconds: float) -> None:
+        """Set how long the rest takes."""
+        if self.budget is not None:
+            seconds = min(seconds, max(self.budget - self.seconds, 0.0))
+        self._end = self.seconds + seconds
+
+    def step(self, doing: str) -> None:
+        """Say what is done now."""
+        if self._on_progress is not None:
+            self._on_progress(doing, None if self._end is None else max(self._end - self.seconds, 0.0))
 
 
 @dataclass
@@ -13,11 +52,13 @@ class Findings:
     """Collects what the parts of a comparison find.
 
     Attributes:
+        clock: of the comparison.
         own: each side's distances to itself.
         experiments, causes, divergences, not_tried, notes: as in `Comparison`.
         unexplained: whether a difference was found whose cause was not.
     """
 
+    clock: Clock = field(default_factory=Clock)
     own: list[Gap] = field(default_factory=list)
     experiments: list[Experiment] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
@@ -26,22 +67,20 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     unexplained: bool = False
 
+    def may_try(self, name: str, doing: str) -> bool:
+        """Say what is tried next, and return True; if the budget is spent, note instead that `name` was not tried."""
+        if self.clock.spent:
+            self.not_tried.setdefault(name, f"the budget of {self.clock.budget:g} s was spent")
+            return False
+        self.clock.step(doing)
+        return True
+
     def take(self, experiments: Sequence[Experiment], cause: Cause | None) -> bool:
         """Add what was tried, and the cause if one was found. Return whether one was."""
         self.experiments += experiments
         if cause is not None:
             self.causes.append(cause)
         return cause is not None
-
-    def add(self, other: Findings) -> None:
-        """Add everything that another part has found."""
-        self.own += other.own
-        self.experiments += other.experiments
-        self.causes += other.causes
-        self.divergences += other.divergences
-        self.not_tried |= other.not_tried
-        self.notes += other.notes
-        self.unexplained |= other.unexplained
 
     def note(self, sentence: str) -> None:
         """Add a note, once."""

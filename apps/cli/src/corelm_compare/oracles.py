@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -58,12 +57,8 @@ class Oracle:
 
     def numbers(self, rows: Rows) -> list[Tensor]:
         """Return the log-prob of every id of each row; NaN for the first."""
-        return [chosen([table], [row])[0] for table, row in zip(self._each_table(rows), rows, strict=True)]
-
-    def _each_table(self, rows: Rows) -> Iterator[Tensor]:
-        # One at a time: all of them may not fit into memory.
-        for row in rows:
-            yield from self.tables([row])
+        # One table at a time: all of them may not fit into memory.
+        return [chosen(self.tables([row]), [row])[0] for row in rows]
 
     def with_config(self, **changes: Any) -> Oracle:
         """Return the same weights with other values in the configuration."""
@@ -86,14 +81,12 @@ class Oracle:
         sources = self.plain.generation_config, self.config, self.tokenizer
         return eos_token_ids(*sources, vocab_size=self.config.vocab_size)
 
-    # Texts -----------------------------------------------------------------------------------------------------------
-
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int] | None:
         """Return the ids of a text by the checkpoint's own tokenizer; None without one."""
         if self.tokenizer is None:
             return None
-        request = TokenizeRequest(texts=(text,), add_special_tokens=add_special_tokens, parse_special=parse_special)
-        return list(map(int, Encoder(self.tokenizer)(request).ids.tolist()[0]))
+        made = self._tokenize((text,), add_special_tokens=add_special_tokens, parse_special=parse_special)
+        return list(map(int, made.ids.tolist()[0]))
 
     def render(self, chat: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]] | None:
         """Return a conversation as text and ids of a prompt, by the checkpoint's own template; None without one."""
@@ -101,17 +94,21 @@ class Oracle:
             return None
         eos = getattr(self.tokenizer, "eos_token_id", None)
         try:
-            made = render(
-                [tuple(Message.from_dict(each) for each in chat)],
-                self.tokenizer,
-                partial(_tokenize, Encoder(self.tokenizer)),
-                add_generation_prompt=True,
-                eos_ids=() if eos is None else (eos,),
-                want_assistant=False,
-            )
+            return rendered(chat, self.tokenizer, self._tokenize, () if eos is None else (eos,))
         except TemplateError:
             return None
-        return made.texts[0], list(map(int, made.ids.tolist()[0]))
+
+    def _tokenize(self, texts: Sequence[str], **options: bool) -> TokenizeResult:
+        return Encoder(self.tokenizer)(TokenizeRequest(texts=tuple(texts), **options))
+
+
+def rendered(
+    chat: Sequence[Mapping[str, Any]], tokenizer: Any, tokenize: Callable[..., TokenizeResult], eos_ids: Collection[int]
+) -> tuple[str, list[int]]:
+    """Return a conversation as the text and the ids of a prompt."""
+    messages = tuple(map(Message.from_dict, chat))
+    made = render([messages], tokenizer, tokenize, add_generation_prompt=True, eos_ids=eos_ids, want_assistant=False)
+    return made.texts[0], list(map(int, made.ids.tolist()[0]))
 
 
 def chosen(tables: Sequence[Tensor], rows: Rows) -> list[Tensor]:
@@ -125,7 +122,9 @@ def chosen(tables: Sequence[Tensor], rows: Rows) -> list[Tensor]:
     for table, row in zip(tables, rows, strict=True):
         numbers = torch.full((len(row),), torch.nan)
         if len(row) > 1:
-            numbers[1:] = log_probs(table).gather(-1, torch.tensor(list(row[1:]))[:, None])[:, 0]
+            # In float64: the sum over a large vocabulary loses more in float32 than engines differ by.
+            exact = log_probs(table.double())
+            numbers[1:] = exact.gather(-1, torch.tensor(list(row[1:]))[:, None])[:, 0]
         found.append(numbers)
     return found
 
@@ -172,20 +171,6 @@ def without_bars() -> None:
     except ImportError:
         return
     disable_progress_bar()
-
-
-def _tokenize(
-    encode: Encoder,
-    texts: Sequence[str],
-    *,
-    add_special_tokens: bool,
-    parse_special: bool = True,
-    offsets: bool = False,
-) -> TokenizeResult:
-    request = TokenizeRequest(
-        texts=tuple(texts), add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets
-    )
-    return encode(request)
 
 
 def _tokenizer(folder: str | PathLike[str]) -> Any:

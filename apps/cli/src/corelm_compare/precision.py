@@ -136,9 +136,9 @@ def explain(case: Case, dtype: str | None, roundings: list[Rounding]) -> tuple[l
         dtype: the dtype that the side says it computes in; None if it does not say.
         roundings: what to compare with.
     """
-    delta = _delta(case.numbers, case.truth)
+    delta, side = _delta(case.numbers, case.truth), case.side.name
     experiments: list[Experiment] = []
-    fitting: list[tuple[Fit, Rounding, Experiment]] = []
+    fitting: list[tuple[float, Rounding, Experiment]] = []
     for rounding in roundings:
         fit = _fit(delta, rounding)
         if fit is None:
@@ -147,48 +147,31 @@ def explain(case: Case, dtype: str | None, roundings: list[Rounding]) -> tuple[l
             fits = fit.alike and fit.left <= _LEFT_QUANTIZED * fit.size
         else:
             fits = fit.alike and (fit.related >= _RELATED or dtype == rounding.name)
-        experiment = Experiment(
-            id="quantized" if rounding.quantized else "dtype",
-            side=case.side.name,
-            changed=f"{case.what}: {case.reference} in {rounding.name}",
-            before=fit.size,
-            after=fit.left,
-            tokens=fit.tokens,
-            explains=fits,
-            note=f"its own distance is {rounding.size:.3g}; correlation of the differences {fit.related:.2f}",
+        id, changed = (
+            "quantized" if rounding.quantized else "dtype",
+            f"{case.what}: {case.reference} in {rounding.name}",
         )
-        experiments.append(experiment)
+        note = f"its own distance is {rounding.size:.3g}; correlation of the differences {fit.related:.2f}"
+        experiments.append(Experiment(id, side, changed, fit.size, fit.left, fit.tokens, fits, note))
         if fits:
-            fitting.append((fit, rounding, experiment))
+            fitting.append((fit.related, rounding, experiments[-1]))
     if not fitting:
         return experiments, None
-    fit, rounding, experiment = max(fitting, key=lambda each: each[0].related)
-    related = fit.related
+    related, rounding, done = max(fitting, key=lambda each: each[0])
     evidence = (
-        f"{case.side.name} is {experiment.before:.3g} nats a token from {case.reference}, on both sides of 0 (mean "
+        f"{side} is {done.before:.3g} nats a token from {case.reference}, on both sides of 0 (mean "
         f"{float(delta[torch.isfinite(delta)].mean()):+.2g}); {case.reference} in {rounding.name} is "
-        f"{rounding.size:.3g} away, {experiment.after:.2g} from these numbers, and the differences correlate by "
-        f"{related:.2f}"
+        f"{rounding.size:.3g} away, {done.after:.2g} from these numbers, and the differences correlate by {related:.2f}"
     )
     confidence: Confidence = "likely" if related >= _RELATED else "possible"
-    if exact(experiment.before, experiment.after):
+    if exact(done.before, done.after):
         confidence = "certain"
-    return experiments, Cause(
-        id=experiment.id,
-        side=case.side.name,
-        confidence=confidence,
-        evidence=evidence,
-        advice="load the checkpoint without quantization"
-        if rounding.quantized
-        else "open both sides with dtype='float32' to compare anything else; in training, correct for it "
-        "(corelm.kl.ImportanceCorrection)",
-        figures={
-            "mean_abs": experiment.before,
-            "left": experiment.after,
-            "expected": rounding.size,
-            "correlation": related,
-        },
-    )
+    advice = "load the checkpoint without quantization"
+    if not rounding.quantized:
+        advice = "open both sides with dtype='float32' to compare anything else; in training, correct for it "
+        advice += "(corelm.kl.ImportanceCorrection)"
+    figures = {"mean_abs": done.before, "left": done.after, "expected": rounding.size, "correlation": related}
+    return experiments, Cause(done.id, side, confidence, evidence, advice, figures)
 
 
 def noise_of(dtype: str | None, roundings: list[Rounding]) -> float:
@@ -217,12 +200,17 @@ def _on_matrices(scheme: Callable[[Tensor], Tensor]) -> Callable[[str, Tensor], 
     return change
 
 
+def _in_groups(weight: Tensor, size: int | None) -> Tensor:
+    """Return groups of neighbours in a row, each with a scale of its own: whole rows if they have no such groups."""
+    width = weight.shape[-1]
+    return weight.reshape(-1, size if size is not None and width % size == 0 else width)
+
+
 def _integers(bits: int, group: int | None) -> Callable[[Tensor], Tensor]:
     most = 2 ** (bits - 1) - 1
 
     def scheme(weight: Tensor) -> Tensor:
-        size = group if group is not None and weight.shape[-1] % group == 0 else weight.shape[-1]
-        parts = weight.reshape(-1, size)
+        parts = _in_groups(weight, group)
         scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-12) / most
         return ((parts / scale).round().clamp(-most - 1, most) * scale).reshape(weight.shape)
 
@@ -234,8 +222,7 @@ def _with_zero_points(bits: int, group: int, whole: bool) -> Callable[[Tensor], 
     most = 2**bits - 1
 
     def scheme(weight: Tensor) -> Tensor:
-        size = group if weight.shape[-1] % group == 0 else weight.shape[-1]
-        parts = weight.reshape(-1, size)
+        parts = _in_groups(weight, group)
         low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
         if whole:
             low, high = low.clamp(max=0.0), high.clamp(min=0.0)
@@ -250,28 +237,25 @@ def _with_zero_points(bits: int, group: int, whole: bool) -> Callable[[Tensor], 
 
 def _nf4(weight: Tensor) -> Tensor:
     levels = torch.tensor(_NF4)
-    flat = weight.flatten()
-    size = 64 if len(flat) % 64 == 0 else len(flat)
-    parts = flat.reshape(-1, size)
+    parts = _in_groups(weight.flatten(), 64)
     scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-12)
     edges = (levels[1:] + levels[:-1]) / 2
     return (levels[torch.bucketize(parts / scale, edges)] * scale).reshape(weight.shape)
 
 
-def _fp8(weight: Tensor) -> Tensor:
-    scale = weight.abs().amax().clamp_min(1e-12) / 448.0
-    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+def _fp8(rows: bool) -> Callable[[Tensor], Tensor]:
+    def scheme(weight: Tensor) -> Tensor:
+        largest = weight.abs().amax(-1, keepdim=True) if rows else weight.abs().amax()
+        scale = largest.clamp_min(1e-12) / 448.0
+        return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 
-
-def _fp8_rows(weight: Tensor) -> Tensor:
-    scale = weight.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448.0
-    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+    return scheme
 
 
 _SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     "int8, a scale for each row": _integers(8, None),
-    "fp8 (e4m3)": _fp8,
-    "fp8 (e4m3), a scale for each row": _fp8_rows,
+    "fp8 (e4m3)": _fp8(rows=False),
+    "fp8 (e4m3), a scale for each row": _fp8(rows=True),
     "int4, groups of 128": _integers(4, 128),
     "int4, groups of 32": _integers(4, 32),
     **{f"int4 with zero points, groups of {size}": _with_zero_points(4, size, True) for size in (128, 64, 32)},

@@ -1,4 +1,4 @@
-"""What a comparison finds: plain frozen records, each with `to_json`.
+"""What a comparison finds: plain frozen records, each with `to_json`; `from_json`; and `CAUSES`, the names of causes.
 
 The numbers of a `Gap` are ``Δ = other − one`` in nats: two scorings of the same tokens, subtracted token by token. A
 ratio is ``exp(Δ)``, as in `corelm.kl`.
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+import torch
 from torch import Tensor
 
 from corelm._version import __version__
+from corelm.validate import invalid, one_of, shown
 
+R = TypeVar("R")
 Verdict = Literal["agree", "rounding", "differ", "unexplained"]
 Confidence = Literal["certain", "likely", "possible"]
 GapKind = Literal["sides", "sampled", "again", "company", "order", "late_start", "oracle"]
@@ -24,10 +28,63 @@ GapKind = Literal["sides", "sampled", "again", "company", "order", "late_start",
 FORMAT = "corelm_compare/1"
 #: Exit codes of a comparison that ran to its end. Errors have those of `corelm_cli`: 2 refused, 3 the engine failed.
 EXIT_CODES: dict[Verdict, int] = {"agree": 0, "rounding": 0, "differ": 1, "unexplained": 1}
+#: id → what it means. The ids are stable: programs may test for them.
+CAUSES: dict[str, str] = {
+    # Texts and conversations.
+    "tokenization": "the same text has other ids",
+    "bos-added": "an id, such as BOS, is put before a text or before ids",
+    "bos-doubled": "BOS is put before ids that begin with it already",
+    "bos-missing": "BOS at the beginning is left out",
+    "first-token-dropped": "the first id of a row is left out",
+    "special-tokens-as-text": "the text of a special token is read as ordinary characters",
+    "chat-template": "a conversation is rendered otherwise",
+    "generation-prompt": "the end of a conversation, which prompts for an answer, is left out or added",
+    # Which number is returned.
+    "shift": "the numbers are those of the token before or after",
+    "units": "the logarithm has another base",
+    "temperature": "log-probs of sampled tokens are taken after the temperature",
+    "truncation-in-logprobs": "log-probs of sampled tokens are taken over what top-k or top-p left",
+    "penalties": "log-probs of sampled tokens are taken after penalties",
+    "top-only": "scores are normalised over the most probable ids",
+    "vocab-padding": "padded ids of the output layer count in the softmax",
+    "eos-suppressed": "EOS is impossible where log-probs are taken",
+    "sampled-differs": "what is said of a token when it is sampled is not what is said when it is scored",
+    # What is computed.
+    "missing-softcap": "a softcap of logits or of attention is left out",
+    "missing-scale": "a scale of the configuration is left out, or logits are multiplied by a constant",
+    "missing-bias": "biases are left out",
+    "sliding-window": "the sliding window is ignored",
+    "rope": "the scaling or the base of rotary positions is another one",
+    "truncation": "only the last ids of a long row are read",
+    "chunked-prefill": "long rows are read in chunks that do not see one another, or change at one length",
+    # With which weights, and how exactly.
+    "dtype": "the numbers are rounded as a lower precision rounds them",
+    "quantized": "the weights are rounded as a scheme of quantization rounds them",
+    "stale-weights": "the weights are those of another checkpoint, which was named",
+    "other-weights": "the weights are others, or the model is computed otherwise",
+    "adapter-not-applied": "the adapter changes nothing",
+    "wrong-adapter": "the adapter is another one",
+    # From call to call.
+    "company": "the other rows of a call change a row",
+    "prefix-cache": "a cache of prefixes has other entries than what would be computed",
+    "not-deterministic": "equal calls give different numbers",
+    # Where answers end.
+    "ends": "answers end at other ids",
+    "stop-string": "answers go on after a stop string",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What all records have in common."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes as values of JSON. NaN and infinities, which JSON does not have, are null."""
+        return plain(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class Side(Record):
     """One of the engines that were compared.
 
     Attributes:
@@ -56,13 +113,9 @@ class Side:
     tokens: int = 0
     seconds: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the attributes as values of JSON."""
-        return plain(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Record):
     """One row of tokens that all sides scored.
 
     Attributes:
@@ -83,13 +136,9 @@ class Row:
     sampled_by: str | None
     numbers: Mapping[str, tuple[float, ...]]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the attributes as values of JSON. NaN is null."""
-        return plain(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorstToken:
+class WorstToken(Record):
     """A token at which two scorings differ most.
 
     Attributes:
@@ -105,13 +154,9 @@ class WorstToken:
     one: float
     other: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the attributes as values of JSON."""
-        return plain(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Gap:
+class Gap(Record):
     """How far apart two scorings of the same tokens are, token by token: ``Δ = other − one``, in nats.
 
     Of no tokens, all figures are 0.
@@ -175,7 +220,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence:
+class Divergence(Record):
     """Where a row of two sides first differs.
 
     Attributes:
@@ -197,13 +242,9 @@ class Divergence:
     second: float | int | None
     text: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the attributes as values of JSON."""
-        return plain(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
+@dataclass(frozen=True, slots=True)
+class Experiment(Record):
     """One thing was changed, and the gap was measured again.
 
     Attributes:
@@ -226,13 +267,9 @@ class Experiment:
     explains: bool
     note: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the attributes as values of JSON."""
-        return plain(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+@dataclass(frozen=True, slots=True)
+class Cause(Record):
     """Why a side differs.
 
     Attributes:
@@ -252,16 +289,12 @@ class Cause:
     advice: str
     figures: Mapping[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the attributes as values of JSON."""
-        return plain(self)
-
     def __str__(self) -> str:
         return f"{self.id} ({self.side or 'side not known'}, {self.confidence}): {self.evidence} → {self.advice}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Comparison:
+class Comparison(Record):
     """Everything that one comparison found.
 
     Attributes:
@@ -355,3 +388,72 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (str, int, bool)) else str(value)
+
+
+def from_json(found: Mapping[str, Any]) -> Comparison:
+    """Return the comparison that `Comparison.to_json` made this of.
+
+    The arrays of its gaps are empty unless it was made with ``arrays=True``. Null is NaN where a number is expected.
+
+    Raises:
+        InvalidRequestError: it is not such a comparison, or of another version of the format; `field` names the place.
+    """
+    if not isinstance(found, Mapping):
+        raise invalid("comparison", f"expected an object, got {shown(found)}")
+    if found.get("format") != FORMAT:
+        raise invalid("format", f"expected {FORMAT!r}, got {shown(found.get('format'))}")
+    return _record(Comparison, found, "comparison")
+
+
+def _record(kind: Callable[..., R], found: Any, path: str) -> R:
+    """Return a record of a dataclass."""
+    if not isinstance(found, Mapping):
+        raise invalid(path, f"expected an object, got {shown(found)}")
+    values = {}
+    hints = get_type_hints(kind)
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        hint, where = hints[each.name], f"{path}.{each.name}"
+        if hint is Tensor:
+            dtype = torch.int64 if kind is Gap and each.name in ("rows", "positions") else torch.float32
+            numbers = [math.nan if value is None else value for value in found.get(each.name, ())]
+            values[each.name] = torch.tensor(numbers, dtype=dtype)
+        elif each.name not in found:
+            raise invalid(where, "is missing")
+        else:
+            values[each.name] = _value(hint, found[each.name], where)
+    return kind(**values)
+
+
+def _value(hint: Any, found: Any, path: str) -> Any:
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return found
+    if origin in (Union, types.UnionType):
+        if found is None and type(None) in parts:
+            return None
+        return _value(int if int in parts and type(found) is int else parts[0], found, path)
+    if origin is Literal:
+        one_of(path, found, parts)
+        return found
+    if origin is tuple:
+        if not isinstance(found, list):
+            raise invalid(path, f"expected a list, got {shown(found)}")
+        return tuple(_value(parts[0], each, f"{path}[{at}]") for at, each in enumerate(found))
+    if origin is Mapping:
+        if not isinstance(found, Mapping):
+            raise invalid(path, f"expected an object, got {shown(found)}")
+        return {str(key): _value(parts[1], each, f"{path}.{key}") for key, each in found.items()}
+    if dataclasses.is_dataclass(hint):
+        return _record(cast(Callable[..., Any], hint), found, path)
+    if hint is float:
+        # JSON has neither NaN nor infinities; and 1 may stand for 1.0.
+        if found is None:
+            return math.nan
+        return float(_of_type((int, float), found, path))
+    return _of_type(hint, found, path)
+
+
+def _of_type(kind: Any, found: Any, path: str) -> Any:
+    if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
+        raise invalid(path, f"expected {getattr(kind, '__name__', 'a number')}, got {shown(found)}")
+    return found

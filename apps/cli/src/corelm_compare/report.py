@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from html import escape
+import base64
+import io
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup, escape
 
 from corelm._version import __version__
 from corelm.errors import printable
-from corelm_compare.causes import CAUSES
-from corelm_compare.records import Cause, Comparison, Experiment, Gap, Side
-from corelm_compare.report_plots import against, by_position, divergences, histogram, tails
-from corelm_compare.report_style import STYLE
-from corelm_compare.report_tokens import scored_rows, worst_tokens
-from corelm_compare.report_words import (
-    VERDICTS,
+from corelm_compare.records import CAUSES, Comparison, Gap, Row
+from corelm_compare.report_text import (
     between,
     log_prob,
     number,
@@ -29,12 +31,21 @@ from corelm_compare.report_words import (
     worst_sampled,
 )
 
-#: The browser is told to run nothing and to load nothing, whatever a prompt says.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-#: Pairs of sides that get their own pictures, and divergences that are listed.
-_PAIRS, _LISTED = 6, 12
-#: Characters of the text before a divergence.
-_AFTER = 60
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: Rows that are shown for each pair, tokens of each, tokens before the one that differs most, and shades of colour.
+_ROWS, _TOKENS, _BEFORE, _SHADES = 5, 300, 100, 4
+#: Characters of a token.
+_CHARACTERS = 60
+#: What is sooner worth a look.
+_KINDS = ("conversation", "text", "ids")
+#: Smaller differences than this are drawn as 0. No dtype that logits come in resolves less.
+_SMALLEST = 1e-9
+#: Bins on each side of 0, and lines that a picture can hold.
+_BINS, _MOST_LINES = 32, 6
+#: A point of a cloud: many points on top of each other are darker.
+_POINT: dict[str, Any] = {"s": 4, "alpha": 0.3, "linewidths": 0, "color": "C0"}
 
 
 def write_report(comparison: Comparison, path: str | PathLike[str]) -> None:
@@ -49,215 +60,226 @@ def write_report(comparison: Comparison, path: str | PathLike[str]) -> None:
 def as_html(comparison: Comparison) -> str:
     """Return the page: verdict, causes, gaps, pictures, scored rows, what was tried, and the sides.
 
-    All texts of prompts, tokens, engines and files are escaped.
+    All texts of prompts, tokens, engines and files are escaped. The pictures need matplotlib.
     """
-    title = _text(comparison.headline)
-    body = "".join(
-        part
-        for section in (_top, _causes, _gaps, _pictures, _divergences, _tried, _sides, _words)
-        for part in section(comparison)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_printable,
     )
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n'
-        f"<body>{body}</body></html>\n"
-    )
-
-
-def _top(comparison: Comparison) -> Iterator[str]:
-    yield f'<header><span class="verdict {comparison.verdict}">{VERDICTS[comparison.verdict]}</span>'
-    yield f"<h1>{_text(comparison.headline)}</h1>"
-    if line := summary(comparison):
-        yield f"<p>{_text(line)}.</p>"
-    oracle = "no plain forward" if comparison.oracle is None else f"plain float32 forward of {comparison.oracle}"
-    facts = (
-        " against ".join(f"{side.name} ({side.model})" for side in comparison.sides),
-        oracle,
-        f"seed {comparison.seed}",
-        f"{comparison.calls} calls in {comparison.seconds:.3g} s",
-        f"corelm {__version__}",
-    )
-    yield f"<p class=soft>{_text(' · '.join(facts))}</p></header>\n"
-
-
-def _causes(comparison: Comparison) -> Iterator[str]:
-    if comparison.causes:
-        yield f"<h2>Cause{'s' * (len(comparison.causes) > 1)}, and what to do</h2>\n"
-    for cause in comparison.causes:
-        calm = " calm" if comparison.verdict == "rounding" else ""
-        yield _cause(cause, calm, [each for each in comparison.experiments if each.id == cause.id and each.explains])
-    if comparison.verdict == "unexplained":
-        yield "<h2>No cause was found for all of the difference</h2>\n"
-        yield "<p>Everything that was tried is below, with numbers.</p>"
-    for note in comparison.notes:
-        yield f"<p class=soft>Note: {_text(note)}.</p>"
-
-
-def _cause(cause: Cause, look: str, experiments: list[Experiment]) -> str:
-    side = "" if cause.side is None else f" in {_text(cause.side)}"
-    meaning = CAUSES.get(cause.id)
-    meant = "" if meaning is None else f"<p><b>{meaning[:1].upper()}{_text(meaning[1:])}.</b></p>"
-    shown = "".join(
-        f"<p class=soft>{_text(each.changed)}: mean |Δ| {number(each.before)} → {number(each.after)} nats, "
-        f"over {each.tokens:,} tokens{_text(f'; {each.note}' if each.note else '')}</p>"
-        for each in experiments
-        if each.side == cause.side
-    )
-    return (
-        f'<section class="cause{look}">'
-        f"<h3><code>{_text(cause.id)}</code>{side} <small>{cause.confidence}</small></h3>"
-        f"{meant}<p>{_text(cause.evidence)}.</p><p class=advice>{_text(cause.advice)}</p>{shown}</section>\n"
+    environment.filters |= {"number": number, "log_prob": log_prob, "share": share, "token": _token, "pair": pair}
+    return environment.get_template("report.html.j2").render(
+        comparison=comparison,
+        version=__version__,
+        meanings=CAUSES,
+        summary=summary(comparison),
+        pairs=between(comparison.gaps),
+        own={side.name: own_gaps(comparison, side.name) for side in comparison.sides},
+        worst_own=[
+            (side.name, gap)
+            for side in comparison.sides
+            for gap in (worst_own(comparison, side.name), worst_sampled(comparison, side.name))
+            if gap is not None
+        ],
+        # Those of ids and answers first: they are few, and explain the others.
+        divergences=sorted(comparison.divergences, key=lambda each: each.what == "numbers"),
+        over=lambda gap: gap.mean_abs > tolerance(comparison, gap),
+        pictures=lambda gap: pictures(comparison, gap),
+        scored_rows=lambda gap: list(_scored_rows(comparison, gap)),
+        ratio=_ratio,
     )
 
 
-def _gaps(comparison: Comparison) -> Iterator[str]:
-    heads = ("mean |Δ|", "outside", "largest", "p99", "mean Δ", "median", "p90", "p99.9", "k3", "tokens")
-    head = "<div class=wide><table class=numbers><tr><th class=words>Δ in nats</th>"
-    head += "".join(f"<th>{name}</th>" for name in heads) + "</tr>\n"
-    yield f"<h2>How far apart</h2>\n{head}"
-    for gap in comparison.gaps:
-        yield _gap(gap, pair(gap), "over" if gap.mean_abs > tolerance(comparison, gap) else "")
-    for side in comparison.sides:
-        for found in (worst_own(comparison, side.name), worst_sampled(comparison, side.name)):
-            if found is not None:
-                yield _gap(found, found.other, _over_itself(comparison, found, side.name), own=True)
-    yield "</table></div>\n"
-    noise = ", ".join(f"{name} {number(value)}" for name, value in comparison.tolerances.items())
-    yield (
-        f"<p class=soft>A mean |Δ| counts as noise up to: {_text(noise)} nats. Larger ones are coloured. Pale lines "
-        "are each side's largest distances to itself. Outside: the share of ratios exp(Δ) outside [0.9, 1.1].</p>\n"
-    )
-    if comparison.own:
-        yield f"<details><summary>All distances of sides to themselves</summary>{head}"
-        for side in comparison.sides:
-            for gap in own_gaps(comparison, side.name):
-                yield _gap(gap, gap.other, _over_itself(comparison, gap, side.name), own=True)
-        yield "</table></div></details>\n"
+class _ScoredRow(NamedTuple):
+    """A row of the page: its number, the row, what was left out at both ends, and its tokens.
+
+    A token is a class of the style, its numbers in words, and its text.
+    """
+
+    number: int
+    row: Row
+    before: int
+    after: int
+    tokens: list[tuple[str, str, str]]
 
 
-def _over_itself(comparison: Comparison, gap: Gap, side: str) -> str:
-    return "over" if gap.mean_abs > comparison.tolerances.get(side, float("inf")) else ""
-
-
-def _gap(gap: Gap, name: str, look: str, *, own: bool = False) -> str:
-    skipped = f"<br><small>{gap.skipped:,} only on one side</small>" if gap.skipped and not own else ""
-    cells = [f'<span class="{look}">{number(gap.mean_abs)}</span>', share(gap.outside), number(gap.max_abs)]
-    cells += [number(gap.p99), number(gap.mean, sign=True)]
-    cells += [*map(number, (gap.median_abs, gap.p90, gap.p999, gap.k3)), f"{gap.count:,}{skipped}"]
-    row = "".join(f"<td>{cell}</td>" for cell in cells)
-    return f"<tr{' class=self' if own else ''}><td class=words>{_text(name)}</td>{row}</tr>\n"
-
-
-def _pictures(comparison: Comparison) -> Iterator[str]:
-    pairs = between(comparison.gaps)
-    if any(gap.count and not len(gap.delta) for gap in pairs):
-        yield "<p>This comparison was saved without the numbers of every token: pictures need to_json(arrays=True).</p>"
-        return
-    plain = [gap for gap in comparison.gaps if gap.kind == "oracle"]
-    # Of more than two sides there are too many pairs for one picture; the plain forward says which side is wrong.
-    together = tails(comparison, [*(pairs[:1] if plain else pairs), *plain])
-    for place, gap in enumerate(pairs[:_PAIRS]):
-        drawn = (histogram(comparison, gap), together, by_position(gap), against(gap))
-        figures = "".join([*drawn, divergences(comparison, gap)])
-        together = ""  # once, next to the largest gap
-        rows = scored_rows(comparison, gap)
-        part = f"<div class=figures>{figures}</div>\n<h3>Scored rows</h3>\n{rows}{worst_tokens(gap)}\n"
-        title = f"{_text(pair(gap))}, token by token"
-        if place == 0:
-            yield f"<h2>{title}</h2>\n{part}"
-        else:
-            yield f"<details><summary>{title}: mean |Δ| {number(gap.mean_abs)} nats</summary>{part}</details>\n"
-
-
-def _divergences(comparison: Comparison) -> Iterator[str]:
-    if not comparison.divergences:
-        return
-    yield "<h2>First differences</h2>\n<div class=wide><table><tr><th>what</th><th>row</th><th>position</th>"
-    yield "<th>sides</th><th>there</th><th>after</th></tr>\n"
-    words = {"ids": "ids of the prompt", "answer": "greedy answer", "numbers": "log-prob"}
-    # Those of ids and answers first: they are few, and explain the others.
-    ranked = sorted(comparison.divergences, key=lambda each: each.what == "numbers")
-    for each in ranked[:_LISTED]:
-        there = " / ".join(_there(value) for value in (each.first, each.second))
-        yield (
-            f"<tr><td>{words[each.what]}</td><td>{each.row}</td><td>{each.position}</td>"
-            f"<td>{_text(each.one)} / {_text(each.other)}</td><td>{there}</td>"
-            f"<td class=token>{_text(each.text[-_AFTER:])}</td></tr>\n"
+def _scored_rows(comparison: Comparison, gap: Gap) -> Iterator[_ScoredRow]:
+    """Return the rows with the largest differences; of the first kind that there is one first."""
+    largest: dict[int, float] = {}
+    for at, size in zip(gap.rows.tolist(), gap.delta.abs().tolist(), strict=True):
+        largest[at] = max(size, largest.get(at, 0.0))
+    ranked = sorted(largest, key=lambda row: -largest[row])
+    first = min(ranked, key=lambda at: _KINDS.index(comparison.rows[at].kind), default=None)
+    look = _shades(gap, tolerance(comparison, gap))
+    for at in sorted(ranked, key=lambda row: row != first)[:_ROWS]:
+        row = comparison.rows[at]
+        one, other = row.numbers.get(gap.one, ()), row.numbers.get(gap.other, ())
+        deltas = [b - a for a, b in zip(one, other, strict=True)]
+        worst = max(
+            (n for n, each in enumerate(deltas) if math.isfinite(each)), key=lambda n: abs(deltas[n]), default=0
         )
-    yield "</table></div>\n"
-    if len(ranked) > _LISTED:
-        yield f"<p class=soft>… and {len(ranked) - _LISTED} more.</p>\n"
+        start = 0 if len(row.ids) <= _TOKENS else max(0, min(worst - _BEFORE, len(row.ids) - _TOKENS))
+        stop = min(len(row.ids), start + _TOKENS)
+        tokens = []
+        for n in range(start, stop):
+            facts, shade = f"position {n}, id {row.ids[n]}", "prompt" if n < row.prompt_length else ""
+            if n < len(deltas) and math.isfinite(deltas[n]):
+                facts += f": {gap.one} {log_prob(one[n])}, {gap.other} {log_prob(other[n])}"
+                facts += f", Δ {number(deltas[n], sign=True)}, ratio {number(_ratio(deltas[n]))}"
+                shade = f"{shade} {look(deltas[n])}".strip()
+            tokens.append((shade, facts, row.tokens[n]))
+        yield _ScoredRow(at, row, start, len(row.ids) - stop, tokens)
 
 
-def _there(value: float | int | None) -> str:
-    if value is None:
-        return "ended"
-    return str(value) if isinstance(value, int) else log_prob(value)
+def _shades(gap: Gap, allowed: float) -> Callable[[float], str]:
+    """Return what gives the class of a Δ: up1 to up4, down1 to down4, or "" for noise.
+
+    Shades are at equal distances on a logarithmic axis up to the largest difference. They begin at noise, or at a
+    thousandth of the largest difference, so that the largest ones stand out.
+    """
+    low = max(allowed, gap.max_abs / 1000, 1e-9)
+    step = (max(gap.max_abs, low * 10) / low) ** (1 / _SHADES)
+
+    def look(delta: float) -> str:
+        shade = sum(abs(delta) > low * step**n for n in range(_SHADES))
+        return f"{'up' if delta > 0 else 'down'}{shade}" if shade else ""
+
+    return look
 
 
-def _tried(comparison: Comparison) -> Iterator[str]:
-    yield "<h2>What was tried</h2>\n"
-    if comparison.ruled_out:
-        yield f"<p>Ruled out: {_ids(comparison.ruled_out)}</p>"
-    for name, reason in comparison.not_tried.items():
-        yield f"<p class=soft>Not tried: <code>{_text(name)}</code>, {_text(reason)}.</p>"
-    if not comparison.experiments:
-        return
-    yield f"<details><summary>All {len(comparison.experiments)} experiments</summary><div class=wide>"
-    yield "<table class=numbers><tr><th class=words>changed</th><th class=words>side</th><th>before</th><th>after</th>"
-    yield "<th>tokens</th><th class=words>explains it</th></tr>\n"
-    for each in comparison.experiments:
-        note = f"<br><small>{_text(each.note)}</small>" if each.note else ""
-        yield (
-            f"<tr><td class=words><code>{_text(each.id)}</code> {_text(each.changed)}{note}</td>"
-            f"<td class=words>{_text(each.side)}</td><td>{number(each.before)}</td><td>{number(each.after)}</td>"
-            f"<td>{each.tokens:,}</td><td class=words>{'yes' if each.explains else 'no'}</td></tr>\n"
+def _printable(value: Any) -> Any:
+    """Return a text with escape sequences for what is not printable."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _token(text: str) -> Markup:
+    """Return the text of a token as HTML that shows what cannot be seen."""
+    shown = text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]}…"
+    return escape(printable(shown.replace("\n", "⏎\n"), keep="\n") or "∅")
+
+
+def _ratio(delta: float) -> float:
+    return math.exp(min(delta, 700.0))
+
+
+# Pictures: how large the differences are, how often, and where --------------------------------------------------------
+
+
+class Picture(NamedTuple):
+    """A picture of the page.
+
+    Attributes:
+        title: what it shows.
+        described: the same in a sentence with figures, for those who hear the page.
+        png: the picture, in base64.
+        caption: what to look for.
+    """
+
+    title: str
+    described: str
+    png: str
+    caption: str
+
+
+def pictures(comparison: Comparison, gap: Gap) -> list[Picture]:
+    """Draw a gap between two sides; nothing if it has no tokens, or matplotlib is not installed."""
+    if not len(gap.delta):
+        return []
+    plain = [each for each in comparison.gaps if each.kind == "oracle"]
+    own = [found for name in (gap.one, gap.other) if (found := worst_own(comparison, name)) is not None]
+    largest = f"the largest difference of {pair(gap)} is {number(gap.max_abs)} nats"
+    drawn: list[tuple[str, str, str, Callable[[Axes], None]]] = [
+        (
+            "How the differences are spread",
+            f"Histogram: {largest}, {number(float((gap.delta > 0).double().mean()))} of them are above 0.",
+            "Where the filled area is wider than the lines, the sides differ by more than from themselves.",
+            lambda axes: _histogram(axes, gap, own),
+        ),
+        (
+            "The tails",
+            f"The share of tokens that differ by at least so much: {largest}.",
+            "A line further to the right is a larger difference. A mean near 0 can hide a tail that clips every ratio.",
+            lambda axes: _tails(axes, [gap, *plain], own),
+        ),
+        (
+            "Where in the row",
+            f"Differences by position, from 0 to {int(gap.positions.max())}: {largest}.",
+            "A drift to the right is a cache, a position or a context; a step is a window or a chunk; a constant width "
+            "is rounding, a scale or other weights.",
+            lambda axes: _by_position(axes, gap),
+        ),
+        (
+            "Side against side",
+            f"Log-probs of {gap.other} against those of {gap.one}: {largest}.",
+            "On the diagonal both say the same. Another slope is a temperature or a scale, a bend is a cap, and a "
+            "cloud without a shape is other tokens or other weights.",
+            lambda axes: _against(axes, gap),
+        ),
+    ]
+    try:
+        return [Picture(title, words, _png(draw), caption) for title, words, caption, draw in drawn]
+    except ImportError:
+        return []
+
+
+def _png(draw: Callable[[Axes], None]) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # Names of sides are texts, not formulas, and may be in a script that the font lacks.
+    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        figure, file = Figure(figsize=(5.2, 3.6), layout="constrained"), io.BytesIO()
+        axes = figure.subplots()
+        draw(axes)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="x-small")
+        figure.savefig(file, format="png", dpi=90, metadata={"Software": None})
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _histogram(axes: Axes, gap: Gap, own: Sequence[Gap]) -> None:
+    """Draw how often each Δ is, with the sides' distances to themselves on top."""
+    median = _linear(gap)
+    sizes = torch.logspace(0, 1, _BINS, dtype=torch.float64).log10()
+    largest = max([10 * median, *(each.max_abs for each in (gap, *own))])
+    sizes = median * (largest / median * 1.001) ** sizes
+    edges = torch.cat([-sizes.flip(0), sizes])
+    for each in (gap, *own):
+        counts = torch.histogram(each.delta.double(), edges).hist / len(each.delta)
+        name = pair(gap) if each is gap else each.other
+        axes.stairs(
+            counts.numpy(), edges.numpy(), fill=each is gap, alpha=0.5 if each is gap else 1, label=printable(name)
         )
-    yield "</table></div></details>\n"
+    axes.set_xscale("symlog", linthresh=median)
+    axes.set(yscale="log", xlabel="Δ in nats", ylabel="share of tokens")
 
 
-def _sides(comparison: Comparison) -> Iterator[str]:
-    yield "<h2>Sides</h2>\n"
-    for side in comparison.sides:
-        yield f"<h3>{_text(side.name)}</h3><dl>{_side(side)}</dl>\n"
+def _tails(axes: Axes, gaps: Sequence[Gap], own: Sequence[Gap]) -> None:
+    """Draw which share of the tokens differs by at least so much, for each gap and each side's distance to itself."""
+    for each in (*gaps[:_MOST_LINES], *own):
+        name, look = (each.other, "--") if each in own else (pair(each), "-")
+        if each.max_abs > _SMALLEST:
+            size = each.delta.double().abs().clamp_min(_SMALLEST)
+            axes.ecdf(size.numpy(), complementary=True, label=printable(name), linestyle=look)
+    axes.axvline(0.1, color="0.6", linestyle=":", label="ratio 0.9 or 1.1")
+    axes.set(xscale="log", yscale="log", xlabel="|Δ| in nats", ylabel="share of tokens with at least this |Δ|")
 
 
-def _side(side: Side) -> str:
-    facts: Mapping[str, Any] = {
-        "backend": side.backend,
-        "model": side.model,
-        "options": ", ".join(f"{name}={value}" for name, value in side.options.items()) or "none",
-        "software": side.software or "not known",
-        "dtype of logits": side.dtype or "not known",
-        "can": ", ".join(side.abilities),
-        "scores": ", ".join(f"{name} {value}" for name, value in side.provenance.items()),
-        "asked": f"{side.calls} calls with {side.tokens:,} tokens in {side.seconds:.3g} s",
-    }
-    return "".join(f"<dt>{name}</dt><dd>{_text(str(value))}</dd>" for name, value in facts.items())
+def _by_position(axes: Axes, gap: Gap) -> None:
+    axes.scatter(gap.positions.numpy(), gap.delta.numpy(), **_POINT)
+    axes.set_yscale("symlog", linthresh=_linear(gap))
+    axes.set(xlabel="position in the row", ylabel="Δ in nats")
 
 
-def _words(comparison: Comparison) -> Iterator[str]:
-    yield (
-        "<details><summary>What the words mean</summary><dl>"
-        "<dt>Δ</dt><dd>the log-prob that the second side gives a token less that of the first, in nats; the ratio is "
-        "exp(Δ)</dd>"
-        "<dt>outside</dt><dd>the share of tokens whose ratio is outside [0.9, 1.1], where PPO and GRPO begin to clip"
-        "</dd>"
-        "<dt>k3</dt><dd>the mean of exp(Δ) − 1 − Δ: an estimate of the KL divergence if the first side sampled the "
-        "tokens</dd>"
-        "<dt>itself</dt><dd>the same engine asked twice, alone and in company, in another order, from the answer "
-        "on, and what it said when it sampled: differences between sides mean something only beyond these</dd>"
-        "<dt>plain forward</dt><dd>the model in float32 in transformers, one row at a time, without an engine</dd>"
-        "</dl></details>\n"
-    )
+def _against(axes: Axes, gap: Gap) -> None:
+    axes.scatter(gap.first.numpy(), gap.second.numpy(), **_POINT)
+    axes.axline((0, 0), slope=1, color="0.6", linestyle=":")
+    axes.set(xlabel=printable(f"log-prob of {gap.one}"), ylabel=printable(f"log-prob of {gap.other}"))
 
 
-def _ids(names: tuple[str, ...]) -> str:
-    shown = (f'<code title="{_text(CAUSES.get(name, name))}">{_text(name)}</code>' for name in names)
-    return f"<span class=ids>{' '.join(shown)}</span>"
-
-
-def _text(text: str) -> str:
-    """Return a text as HTML, with escape sequences for what is not printable."""
-    return escape(printable(text))
+def _linear(gap: Gap) -> float:
+    """Return up to which size an axis of Δ is linear: half of the tokens differ by less."""
+    return max(gap.median_abs, 10 * _SMALLEST)

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from corelm import Backend, get_backend
-from corelm.application import render
 from corelm.errors import CapabilityError, CoreLMError
-from corelm.spec import Adapter, Message, Provenance, SamplingParams
+from corelm.spec import Adapter, Provenance, SamplingParams
 from corelm.validate import invalid
+from corelm_compare.oracles import rendered
 from corelm_compare.records import Side
 from corelm_engine_kit.redaction import Secrets
 from corelm_fleet.probes import dtype_of_engine, plain_modes
@@ -60,21 +60,11 @@ class SideSpec:
         return backend
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a side sampled after one prompt.
-
-    Attributes:
-        ids: the sampled ids.
-        numbers: float32[len(ids)], their log-probs as sampling returned them; NaN if it returned none.
-        reason: the finish reason.
-        error: what went wrong; "" if nothing did.
-    """
+class Answer(NamedTuple):
+    """What a side sampled after a prompt: ids, and float32[len(ids)], their log-probs; NaN if it returned none."""
 
     ids: list[int]
     numbers: Tensor
-    reason: str
-    error: str = ""
 
 
 class OpenSide:
@@ -92,6 +82,7 @@ class OpenSide:
         can: what it can do.
         mode: which log-probs of sampled tokens it is asked for.
         notes: what went wrong with single rows.
+        calls, tokens, seconds: as in `corelm_compare.Side`.
     """
 
     def __init__(
@@ -101,8 +92,7 @@ class OpenSide:
         self.adapter: Adapter = spec.adapter if spec is not None and spec.adapter is not None else adapter
         self.can = backend.capabilities
         self.notes: list[str] = []
-        self._calls, self._tokens, self._seconds = 0, 0, 0.0
-        self._label: Mapping[str, Any] = {}
+        self.calls, self.tokens, self.seconds = 0, 0, 0.0
         self._dtype: str | None = None
         modes = self.can.generation_modes
         self.mode: Literal["raw", "processed"] = "raw" if modes & {"raw", "scaled"} else "processed"
@@ -118,13 +108,10 @@ class OpenSide:
         """Whether it returns log-probs of what it samples."""
         return bool(self.can.generation_modes)
 
-    # Asking ----------------------------------------------------------------------------------------------------------
-
     def score(
         self,
         rows: Sequence[Sequence[int]],
         *,
-        temperature: float = 1.0,
         starts: Sequence[int] | None = None,
         adapter: Adapter = None,
     ) -> list[Tensor]:
@@ -133,18 +120,14 @@ class OpenSide:
         with self._counted(sum(map(len, rows))):
             result = self.backend.score_logprobs(
                 [list(row) for row in rows],
-                temperature=temperature,
                 score_from=starts,
                 adapter=self.adapter if adapter is None else adapter,
                 timeout=self._timeout,
                 on_error="skip",
             )
-        if result.errors:
-            self.notes += [f"{self.name}, row {row}: {error}" for row, error in enumerate(result.errors) if error]
+        self.notes += [f"{self.name}, row {row}: {error}" for row, error in enumerate(result.errors or ()) if error]
         values = torch.where(result.scored.values, result.logprobs.values, torch.nan).float().cpu()
-        found = list(values.split(result.logprobs.lengths.tolist()))
-        self._remember(Provenance.label_of_scores(temperature))
-        return found
+        return list(values.split(result.logprobs.lengths.tolist()))
 
     def tables(self, rows: Sequence[Sequence[int]]) -> list[Tensor] | None:
         """Return the logits that predict each id but the first of each row, float32; None if it returns none."""
@@ -174,10 +157,8 @@ class OpenSide:
         numbers = [torch.full((len(row),), torch.nan) for row in made.ids.tolist()]
         if made.logprobs is not None:
             numbers = [row.float().cpu() for row in made.logprobs.split()]
-        errors = made.errors or ("",) * len(numbers)
-        self.notes += [f"{self.name}, prompt {row}: {error}" for row, error in enumerate(errors) if error]
-        rows = zip(made.ids.tolist(), numbers, made.finish_reasons, errors, strict=True)
-        return [Answer(*row) for row in rows]
+        self.notes += [f"{self.name}, prompt {row}: {error}" for row, error in enumerate(made.errors or ()) if error]
+        return [Answer(*row) for row in zip(made.ids.tolist(), numbers, strict=True)]
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Return the ids of a text, as the engine tokenizes it."""
@@ -186,16 +167,7 @@ class OpenSide:
 
     def render(self, chat: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
         """Return a conversation as the text and the ids of a prompt, with the engine's own chat template."""
-        messages = tuple(Message.from_dict(each) for each in chat)
-        made = render(
-            [messages],
-            self.backend.tokenizer,
-            self.backend.tokenize,
-            add_generation_prompt=True,
-            eos_ids=self.backend.eos_token_ids,
-            want_assistant=False,
-        )
-        return made.texts[0], list(map(int, made.ids.tolist()[0]))
+        return rendered(chat, self.backend.tokenizer, self.backend.tokenize, self.backend.eos_token_ids)
 
     def spell(self, token: int) -> str:
         """Return the text of an id; its number if the tokenizer cannot say."""
@@ -213,31 +185,25 @@ class OpenSide:
             self._dtype = str(self._spec.options["dtype"]).removeprefix("torch.")
         return self._dtype
 
-    # What it is ------------------------------------------------------------------------------------------------------
-
     def record(self) -> Side:
         """Return the description for the `Comparison`."""
         can, modes = self.can, self.can.generation_modes
-        flags = {name: bool(getattr(can, name)) for name in ("score", "logits", "score_temperature", "adapters")}
+        flags = [name for name in ("score", "logits", "score_temperature", "adapters") if getattr(can, name)]
+        backend = self.backend
+        label = Provenance(backend.name, backend.model_name, backend.weight_version, adapter=self.adapter).to_dict()
         return Side(
             name=self.name,
-            backend=self.backend.name,
-            model=self.backend.model_name,
+            backend=backend.name,
+            model=backend.model_name,
             options={} if self._spec is None else shown_options(self._spec.options),
-            software=self.backend.engine.software,
-            provenance=self._label,
+            software=backend.engine.software,
+            provenance={**label, **Provenance.label_of_scores(1.0)} if can.score else {},
             dtype=self.dtype(),
-            abilities=(*(name for name, given in flags.items() if given), *sorted(modes)),
-            calls=self._calls,
-            tokens=self._tokens,
-            seconds=self._seconds,
+            abilities=(*flags, *sorted(modes)),
+            calls=self.calls,
+            tokens=self.tokens,
+            seconds=self.seconds,
         )
-
-    def _remember(self, label: Mapping[str, Any]) -> None:
-        if not self._label:
-            backend = self.backend
-            names = Provenance(backend.name, backend.model_name, backend.weight_version, adapter=self.adapter)
-            self._label = {**names.to_dict(), **label}
 
     @contextmanager
     def _counted(self, tokens: int) -> Iterator[None]:
@@ -250,8 +216,8 @@ class OpenSide:
                 error.args = (f"side {self.name}: {error.args[0]}", *error.args[1:])
             raise
         finally:
-            self._calls, self._tokens = self._calls + 1, self._tokens + tokens
-            self._seconds += time.monotonic() - started
+            self.calls, self.tokens = self.calls + 1, self.tokens + tokens
+            self.seconds += time.monotonic() - started
 
 
 def shown_options(options: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,69 @@
+"""How long a comparison may take: what a budget leaves out is said, and what is said holds all the same."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from corelm import Backend
+from corelm_compare import compare
+from corelm_testing.toy import ToyBackend
+from helpers.planted_defects import DEFECTS, PROMPTS, sound
+
+TEXTS = ["Hello", "What is your name?", "The cat", "Where?", "Why?", "And then?"]
+
+
+def toys(**options):
+    with Backend.from_plugin(ToyBackend.open(), "toy") as one, Backend.from_plugin(ToyBackend.open(), "toy") as other:
+        return compare([one, other], TEXTS, **options)
+
+
+def test_a_budget_that_is_spent_leaves_out_what_it_names():
+    found = toys(budget=1e-6)
+    assert found.verdict == "agree"
+    # All rows are scored, and the sides' distances to themselves are measured.
+    assert found.gaps[0].count > 100 and {gap.kind for gap in found.own} == {"again", "company", "order", "late_start"}
+    assert {"sampled-differs", "temperature", "stop-string"} <= set(found.not_tried)
+    assert set(found.not_tried.values()) == {"the budget of 1e-06 s was spent"}
+    assert any(note.startswith("causes are looked for in 3 of") for note in found.notes)
+    assert not [why for why in toys(budget=1e6).not_tried.values() if "budget" in why]
+
+
+def test_a_cause_that_was_not_looked_for_is_not_agreement(folder_of):
+    folder = folder_of("qwen2", 3)
+    with sound(folder) as right, DEFECTS["shift forward"].open(folder) as wrong:
+        found = compare([right, wrong], PROMPTS, oracle=folder, budget=1e-6)
+    assert (found.verdict, found.causes, found.exit_code) == ("unexplained", (), 1)
+    assert "shift" in found.not_tried and "shift" not in found.ruled_out
+
+
+def test_a_quick_comparison_takes_the_first_prompts():
+    found = toys(quick=True)
+    prompts = [row for row in found.rows if row.kind == "text"]
+    assert [row.text for row in prompts] == TEXTS[:4] and found.verdict == "agree"
+    assert all(len(row.ids) - row.prompt_length <= 8 for row in prompts)
+    with Backend.from_plugin(ToyBackend.open(), "toy") as one, Backend.from_plugin(ToyBackend.open(), "toy") as other:
+        built_in = compare([one, other], quick=True)
+    assert [row.kind for row in built_in.rows][:4] == ["text", "text", "text", "conversation"]
+
+
+def test_what_is_done_and_how_long_it_takes_is_told():
+    told: list[tuple[str, float | None]] = []
+    started = time.monotonic()
+    toys(on_progress=lambda doing, left: told.append((doing, left)))
+    took = time.monotonic() - started
+    assert [doing for doing, _ in told][:2] == ["opening the sides", "sampling completions"]
+    assert any("toy 2 scores" in doing for doing, _ in told) and any(
+        "sampling from toy 1" in doing for doing, _ in told
+    )
+    # It is not known before the rows are scored, and known from then on.
+    known = [left is not None for _, left in told]
+    assert known == sorted(known) and known[-1]
+    assert all(left is None or 0 <= left < 20 * took + 10 for _, left in told)
+
+
+@pytest.mark.parametrize("left", ["tolerance", "budget"])
+def test_seconds_and_nats_are_above_0(left):
+    with pytest.raises(ValueError, match=left):
+        toys(**{left: 0.0})
