@@ -92,18 +92,17 @@ class Writer:
 
         return map_strings(value, lambda text: self.special.sub(slot, text))
 
-    def write(self, messages: Messages, prompt: bool, raw: str | None = None) -> WrittenText:
+    def write(self, messages: Messages, prompt: bool) -> WrittenText:
         """Render messages.
 
         Args:
             messages: with slots for special tokens that users typed.
             prompt: whether to add the generation prompt.
-            raw: the rendering, if it was made before.
 
         Raises:
             TemplateError: the template fails, or alters contents that hold a slot.
         """
-        raw = self.template(messages, prompt) if raw is None else raw
+        raw = self.template(messages, prompt)
         parts: list[str] = []
         literals: list[Span] = []
         spans: list[Span] = []
@@ -196,9 +195,9 @@ class Layout:
         written: the rendering.
     """
 
-    def __init__(self, writer: Writer, messages: Messages, prompt: bool, raw: str | None = None) -> None:
+    def __init__(self, writer: Writer, messages: Messages, prompt: bool) -> None:
         self.messages = messages
-        self.written = writer.write(messages, prompt, raw)
+        self.written = writer.write(messages, prompt)
         self._writer = writer
         self._prompt = prompt
         self._refuse_lost_contents()
@@ -219,11 +218,8 @@ class Layout:
             if (found := text.find(said, at)) >= 0:
                 at = found + len(said)
                 continue
-            if said in text or self._writer.mark in said:
-                continue
             # It may be written in another form, as JSON, for example.
-            marked = self._writer.with_edges(self.messages, empty=False, calls=False)
-            if not any(key[0] == number for key in self._writer.write(marked, self._prompt).edges):
+            if said not in text and self._writer.mark not in said and (number, _END) not in self._edges:
                 raise TemplateError(
                     f"message {number}: the chat template leaves out its content; pass chat_template= with a template "
                     "that writes texts of this role"

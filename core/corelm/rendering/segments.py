@@ -46,10 +46,7 @@ class Memory:
 
     def of(self, owner: Any) -> dict[Any, Any]:
         """Return what was made for an object, a dict to add to."""
-        try:
-            return self._of.setdefault(owner, {})
-        except TypeError:  # it cannot be referenced weakly
-            return {}
+        return self._of.setdefault(owner, {})
 
     def grow(self, size: int) -> None:
         """Count what was added."""
@@ -107,7 +104,8 @@ def segments_of(
     # Most batches contain no text of a special token, and then the messages need not be searched one by one.
     if writer.special.search(contents):
         messages = writer.with_slots(messages)
-    return _Cutter(template, writer, specials, eos_ids, **options).cut_all(chats, messages)
+    cutter = _Cutter(template, writer, specials, eos_ids, **options)
+    return map_chats(lambda each: cutter.cut(*each), zip(chats, messages, strict=True))
 
 
 class _Cutter:
@@ -133,18 +131,6 @@ class _Cutter:
         settings = want_assistant, *sorted(eos_ids), *sorted(specials.items())
         self._root = self._remembered((template.source, repr(template.kwargs), settings), partial(next, _numbers))
 
-    def cut_all(self, chats: Sequence[Chat], messages: Sequence[list[dict[str, Any]]]) -> list[list[Segment]]:
-        """Return the segments of each conversation, given its messages for the template.
-
-        Raises:
-            TemplateError: the template fails or does not show where a turn is; `rows` are the conversations.
-        """
-        # One call renders many conversations in half the time.
-        whole = [row for row, chat in enumerate(chats) if self._prompt or not (chat and self._is_sampled(chat[-1]))]
-        texts = self._writer.template.render_all([messages[row] for row in whole], self._prompt) or ()
-        raw = dict(zip(whole, texts, strict=False))
-        return map_chats(lambda row: self._cut(chats[row], messages[row], raw.get(row)), range(len(chats)))
-
     def _is_sampled(self, message: Message) -> bool:
         return self._keeps and message.token_ids is not None
 
@@ -154,12 +140,17 @@ class _Cutter:
             _memory.grow(len(repr((key, made))))
         return self._known[key]
 
-    def _cut(self, chat: Chat, messages: list[dict[str, Any]], raw: str | None) -> list[Segment]:
+    def cut(self, chat: Chat, messages: list[dict[str, Any]]) -> list[Segment]:
+        """Return the segments of a conversation, given its messages for the template.
+
+        Raises:
+            TemplateError: the template fails or does not show where a turn is.
+        """
         beginning, before, segments = self._root, "", list[Segment]()
         previous: _Sampled | None = None
         for number, message in enumerate(chat):
             if self._is_sampled(message):
-                write = partial(self._between, chat, messages, raw, previous, number)
+                write = partial(self._between, chat, messages, previous, number)
                 part, ids = self._remembered((beginning, repr(message.begun)), write), message.token_ids or ()
                 text = self._remembered(("text", ids), partial(self._decoded, ids))
                 before += "".join(segment.text for segment in part)
@@ -167,7 +158,7 @@ class _Cutter:
                 before += text
                 segments += [*part, Segment(text, ids=ids)]
             beginning = self._remembered((beginning, *_key(message)), partial(next, _numbers))
-        write = partial(self._between, chat, messages, raw, previous, len(chat))
+        write = partial(self._between, chat, messages, previous, len(chat))
         if self._prompt:
             # The next turn may be sampled from this prompt.
             segments += self._remembered((beginning, repr(None)), write)
@@ -183,15 +174,10 @@ class _Cutter:
             return ""
 
     def _between(
-        self, chat: Chat, messages: list[dict[str, Any]], raw: str | None, previous: _Sampled | None, number: int
+        self, chat: Chat, messages: list[dict[str, Any]], previous: _Sampled | None, number: int
     ) -> list[Segment]:
-        """Return what the template writes between a sampled turn, or the beginning, and another turn, or the end.
-
-        Args:
-            raw: the rendering of all messages, if it was made before.
-            number: that of the other turn.
-        """
-        layout, stop = self._layout(chat, messages, raw, number)
+        """Return what the template writes between a sampled turn, or the beginning, and turn `number`, or the end."""
+        layout, stop = self._layout(chat, messages, number)
         text, literals, spans, _ = layout.written
         segments, start, first = list[Segment](), 0, 0
         if previous is not None:
@@ -218,12 +204,10 @@ class _Cutter:
                 segments.append(Segment(text[begin:end], literal=literal, spans=inside))
         return segments
 
-    def _layout(
-        self, chat: Chat, messages: list[dict[str, Any]], raw: str | None, number: int
-    ) -> tuple[Layout, int | None]:
+    def _layout(self, chat: Chat, messages: list[dict[str, Any]], number: int) -> tuple[Layout, int | None]:
         """Render what a turn is sampled after. Return it and where it is cut, None for nowhere."""
         if number == len(chat):
-            layout = Layout(self._writer, messages, self._prompt, raw)
+            layout = Layout(self._writer, messages, self._prompt)
             return layout, layout.beginning() if self._continues else None
         begun = chat[number].begun
         try:

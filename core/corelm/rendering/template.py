@@ -137,22 +137,6 @@ class Template:
         first = bisect_left(lengths, True, key=fails)
         return f"message {first}: " if first < len(lengths) else ""
 
-    def render_all(self, chats: Sequence[Sequence[Mapping[str, Any]]], add_generation_prompt: bool) -> list[str] | None:
-        """Render several conversations in one call, in half the time.
-
-        Return None if the tokenizer cannot render several at once, or if one of them fails.
-        """
-        if not all(chats):
-            # The tokenizer refuses an empty conversation by itself, but accepts it among others.
-            return None
-        try:
-            texts = self._apply(list(map(list, chats)), add_generation_prompt, False)
-        except Exception:
-            return None
-        same = isinstance(texts, list) and len(texts) == len(chats)
-        good = same and all(isinstance(text, str) and len(text) <= MOST_CHARACTERS for text in texts)
-        return texts if good else None
-
     def _apply(self, chat: list[Any], add_generation_prompt: bool, tokenize: bool) -> Any:
         template = {} if self.source is None else {"chat_template": self.source}
         apply = self.tokenizer.apply_chat_template
