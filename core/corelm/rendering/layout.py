@@ -272,8 +272,7 @@ class Layout:
         if not edges or (content and not marks):
             return None
         # The nearest contents before and after it. A template may move others, such as those of the system.
-        ends = (edges.get((other, _END), len(text) + 1) for other in range(number - 1, -1, -1))
-        low = next((at for at in ends if at <= min(marks, default=len(text))), 0)
+        low = next((edges[other, _END] for other in range(number - 1, -1, -1) if (other, _END) in edges), 0)
         begins = (edges.get((other, _BEGIN), -1) for other in range(number + 1, len(self.messages)))
         high = next((at for at in begins if at >= max(marks, default=low)), len(text))
         if own is None and content and content in text[low:high]:
@@ -321,14 +320,9 @@ class Layout:
             high: where its own content ends, or that of the next message begins.
         """
         text, prompt = self.written.text, self._generation_prompt
-        if (header := self._header(number)) is not None and (number - 1, _END) in self._edges:
-            # The prompt, which a template may also write unasked, may open a block of thinking that the turn lacks.
-            parts = re.finditer(f"(?<=\n)(?!\n)|{self._writer.special.pattern}", header)
-            opening = len(header) - len(prompt or header)
-            ends = [len(header), *(at for found in parts for at in found.span() if opening < at < len(header))]
-            shown = (low + end for end in sorted(ends, reverse=True) if text.startswith(header[:end], low))
-            if (start := next((at for at in shown if at <= high), None)) is not None:
-                return start
+        for header in self._headers(number) if (number - 1, _END) in self._edges else ():
+            if text.startswith(header, low) and low + len(header) <= high:
+                return low + len(header)
         at = text.rfind(prompt, low, high) if prompt.strip() else -1
         return at + len(prompt) if at >= 0 else None
 
@@ -396,25 +390,29 @@ class Layout:
 
     def _without_prompt(self, after: str, number: int) -> str:
         """Return what follows a turn without the generation prompt of a template that writes one unasked."""
-        if self._generation_prompt or number == 0:
+        if self._generation_prompt or not (headers := self._headers(number)):
             return after
-        same = _same(after[::-1], (self._header(number) or "")[::-1])
+        same = _same(after[::-1], headers[0][::-1])
         # Where all roles share an end, that is no part of the prompt.
         prompt = after[len(after) - same :]
         shared = max([prompt.rfind(each) + len(each) for each in self._writer.end_texts if each in prompt], default=0)
         return after[: len(after) - same + shared]
 
-    def _header(self, number: int) -> str | None:
-        """Return what stands between the content of the message before, or of one with its role, and a turn."""
-        if number == 0:
-            return None
-        role = self.messages[number - 1]["role"]
-        return self._learned(f"header after {role}", lambda: self._show_header(role))
+    def _headers(self, number: int) -> list[str]:
+        """Return what may stand between the content of the message before a turn and the turn, the longest first."""
+        role = self.messages[number - 1]["role"] if number else None
+        return self._learned(f"headers after {role}", lambda: self._show_headers(role)) or []
 
-    def _show_header(self, role: str) -> str | None:
+    def _show_headers(self, role: str | None) -> list[str] | None:
         roles = [message["role"] for message in self.messages]
-        first = next(at for at in range(1, len(roles)) if roles[at - 1 : at + 1] == [role, "assistant"])
-        return self._after(self.messages[:first], True, _END)
+        first = next((at for at in range(1, len(roles)) if roles[at - 1 : at + 1] == [role, "assistant"]), 0)
+        if (header := self._after(self.messages[:first], True, _END)) is None:
+            return None
+        # The prompt, which a template may also write unasked, may open a block of thinking that the turn lacks.
+        parts = re.finditer(f"(?<=\n)(?!\n)|{self._writer.special.pattern}", header)
+        opening = len(header) - len(self._generation_prompt or header)
+        ends = {len(header), *(at for found in parts for at in found.span() if opening < at < len(header))}
+        return [header[:end] for end in sorted(ends, reverse=True)]
 
     def _after(self, messages: Messages, prompt: bool, kind: int) -> str | None:
         """Return what the template writes after a mark in the last message."""

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError
-from corelm.rendering.segments import Memory, Segment, segments_of, special_tokens
+from corelm.rendering.segments import Segment, memory, segments_of, special_tokens
 from corelm.spec.message import Chat
 from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
@@ -142,11 +142,6 @@ def _warn_of_spelled(chats: Sequence[Chat], specials: Collection[str], prefer_to
                 )
 
 
-#: For each backend, the ids and masks of segments around sampled turns, which the next prompt of a conversation has
-#: again. Two backends may share a tokenizer, and a plugin may tokenize in its own way. Ids are counted.
-_memory = Memory(2**24)
-
-
 def _join(
     rows: list[list[Segment]], tokenizer: Any, tokenize: Tokenize, want_assistant: bool
 ) -> tuple[Ragged, Ragged | None]:
@@ -156,13 +151,13 @@ def _join(
     if any(segment.ids is not None for segment in segments):
         # With tokens added to the tokenizer, texts have other ids.
         added = len(getattr(tokenizer, "added_tokens_decoder", ()))
-        known = _memory.of(getattr(tokenize, "__self__", tokenize)).setdefault(added, known)
+        known = memory.of(getattr(tokenize, "__self__", tokenize)).setdefault(added, known)
     new = [segment for segment in dict.fromkeys(segments) if segment.ids is None and segment not in known]
     for literal in (False, True):
         if texts := [segment for segment in new if segment.literal is literal]:
             ids, mask = _encode(tokenize, texts, parse_special=not literal)
             known |= zip(texts, zip(ids.split(), mask.split(), strict=True), strict=True)
-            _memory.grow(len(ids.values))
+            memory.grow(8 * len(ids.values))
     parts = [known[each] if each.ids is None else _whole(each.ids) for each in segments]
     row_of = torch.repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64))
     sizes = torch.tensor([len(ids) for ids, _ in parts], dtype=torch.int64)

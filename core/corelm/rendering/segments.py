@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, pairwise
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ class Memory:
     """What was made for each of some objects, as long as they live. All is forgotten once it is too much.
 
     Args:
-        most: how much is too much, in what the caller counts.
+        most: how many characters are too much.
     """
 
     def __init__(self, most: int) -> None:
@@ -49,7 +50,7 @@ class Memory:
         return self._of.setdefault(owner, {})
 
     def grow(self, size: int) -> None:
-        """Count what was added."""
+        """Count characters that were added."""
         self._size += size
         if self._size > self._most:
             self._size = 0
@@ -57,10 +58,10 @@ class Memory:
 
 
 #: For each tokenizer, what it wrote for turns that were sampled, so that a long rollout does not render all its prompts
-#: for each new one. It holds numbers for beginnings of conversations, by that of the beginning one message shorter and
-#: by that message; segments, by the beginning that a turn was sampled after and how that turn was begun; and texts, by
-#: the ids that were sampled. Characters are counted.
-_memory = Memory(2**27)
+#: for each new one: numbers for beginnings of conversations, by that of the beginning one message shorter and by that
+#: message; segments, by the beginning that a turn was sampled after and how that turn was begun; and texts, by the ids
+#: that were sampled. For each backend, because two may share a tokenizer: the ids and masks of these segments.
+memory = Memory(2**27)
 _numbers = count()
 
 
@@ -104,40 +105,41 @@ def segments_of(
     # Most batches contain no text of a special token, and then the messages need not be searched one by one.
     if writer.special.search(contents):
         messages = writer.with_slots(messages)
-    cutter = _Cutter(template, writer, specials, eos_ids, **options)
+    cutter = _Cutter(template=template, writer=writer, specials=specials, eos_ids=eos_ids, **options)
     return map_chats(lambda each: cutter.cut(*each), zip(chats, messages, strict=True))
 
 
+@dataclass(kw_only=True)
 class _Cutter:
-    """Cuts conversations into segments, all with the same template and settings. See `render` for its arguments."""
+    """Cuts conversations into segments, all with the same template and settings.
 
-    def __init__(
-        self,
-        template: Template,
-        writer: Writer,
-        specials: Mapping[int, str],
-        eos_ids: Collection[int],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        prefer_tokens: bool,
-        want_assistant: bool,
-    ) -> None:
-        self._tokenizer, self._writer = template.tokenizer, writer
-        self._ends = frozenset([*eos_ids, *specials])
-        self._prompt, self._continues = add_generation_prompt, continue_final_message
-        self._keeps, self._wants_turns = prefer_tokens, want_assistant and not writer.reads_blocks
-        self._known = _memory.of(template.tokenizer)
-        settings = want_assistant, *sorted(eos_ids), *sorted(specials.items())
-        self._root = self._remembered((template.source, repr(template.kwargs), settings), partial(next, _numbers))
+    Attributes:
+        template: as it was given.
+        writer: renders it.
+        specials: the special tokens of the tokenizer.
 
-    def _is_sampled(self, message: Message) -> bool:
-        return self._keeps and message.token_ids is not None
+    The others are arguments of `render`.
+    """
+
+    template: Template
+    writer: Writer
+    specials: Mapping[int, str]
+    eos_ids: Collection[int]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    prefer_tokens: bool
+    want_assistant: bool
+
+    def __post_init__(self) -> None:
+        self._known = memory.of(self.template.tokenizer)
+        settings = self.want_assistant, *sorted(self.eos_ids), *sorted(self.specials.items())
+        root = self.template.source, repr(self.template.kwargs), settings
+        self._root = self._remembered(root, partial(next, _numbers))
 
     def _remembered(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._known:
             made = self._known.setdefault(key, make())
-            _memory.grow(len(repr((key, made))))
+            memory.grow(len(repr((key, made))))
         return self._known[key]
 
     def cut(self, chat: Chat, messages: list[dict[str, Any]]) -> list[Segment]:
@@ -149,9 +151,9 @@ class _Cutter:
         beginning, before, segments = self._root, "", list[Segment]()
         previous: _Sampled | None = None
         for number, message in enumerate(chat):
-            if self._is_sampled(message):
+            if self.prefer_tokens and message.token_ids is not None:
                 write = partial(self._between, chat, messages, previous, number)
-                part, ids = self._remembered((beginning, repr(message.begun)), write), message.token_ids or ()
+                part, ids = self._remembered((beginning, repr(message.begun)), write), message.token_ids
                 text = self._remembered(("text", ids), partial(self._decoded, ids))
                 before += "".join(segment.text for segment in part)
                 previous = _Sampled(number, before, text)
@@ -159,7 +161,7 @@ class _Cutter:
                 segments += [*part, Segment(text, ids=ids)]
             beginning = self._remembered((beginning, *_key(message)), partial(next, _numbers))
         write = partial(self._between, chat, messages, previous, len(chat))
-        if self._prompt:
+        if self.add_generation_prompt:
             # The next turn may be sampled from this prompt.
             segments += self._remembered((beginning, repr(None)), write)
         elif previous is None or previous.number + 1 < len(chat):
@@ -168,7 +170,7 @@ class _Cutter:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         try:
-            return str(self._tokenizer.decode(list(ids)))
+            return str(self.template.tokenizer.decode(list(ids)))
         except Exception:
             # Ids that no token has are refused later, by row.
             return ""
@@ -190,7 +192,7 @@ class _Cutter:
             spans = [span for span in spans if span[0] > start or (ended and span[0] == start)]
         if stop is not None and stop < start:
             raise TemplateError(f"message {number}: the chat template does not write the turns in order")
-        if self._wants_turns:
+        if self.want_assistant and not self.writer.reads_blocks:
             turns = range(first, min(number, len(layout.messages)))
             found = [layout.turn(at) for at in turns if layout.messages[at]["role"] == "assistant"]
             spans = [(turn.start, turn.stop) for turn in found]
@@ -207,14 +209,14 @@ class _Cutter:
     def _layout(self, chat: Chat, messages: list[dict[str, Any]], number: int) -> tuple[Layout, int | None]:
         """Render what a turn is sampled after. Return it and where it is cut, None for nowhere."""
         if number == len(chat):
-            layout = Layout(self._writer, messages, self._prompt)
-            return layout, layout.beginning() if self._continues else None
+            layout = Layout(self.writer, messages, self.add_generation_prompt)
+            return layout, layout.beginning() if self.continue_final_message else None
         begun = chat[number].begun
         try:
             if begun is None:
-                return Layout(self._writer, messages[:number], True), None
-            given = self._writer.with_slots(Message.from_dict(begun).for_template())
-            layout = Layout(self._writer, [*messages[:number], given], False)
+                return Layout(self.writer, messages[:number], True), None
+            given = self.writer.with_slots(Message.from_dict(begun).for_template())
+            layout = Layout(self.writer, [*messages[:number], given], False)
             return layout, layout.beginning()
         except TemplateError as error:
             raise TemplateError(
@@ -226,7 +228,7 @@ class _Cutter:
         """Return where a sampled turn ends in the text, and whether it has an end marker: that is not written again."""
         ids, text = message.token_ids or (), layout.written.text
         kept = len(ids)
-        while kept and ids[kept - 1] in self._ends:
+        while kept and (ids[kept - 1] in self.eos_ids or ids[kept - 1] in self.specials):
             kept -= 1
         end = self._decoded(ids[kept:])
         said, content = sampled.before + sampled.text, message.content or ""
