@@ -271,10 +271,10 @@ class Layout:
         marks = [at for at in (own, edges.get((number, _CALL))) if at is not None]
         if not edges or (content and not marks):
             return None
-        # The nearest contents before and after it. A template may move others, such as those of the system.
+        # The nearest contents before and after it.
         low = next((edges[other, _END] for other in range(number - 1, -1, -1) if (other, _END) in edges), 0)
-        begins = (edges.get((other, _BEGIN), -1) for other in range(number + 1, len(self.messages)))
-        high = next((at for at in begins if at >= max(marks, default=low)), len(text))
+        after = range(number + 1, len(self.messages))
+        high = next((edges[other, _BEGIN] for other in after if (other, _BEGIN) in edges), len(text))
         if own is None and content and content in text[low:high]:
             return None
         start = self._after_header(number, low, high if own is None else own)
@@ -284,14 +284,12 @@ class Layout:
             start = low
         if start is None:
             return None
-        said, end = max([start, *marks]), self._end_marker
-        if own is not None and not message.get("tool_calls") and end is not None and text.startswith(end, own):
-            return Turn(start, own, own + len(end))
+        said, end, spoken = max([start, *marks]), self._end_marker, None if message.get("tool_calls") else own
+        if spoken is not None and end is not None and text.startswith(end, spoken):
+            return Turn(start, spoken, spoken + len(end))
         if (stop := self._stop(number, said, high)) is None:
             return None
-        if own is not None and not message.get("tool_calls"):
-            return Turn(start, own, stop)
-        return Turn(start, said + len(self._before_end(text[said:stop])), stop)
+        return Turn(start, said + len(self._before_end(text[said:stop])) if spoken is None else spoken, stop)
 
     def _stop(self, number: int, said: int, high: int) -> int | None:
         """Return where a turn stops between what it says last and the next content."""

@@ -162,8 +162,8 @@ def _join(
     row_of = torch.repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64))
     sizes = torch.tensor([len(ids) for ids, _ in parts], dtype=torch.int64)
     lengths = torch.zeros(len(rows), dtype=torch.int64).index_add_(0, row_of, sizes)
-    ids, mask = (torch.cat([empty, *(part[at] for part in parts)]) for at, empty in enumerate(_whole(())))
-    return Ragged(ids, lengths), Ragged(mask, lengths) if want_assistant else None
+    all_ids, assistant = (torch.cat([empty, *(part[at] for part in parts)]) for at, empty in enumerate(_whole(())))
+    return Ragged(all_ids, lengths), Ragged(assistant, lengths) if want_assistant else None
 
 
 def _whole(ids: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -84,6 +84,7 @@ class Template:
         if kwargs.get("tools"):
             kwargs = {**kwargs, "tools": without_nulls(kwargs["tools"])}
         own = getattr(tokenizer, "chat_template", None)
+        source: str | None
         if chat_template is not None:
             source = named_template(chat_template, own)
         elif isinstance(own, Mapping):
