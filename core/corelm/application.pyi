@@ -61,8 +61,8 @@ from .policy.rows import last_tokens as last_tokens
 from .policy.rows import room_for_prompts as room_for_prompts
 from .rendering.completions import encode_completions as encode_completions
 from .rendering.render import render as render
-from .rendering.render import segments_of as segments_of
 from .rendering.response_parsers import AUTO as AUTO
 from .rendering.segments import Segment as Segment
+from .rendering.segments import segments_of as segments_of
 from .rendering.segments import special_tokens as special_tokens
 from .rendering.template import Template as Template

@@ -36,7 +36,7 @@ _TURN = re.compile(r"<\|im_start\|>(?P<role>[^\n]*)\n(?P<content>.*?)(?P<end><\|
 
 
 def named_template(given: str, own: Any) -> str:
-    """Return the jinja text of a template that core has by this name, else `given`: jinja text, or a name in `own`.
+    """Return the jinja text of a template: `given` itself, or the one in `own` or of core that has this name.
 
     Args:
         own: the tokenizer's own templates, if they have names.
@@ -44,16 +44,14 @@ def named_template(given: str, own: Any) -> str:
     Raises:
         TemplateError: `given` is neither a name nor jinja text. Rendered, it would stand for every conversation.
     """
-    names = list(own) if isinstance(own, Mapping) else []
-    if given in names or "{" in given:
-        return given
-    if given not in TEMPLATES:
-        known = sorted({*names, *TEMPLATES})
+    named = {**TEMPLATES, **own} if isinstance(own, Mapping) else TEMPLATES
+    if given not in named and "{" not in given:
+        known = sorted(named)
         raise TemplateError(
             f"no chat template is named {given!r}; pass jinja text (not the path of a file), or one of the names "
             f"{', '.join(map(repr, known))}{did_you_mean(given, known)}"
         )
-    return TEMPLATES[given]
+    return named.get(given, given)
 
 
 def read_chatml(text: str) -> list[dict[str, str]]:

@@ -22,7 +22,6 @@ generation prompt and the end of the turn, as `Layout.turn` finds them.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -32,15 +31,14 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from corelm.errors import CapabilityError, TemplateError
-from corelm.rendering.arrow_nulls import without_foreign_arguments
-from corelm.rendering.segments import Memory, Segment, Segmenter, special_tokens
-from corelm.rendering.template import Marks, Template, check_encodable, joined_strings, map_chats
-from corelm.spec.message import Chat, short_id
+from corelm.errors import CapabilityError
+from corelm.rendering.segments import Segment, memory, segments_of, special_tokens
+from corelm.spec.message import Chat
 from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
-from corelm.validate import nested_texts, shown, unencodable
+from corelm.validate import nested_texts, shown
 
 _log = logging.getLogger(__name__)
 #: The special tokens that `_warn_of_spelled` has warned about.
@@ -144,119 +142,37 @@ def _warn_of_spelled(chats: Sequence[Chat], specials: Collection[str], prefer_to
                 )
 
 
-def segments_of(
-    chats: Sequence[Chat],
-    tokenizer: Any,
-    *,
-    chat_template: str | None,
-    template_kwargs: Mapping[str, Any] | None,
-    **options: Any,
-) -> list[list[Segment]]:
-    """Render conversations and cut them into segments, which are still to be tokenized. See `render`.
-
-    A tokenizer in another process has a method `render_segments` with the same arguments: it renders a whole batch
-    there.
-    """
-    template = Template.find(tokenizer, chat_template, template_kwargs or {})
-    specials, tools = special_tokens(tokenizer), template.kwargs.get("tools")
-    messages = [without_foreign_arguments([message.for_template() for message in chat], tools) for chat in chats]
-    messages = _with_wanted_calls(template, messages)
-    keeps = options["prefer_tokens"]
-    template.refuse_lost_calls(messages, [[keeps and bool(turn.token_ids) for turn in chat] for chat in chats])
-    begun = [message.begun for chat in chats for message in chat if message.begun]
-    contents = "\n".join([joined_strings(messages), *nested_texts("history", begun)])
-    if unencodable(contents):
-        check_encodable(messages)
-    others = nested_texts("template_kwargs", [template.source, template.kwargs, list(specials.values())])
-    marks = Marks.find_unused("\n".join([contents, *others]), messages)
-    segmenter = Segmenter(template=template, marks=marks, contents=contents, specials=specials, **options)
-    return map_chats(list, segmenter.segments(chats, messages))
-
-
-def _with_wanted_calls(template: Template, chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Return the messages with their calls in a form that the template accepts.
-
-    A template may fail on arguments that are objects, as DeepSeek's do, or write them as Python does: then they become
-    JSON texts. It may fail on ids that have not nine letters or digits, as Mistral's do: then they become such.
-    """
-    for chat in chats:
-        if first := next((at for at, message in enumerate(chat, 1) if message.get("tool_calls")), None):
-            changes = (_with_texts, _with_short_ids, lambda message: _with_short_ids(_with_texts(message)))
-            if not _reads_calls(template, chat[:first]):
-                for change in changes:
-                    if _reads_calls(template, list(map(change, chat[:first]))):
-                        return [list(map(change, each)) for each in chats]
-            break
-    return chats
-
-
-def _reads_calls(template: Template, chat: list[dict[str, Any]]) -> bool:
-    text = _rendered(template, chat)
-    arguments = [call.get("function", call).get("arguments") for call in chat[-1]["tool_calls"]]
-    return text is not None and not any(each and isinstance(each, dict) and repr(each) in text for each in arguments)
-
-
-def _rendered(template: Template, chat: list[dict[str, Any]]) -> str | None:
-    try:
-        return str(template.with_marks(None)(chat, False))
-    except TemplateError:
-        return None
-
-
-def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
-    def text(call: Any) -> Any:
-        holder = call.get("function", call)
-        if not isinstance(holder, dict) or not isinstance(holder.get("arguments"), dict):
-            return call
-        holder = {**holder, "arguments": json.dumps(holder["arguments"], ensure_ascii=False)}
-        return {**call, "function": holder} if "function" in call else holder
-
-    return {**message, "tool_calls": list(map(text, message["tool_calls"]))} if message.get("tool_calls") else message
-
-
-def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    def short(call: dict[str, Any]) -> dict[str, Any]:
-        return {**call, "id": short_id(call["id"])} if isinstance(call.get("id"), str) else call
-
-    if message.get("tool_calls"):
-        message = {**message, "tool_calls": list(map(short, message["tool_calls"]))}
-    if isinstance(message.get("tool_call_id"), str):
-        message = {**message, "tool_call_id": short_id(message["tool_call_id"])}
-    return message
-
-
 def _join(
     rows: list[list[Segment]], tokenizer: Any, tokenize: Tokenize, want_assistant: bool
 ) -> tuple[Ragged, Ragged | None]:
     """Join the segments of every row to its ids and mask. One call tokenizes all texts, a second all literal ones."""
     segments = [segment for row in rows for segment in row]
-    kinds = [2 if segment.ids is not None else int(segment.literal) for segment in segments]
-    texts, literals, turns = (
-        [segment for segment, one in zip(segments, kinds, strict=True) if one == kind] for kind in range(3)
-    )
-    # Segments are encoded kind by kind: all texts, all literals, all turns. Segment i is at `position[i]` of these.
-    position = torch.tensor(kinds, dtype=torch.int64).argsort(stable=True).argsort() if literals or turns else None
-
-    def in_order(*parts: Ragged) -> Ragged:
-        return parts[0] if position is None else Ragged.cat(parts).select(position)
-
-    text_ids, inside_text = _encode_remembered(tokenize, texts, tokenizer) if turns else _encode(tokenize, texts)
-    literal_ids, inside_literal = _encode(tokenize, literals, parse_special=False)
-    sampled = Ragged.from_list([segment.ids or () for segment in turns])
-    ids = in_order(text_ids, literal_ids, sampled)
+    known: dict[Any, tuple[Tensor, Tensor]] = {}
+    if any(segment.ids is not None for segment in segments):
+        # With tokens added to the tokenizer, texts have other ids.
+        added = len(getattr(tokenizer, "added_tokens_decoder", ()))
+        known = memory.of(getattr(tokenize, "__self__", tokenize)).setdefault(added, known)
+    new = [segment for segment in dict.fromkeys(segments) if segment.ids is None and segment not in known]
+    for literal in (False, True):
+        if texts := [segment for segment in new if segment.literal is literal]:
+            ids, mask = _encode(tokenize, texts, parse_special=not literal)
+            known |= zip(texts, zip(ids.split(), mask.split(), strict=True), strict=True)
+            memory.grow(8 * len(ids.values))
+    parts = [known[each] if each.ids is None else _whole(each.ids) for each in segments]
     row_of = torch.repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64))
-    lengths = torch.zeros(len(rows), dtype=torch.int64).index_add_(0, row_of, ids.lengths)
-    if not want_assistant:
-        return Ragged(ids.values, lengths), None
+    sizes = torch.tensor([len(ids) for ids, _ in parts], dtype=torch.int64)
+    lengths = torch.zeros(len(rows), dtype=torch.int64).index_add_(0, row_of, sizes)
+    all_ids, assistant = (torch.cat([empty, *(part[at] for part in parts)]) for at, empty in enumerate(_whole(())))
+    return Ragged(all_ids, lengths), Ragged(assistant, lengths) if want_assistant else None
 
-    assistant = in_order(inside_text, inside_literal, Ragged.full(sampled.lengths, True, torch.bool))
-    return Ragged(ids.values, lengths), Ragged(assistant.values, lengths)
+
+def _whole(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the ids of a sampled turn, and a mask that is all True."""
+    return torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), dtype=torch.bool)
 
 
 def _encode(tokenize: Tokenize, segments: list[Segment], *, parse_special: bool = True) -> tuple[Ragged, Ragged]:
     """Return the ids of segments, int64, and which of them are the assistant's, bool."""
-    if not segments:
-        return Ragged.from_list([]), Ragged(torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64))
     texts = tuple(segment.text for segment in segments)
     offsets = any(segment.spans for segment in segments)
     batch = tokenize(texts, add_special_tokens=False, parse_special=parse_special, offsets=offsets)
@@ -267,26 +183,6 @@ def _encode(tokenize: Tokenize, segments: list[Segment], *, parse_special: bool 
             capability="offsets",
         )
     return batch.ids, _assistant_mask(segments, batch)
-
-
-#: For each backend, the ids and masks of segments around sampled turns, which the next prompt of a conversation has
-#: again. Two backends may share a tokenizer, and a plugin may tokenize in its own way. Ids are counted.
-_memory = Memory(2**24)
-
-
-def _encode_remembered(tokenize: Tokenize, segments: list[Segment], tokenizer: Any) -> tuple[Ragged, Ragged]:
-    """Encode segments as `_encode` does, and reuse the ids of those that this backend encoded before."""
-    known = _memory.of(getattr(tokenize, "__self__", tokenize))
-    # With tokens added to the tokenizer, texts have other ids.
-    keys = [(len(getattr(tokenizer, "added_tokens_decoder", ())), segment) for segment in segments]
-    new = [key for key in dict.fromkeys(keys) if key not in known]
-    ids, mask = _encode(tokenize, [segment for _, segment in new])
-    known |= zip(new, zip(ids.split(), mask.split(), strict=True), strict=True)
-    _memory.grow(len(ids.values))
-    rows = [known[key] for key in keys]
-    lengths = torch.tensor([len(row) for row, _ in rows], dtype=torch.int64)
-    values = [torch.cat([row[at] for row in rows]) if rows else ids.values for at in range(2)]
-    return Ragged(values[0], lengths), Ragged(values[1].bool(), lengths)
 
 
 def _assistant_mask(segments: list[Segment], batch: TokenizeResult) -> Ragged:

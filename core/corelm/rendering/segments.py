@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from corelm.errors import TemplateError
+from corelm.rendering.arrow_nulls import without_foreign_arguments
 from corelm.rendering.layout import Layout, Span, Writer
-from corelm.rendering.template import Marks, Template, map_strings
-from corelm.spec.message import Chat, Message
-from corelm.validate import nested_texts
+from corelm.rendering.template import Template, check_encodable, joined_strings, map_chats, unused_mark
+from corelm.spec.message import Chat, Message, short_id
+from corelm.validate import nested_texts, unencodable
 
 
 class Segment(NamedTuple):
@@ -37,7 +38,7 @@ class Memory:
     """What was made for each of some objects, as long as they live. All is forgotten once it is too much.
 
     Args:
-        most: how much is too much, in what the caller counts.
+        most: how many characters are too much.
     """
 
     def __init__(self, most: int) -> None:
@@ -46,13 +47,10 @@ class Memory:
 
     def of(self, owner: Any) -> dict[Any, Any]:
         """Return what was made for an object, a dict to add to."""
-        try:
-            return self._of.setdefault(owner, {})
-        except TypeError:  # it cannot be referenced weakly
-            return {}
+        return self._of.setdefault(owner, {})
 
     def grow(self, size: int) -> None:
-        """Count what was added."""
+        """Count characters that were added."""
         self._size += size
         if self._size > self._most:
             self._size = 0
@@ -60,10 +58,10 @@ class Memory:
 
 
 #: For each tokenizer, what it wrote for turns that were sampled, so that a long rollout does not render all its prompts
-#: for each new one. It holds numbers for beginnings of conversations, by that of the beginning one message shorter and
-#: by that message; segments, by the beginning that a turn was sampled after and how that turn was begun; and texts, by
-#: the ids that were sampled. Characters are counted.
-_memory = Memory(2**27)
+#: for each new one: numbers for beginnings of conversations, by that of the beginning one message shorter and by that
+#: message; segments, by the beginning that a turn was sampled after and how that turn was begun; and texts, by the ids
+#: that were sampled. For each backend, because two may share a tokenizer: the ids and masks of these segments.
+memory = Memory(2**27)
 _numbers = count()
 
 
@@ -75,22 +73,56 @@ class _Sampled(NamedTuple):
     text: str
 
 
+def segments_of(
+    chats: Sequence[Chat],
+    tokenizer: Any,
+    *,
+    chat_template: str | None,
+    template_kwargs: Mapping[str, Any] | None,
+    eos_ids: Collection[int],
+    **options: bool,
+) -> list[list[Segment]]:
+    """Render conversations and cut them into segments, which are still to be tokenized. See `render`.
+
+    A tokenizer in another process has a method `render_segments` with the same arguments: it renders a whole batch
+    there.
+    """
+    template = Template.find(tokenizer, chat_template, template_kwargs or {})
+    tools, specials = template.kwargs.get("tools"), special_tokens(tokenizer)
+    messages = [without_foreign_arguments([message.for_template() for message in chat], tools) for chat in chats]
+    messages = _with_wanted_calls(template, messages)
+    keeps = options["prefer_tokens"]
+    kept = [[keeps and bool(message.token_ids) for message in chat] for chat in chats]
+    map_chats(lambda each: template.refuse_lost_calls(*each), zip(messages, kept, strict=True))
+    begun = [message.begun for chat in chats for message in chat if message.begun]
+    contents = "\n".join([joined_strings(messages), *nested_texts("history", begun)])
+    if unencodable(contents):
+        check_encodable(messages)
+    others = nested_texts("template_kwargs", [template.source, template.kwargs, list(specials.values())])
+    mark = unused_mark("\n".join([contents, *others]))
+    ends = [text for eos in sorted(eos_ids) if (text := tokenizer.decode([eos]))]
+    writer = Writer(template, mark, specials.values(), ends, wants_masks=options["want_assistant"])
+    # Most batches contain no text of a special token, and then the messages need not be searched one by one.
+    if writer.special.search(contents):
+        messages = writer.with_slots(messages)
+    cutter = _Cutter(template=template, writer=writer, specials=specials, eos_ids=eos_ids, **options)
+    return map_chats(lambda each: cutter.cut(*each), zip(chats, messages, strict=True))
+
+
 @dataclass(kw_only=True)
-class Segmenter:
+class _Cutter:
     """Cuts conversations into segments, all with the same template and settings.
 
     Attributes:
-        template: renders them.
-        marks: characters that no message contains.
-        contents: every text in the messages of all conversations, joined.
+        template: as it was given.
+        writer: renders it.
         specials: the special tokens of the tokenizer.
 
     The others are arguments of `render`.
     """
 
     template: Template
-    marks: Marks
-    contents: str
+    writer: Writer
     specials: Mapping[int, str]
     eos_ids: Collection[int]
     add_generation_prompt: bool
@@ -99,91 +131,42 @@ class Segmenter:
     want_assistant: bool
 
     def __post_init__(self) -> None:
-        template, specials, eos_ids = self.template, self.specials, self.eos_ids
-        texts = sorted(filter(None, specials.values()), key=len, reverse=True)
-        special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-        eos_texts = [text for eos in sorted(eos_ids) if (text := template.tokenizer.decode([eos]))]
-        self._known = _memory.of(template.tokenizer)
-        settings = self.want_assistant, *sorted(eos_ids), *sorted(specials.items())
-        self._root = self._remembered((template.source, repr(template.kwargs), settings), partial(next, _numbers))
-        self._special = special
-        # Most batches contain none, and then the messages need not be searched one by one.
-        self._has_typed_specials = special.search(self.contents) is not None
-        self._typed: list[str] = []
-        tools = template.kwargs.get("tools")
-        if any(map(special.search, nested_texts("template_kwargs", tools))):
-            template = replace(template, kwargs={**template.kwargs, "tools": self._with_slots(tools, self._typed)})
-        self._writer = Writer(template, self.marks, special, eos_texts, wants_masks=self.want_assistant)
-
-    def segments(self, chats: Sequence[Chat], messages: Sequence[list[dict[str, Any]]]) -> list[Iterator[Segment]]:
-        """Return the segments of each conversation, given its messages for the template.
-
-        Iterating raises TemplateError: the template fails or does not show where a turn is.
-        """
-        plans = [self._plan(each) for each in messages]
-        # One call renders many conversations in half the time.
-        whole = [
-            row
-            for row, chat in enumerate(chats)
-            if self.add_generation_prompt or not (chat and self._is_sampled(chat[-1]))
-        ]
-        texts = self._writer.template.render_all([plans[row][0] for row in whole], self.add_generation_prompt) or ()
-        raw = dict(zip(whole, texts, strict=False))
-        return [self._cut(chat, *plans[row], raw.get(row)) for row, chat in enumerate(chats)]
-
-    def _is_sampled(self, message: Message) -> bool:
-        return self.prefer_tokens and message.token_ids is not None
-
-    def _plan(
-        self, messages: list[dict[str, Any]], known: Sequence[str] | None = None
-    ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return messages with slots for the special tokens that users typed, and these special tokens.
-
-        Args:
-            known: special tokens that have slots in other messages.
-        """
-        typed = [*(self._typed if known is None else known)]
-        return (self._with_slots(messages, typed) if self._has_typed_specials else messages), typed
-
-    def _with_slots(self, value: Any, typed: list[str]) -> Any:
-        """Return nested texts with slots for special tokens, which are added to `typed`."""
-
-        def slot(special: re.Match[str]) -> str:
-            typed.append(special[0])
-            return f"{self.marks.slot}Text{len(typed) - 1}{self.marks.slot}"
-
-        return map_strings(value, lambda text: self._special.sub(slot, text))
+        self._known = memory.of(self.template.tokenizer)
+        settings = self.want_assistant, *sorted(self.eos_ids), *sorted(self.specials.items())
+        root = self.template.source, repr(self.template.kwargs), settings
+        self._root = self._remembered(root, partial(next, _numbers))
 
     def _remembered(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._known:
             made = self._known.setdefault(key, make())
-            _memory.grow(len(repr((key, made))))
+            memory.grow(len(repr((key, made))))
         return self._known[key]
 
-    def _cut(
-        self, chat: Chat, messages: list[dict[str, Any]], typed: Sequence[str], raw: str | None
-    ) -> Iterator[Segment]:
-        beginning, before = self._root, ""
+    def cut(self, chat: Chat, messages: list[dict[str, Any]]) -> list[Segment]:
+        """Return the segments of a conversation, given its messages for the template.
+
+        Raises:
+            TemplateError: the template fails or does not show where a turn is.
+        """
+        beginning, before, segments = self._root, "", list[Segment]()
         previous: _Sampled | None = None
-
-        def prompt(number: int) -> list[Segment]:
-            layout, stop = self._prompt_for(chat, messages, typed, raw, number)
-            return [*self._after(layout, chat, previous, number, stop)]
-
         for number, message in enumerate(chat):
-            if self._is_sampled(message):
-                part = self._remembered((beginning, repr(message.begun)), partial(prompt, number))
-                ids = message.token_ids or ()
+            if self.prefer_tokens and message.token_ids is not None:
+                write = partial(self._between, chat, messages, previous, number)
+                part, ids = self._remembered((beginning, repr(message.begun)), write), message.token_ids
+                text = self._remembered(("text", ids), partial(self._decoded, ids))
                 before += "".join(segment.text for segment in part)
-                previous = _Sampled(number, before, self._remembered(("text", ids), partial(self._decoded, ids)))
-                before += previous.text
-                yield from [*part, Segment(previous.text, ids=ids)]
+                previous = _Sampled(number, before, text)
+                before += text
+                segments += [*part, Segment(text, ids=ids)]
             beginning = self._remembered((beginning, *_key(message)), partial(next, _numbers))
+        write = partial(self._between, chat, messages, previous, len(chat))
         if self.add_generation_prompt:
             # The next turn may be sampled from this prompt.
-            yield from self._remembered((beginning, repr(None)), partial(prompt, len(chat)))
+            segments += self._remembered((beginning, repr(None)), write)
         elif previous is None or previous.number + 1 < len(chat):
-            yield from prompt(len(chat))
+            segments += write()
+        return segments
 
     def _decoded(self, ids: Sequence[int]) -> str:
         try:
@@ -192,74 +175,54 @@ class Segmenter:
             # Ids that no token has are refused later, by row.
             return ""
 
-    def _prompt_for(
-        self, chat: Chat, messages: Sequence[dict[str, Any]], typed: Sequence[str], raw: str | None, number: int
-    ) -> tuple[Layout, int | None]:
-        """Render what a turn is sampled after. Return it and where it is cut, None for nowhere.
+    def _between(
+        self, chat: Chat, messages: list[dict[str, Any]], previous: _Sampled | None, number: int
+    ) -> list[Segment]:
+        """Return what the template writes between a sampled turn, or the beginning, and turn `number`, or the end."""
+        layout, stop = self._layout(chat, messages, number)
+        text, literals, spans, _ = layout.written
+        segments, start, first = list[Segment](), 0, 0
+        if previous is not None:
+            first = previous.number + 1
+            start, ended = self._end_of(layout, chat[previous.number], previous)
+            missing = "" if ended else layout.end_of_thinking(previous.before, previous.text)
+            if not text.startswith(missing, start):
+                segments.append(Segment(missing))
+            # Around a sampled turn, the template's words are not the assistant's.
+            spans = [span for span in spans if span[0] > start or (ended and span[0] == start)]
+        if stop is not None and stop < start:
+            raise TemplateError(f"message {number}: the chat template does not write the turns in order")
+        if self.want_assistant and not self.writer.reads_blocks:
+            turns = range(first, min(number, len(layout.messages)))
+            found = [layout.turn(at) for at in turns if layout.messages[at]["role"] == "assistant"]
+            spans = [(turn.start, turn.stop) for turn in found]
+        text = text[:stop]
+        edges = [start, *chain.from_iterable(span for span in literals if start <= span[0] < len(text)), len(text)]
+        for at, (begin, end) in enumerate(pairwise(edges)):
+            if begin < end:
+                literal, inside = at % 2 == 1, _clip(spans, begin, end)
+                # A special token that was typed is in a mask as a whole.
+                inside = ((0, end - begin),) if literal and inside else inside
+                segments.append(Segment(text[begin:end], literal=literal, spans=inside))
+        return segments
 
-        Args:
-            raw: the rendering of all messages, if it was made before.
-            number: that of the turn.
-        """
+    def _layout(self, chat: Chat, messages: list[dict[str, Any]], number: int) -> tuple[Layout, int | None]:
+        """Render what a turn is sampled after. Return it and where it is cut, None for nowhere."""
         if number == len(chat):
-            layout = Layout(self._writer, messages, self.add_generation_prompt, typed, raw)
+            layout = Layout(self.writer, messages, self.add_generation_prompt)
             return layout, layout.beginning() if self.continue_final_message else None
         begun = chat[number].begun
         try:
             if begun is None:
-                return Layout(self._writer, messages[:number], True, typed), None
-            given, typed = self._plan([Message.from_dict(begun).for_template()], typed)
-            layout = Layout(self._writer, [*messages[:number], *given], False, typed)
+                return Layout(self.writer, messages[:number], True), None
+            given = self.writer.with_slots(Message.from_dict(begun).for_template())
+            layout = Layout(self.writer, [*messages[:number], given], False)
             return layout, layout.beginning()
         except TemplateError as error:
             raise TemplateError(
                 f"message {number}: the prompt that it was sampled from cannot be rendered: {error}; pass "
                 "prefer_tokens=False to render its text instead"
             ) from error.__cause__
-
-    def _after(
-        self,
-        layout: Layout,
-        chat: Chat,
-        previous: _Sampled | None,
-        number: int,
-        stop: int | None,
-    ) -> Iterator[Segment]:
-        """Yield what the template writes between a sampled turn, or the beginning, and another turn.
-
-        Args:
-            layout: a conversation that has both.
-            number: that of the other turn.
-            stop: where the text is cut; None for nowhere.
-        """
-        text, literals, spans, _ = layout.written
-        start = first = 0
-        if previous is not None:
-            first = previous.number + 1
-            start, ended = self._end_of(layout, chat[previous.number], previous)
-            missing = "" if ended else layout.end_of_thinking(previous.before, previous.text)
-            if not text.startswith(missing, start):
-                yield Segment(missing)
-            # Around a sampled turn, the template's words are not the assistant's.
-            spans = [span for span in spans if span[0] > start or (ended and span[0] == start)]
-        if stop is not None and stop < start:
-            raise TemplateError(f"message {number}: the chat template does not write the turns in order")
-        if self.want_assistant and not self._writer.reads_marks:
-            given = [
-                at
-                for at in range(first, min(number, len(layout.messages)))
-                if layout.messages[at]["role"] == "assistant"
-            ]
-            spans = [(turn.start, turn.stop) for turn in map(layout.turn, given)]
-        text = text[:stop]
-        literals = [span for span in literals if start <= span[0] < len(text)]
-        edges = [start, *chain.from_iterable(literals), len(text)]
-        for at, (begin, end) in enumerate(pairwise(edges)):
-            if begin < end:
-                literal, inside = at % 2 == 1, _clip(spans, begin, end)
-                # A special token that was typed is in a mask as a whole.
-                inside = ((0, end - begin),) if literal and inside else inside
-                yield Segment(text[begin:end], literal=literal, spans=inside)
 
     def _end_of(self, layout: Layout, message: Message, sampled: _Sampled) -> tuple[int, bool]:
         """Return where a sampled turn ends in the text, and whether it has an end marker: that is not written again."""
@@ -275,6 +238,48 @@ class Segmenter:
             return len(said), bool(end)
         turn = layout.turn(sampled.number, sampled=True)
         return (turn.stop, True) if end else (turn.end, False)
+
+
+def _with_wanted_calls(template: Template, chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Return the messages with their calls in a form that the template accepts.
+
+    A template may fail on arguments that are objects, as DeepSeek's do, or write them as Python does: then they become
+    JSON texts. It may fail on ids that have not nine letters or digits, as Mistral's do: then they become such.
+    """
+    called = (chat[:at] for chat in chats for at, message in enumerate(chat, 1) if message.get("tool_calls"))
+    if (first := next(called, None)) is None or _reads_calls(template, first):
+        return chats
+    for texts, short in ((True, False), (False, True), (True, True)):
+        change = partial(_with_calls, texts=texts, short=short)
+        if _reads_calls(template, list(map(change, first))):
+            return [list(map(change, chat)) for chat in chats]
+    return chats
+
+
+def _reads_calls(template: Template, chat: list[dict[str, Any]]) -> bool:
+    try:
+        text = template.with_marks("", "")(chat, False)
+    except TemplateError:
+        return False
+    arguments = [call.get("function", call).get("arguments") for call in chat[-1]["tool_calls"]]
+    return not any(each and isinstance(each, dict) and repr(each) in text for each in arguments)
+
+
+def _with_calls(message: dict[str, Any], *, texts: bool, short: bool) -> dict[str, Any]:
+    """Return a message with its calls' arguments as JSON texts, or with short ids."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        holder = call.get("function", call)
+        if texts and isinstance(holder, dict) and isinstance(holder.get("arguments"), dict):
+            holder = {**holder, "arguments": json.dumps(holder["arguments"], ensure_ascii=False)}
+            call = {**call, "function": holder} if "function" in call else holder
+        return {**call, "id": short_id(call["id"])} if short and isinstance(call.get("id"), str) else call
+
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": list(map(changed, message["tool_calls"]))}
+    if short and isinstance(message.get("tool_call_id"), str):
+        message = {**message, "tool_call_id": short_id(message["tool_call_id"])}
+    return message
 
 
 def special_tokens(tokenizer: Any) -> Mapping[int, str]:

@@ -13,8 +13,8 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain, count
+from typing import Any, TypeVar
 
 from corelm.errors import TemplateError, refuse
 from corelm.rendering.arrow_nulls import without_nulls
@@ -32,49 +32,15 @@ _GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<ri
 _TOOLS, _CALLS = re.compile(r"\btools\b"), re.compile(r"\btool_calls\b")
 
 
-class Marks(NamedTuple):
-    """Four characters that occur nowhere in a batch of conversations.
+def unused_mark(everything: str) -> str:
+    """Return a text that `everything` contains neither literally nor in JSON's escape, to mark places with.
 
-    They come from Unicode's private use area: a template does not strip them as whitespace, and they have no case.
-
-    Attributes:
-        slot: stands on both sides of a placeholder for the text of a special token.
-        edge: stands on both sides of the number of a message, where its content begins or ends.
-        start: stands at the beginning of a ``{% generation %}`` block.
-        stop: stands at its end.
+    It is a character of Unicode's private use area if one is left: a template does not strip it as whitespace, and it
+    has no case.
     """
-
-    slot: str
-    edge: str
-    start: str
-    stop: str
-
-    @classmethod
-    def find_unused(cls, everything: str, chats: Sequence[Sequence[dict[str, Any]]] = ()) -> Marks:
-        """Return the first four such characters that `everything` contains neither literally nor in JSON's escape.
-
-        Raises:
-            TemplateError: fewer than four are left; `rows` is the one of `chats` that contains the most.
-        """
-        escapes = "\\u" in everything
-        free = (
-            mark
-            for mark in map(chr, range(0xE000, 0xF900))
-            if mark not in everything and not (escapes and json_escape(mark) in everything)
-        )
-        try:
-            return cls(next(free), next(free), next(free), next(free))
-        except StopIteration:
-            used = [sum("\ue000" <= one <= "\uf8ff" for one in {*joined_strings([chat])}) for chat in chats]
-            most = max(used, default=0)
-            what = (
-                "rendering needs four characters of Unicode's private use area (U+E000 to U+F8FF) that no "
-                f"conversation contains; this one contains {most:,} of the 6,400, so remove some"
-            )
-            if not most:
-                raise TemplateError("the template or its variables: " + what.replace("this one", "they")) from None
-            row = used.index(most)
-            raise TemplateError(f"conversation {row}: {what}", problems={row: what}) from None
+    marks = chain(map(chr, range(0xE000, 0xF900)), (f"\ue000{number}\ue001" for number in count()))
+    escapes = "\\u" in everything
+    return next(mark for mark in marks if mark not in everything and not (escapes and json_escape(mark) in everything))
 
 
 def json_escape(text: str) -> str:
@@ -117,16 +83,16 @@ class Template:
                     raise invalid("template_kwargs", f"{name}: {what}")
         if kwargs.get("tools"):
             kwargs = {**kwargs, "tools": without_nulls(kwargs["tools"])}
+        own = getattr(tokenizer, "chat_template", None)
+        source: str | None
         if chat_template is not None:
-            chat_template = named_template(chat_template, getattr(tokenizer, "chat_template", None))
-        if not hasattr(tokenizer, "chat_template"):
-            return cls(tokenizer, chat_template, kwargs)
-        own = tokenizer.chat_template
-        if isinstance(own, Mapping):
-            name = "tool_use" if kwargs.get("tools") and "tool_use" in own else "default"
-            source = own.get(name) if chat_template is None else own.get(chat_template, chat_template)
+            source = named_template(chat_template, own)
+        elif isinstance(own, Mapping):
+            source = own.get("tool_use" if kwargs.get("tools") and "tool_use" in own else "default")
         else:
-            source = own if chat_template is None else chat_template
+            source = own
+        if not hasattr(tokenizer, "chat_template"):
+            return cls(tokenizer, source, kwargs)
         if source is None:
             raise TemplateError(
                 "the tokenizer has no chat template; pass chat_template= (jinja, or 'chatml' for the usual one), or "
@@ -172,68 +138,46 @@ class Template:
         first = bisect_left(lengths, True, key=fails)
         return f"message {first}: " if first < len(lengths) else ""
 
-    def render_all(self, chats: Sequence[Sequence[Mapping[str, Any]]], add_generation_prompt: bool) -> list[str] | None:
-        """Render several conversations in one call, in half the time.
-
-        Return None if the tokenizer cannot render several at once, or if one of them fails.
-        """
-        if not all(chats):
-            # The tokenizer refuses an empty conversation by itself, but accepts it among others.
-            return None
-        try:
-            texts = self._apply(list(map(list, chats)), add_generation_prompt, False)
-        except Exception:
-            return None
-        same = isinstance(texts, list) and len(texts) == len(chats)
-        good = same and all(isinstance(text, str) and len(text) <= MOST_CHARACTERS for text in texts)
-        return texts if good else None
-
     def _apply(self, chat: list[Any], add_generation_prompt: bool, tokenize: bool) -> Any:
         template = {} if self.source is None else {"chat_template": self.source}
         apply = self.tokenizer.apply_chat_template
         return apply(chat, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **template, **self.kwargs)
 
-    def refuse_lost_calls(self, chats: Sequence[Sequence[dict[str, Any]]], kept: Sequence[Sequence[bool]]) -> None:
-        """Refuse conversations with calls of tools that the template does not write.
+    def refuse_lost_calls(self, chat: Sequence[dict[str, Any]], kept: Sequence[bool]) -> None:
+        """Refuse a conversation with calls of tools that the template does not write.
 
         Args:
             kept: whether the ids of a message stand for it, so that its calls are not lost.
 
         Raises:
-            TemplateError: `rows` are the conversations at fault.
+            TemplateError: it has such calls.
         """
-        if self.source is not None and _CALLS.search(self.source):
+        lost = [not own and bool(turn.get("tool_calls")) for turn, own in zip(chat, kept, strict=True)]
+        if not any(lost) or (self.source is not None and _CALLS.search(self.source)):
             return
-        plain = self.with_marks(None)
-
-        def check(chat: Sequence[dict[str, Any]], sampled: Sequence[bool]) -> None:
-            lost = [not own and bool(turn.get("tool_calls")) for turn, own in zip(chat, sampled, strict=True)]
-            without = [{**turn, "tool_calls": None} if one else turn for turn, one in zip(chat, lost, strict=True)]
-            # A template may write whole messages, as JSON for example.
-            if any(lost) and plain(chat, False) == plain(without, False):
-                raise TemplateError(
-                    "the chat template does not read tool_calls, so the model would not see what was called; pass "
-                    "chat_template= with a template that reads them, or write the calls into the content"
-                )
-
-        map_chats(lambda each: check(*each), zip(chats, kept, strict=True))
+        plain = self.with_marks("", "")
+        without = [{**turn, "tool_calls": None} if one else turn for turn, one in zip(chat, lost, strict=True)]
+        # A template may write whole messages, as JSON for example.
+        if plain(chat, False) == plain(without, False):
+            raise TemplateError(
+                "the chat template does not read tool_calls, so the model would not see what was called; pass "
+                "chat_template= with a template that reads them, or write the calls into the content"
+            )
 
     @property
     def marks_assistant(self) -> bool:
         """Whether the template marks the assistant's text with ``{% generation %}`` blocks."""
         return self.source is not None and _GENERATION.search(self.source) is not None
 
-    def with_marks(self, marks: Marks | None) -> Template:
-        """Return the same template, with ``marks.start`` and ``marks.stop`` at the edges of its generation blocks.
+    def with_marks(self, start: str, stop: str) -> Template:
+        """Return the same template with a text before and one after what is in its generation blocks, and no blocks.
 
-        With None, nothing is written there. The tokenizer could return an assistant mask itself, but that takes longer
-        than everything else.
+        The tokenizer could return an assistant mask itself, but that takes longer than everything else.
 
         A `with` and an `if` block replace each generation block: like it, they have a scope. Each tag becomes two tags
-        with the mark in between. The first keeps the tag's whitespace control on the left, the second the one on the
+        with the text in between. The first keeps the tag's whitespace control on the left, the second the one on the
         right.
         """
-        start, stop = ("", "") if marks is None else (f"{{{{ '{marks.start}' }}}}", f"{{{{ '{marks.stop}' }}}}")
 
         def rewrite(tag: re.Match[str]) -> str:
             left, right = tag["left"], tag["right"]
@@ -241,10 +185,7 @@ class Template:
                 return f"{{%{left} endif %}}{stop}{{% endwith {right}%}}"
             return f"{{%{left} with %}}{start}{{% if true {right}%}}"
 
-        if not self.marks_assistant:
-            return self
-        assert self.source is not None
-        return replace(self, source=_GENERATION.sub(rewrite, self.source))
+        return self if self.source is None else replace(self, source=_GENERATION.sub(rewrite, self.source))
 
 
 def _told(error: Exception) -> str:

@@ -19,8 +19,8 @@ from helpers.rendering import MORE, QUESTION, TOKENIZER, own, rendered, sampled
 
 #: Half of an emoji, as a cut text ends.
 CUT = "How nice \ud83d"
-#: 6,398 of the 6,400 characters that rendering chooses its marks from.
-PRIVATE = "".join(map(chr, range(0xE000, 0xE000 + 6398)))
+#: All of Unicode's private use area, from which rendering chooses its marks.
+PRIVATE = "".join(map(chr, range(0xE000, 0xF900)))
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 CUT_CHATS = {
@@ -90,7 +90,6 @@ CHATS = [
     [QUESTION],
     [{"role": "user", "content": CUT}],
     [MORE],
-    [{"role": "user", "content": PRIVATE}],
     [{"role": "user", "content": "Stop"}],
 ]
 FAILS_AT_STOP = ct.CHATML + "{% if messages[0].content == 'Stop' %}{{ raise_exception('stopped') }}{% endif %}"
@@ -115,8 +114,8 @@ def test_a_policy_answers_the_rows_next_to_a_bad_one(backend: Any, generate: boo
         history(chats)
     td = history.replace(on_error="skip")(chats)
     errors = list(td["errors"])
-    assert [bool(error) for error in errors] == [False, True, False, True, True]
-    assert "lone surrogate" in errors[1] and "private use area" in errors[3] and "stopped" in errors[4]
+    assert [bool(error) for error in errors] == [False, True, False, True]
+    assert "lone surrogate" in errors[1] and "stopped" in errors[3]
     assert all(len(row) for row in (td["tokens"].full[0], td["tokens"].full[2]))
 
 
@@ -135,15 +134,17 @@ def test_a_history_refuses_texts_by_row_if_it_tokenizes_them() -> None:
 # Private characters --------------------------------------------------------------------------------------------------
 
 
-def test_the_conversation_that_uses_up_the_private_characters_is_named() -> None:
-    greedy = [{"role": "user", "content": PRIVATE}]
-    some = [{"role": "user", "content": PRIVATE[:100]}]
-    with refused(TemplateError, rows=(2,)):
-        rendered([[QUESTION], some, greedy], ct.CHATML)
-    assert len(rendered([[QUESTION], some], ct.CHATML).ids) == 2
-    reads_tools = "{% if tools %}{% endif %}" + ct.CHATML
-    with refused(TemplateError, rows=()):
-        rendered([[QUESTION]], reads_tools, template_kwargs={"tools": [{"name": PRIVATE}]})
+def test_a_conversation_may_use_up_the_private_characters() -> None:
+    chat = [
+        {"role": "user", "content": PRIVATE + "\ue0000\ue001 \\ue000<|im_end|>"},
+        {"role": "assistant", "content": PRIVATE},
+    ]
+    ours = rendered([[QUESTION], chat], ct.CHATML)
+    assert ours.texts[1] == own(chat, ct.CHATML, tokenize=False)
+    assert TOKENIZER.decode(ours.ids.split()[1][ours.assistant.split()[1]]) == PRIVATE + "<|im_end|>"
+    writes_tools = "{{ tools | tojson }}" + ct.CHATML
+    tools = [{"name": PRIVATE}]
+    assert PRIVATE in rendered([[QUESTION]], writes_tools, template_kwargs={"tools": tools}).texts[0]
 
 
 # Templates that write too much ----------------------------------------------------------------------------------------
