@@ -23,6 +23,10 @@ from .hints import torch_device as torch_device
 from .hints import torch_dtype as torch_dtype
 from .hints import why_unreadable as why_unreadable
 from .http import HttpClient as HttpClient
+from .http_engine import HttpEngine as HttpEngine
+from .http_engine import HttpOptions as HttpOptions
+from .http_engine import Payload as Payload
+from .http_engine import takes_http_options as takes_http_options
 from .http_errors import ABORTED as ABORTED
 from .http_errors import Aborted as Aborted
 from .http_errors import AccessError as AccessError
@@ -45,7 +49,13 @@ from .row_checks import only_choice as only_choice
 from .row_checks import raise_if_none_was_served as raise_if_none_was_served
 from .row_checks import row_failure as row_failure
 from .row_checks import row_outcome as row_outcome
+from .row_streams import ReplyStreams as ReplyStreams
 from .row_streams import RowStreams as RowStreams
+from .row_streams import SoFar as SoFar
+from .served_model import ModelHints as ModelHints
+from .served_model import generation_config as generation_config
+from .served_model import model_config as model_config
+from .server_adapters import ServerAdapters as ServerAdapters
 from .signs import SignOfWork as SignOfWork
 from .version_log import RowVersions as RowVersions
 from .version_log import VersionLog as VersionLog
