@@ -41,6 +41,7 @@ from .hub import hub_options as hub_options
 from .in_flight import InFlight as InFlight
 from .redaction import Secrets as Secrets
 from .row_checks import RowError as RowError
+from .row_checks import answer_end as answer_end
 from .row_checks import checked_argmax as checked_argmax
 from .row_checks import checked_finish_reason as checked_finish_reason
 from .row_checks import checked_ids as checked_ids

@@ -170,7 +170,11 @@ class HttpEngine:
 
     def serves(self, timeout: float | None = None) -> bool:
         """Return whether the server works on rows, as it shows within `timeout` seconds, and within five."""
-        return self.client.answers(self.health_path, min(HEALTH_TIMEOUT, timeout or HEALTH_TIMEOUT))
+        return self.answers(self.health_path, timeout)
+
+    def answers(self, path: str, timeout: float | None = None) -> bool:
+        """Return whether a page answers within `timeout` seconds, and within five."""
+        return self.client.answers(path, min(HEALTH_TIMEOUT, timeout or HEALTH_TIMEOUT))
 
     def end_rows(self, ids: Sequence[str]) -> None:
         """Tell a server that `ends_rows` to end the requests with these ids. It returns what it has of their answers.
@@ -184,8 +188,8 @@ class HttpEngine:
     def map_rows(
         self,
         request: GenerateRequest | ScoreRequest,
-        payloads: Mapping[int, Payload | RowFailure],
-        parse: Callable[[int, Any, bool], T],
+        payloads: Mapping[int, Payload] | Mapping[int, Payload | RowFailure],
+        parse: Callable[[int, Any, bool], T | RowFailure],
         streams: ReplyStreams | None = None,
     ) -> dict[int, T | RowFailure]:
         """Post a request for each row and return what became of it, in the order of `payloads`.
@@ -213,6 +217,11 @@ class HttpEngine:
         entries = self.post_rows(list(sent.values()), names, deadline, **options)
         raise_if_none_was_served(entries, lambda: self.serves(deadline.left()))
         replies = dict(zip(rows, entries, strict=True))
+
+        def told(row: int, aborted: bool) -> Any:
+            assert streams is not None
+            return streams.aborted(row)
+
         outcomes: dict[int, T | RowFailure] = {}
         for row, payload in payloads.items():
             outcome: T | RowFailure
@@ -220,8 +229,7 @@ class HttpEngine:
                 outcome = payload
             elif replies[row] is ABORTED and streams is not None:
                 # What was reported of its other ids may be wrong, which is an error of this row alone.
-                streamed: Any = streams.aborted
-                outcome = row_outcome(row, lambda number, _: streamed(number))
+                outcome = row_outcome(row, told)
             else:
                 outcome = row_outcome(replies[row], functools.partial(parse, row))
             if isinstance(outcome, RowFailure):
@@ -276,7 +284,7 @@ class HttpEngine:
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:
-        return self.client.answers(self.health_path, HEALTH_TIMEOUT)
+        return self.answers(self.health_path)
 
     @hookimpl
     def abort(self, request: AbortRequest) -> bool:

@@ -20,7 +20,15 @@ from corelm.spec import (
     StopStrings,
     stops_without_specials,
 )
-from corelm_engine_kit import Payload, RowError, checked_finish_reason, checked_ids, checked_logprobs, only_choice
+from corelm_engine_kit import (
+    Payload,
+    RowError,
+    answer_end,
+    checked_finish_reason,
+    checked_ids,
+    checked_logprobs,
+    only_choice,
+)
 from openai_backend.server_info import VOUCHED, ServerInfo
 from openai_backend.vocabulary import BY_ID
 
@@ -112,7 +120,7 @@ def _parameters(request: GenerateRequest, info: ServerInfo, seed: int | None) ->
         fields["ignore_eos"] = True
     if info.stops_at_ids:
         fields["stop_token_ids"] = sorted(request.stop_ids)
-    # `_end` finds all stop strings in the answer, those that the server is not told as well.
+    # `row_answer` finds all stop strings in the answer, those that the server is not told as well.
     stops = stops_without_specials(sampling, info.tokenizer)[:MOST_STOPS]
     if info.stops_at_strings and stops and not sampling.min_new_tokens:
         fields["stop"] = list(stops)
@@ -197,8 +205,8 @@ def row_answer(
     limit, reason = _limit(request, prompt, info), only_choice(reply).get("finish_reason")
     ids, told = answer_ids(reply, info, need_logprobs=request.logprobs != "none")
     ids = checked_ids(ids, vocab_size=info.capabilities.vocab_size, limit=limit)
-    length, reason = _end(ids, reason, request, stops)
-    ended = bool(length) and (ids[length - 1] in request.stop_ids or stops.occurs_in(ids[:length]))
+    end = answer_end(ids, request.stop_ids, stops)
+    length, reason, ended = (len(ids), reason, False) if end is None else (end, "stop", True)
     if reason == "stop" and not ended and _hides_eos(reply, length, info):
         ids, length = _with_eos(ids, request, info, limit), length + 1
         ended = True
@@ -263,13 +271,6 @@ def _encoded_answer(reply: Any, info: ServerInfo) -> list[int]:
             f"its text is encoded to {len(ids)} tokens, but the server sampled {sampled}: which ones is not known"
         )
     return ids
-
-
-def _end(ids: list[int], reason: Any, request: GenerateRequest, stops: StopStrings) -> tuple[int, Any]:
-    """Return how many ids belong to the answer, and why it ended: the server may not know all that ends one."""
-    first_id = next((at + 1 for at, token in enumerate(ids) if token in request.stop_ids), None)
-    ends = [end for end in (first_id, stops.first_end(ids)) if end is not None]
-    return (min(ends), "stop") if ends else (len(ids), reason)
 
 
 def _hides_eos(reply: Any, length: int, info: ServerInfo) -> bool:
