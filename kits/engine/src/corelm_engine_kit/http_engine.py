@@ -217,26 +217,24 @@ class HttpEngine:
         entries = self.post_rows(list(sent.values()), names, deadline, **options)
         raise_if_none_was_served(entries, lambda: self.serves(deadline.left()))
         replies = dict(zip(rows, entries, strict=True))
+        return {
+            row: each if isinstance(each, RowFailure) else self._outcome(row, replies[row], parse, streams)
+            for row, each in payloads.items()
+        }
 
-        def told(row: int, aborted: bool) -> Any:
-            assert streams is not None
-            return streams.aborted(row)
-
-        outcomes: dict[int, T | RowFailure] = {}
-        for row, payload in payloads.items():
-            outcome: T | RowFailure
-            if isinstance(payload, RowFailure):
-                outcome = payload
-            elif replies[row] is ABORTED and streams is not None:
-                # What was reported of its other ids may be wrong, which is an error of this row alone.
-                outcome = row_outcome(row, told)
-            else:
-                outcome = row_outcome(replies[row], functools.partial(parse, row))
-            if isinstance(outcome, RowFailure):
-                # It may repeat a part of a reply.
-                outcome = replace(outcome, why=self.client.secrets.masked(outcome.why))
-            outcomes[row] = outcome
-        return outcomes
+    def _outcome(
+        self, row: int, entry: Entry, parse: Callable[[int, Any, bool], T | RowFailure], streams: ReplyStreams | None
+    ) -> T | RowFailure:
+        if entry is ABORTED and streams is not None:
+            # What was reported of its other ids may be wrong, which is an error of this row alone.
+            told: Callable[[int], Any] = streams.aborted
+            outcome = row_outcome(row, lambda number, _: told(number))
+        else:
+            outcome = row_outcome(entry, functools.partial(parse, row))
+        if isinstance(outcome, RowFailure):
+            # It may repeat a part of a reply.
+            return replace(outcome, why=self.client.secrets.masked(outcome.why))
+        return outcome
 
     def post_rows(
         self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, **options: Any

@@ -206,7 +206,8 @@ def row_answer(
     ids, told = answer_ids(reply, info, need_logprobs=request.logprobs != "none")
     ids = checked_ids(ids, vocab_size=info.capabilities.vocab_size, limit=limit)
     end = answer_end(ids, request.stop_ids, stops)
-    length, reason, ended = (len(ids), reason, False) if end is None else (end, "stop", True)
+    length, reason = (len(ids), reason) if end is None else (end, "stop")
+    ended = end is not None or stops.occurs_in(ids)
     if reason == "stop" and not ended and _hides_eos(reply, length, info):
         ids, length = _with_eos(ids, request, info, limit), length + 1
         ended = True
