@@ -37,6 +37,7 @@ from .http_json import Decode as Decode
 from .http_json import decoded as decoded
 from .http_json import decoder_of as decoder_of
 from .http_json import id_texts as id_texts
+from .http_watch import SignOfWork as SignOfWork
 from .hub import hub_options as hub_options
 from .in_flight import InFlight as InFlight
 from .redaction import Secrets as Secrets
@@ -57,7 +58,6 @@ from .served_model import ModelHints as ModelHints
 from .served_model import generation_config as generation_config
 from .served_model import model_config as model_config
 from .server_adapters import ServerAdapters as ServerAdapters
-from .signs import SignOfWork as SignOfWork
 from .version_log import RowVersions as RowVersions
 from .version_log import VersionLog as VersionLog
 from .weight_group import WeightGroup as WeightGroup

@@ -33,7 +33,7 @@ from corelm_engine_kit.row_streams import ReplyStreams
 
 if TYPE_CHECKING:
     from corelm_engine_kit.http import Entry, HttpClient
-    from corelm_engine_kit.signs import SignOfWork
+    from corelm_engine_kit.http_watch import SignOfWork
 
 T = TypeVar("T")
 
