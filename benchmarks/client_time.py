@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from benchmarks.measure import Figure, compare
 from benchmarks.models import tokenizer
 from corelm import Ragged, SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, ScoreRequest
-from corelm_engine_kit import Decode, HttpClient, decoded
+from corelm_engine_kit import Decode, HttpClient, Secrets, decoded
+from sglang_backend import SGLangBackend
 from sglang_backend import protocol as sglang
 from sglang_backend import replies as sglang_replies
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
@@ -195,7 +197,7 @@ def sglang_generation(rows: int, tokens: int) -> Call:
         sglang.GENERATE,
         [{**payload, "rid": name_of(row)} for row, payload in enumerate(sglang.generation_requests(request, info))],
         bodies,
-        lambda entries: sglang.generation_result(request, entries, info),
+        lambda entries: sglang_backend(info, entries).generate(request),
         sglang.is_reply_to,
         sglang_replies.decode,
     )
@@ -212,7 +214,7 @@ def sglang_scoring(rows: int, tokens: int) -> Call:
         sglang.GENERATE,
         [{**payload, "rid": name_of(row)} for row, payload in enumerate(sglang.scoring_requests(request))],
         bodies,
-        lambda entries: sglang.scoring_result(request, entries, info),
+        lambda entries: sglang_backend(info, entries).score_logprobs(request),
         sglang.is_reply_to,
         sglang_replies.decode,
     )
@@ -239,6 +241,12 @@ def vllm_info() -> VLLMInfo:
 
 def sglang_info() -> SGLangInfo:
     return SGLangInfo(CAPABILITIES, tokenizer(), "a-model", weight_label="default")
+
+
+def sglang_backend(info: SGLangInfo, entries: list[Any]) -> SGLangBackend:
+    """Return a backend whose server gives these entries of `HttpClient.post_each`."""
+    client: Any = SimpleNamespace(secrets=Secrets(), post_each=lambda *_, **options: entries)
+    return SGLangBackend(client, info)
 
 
 def name_of(row: int) -> str:

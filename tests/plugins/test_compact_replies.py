@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
 from corelm_engine_kit import Decode, HttpClient, decoded
+from helpers.canned_replies import answering
 from helpers.http_clients import Waits
 from helpers.http_server import FaultServer, raw
 from helpers.tiny_models import VOCAB, tiny_tokenizer
+from sglang_backend import SGLangBackend
 from sglang_backend import protocol as sglang
 from sglang_backend import replies as sglang_replies
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
@@ -82,11 +84,11 @@ def vllm_scores(reply: Any) -> Any:
 
 
 def sglang_answer(reply: Any) -> Any:
-    return sglang.generation_result(generating(), [reply], SGLANG)
+    return answering(SGLangBackend, SGLANG, reply).generate(generating())
 
 
 def sglang_scores(reply: Any) -> Any:
-    return sglang.scoring_result(scoring(), [reply], SGLANG)
+    return answering(SGLangBackend, SGLANG, reply).score_logprobs(scoring())
 
 
 def vllm_answer_reply() -> Any:

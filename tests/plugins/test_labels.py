@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from corelm.errors import EngineError
-from corelm.spec import GenerateRequest, GenerateResult, Provenance, Ragged, RowFailure, SamplingParams
+from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Provenance, Ragged, RowFailure, SamplingParams
 from corelm_testing.toy import ToyBackend
+from helpers.canned_replies import answering
 from helpers.each import case
-from helpers.tiny_models import tiny_model, tiny_tokenizer
-from sglang_backend import protocol as sglang
+from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer
+from sglang_backend import SGLangBackend
+from sglang_backend.capabilities import ServerInfo
 from transformers_backend import TransformersBackend
 from vllm_backend import protocol_http, protocol_inprocess
 
@@ -33,9 +35,8 @@ def vllm_over_http(request: GenerateRequest) -> GenerateResult:
 
 
 def sglang_server(request: GenerateRequest) -> GenerateResult:
-    capabilities = SimpleNamespace(max_context=64)
-    info: Any = SimpleNamespace(tokenizer=tiny_tokenizer(), capabilities=capabilities, weight_label="0")
-    return sglang.generation_result(request, [LOST], info)
+    info = ServerInfo(Capabilities(vocab_size=VOCAB, max_context=64), tiny_tokenizer(), "a-model", weight_label="0")
+    return answering(SGLangBackend, info, LOST).generate(request)
 
 
 @cache

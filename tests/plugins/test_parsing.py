@@ -19,9 +19,10 @@ import torch
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult
 from corelm_engine_kit import Decode, decoded
+from helpers.canned_replies import answering
 from helpers.each import case
 from helpers.tiny_models import VOCAB, tiny_tokenizer
-from sglang_backend import protocol as sglang
+from sglang_backend import SGLangBackend
 from sglang_backend import replies as sglang_replies
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import protocol_http as vllm
@@ -298,10 +299,10 @@ def test_sglang_entries_are_what_a_plain_loop_reads(compact: bool) -> None:
                 replies.append(sent({"output_ids": ids, "meta_info": {**meta, name: entries}}, decode))
                 lists.append(sent(entries))
             if work == "generating":
-                result: Any = sglang.generation_result(generating(), replies, SGLANG)
+                result: Any = answering(SGLangBackend, SGLANG, *replies).generate(generating())
                 plain = sglang_plain("output_token_logprobs", 0)
             else:
-                result = sglang.scoring_result(scoring(rows), replies, SGLANG)
+                result = answering(SGLangBackend, SGLANG, *replies).score_logprobs(scoring(rows))
                 plain = sglang_plain("input_token_logprobs", 1)
             check(result, lists, plain, rows)
 
@@ -315,5 +316,5 @@ def test_sglang_cuts_an_answer_after_the_first_of_its_stop_ids() -> None:
         entries = [[value, token, None] for value, token in zip(values, row, strict=True)]
         meta = {"finish_reason": {"type": "length"}, "weight_version": "default", "output_token_logprobs": entries}
         replies.append({"output_ids": row, "meta_info": meta})
-    result = sglang.generation_result(generating(stop_ids), replies, SGLANG)
+    result = answering(SGLangBackend, SGLANG, *replies).generate(generating(stop_ids))
     assert result.ids.tolist()[1] == ids[:end] and result.finish_reasons[1] == "stop"

@@ -25,7 +25,7 @@ def sleeper(launch: Callable[[], Backend]) -> Iterator[Backend]:
     with launch() as backend:
         with pytest.raises(CapabilityError, match="lacks sleep_levels"):
             backend.sleep()
-        engine = backend.engine.plugin.engine
+        engine = backend.engine.plugin
         able = replace(engine.capabilities, sleep_levels=frozenset({1, 2}))
         engine.info = replace(engine.info, capabilities=able)
         yield Backend.from_plugin(backend.engine.plugin, "sglang")

@@ -57,7 +57,7 @@ def test_a_state_dict_a_model_and_an_iterator_are_sent(backend: Backend, model, 
     rounded = tiny_model(seed=1)
     rounded.load_state_dict({name: tensor.bfloat16() for name, tensor in other_model.state_dict().items()})
     assert agrees(backend, rounded)
-    engine = backend.engine.plugin.engine
+    engine = backend.engine.plugin.weights
     update = WeightUpdate(version="buckets", when="drain")
     engine.broadcast(model.state_dict().items(), update, bucket_size=20_000)
     assert agrees(backend, model)

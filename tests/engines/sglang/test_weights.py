@@ -61,7 +61,7 @@ def test_a_state_dict_is_handed_over_without_a_file(own, model, other_model, tmp
 
 
 def test_many_buckets_are_one_update(own, model, other_model):
-    engine = own.engine.plugin.engine
+    engine = own.engine.plugin.weights
     engine.reload_tensors(
         ((name, tensor.clone()) for name, tensor in other_model.state_dict().items()),
         WeightUpdate(version="buckets", when="drain"),

@@ -11,12 +11,12 @@ import textwrap
 
 import pytest
 
-from corelm_engine_kit.http_places import MOST, Places, most_places
+from corelm_engine_kit.http import MOST, Places, most_places
 
 #: Holds every place there is, and then waits for one more.
 CROWD = """
     import asyncio, resource
-    from corelm_engine_kit.http_places import Places, most_places
+    from corelm_engine_kit.http import Places, most_places
 
     resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     places = Places(None, "http://there")

@@ -152,7 +152,7 @@ def test_retry_after_is_respected_up_to_a_minute(connect: Connect, serve: Any, w
 
 
 def test_every_retry_is_logged(connect: Connect, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", "corelm_engine_kit.http_retries"):
+    with caplog.at_level("WARNING", "corelm_engine_kit.http"):
         connect(serve(echo, PASSING["500"])).get("/a")
     (record,) = caplog.records
     assert "GET /a" in record.getMessage() and "500" in record.getMessage()

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
 from corelm_engine_kit import RowError
+from helpers.canned_replies import answering
 from helpers.letters import EOS, bos_tokenizer, letter_tokenizer, letters
 from helpers.tiny_models import VOCAB, tiny_tokenizer
-from openai_backend.protocol import generation_requests, generation_result, scoring_requests, scoring_result
+from openai_backend import OpenAIBackend
+from openai_backend.protocol import generation_requests
 from openai_backend.server_info import ServerInfo
 from openai_backend.vocabulary import Vocabulary
 
@@ -82,7 +84,7 @@ def test_a_reply_of_any_form_is_an_answer_or_fails_its_row(known, reply):
     for logprobs in ("raw", "none") if known else ("none",):
         asked = request(logprobs, [5, 6])
         info = server(**known)
-        batch = generation_result(asked, generation_requests(asked, info), [reply], info)
+        batch = answering(OpenAIBackend, info, reply).generate(asked)
         assert (batch.finish_reasons == ("error",)) == bool(batch.errors)
         assert batch.errors or batch.logprobs is None or batch.logprobs.lengths.equal(batch.ids.lengths)
 
@@ -100,7 +102,7 @@ def test_a_score_of_any_form_is_a_score_or_fails_its_row(reply):
         timeout=None,
     )
     info = server(naming="id")
-    batch = scoring_result(asked, scoring_requests(asked, info), [reply], info)
+    batch = answering(OpenAIBackend, info, reply).score_logprobs(asked)
     assert bool(batch.errors) != bool(batch.scored.values.any())
 
 
@@ -114,7 +116,7 @@ def test_a_stop_string_that_may_be_a_piece_of_a_special_token_is_not_left_to_the
     (ids,) = (tiny_tokenizer()("the sea")["input_ids"],)
     reply = {"choices": [{"token_ids": ids, "text": "the sea", "finish_reason": "length"}], "usage": {}}
     asked = request("none", [5, 6], stop=("e",), max_new_tokens=len(ids))
-    batch = generation_result(asked, generation_requests(asked, info), [reply], info)
+    batch = answering(OpenAIBackend, info, reply).generate(asked)
     assert batch.finish_reasons == ("stop",) and "e" in tiny_tokenizer().decode(batch.ids.values.tolist())
     assert "e" not in tiny_tokenizer().decode(batch.ids.values.tolist()[:-1])
 
@@ -124,7 +126,7 @@ def test_a_text_whose_sampled_tokens_are_not_counted_fails_its_row():
     reply = {"choices": [{"text": "the sea", "finish_reason": "length"}]}
     counted = {**reply, "usage": {"completion_tokens": asked.sampling.max_new_tokens}}
     for sent, fails in ((counted, False), (reply, True), ({**reply, "usage": None}, True)):
-        batch = generation_result(asked, generation_requests(asked, server()), [sent], server())
+        batch = answering(OpenAIBackend, server(), sent).generate(asked)
         assert bool(batch.errors) == fails
         assert not fails or "does not count the tokens" in batch.errors[0]
 

@@ -129,7 +129,7 @@ def test_special_tokens_of_a_prompt_are_read_as_such(ending):
 
 
 def test_a_special_token_in_an_answers_text_was_written_letter_by_letter(ending):
-    ids = ending.engine.plugin.engine.info.vocabulary.answer_ids("a<|im_end|>")
+    ids = ending.engine.plugin.info.vocabulary.answer_ids("a<|im_end|>")
     assert len(ids) == len("a<|im_end|>") and EOS not in ids
 
 

@@ -51,7 +51,7 @@ def test_tensors_on_the_cpu_need_room() -> None:
 @pytest.fixture
 def launched(backend: Backend) -> Backend:
     """A backend that takes its fake server for one that it launched."""
-    backend.engine.plugin.engine.takes_state_dict = True
+    backend.engine.plugin.weights.takes_state_dict = True
     return backend
 
 
@@ -83,7 +83,7 @@ def read(text: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_state_dict_is_handed_over_to_each_rank(launched: Backend, fake: Any, ranks: int) -> None:
-    engine = launched.engine.plugin.engine
+    engine = launched.engine.plugin
     object.__setattr__(engine.info, "ranks", ranks)
     updates, state = Updates(fake), dict(tiny_model(seed=1).state_dict())
     places = {name: tensor.data_ptr() for name, tensor in state.items()}
@@ -116,8 +116,8 @@ def test_an_update_that_fails_is_ended(launched: Backend, fake: Any) -> None:
 def test_replicas_of_a_server_need_a_file(fake: Any, connect: Any) -> None:
     fake.server_info["dp_size"] = 2
     backend = connect()
-    engine = backend.engine.plugin.engine
-    engine.takes_state_dict = True
+    engine = backend.engine.plugin
+    engine.weights.takes_state_dict = True
     assert engine.info.needs_file == "the server runs with dp_size=2"
     updates = Updates(fake)
     backend.update_weights(tiny_model(seed=1).state_dict())

@@ -22,15 +22,20 @@ import pytest
 
 import corelm
 from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
+from corelm.spec import Capabilities
 from corelm_engine_kit import HttpClient
+from helpers.canned_replies import CannedClient
 from helpers.http_clients import echo
 from helpers.http_server import FaultServer
 from helpers.processes import all_end, free_port, group, read_line, runs, wait_until
 from sglang_backend import SGLangBackend, supervisor
+from sglang_backend.capabilities import ServerInfo
 from sglang_backend.launch import LaunchedServer
 from sglang_backend.listener import owner_of_port
 
 SUPERVISOR = supervisor.__file__
+
+INFO = ServerInfo(Capabilities(vocab_size=8, max_context=8), None, "a-model", weight_label="default")
 
 
 @pytest.fixture
@@ -122,7 +127,7 @@ def test_a_process_that_took_the_port_gets_no_key(fake_launch_env):
 
 def test_a_server_that_has_ended_is_sent_nothing(start):
     launched, _ = start()
-    backend = SGLangBackend(engine=None, launched=launched)
+    backend = SGLangBackend(CannedClient([]), INFO, launched)
     launched.close()
     for call in (backend.generate, backend.score_logprobs, backend.update_weights):
         with pytest.raises(EngineError):
@@ -144,7 +149,7 @@ def test_a_server_that_ends_in_a_call_is_named_with_its_last_words_and_not_asked
         with pytest.raises(EngineError, match=r"(?s)the launched server has ended.*the key is") as caught:
             client.get("/")
         assert caught.value.usable is False and len(waits) <= 1
-        backend = SGLangBackend(engine=None, launched=launched)
+        backend = SGLangBackend(CannedClient([]), INFO, launched)
         with pytest.raises(EngineError, match=r"(?s)has ended.*the key is"):
             backend.generate(None)
     finally:

@@ -15,10 +15,12 @@ import torch
 from corelm import SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest
 from corelm_engine_kit import ABORTED, PartialReply
+from helpers.canned_replies import answering
 from helpers.each import case
 from helpers.tiny_models import VOCAB, tiny_tokenizer
+from sglang_backend import SGLangBackend
 from sglang_backend.capabilities import ServerInfo
-from sglang_backend.protocol import generation_result, is_reply_to, scoring_result
+from sglang_backend.protocol import is_reply_to
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def result_of(
         request_ids=("row",),
         timeout=None,
     )
-    return generation_result(request, [entry], info)
+    return answering(SGLangBackend, info, entry).generate(request)
 
 
 def reply(ids: list[int], reason: str = "length", label: str | None = "default") -> dict[str, Any]:
@@ -154,7 +156,7 @@ def test_scores_that_are_aborted_are_an_error(info):
         request_ids=("row",),
         timeout=None,
     )
-    result = scoring_result(request, [ABORTED], info)
+    result = answering(SGLangBackend, info, ABORTED).score_logprobs(request)
     assert result.errors == ("the request was aborted",) and result.scored.tolist() == [[False, False]]
 
 
@@ -178,7 +180,7 @@ def scored(info: ServerInfo, **candidates: Any) -> Any:
     )
     entries = [[None, 5, None], [-2.0, 6, None], [-1.0, 7, None], [-0.125, 8, None]]
     meta = {"finish_reason": {"type": "length"}, "weight_version": "default", "input_token_logprobs": entries}
-    return scoring_result(request, [{"output_ids": [], "meta_info": meta | candidates}], info)
+    return answering(SGLangBackend, info, {"output_ids": [], "meta_info": meta | candidates}).score_logprobs(request)
 
 
 def arrays(best: list[int] = BEST, values: list[float] = VALUES, **changes: Any) -> dict[str, Any]:

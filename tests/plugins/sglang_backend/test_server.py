@@ -260,7 +260,7 @@ def test_a_prompt_that_always_fails_is_a_failure_of_its_row_also_if_it_is_the_on
 
 
 def test_a_hung_scheduler_fails_the_call_although_the_server_answers(fake, connect, monkeypatch):
-    monkeypatch.setattr("sglang_backend.server._HEALTH_TIMEOUT", 0.2)
+    monkeypatch.setattr("corelm_engine_kit.http_engine.HEALTH_TIMEOUT", 0.2)
     backend = connect(max_retries=0)
     faults = {"/generate": json_reply({"error": "the scheduler hangs"}, 500), "/health_generate": hang()}
     fake.fault = lambda request: faults.get(request.path)

@@ -12,12 +12,11 @@ import torch
 from corelm.errors import CapabilityError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
 from corelm_engine_kit import ABORTED
+from helpers.canned_replies import CannedClient
 from helpers.each import case
 from helpers.tiny_models import VOCAB
-from sglang_backend.events import row_streams
-from sglang_backend.protocol import generation_result
+from sglang_backend import SGLangBackend
 from sglang_backend.replies import decode
-from sglang_backend.weight_history import WeightHistory
 
 PROMPTS = [[5], [9, 300, VOCAB - 1]]
 TRUNCATIONS: list[dict[str, Any]] = [
@@ -129,15 +128,13 @@ def test_a_stream_has_the_sets_and_the_log_probs_of_the_answer(backend, fake):
 @pytest.mark.parametrize("logprobs", ["none", "processed"])
 def test_a_stream_that_is_aborted_keeps_what_was_streamed(backend, fake, logprobs):
     asked = request({"top_k": 3}, on_tokens=lambda chunk: None, logprobs=logprobs, top_logprobs=2)
-    info = backend.engine.plugin.engine.info
-    weights = WeightHistory(info.weight_label).of_call(asked)
-    streams, streamed = row_streams(asked, info, weights)
     body = {"input_ids": PROMPTS[1], "rid": "r", **fake_fields(asked)}
     reply = fake.reply_to(body)
     event = next(fake.growing(reply))
     # One more token than log-probs: the server may send one before the other.
-    streamed.tell(1, event | {"output_ids": reply["output_ids"][:2]})
-    found = generation_result(asked, [ABORTED, ABORTED], info, streams, weights)
+    early = event | {"output_ids": reply["output_ids"][:2]}
+    client: Any = CannedClient([ABORTED, ABORTED], lambda streamed: streamed.tell(1, early))
+    found = SGLangBackend(client, backend.engine.plugin.info).generate(asked)
     assert found.finish_reasons == ("abort", "abort") and found.errors is None
     assert found.ids.tolist() == [[], reply["output_ids"][:1]]
     assert found.kept_ids.tolist()[1] == [sorted(fake.kept(VOCAB - 1, body["sampling_params"]))]

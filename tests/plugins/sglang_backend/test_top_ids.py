@@ -10,10 +10,10 @@ import torch
 
 from corelm.errors import EngineError
 from corelm.spec import Deadline, GenerateRequest, GenerateResult, Ragged, SamplingParams, ScoreRequest, ScoreResult
-from corelm_engine_kit import HttpClient
+from corelm_engine_kit import HttpClient, ModelHints
 from helpers.each import case
 from helpers.tiny_models import VOCAB
-from sglang_backend.capabilities import ModelHints, read_server
+from sglang_backend.capabilities import read_server
 
 PROMPTS = [[5], [9, 300, VOCAB - 1]]
 

@@ -158,7 +158,7 @@ def test_the_group_is_made_once_and_left_when_the_backend_closes(connect, receiv
 
 
 def test_many_buckets_are_one_update(connect, receiver: Receiver, state):
-    engine = connect(weight_group="127.0.0.1").engine.plugin.engine
+    engine = connect(weight_group="127.0.0.1").engine.plugin.weights
     engine.broadcast(state.items(), WeightUpdate(version="buckets", when="drain"), bucket_size=20_000)
     assert receiver.paths.count(RECEIVE) > 2 and receiver.paths.count(BEGIN) == receiver.paths.count(END) == 1
     assert receiver.received[0].keys() == state.keys() and alike(receiver.received[0], state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -16,7 +17,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, InvalidRequestError
+import tenacity
+
+from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, InvalidRequestError, brief
 from corelm.spec import Deadline
 from corelm.validate import count, positive
 from corelm_engine_kit.event_loop import EventLoopThread
@@ -24,16 +27,21 @@ from corelm_engine_kit.http_errors import ABORTED, Aborted, PartialReply, Respon
 from corelm_engine_kit.http_events import Streamed, streamed_reply
 from corelm_engine_kit.http_exchange import Exchange, check_headers, check_key, checked_url
 from corelm_engine_kit.http_json import Decode, decoded, encoded
-from corelm_engine_kit.http_places import Places
-from corelm_engine_kit.http_retries import retrying
+from corelm_engine_kit.http_watch import SignOfWork
 from corelm_engine_kit.redaction import Secrets
-from corelm_engine_kit.signs import SignOfWork
+
+try:
+    import resource
+except ImportError:
+    # Windows, which has no limit of this kind.
+    resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
 
 Send = Callable[..., Coroutine[Any, Any, Any]]
 #: What became of one request of `HttpClient.post_each`.
@@ -45,6 +53,12 @@ Answered = Callable[[int, Any], None]
 #: Whether a reply (second) answers the request with a payload (first).
 IsReplyTo = Callable[[Any, Any], bool]
 
+#: Requests at a time unless a limit is given. The server queues what it cannot work on yet.
+MOST = 4096
+#: File descriptors that are left to the rest of the program, but at most half of them.
+_SPARE = 256
+#: Seconds before each retry: 0.5, 1, 2, … plus up to half a second at random, so that rows do not all return at once.
+_BACKOFF = tenacity.wait_exponential(multiplier=0.5, max=15.0) + tenacity.wait_random(0.0, 0.5)
 #: Seconds that a server which acknowledges an abort gets to end the requests, and seconds until it is reminded.
 _ABORT_PATIENCE, _ABORT_REMINDER = 60.0, 1.0
 
@@ -388,3 +402,79 @@ def _encoded(payload: Any) -> bytes:
         return encoded(payload)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"the request cannot be written as JSON: {error}") from error
+
+
+# How many, and how often ----------------------------------------------------------------------------------------------
+
+
+class Places:
+    """Places for requests at a server: ``async with places:`` waits for one and holds it.
+
+    Args:
+        limit: the number of places; None for `MOST`, or fewer if this process may not open as many connections.
+        where: the URL of the server, for the log.
+
+    Raises:
+        InvalidRequestError: `limit` is not a positive integer; `field` is ``max_in_flight``.
+    """
+
+    def __init__(self, limit: int | None, where: str) -> None:
+        self.limit = most_places() if limit is None else count("max_in_flight", limit, 1)
+        self._free = asyncio.Semaphore(self.limit)
+        self._told = False
+        self._where, self._level, self._advice = where, logging.INFO, "give max_in_flight= a larger number to send more"
+        if limit is None and self.limit < MOST:
+            # A limit that no one has chosen is told even if the program has not set up logging.
+            self._level, self._advice = logging.WARNING, "raise this process's limit of open files (ulimit -n)"
+
+    async def __aenter__(self) -> None:
+        if self._free.locked() and not self._told:
+            self._told = True
+            told = "%s: requests wait in this process while %d are at the server; %s"
+            _log.log(self._level, told, self._where, self.limit, self._advice)
+        await self._free.acquire()
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._free.release()
+
+
+def most_places() -> int:
+    """Return how many requests may be under way where no limit is given.
+
+    Each takes a connection, which is a file descriptor of this process.
+    """
+    if resource is None:
+        return MOST
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return MOST
+    return max(1, min(MOST, descriptors - min(_SPARE, descriptors // 2)))
+
+
+def retrying(max_retries: int, secrets: Secrets, sleep: Callable[[float], Awaitable[None]]) -> tenacity.AsyncRetrying:
+    """Return what sends a request again after each `TransientError`. The last one is raised.
+
+    Args:
+        max_retries: how often.
+        secrets: what the log must not repeat.
+        sleep: waits between two tries.
+    """
+    return tenacity.AsyncRetrying(
+        stop=tenacity.stop_after_attempt(max_retries + 1),
+        wait=lambda state: max(_BACKOFF(state), _failed_with(state).retry_after),
+        retry=tenacity.retry_if_exception_type(TransientError),
+        before_sleep=partial(_log_retry, secrets),
+        sleep=sleep,
+        reraise=True,
+    )
+
+
+def _failed_with(state: tenacity.RetryCallState) -> TransientError:
+    error = state.outcome.exception() if state.outcome else None
+    assert isinstance(error, TransientError)
+    return error
+
+
+def _log_retry(secrets: Secrets, state: tenacity.RetryCallState) -> None:
+    failure = brief(secrets.masked(str(_failed_with(state))))
+    _log.warning("%s; trying again in %.1f s", failure, state.upcoming_sleep)

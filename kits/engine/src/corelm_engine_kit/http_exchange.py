@@ -21,8 +21,7 @@ from corelm.errors import BackendNotInstalledError, BackendTimeoutError, CoreLME
 from corelm.validate import invalid
 from corelm_engine_kit.http_errors import ResponseReader, TransientError
 from corelm_engine_kit.http_events import event_data
-from corelm_engine_kit.http_watch import ServerWatch, keep_alive
-from corelm_engine_kit.signs import SignOfWork
+from corelm_engine_kit.http_watch import ServerWatch, SignOfWork, keep_alive
 
 try:
     import httpx

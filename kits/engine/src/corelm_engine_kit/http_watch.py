@@ -11,11 +11,11 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from corelm.errors import BackendTimeoutError, CoreLMError, InvalidRequestError
 from corelm_engine_kit.http_errors import AccessError
-from corelm_engine_kit.signs import SignOfWork
 
 T = TypeVar("T")
 
@@ -24,6 +24,26 @@ _ASKED, _LONGEST_WAIT = 4, 30.0
 #: Seconds of silence before the system asks whether the other end of a connection is still there, seconds between two
 #: such questions, and how many may stay without an answer. Routers forget silent connections after a few minutes.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignOfWork:
+    """What `HttpClient` asks a server that takes long to answer.
+
+    Attributes:
+        rows: the path of the requests that the engine works on.
+        page: the page to ask while only such requests are unanswered.
+        progress: ``progress(text)`` returns the part of the page that changes while the engine works, or None if the
+            page has no such part. Without `progress`, the page answers only if the engine works, so its answer is the
+            sign.
+        alive: the page to ask while another request, such as one to load weights, is unanswered, and where `page` is
+            missing or has no such part. Its answer is the sign.
+    """
+
+    rows: str
+    page: str
+    progress: Callable[[str], Hashable | None] | None = None
+    alive: str
 
 
 class ServerWatch:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from corelm.errors import CoreLMError, InvalidRequestError
-from corelm.spec import RowFailure
+from corelm.spec import RowFailure, StopStrings
 from corelm_engine_kit.http_errors import ABORTED, AccessError, PartialReply, TransientError
 
 T = TypeVar("T")
@@ -179,6 +179,16 @@ def checked_argmax(argmax: Sequence[int], of_argmax: Any, ids: Sequence[int], lo
                 f"{position}, but id {token} has {of_token:.4g} there"
             )
     return list(argmax)
+
+
+def answer_end(ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings) -> int | None:
+    """Return the length of an answer up to and including the token that ends it; None if no token does.
+
+    A server may know only some of the stop ids and stop strings, or notice one late.
+    """
+    by_id = next((at + 1 for at, token in enumerate(ids) if token in stop_ids), None)
+    by_string = stops.first_end(list(ids[:by_id]))
+    return by_id if by_string is None else by_string
 
 
 def checked_finish_reason(

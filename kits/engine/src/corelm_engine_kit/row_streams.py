@@ -1,11 +1,17 @@
-"""`RowStreams`: hands the tokens of rows to ``request.on_tokens``, for engines that report each row's answer so far."""
+"""`RowStreams`: hands the tokens of rows to ``request.on_tokens``, for engines that report each row's answer so far.
+
+`ReplyStreams` are those of a server whose replies come as events.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from corelm.spec import GenerateRequest, RowAnswer, StopStrings, TokenChunk
+from corelm_engine_kit.row_checks import RowError
 
 #: Returns the log-probs of the tokens from number `first` to the one before number `end`.
 LogProbs = Callable[[int, int], Sequence[float]]
@@ -76,3 +82,40 @@ class RowStreams:
         known_ids += ids
         known_logprobs += logprobs
         self._on_tokens(TokenChunk(row=row, ids=ids, logprobs=logprobs, finish_reason=reason))
+
+
+@dataclass(frozen=True, slots=True)
+class SoFar:
+    """What the reply to a row that goes on says so far.
+
+    Attributes:
+        ids: all tokens of the answer so far.
+        logprobs: returns the log-probs of some of them.
+        others: see `RowStreams.tell`.
+    """
+
+    ids: Sequence[int]
+    logprobs: LogProbs
+    others: OtherIds | None = None
+
+
+class ReplyStreams(RowStreams):
+    """Streams of rows whose replies come as events, for `HttpEngine.map_rows`. A plugin says how to read a reply."""
+
+    def joined(self, reply: Any, event: Any) -> Any:
+        """Return the reply so far from the reply before the event, None at first; see `Streamed`."""
+        raise NotImplementedError
+
+    def read(self, row: int, reply: Any) -> RowAnswer | SoFar | None:
+        """Return the answer in a reply that has ended, what one that goes on says so far, or None to wait for more."""
+        raise NotImplementedError
+
+    def take(self, row: int, reply: Any) -> None:
+        """Hand over what is new in the reply to a row so far."""
+        # What is wrong with a reply is said when it is parsed as a whole.
+        with suppress(RowError):
+            found = self.read(row, reply)
+            if isinstance(found, SoFar):
+                self.tell(row, found.ids, found.logprobs, found.others)
+            elif found is not None:
+                self.end(row, found)

@@ -1,60 +1,54 @@
-"""`OpenAIBackend`: the hooks, each one line long, and how a server is opened."""
+"""`OpenAIBackend`: a server of the OpenAI protocol, of which trying shows what it can be trusted with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import (
-    AbortRequest,
-    Capabilities,
-    CloseRequest,
     GenerateRequest,
     GenerateResult,
-    HealthRequest,
+    RowAnswer,
+    RowScores,
     ScoreRequest,
     ScoreResult,
+    StopStrings,
+    generate_result,
     hookimpl,
-    opening_within,
+    score_result,
 )
-from corelm_engine_kit import HttpClient
-from openai_backend.capabilities import ModelHints, read_server
+from corelm_engine_kit import HttpClient, HttpEngine, HttpOptions, ModelHints, takes_http_options
+from openai_backend import protocol
 from openai_backend.probing import probe_server
-from openai_backend.server import OpenAIServer
+from openai_backend.server_info import ServerInfo, read_server
 
 #: The environment variable that holds the key, if none is passed. It is not OPENAI_API_KEY, which belongs to one
 #: service: whoever has set it must not hand it to every server whose address is tried.
 KEY_VARIABLE = "CORELM_OPENAI_API_KEY"
 #: Asks a server of core not to record the requests by which it is tried out. Other servers ignore it.
 NOT_RECORDED = {"X-Session-Record": "no"}
-#: Seconds that reading and probing a server may take. The first request that a server gets may make it load a model.
-OPEN_TIMEOUT = 300.0
 
 
-class OpenAIBackend:
+class OpenAIBackend(HttpEngine):
     """Samples from, and where possible scores with, a server of the OpenAI protocol.
 
-    Attributes:
-        engine: the connection to the server.
+    The protocol has no field by which a client names its request: `protocol` checks what a reply says instead. It has
+    no way to end a request but closing the connection, either.
     """
 
     requires_api = ">=1,<2"
+    rows_path = "/v1/completions"
+    info: ServerInfo
 
-    def __init__(self, engine: OpenAIServer) -> None:
-        self.engine = engine
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.engine.capabilities
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.engine.info.tokenizer
+    def __init__(self, client: HttpClient, info: ServerInfo) -> None:
+        super().__init__(client, info)
+        self.health_path = info.health
 
     @classmethod
+    @takes_http_options
     def open(
         cls,
         model: Any = None,
@@ -67,13 +61,7 @@ class OpenAIBackend:
         trust_remote_code: bool = False,
         honours: Iterable[str] = (),
         extra_body: Mapping[str, Any] | None = None,
-        api_key: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        connect_timeout: float = 10.0,
-        read_timeout: float = 600.0,
-        max_in_flight: int | None = None,
-        max_retries: int = 5,
-        open_timeout: float = OPEN_TIMEOUT,
+        http: HttpOptions,
     ) -> OpenAIBackend:
         """Find out with short requests what the server at `base_url` can be trusted with.
 
@@ -92,19 +80,13 @@ class OpenAIBackend:
                 ``min_new_tokens``.
             extra_body: fields that every request carries. What they do to log-probs is not known, so that only raw
                 ones are offered then, and only if they are the same without these fields.
-            api_key: sent as a bearer token; None for the environment variable CORELM_OPENAI_API_KEY.
-            headers: sent with every request.
-            connect_timeout: seconds to make a connection.
-            read_timeout: seconds without an answer after which the server counts as hanging. Servers send nothing
-                before an answer is complete, so it has to be longer than the longest answer takes.
-            max_in_flight: HTTP requests at a time; None is 4,096, or fewer if this process may not open as many.
-            max_retries: how often a failed HTTP request is repeated.
-            open_timeout: seconds for all requests that find out what the server can do.
+            http: see `HttpOptions`. Servers send nothing before an answer is complete, so ``read_timeout`` has to be
+                longer than the longest answer takes. The key may be in CORELM_OPENAI_API_KEY.
 
         Raises:
             InvalidRequestError: an option is wrong, or one is missing that the server does not say; `field` names it.
             EngineError: no server answers, or it has no ``/v1/completions``, as servers that only chat.
-            BackendTimeoutError: the server does not answer within `open_timeout`.
+            BackendTimeoutError: the server does not answer within ``open_timeout``.
         """
         if base_url is None:
             raise InvalidRequestError("base_url: this backend needs the address of a server", field="base_url")
@@ -119,44 +101,33 @@ class OpenAIBackend:
             max_context=max_context,
             eos_token_ids=eos_token_ids,
             trust_remote_code=trust_remote_code,
-            honours=honours,
-            extra_body=extra_body,
         )
-        connected = partial(
-            HttpClient,
-            base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url,
-            api_key,
-            key_variable=KEY_VARIABLE,
-            connect_timeout=connect_timeout,
-            read_timeout=read_timeout,
-            max_in_flight=max_in_flight,
-            max_retries=max_retries,
-        )
-        with (
-            closing(connected(headers={**(headers or {}), **NOT_RECORDED})) as client,
-            opening_within(open_timeout, client.base_url) as deadline,
-            client.secrets.masking_errors(),
-        ):
-            info = probe_server(client, read_server(client, hints, deadline), deadline)
-        return cls(OpenAIServer(connected(headers=headers), info))
+        trying = replace(http, headers={**(http.headers or {}), **NOT_RECORDED})
+        with closing(trying.client(base_url, KEY_VARIABLE)) as client, http.opening(client) as deadline:
+            info = read_server(client, hints, honours, extra_body, deadline)
+            info = probe_server(cls(client, info), deadline)
+        return cls(http.client(base_url, KEY_VARIABLE), info)
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        return self.engine.generate(request)
+        payloads = protocol.generation_requests(request, self.info)
+        prompts = request.prompts.tolist()
+        stops = StopStrings.of_rows(request, self.tokenizer)
+
+        def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
+            return protocol.row_answer(reply, prompts[row], request, stops[row], self.info)
+
+        return generate_result(request, list(self.map_rows(request, payloads, parse).values()))
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        return self.engine.score(request)
+        payloads = protocol.scoring_requests(request, self.info)
+        sequences = request.sequences.tolist()
 
-    @hookimpl
-    def health(self, request: HealthRequest) -> bool:
-        return self.engine.health()
+        def parse(row: int, reply: Any, aborted: bool) -> RowScores:
+            return protocol.row_scores(reply, sequences[row], self.info)
 
-    @hookimpl
-    def abort(self, request: AbortRequest) -> bool:
-        return self.engine.abort(request)
+        return score_result(request, self.map_rows(request, payloads, parse))
 
-    @hookimpl
-    def close(self, request: CloseRequest) -> bool:
-        self.engine.close()
-        return True
+    def count_tokens(self, reply: Any) -> int:
+        return protocol.count(reply, "completion_tokens") or 0

@@ -1,36 +1,54 @@
 """Build the completion requests, one for each row, and parse the server's replies.
 
-A reply is believed only as far as it can be checked against its request. A row whose reply does not fit fails alone.
+A server ignores fields that it does not know, so a parameter is declared only if `probing` has seen it work, or the
+caller says so (``honours=``). A reply is believed only as far as it can be checked against its request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import (
     GenerateRequest,
-    GenerateResult,
     RowAnswer,
     RowFailure,
     RowScores,
     ScoreRequest,
-    ScoreResult,
     StopStrings,
-    generate_result,
-    score_result,
+    stops_without_specials,
 )
-from corelm_engine_kit import RowError, checked_finish_reason, checked_ids, checked_logprobs, only_choice, row_outcome
-from openai_backend.replies import Reported, count, reported
-from openai_backend.sampling import check, parameters
-from openai_backend.server_info import ServerInfo
+from corelm_engine_kit import (
+    Payload,
+    RowError,
+    answer_end,
+    checked_finish_reason,
+    checked_ids,
+    checked_logprobs,
+    only_choice,
+)
+from openai_backend.server_info import VOUCHED, ServerInfo
+from openai_backend.vocabulary import BY_ID
 
-Payload = dict[str, Any]
-
-COMPLETIONS = "/v1/completions"
 #: The log-probs of how many tokens to ask for at each position. With 0, some servers return none at all.
 LOGPROBS = 1
+#: The most stop strings of a request. The others are found in its answer.
+MOST_STOPS = 4
+#: The range of temperatures in the protocol, and the lowest one above 0: servers raise lower ones, or decode greedily.
+HOTTEST, COLDEST = 2.0, 0.01
+#: The parameters of the protocol that are tried.
+PENALTIES = ("presence_penalty", "frequency_penalty")
+#: Fields for which a server may have defaults that change the distribution, at the values that change nothing. They are
+#: sent to servers that do not refuse them.
+NEUTRAL: dict[str, Any] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
 # Prompts --------------------------------------------------------------------------------------------------------------
@@ -62,67 +80,134 @@ def _no_text(info: ServerInfo) -> RowFailure:
 # Generating -----------------------------------------------------------------------------------------------------------
 
 
-def generation_requests(request: GenerateRequest, info: ServerInfo) -> dict[int, Payload]:
-    """Return the payloads by row number, without the rows whose prompt cannot be sent.
+def generation_requests(request: GenerateRequest, info: ServerInfo) -> dict[int, Payload | RowFailure]:
+    """Return the payload of each row, or that its prompt cannot be sent.
 
     Raises:
-        CapabilityError, InvalidRequestError: what the server would ignore or change; see `sampling.check`.
+        CapabilityError, InvalidRequestError: what the server would ignore or change.
     """
-    check(request, info)
-    most = request.sampling.max_new_tokens
-    context = info.capabilities.max_context
-    if most is None and context is None:
-        raise CapabilityError(
-            "the server does not say how long its context is, so an answer cannot fill it; give max_new_tokens, or "
-            "open the backend with max_context=",
-            capability="max_context",
-        )
+    _check(request, info)
     seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     details: Payload = {}
     if request.logprobs != "none" or (info.naming is not None and not info.states_ids):
         details["logprobs"] = LOGPROBS
-    payloads = {}
+    payloads: dict[int, Payload | RowFailure] = {}
     for row, (ids, seed) in enumerate(zip(request.prompts.tolist(), seeds, strict=True)):
         prompt = prompt_of(ids, info)
-        if prompt is None:
-            continue
-        limit = (context or 0) - len(ids) if most is None else most
-        payloads[row] = {**info.fields, **parameters(request, info, limit, seed), **details, "prompt": prompt}
+        fields = {"max_tokens": _limit(request, ids, info), **_parameters(request, info, seed), **details}
+        payloads[row] = _no_text(info) if prompt is None else {**info.fields, **fields, "prompt": prompt}
     return payloads
 
 
-def generation_result(
-    request: GenerateRequest, payloads: Mapping[int, Payload], entries: Sequence[Any], info: ServerInfo
-) -> GenerateResult:
-    """Return the answers in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them."""
-    stops = StopStrings.of_rows(request, info.tokenizer)
-    prompts = request.prompts.tolist()
-    rows: list[RowAnswer | RowFailure] = [_no_text(info)] * len(prompts)
-    for (row, payload), entry in zip(payloads.items(), entries, strict=True):
-
-        def parse(reply: Any, aborted: bool, row: int = row, limit: int = payload["max_tokens"]) -> RowAnswer:
-            check_prompt(reply, prompts[row], info)
-            return row_answer(reply, request, limit, stops[row], info)
-
-        rows[row] = row_outcome(entry, parse)
-    return generate_result(request, rows)
+def _limit(request: GenerateRequest, prompt: list[int], info: ServerInfo) -> int:
+    """Return the most tokens of an answer."""
+    most = request.sampling.max_new_tokens
+    return (info.capabilities.max_context or 0) - len(prompt) if most is None else most
 
 
-def counted(on_answer: Callable[[int, int], None] | None, rows: Sequence[int]) -> Callable[[int, Any], None] | None:
-    """Return a function that tells `on_answer` about request number i, which is of row ``rows[i]``, and its reply."""
-    if on_answer is None:
-        return None
-    return lambda number, reply: on_answer(rows[number], count(reply, "completion_tokens") or 0)
+def _parameters(request: GenerateRequest, info: ServerInfo, seed: int | None) -> Payload:
+    sampling = request.sampling
+    fields: Payload = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    for name in VOUCHED.keys() & sampling.engine_parameters().keys():
+        fields[VOUCHED[name][1]] = getattr(sampling, name)
+    if sampling.greedy:
+        # Greedy decoding draws nothing, so truncation has no effect.
+        fields["top_p"] = 1.0
+    elif seed is not None:
+        fields["seed"] = seed
+    # A server that is told all stop ids needs not know which of them is its own EOS.
+    if info.ignores_eos and (info.stops_at_ids or not info.eos_token_ids <= request.stop_ids):
+        fields["ignore_eos"] = True
+    if info.stops_at_ids:
+        fields["stop_token_ids"] = sorted(request.stop_ids)
+    # `row_answer` finds all stop strings in the answer, those that the server is not told as well.
+    stops = stops_without_specials(sampling, info.tokenizer)[:MOST_STOPS]
+    if info.stops_at_strings and stops and not sampling.min_new_tokens:
+        fields["stop"] = list(stops)
+    return fields
 
 
-def row_answer(reply: Any, request: GenerateRequest, limit: int, stops: StopStrings, info: ServerInfo) -> RowAnswer:
-    """Return the answer in a reply: its ids as far as they belong to it, their log-probs, and why it ended."""
-    choice = only_choice(reply)
-    reason = choice.get("finish_reason")
+def _check(request: GenerateRequest, info: ServerInfo) -> None:
+    """Refuse what the server would serve differently, and log-probs of a distribution that was not tried."""
+    sampling, given = request.sampling, request.sampling.engine_parameters()
+    if 0 < sampling.temperature < COLDEST:
+        raise InvalidRequestError(
+            f"temperature: servers raise {sampling.temperature} or decode greedily; give 0 or at least {COLDEST}",
+            field="temperature",
+        )
+    truncations: list[str] = [name for name in ("top_k", "top_p", "min_p") if name in given]
+    ends_at_eos_only = request.stop_ids <= info.eos_token_ids
+    reshaped, untried = [], list[str]()
+    if request.logprobs != "none":
+        reshaped = ["temperature"] * ("temperature" in given) + truncations if info.logprobs == "untouched" else []
+        untried = sorted((VOUCHED.keys() & given.keys()) - info.tried - {"top_k", "min_p"})
+    refused = (
+        (
+            not sampling.greedy and not info.samples,
+            "temperature",
+            "the server answers greedily at every temperature; give temperature=0, or have it sample with a field that "
+            "every request carries (extra_body=)",
+        ),
+        (
+            len(truncations) > 1,
+            "top_p",
+            "servers apply top_k, top_p and min_p in different orders; give one of them",
+        ),
+        (
+            not info.ignores_eos and not info.eos_token_ids <= request.stop_ids,
+            "ignore_eos",
+            "the server ends every answer at EOS, and was not seen to honour ignore_eos; leave it out",
+        ),
+        (
+            not info.knows_ids and not ends_at_eos_only,
+            "stop_token_ids",
+            "the server does not say which ids it sampled, so that an answer cannot end with one of stop_token_ids; "
+            "give stop",
+        ),
+        (
+            sampling.min_new_tokens and not info.stops_at_ids and not ends_at_eos_only,
+            "min_new_tokens",
+            "the server does not know the stop ids, so it cannot hold them back; leave out min_new_tokens",
+        ),
+        (
+            reshaped,
+            "generation_modes",
+            f"it could not be found out whether the server's log-probs are the model's own with {''.join(reshaped[:1])}"
+            "; give temperature=1 and no truncation, or logprobs='none'",
+        ),
+        (
+            untried,
+            "generation_modes",
+            f"it is not known whether the server's log-probs include {', '.join(untried)}; leave it out, or ask for "
+            "logprobs='none'",
+        ),
+        (
+            sampling.max_new_tokens is None and info.capabilities.max_context is None,
+            "max_context",
+            "the server does not say how long its context is, so an answer cannot fill it; give max_new_tokens, or "
+            "open the backend with max_context=",
+        ),
+    )
+    for applies, capability, why in refused:
+        if applies:
+            raise CapabilityError(why, capability=capability)
+
+
+def row_answer(
+    reply: Any, prompt: list[int], request: GenerateRequest, stops: StopStrings, info: ServerInfo
+) -> RowAnswer:
+    """Return the answer in a reply: its ids as far as they belong to it, their log-probs, and why it ended.
+
+    Raises:
+        RowError: the reply is not the answer to this prompt, or cannot be trusted.
+    """
+    check_prompt(reply, prompt, info)
+    limit, reason = _limit(request, prompt, info), only_choice(reply).get("finish_reason")
     ids, told = answer_ids(reply, info, need_logprobs=request.logprobs != "none")
     ids = checked_ids(ids, vocab_size=info.capabilities.vocab_size, limit=limit)
-    length, reason = _end(ids, reason, request, stops)
-    ended = bool(length) and (ids[length - 1] in request.stop_ids or stops.occurs_in(ids[:length]))
+    end = answer_end(ids, request.stop_ids, stops)
+    length, reason = (len(ids), reason) if end is None else (end, "stop")
+    ended = end is not None or stops.occurs_in(ids)
     if reason == "stop" and not ended and _hides_eos(reply, length, info):
         ids, length = _with_eos(ids, request, info, limit), length + 1
         ended = True
@@ -189,13 +274,6 @@ def _encoded_answer(reply: Any, info: ServerInfo) -> list[int]:
     return ids
 
 
-def _end(ids: list[int], reason: Any, request: GenerateRequest, stops: StopStrings) -> tuple[int, Any]:
-    """Return how many ids belong to the answer, and why it ended: the server may not know all that ends one."""
-    first_id = next((at + 1 for at, token in enumerate(ids) if token in request.stop_ids), None)
-    ends = [end for end in (first_id, stops.first_end(ids)) if end is not None]
-    return (min(ends), "stop") if ends else (len(ids), reason)
-
-
 def _hides_eos(reply: Any, length: int, info: ServerInfo) -> bool:
     """Return whether an answer of so many tokens ended with an EOS that is not among them.
 
@@ -221,35 +299,19 @@ def _with_eos(ids: list[int], request: GenerateRequest, info: ServerInfo, limit:
 
 
 def scoring_requests(request: ScoreRequest, info: ServerInfo) -> dict[int, Payload]:
-    """Return the payloads by row number, without the rows of which nothing is asked.
-
-    Temperature 1 without truncation makes every kind of log-prob the model's own.
-    """
-    payloads: dict[int, Payload] = {}
+    """Return the payloads by row number, without the rows of which nothing is asked."""
     starts = request.score_from.clamp_min(1).tolist()
-    for row, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
-        if start < len(ids):
-            payloads[row] = echo_request(ids, info)
-    return payloads
+    rows = enumerate(zip(request.sequences.tolist(), starts, strict=True))
+    return {row: echo_request(ids, info) for row, (ids, start) in rows if start < len(ids)}
 
 
 def echo_request(ids: list[int], info: ServerInfo) -> Payload:
-    """Return the request that scores these ids."""
+    """Return the request that scores these ids.
+
+    Temperature 1 without truncation makes every kind of log-prob the model's own.
+    """
     details = {"echo": True, "logprobs": LOGPROBS, "max_tokens": info.echo, "temperature": 1.0, "top_p": 1.0}
     return {**info.fields, **details, "prompt": prompt_of(ids, info)}
-
-
-def scoring_result(
-    request: ScoreRequest, payloads: Mapping[int, Payload], entries: Sequence[Any], info: ServerInfo
-) -> ScoreResult:
-    """Return the scores in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them."""
-    sequences = request.sequences.tolist()
-
-    def outcome(row: int, entry: Any) -> RowScores | RowFailure:
-        return row_outcome(entry, lambda reply, aborted: row_scores(reply, sequences[row], info))
-
-    outcomes = {row: outcome(row, entry) for row, entry in zip(payloads, entries, strict=True)}
-    return score_result(request, outcomes)
 
 
 def row_scores(reply: Any, ids: list[int], info: ServerInfo) -> RowScores:
@@ -270,3 +332,62 @@ def row_scores(reply: Any, ids: list[int], info: ServerInfo) -> RowScores:
     if told.logprobs[0] is not None:
         raise RowError("it gives a log-prob to the first token, which has none: it counts positions differently")
     return RowScores(checked_logprobs(told.logprobs[1 : len(ids)], len(ids) - 1))
+
+
+# Replies --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What a reply says of each token.
+
+    Log-probs come as parallel lists (OpenAI's Completions, vLLM, SGLang) or as a list of tokens (its Chat Completions,
+    llama.cpp).
+
+    Attributes:
+        names: how the server names each token: by its text, or ``token_id:5`` if it gives the id.
+        logprobs: one for each token; None where the server gives none.
+        top: the log-probs of the most probable tokens by name; empty where the server gives none.
+    """
+
+    names: list[str]
+    logprobs: list[Any]
+    top: list[Mapping[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def reported(choice: Mapping[str, Any]) -> Reported:
+    """Return what a choice says of its tokens.
+
+    Raises:
+        RowError: it has no log-probs, or their lists are not equally long.
+    """
+    found = choice.get("logprobs")
+    if isinstance(found, dict) and isinstance(found.get("content"), list):
+        entries = found["content"]
+        by_content: list[Mapping[str, Any]] = [
+            {_name(each): each.get("logprob") for each in entry.get("top_logprobs") or []}
+            for entry in map(dict, entries)
+        ]
+        return Reported([_name(entry) for entry in entries], [entry.get("logprob") for entry in entries], by_content)
+    if not isinstance(found, dict) or not isinstance(found.get("tokens"), list):
+        raise RowError("it has no log-probs")
+    names, logprobs = found["tokens"], found.get("token_logprobs")
+    if not isinstance(logprobs, list) or len(logprobs) != len(names) or not {*map(type, names)} <= {str}:
+        raise RowError("its log-probs are not one for each of its tokens")
+    top = [each if isinstance(each, dict) else {} for each in found.get("top_logprobs") or []]
+    return Reported(names, logprobs, [*top, *[{}] * (len(names) - len(top))])
+
+
+def count(reply: Any, name: str) -> int | None:
+    """Return a number of the reply's ``usage``, such as ``prompt_tokens``; None if it has none."""
+    usage = reply.get("usage") if isinstance(reply, dict) else None
+    found = usage.get(name) if isinstance(usage, dict) else None
+    return found if type(found) is int else None
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    # llama.cpp gives the id as well.
+    return f"{BY_ID}{entry['id']}" if type(entry.get("id")) is int else str(entry["token"])

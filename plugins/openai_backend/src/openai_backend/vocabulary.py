@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from corelm_engine_kit import RowError
-from openai_backend.replies import BY_ID
 
+#: What stands before the id in the name of a token, if a server names tokens by their ids.
+BY_ID = "token_id:"
 #: How a server names a token: ``token_id:5``, the text that its id decodes to alone, or its entry in the vocabulary.
 Naming = Literal["id", "text", "entry"]
 #: What an incomplete character decodes to.

@@ -1,4 +1,4 @@
-"""`SGLangBackend`: the hooks, and `open`, which launches a server or connects to one behind a URL."""
+"""`SGLangBackend`: an SGLang server, which `open` launches, or connects to behind a URL."""
 
 from __future__ import annotations
 
@@ -10,26 +10,44 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import (
-    AbortRequest,
-    Capabilities,
     CloseRequest,
+    Deadline,
     GenerateRequest,
     GenerateResult,
     HealthRequest,
+    RowAnswer,
+    RowFailure,
+    RowScores,
     ScoreRequest,
     ScoreResult,
     SleepRequest,
+    StopStrings,
     WakeRequest,
     WeightUpdate,
+    generate_result,
     hookimpl,
-    opening_within,
+    score_result,
 )
-from corelm_engine_kit import VISIBLE_DEVICES, HttpClient, WeightGroup, refuse_missing_path, visible_devices
-from sglang_backend import weights
-from sglang_backend.capabilities import DUMMY, MODEL_INFO, ModelHints, checkpoint_of, read_server
+from corelm_engine_kit import (
+    VISIBLE_DEVICES,
+    Expected,
+    HttpClient,
+    HttpEngine,
+    HttpOptions,
+    ModelHints,
+    Payload,
+    SignOfWork,
+    WeightGroup,
+    refuse_missing_path,
+    takes_http_options,
+    visible_devices,
+)
+from sglang_backend import protocol
+from sglang_backend.adapters import adapters_of
+from sglang_backend.capabilities import DUMMY, HEALTH_GENERATE, MODEL_INFO, ServerInfo, checkpoint_of, read_server
 from sglang_backend.probing import modes_by_environment, probe_server
-from sglang_backend.server import SGLangServer
-from sglang_backend.signs import SIGN
+from sglang_backend.replies import decode
+from sglang_backend.weights import ServerWeights
 
 if TYPE_CHECKING:
     from sglang_backend.launch import LaunchedServer
@@ -38,33 +56,54 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "SGLANG_API_KEY"
 #: Seconds that a launched server may take to start: loading a large model is slow.
 STARTUP_TIMEOUT = 600.0
-#: Seconds that reading and probing a server may take. The first request that a server gets may make it compile.
-OPEN_TIMEOUT = 300.0
+#: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
+_ABORT_TIMEOUT = 10.0
+#: What the server calls the parts that wake. Its CUDA graphs are of use only with the cache.
+_MEMORY = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
 
 
-class SGLangBackend:
+class SGLangBackend(HttpEngine):
     """Samples from and scores with an SGLang server. It takes any number of calls at a time; the server batches them.
 
-    Attributes:
-        engine: the connection to the server.
+    Args:
+        client: the connection to the server.
+        info: what is known about the server.
         launched: the server's process, if this backend started it; None for a server behind a URL.
+        dummy: what the first weights have to fit, if the server was launched without weights.
+        weight_group: where the server joins this process to be sent tensors; None if it is sent none.
+        group_timeout: seconds that the server may take to join, or to receive tensors.
+
+    Attributes:
+        launched: likewise.
+        weights: the server's weights.
     """
 
     requires_api = ">=1,<2"
+    rows_path, id_field, health_path = protocol.GENERATE, "rid", MODEL_INFO
+    ends_rows = True
+    info: ServerInfo
 
-    def __init__(self, engine: SGLangServer, launched: LaunchedServer | None) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        client: HttpClient,
+        info: ServerInfo,
+        launched: LaunchedServer | None = None,
+        *,
+        dummy: Expected | None = None,
+        weight_group: WeightGroup | None = None,
+        group_timeout: float = 600.0,
+    ) -> None:
+        super().__init__(client, info)
         self.launched = launched
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.engine.capabilities
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.engine.tokenizer
+        # Such a server reads files of this machine.
+        here = launched is not None
+        self.weights = ServerWeights(
+            self, takes_state_dict=here, dummy=dummy, group=weight_group, group_timeout=group_timeout
+        )
+        self._adapters = adapters_of(client, info, reads_files_here=here)
 
     @classmethod
+    @takes_http_options
     def open(
         cls,
         model: Any = None,
@@ -74,13 +113,7 @@ class SGLangBackend:
         vocab_size: int | None = None,
         max_context: int | None = None,
         eos_token_ids: Iterable[int] | None = None,
-        api_key: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        connect_timeout: float = 10.0,
-        read_timeout: float = 600.0,
-        max_in_flight: int | None = None,
-        max_retries: int = 5,
-        open_timeout: float = OPEN_TIMEOUT,
+        http: HttpOptions,
         weight_group: str | WeightGroup | None = None,
         startup_timeout: float = STARTUP_TIMEOUT,
         env: Mapping[str, str] | None = None,
@@ -97,18 +130,11 @@ class SGLangBackend:
             vocab_size: ids are below it; None to read the model's configuration.
             max_context: the longest prompt + answer, in tokens; None to ask the server.
             eos_token_ids: the ids that end every answer; None to read the model's files.
-            api_key: the key of a server behind a URL; None to take it from ``SGLANG_API_KEY``.
-            headers: sent with every request to a server behind a URL.
-            connect_timeout: seconds to make a connection.
-            read_timeout: seconds without an answer or a sign of work, which ``/health_generate`` gives, after which the
-                server counts as hung. An answer may take longer.
-            max_in_flight: the most rows at the server at a time, over all threads; None is 4,096, or fewer if this
-                process may not open as many connections.
-            max_retries: how often a request is repeated after a failure that may pass.
-            open_timeout: seconds for all requests that find out what the server can do.
+            http: see `HttpOptions`. A key and headers are for a server behind a URL; the key may be in SGLANG_API_KEY.
+                ``/health_generate`` gives signs of work, so that an answer may take longer than ``read_timeout``.
             weight_group: the host by which a server behind a URL reaches this process, or that and a port. New weights
                 can be tensors then: they are sent to the server, which joins this process at the first ones.
-            startup_timeout: seconds that a launched server may take to start, before those requests.
+            startup_timeout: seconds that a launched server may take to start, before it is asked what it can do.
             env: added to the environment of a launched server.
             devices: the numbers of the GPUs that a launched server uses, as torch counts them here; None for the first.
             progress: show on standard error how long a launched server has been starting.
@@ -121,7 +147,7 @@ class SGLangBackend:
             EngineError: the server ends while it starts (the message holds the end of its log), or what answers at
                 `base_url` is not an SGLang server.
             CapabilityError: `weight_group` for a server that cannot be sent tensors.
-            BackendTimeoutError: the server is not ready in time, or does not answer within `open_timeout`.
+            BackendTimeoutError: the server is not ready in time, or does not answer within ``open_timeout``.
         """
         launching = {
             **server_args,
@@ -130,8 +156,7 @@ class SGLangBackend:
             "startup_timeout": None if startup_timeout == STARTUP_TIMEOUT else startup_timeout,
             "progress": None if progress else progress,
         }
-        connecting = {"api_key": api_key, "headers": headers}
-        _check_options(model, base_url, launching, connecting)
+        _check_options(model, base_url, launching, {"api_key": http.api_key, "headers": http.headers})
         group = WeightGroup.given(weight_group)
         if base_url is None:
             _refuse({"weight_group": group}, "only for a server behind base_url; a launched one takes tensors without")
@@ -150,35 +175,24 @@ class SGLangBackend:
                 from sglang_backend.launch import LaunchedServer
 
                 refuse_missing_path("model", model)
+                model = os.fspath(model)
                 if server_args.get("load_format") == DUMMY:
-                    dummy = checkpoint_of(
-                        os.fspath(model),
-                        hints.trust_remote_code,
-                        option=f"load_format={DUMMY!r}",
-                        capability="load_format",
-                    )
+                    option = f"load_format={DUMMY!r}"
+                    dummy = checkpoint_of(model, hints.trust_remote_code, option=option, capability="load_format")
                     modes = modes_by_environment({**os.environ, **(env or {})})
                 chosen = {} if devices is None else {VISIBLE_DEVICES: visible_devices(devices)}
-                launched = LaunchedServer(os.fspath(model), server_args, dict(env or {}) | chosen)
+                launched = LaunchedServer(model, server_args, dict(env or {}) | chosen)
                 cleanup.callback(launched.close)
-                base_url, api_key = launched.base_url, launched.api_key
-            client = HttpClient(
-                base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url,
-                api_key,
-                key_variable=KEY_VARIABLE,
-                headers=headers,
-                connect_timeout=connect_timeout,
-                read_timeout=read_timeout,
-                sign=SIGN,
-                max_in_flight=max_in_flight,
-                max_retries=max_retries,
-                ended=None if launched is None else launched.ended,
-            )
+                base_url, http = launched.base_url, replace(http, api_key=launched.api_key)
+            # The page answers once the scheduler has returned a token of any request. While it loads weights it returns
+            # none: the server need only be alive.
+            sign = SignOfWork(rows=protocol.GENERATE, page=HEALTH_GENERATE, alive=MODEL_INFO)
+            client = http.client(base_url, KEY_VARIABLE, sign=sign, ended=None if launched is None else launched.ended)
             cleanup.callback(client.close)
             if launched is not None:
                 launched.wait_until(lambda: client.answers(MODEL_INFO), startup_timeout, f"sglang, {model}", progress)
-            with opening_within(open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
-                info = probe_server(client, read_server(client, hints, deadline), deadline, modes)
+            with http.opening(client) as deadline:
+                info = probe_server(cls(client, read_server(client, hints, deadline)), deadline, modes)
                 info = replace(info, capabilities=replace(info.capabilities, without_weights=dummy is not None))
             if group is not None and info.no_group:
                 raise CapabilityError(
@@ -188,55 +202,128 @@ class SGLangBackend:
                     capability="update_weights",
                 )
             cleanup.pop_all()
-        engine = SGLangServer(
-            client,
-            info,
-            takes_state_dict=launched is not None,
-            dummy=dummy,
-            weight_group=group,
-            group_timeout=read_timeout,
-        )
-        return cls(engine, launched)
+        return cls(client, info, launched, dummy=dummy, weight_group=group, group_timeout=http.read_timeout)
+
+    # Rows ------------------------------------------------------------------------------------------------------------
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         self._require_running()
-        return self.engine.generate(request)
+        weights = self.weights.history.of_call(request)
+        runs = [weights.before] * len(request.prompts)
+        stops, limits = StopStrings.of_rows(request, self.tokenizer), protocol.limits(request, self.info)
+
+        def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
+            meta = reply["meta_info"]
+            answer = protocol.whole_answer(reply, aborted, request, limits[row], stops[row], self.info, weights)
+            if answer.ids:
+                runs[row] = weights.runs(meta, len(answer.ids))
+            return answer
+
+        streams = None
+        if request.on_tokens is not None:
+            streams = protocol.AnswerStreams(request, self.info, parse, weights, runs)
+        payloads = self._bodies(request, protocol.generation_requests(request, self.info))
+        rows = self.map_rows(request, payloads, parse, streams)
+        result = generate_result(request, list(rows.values()))
+        return result if request.weight_version is None else replace(result, version_runs=tuple(runs))
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         self._require_running()
-        return self.engine.score(request)
+        sequences, starts = request.sequences.tolist(), request.score_from.tolist()
+
+        def parse(row: int, reply: Any, aborted: bool) -> RowScores | RowFailure:
+            return protocol.row_scores(reply, sequences[row], starts[row], request, self.info)
+
+        return score_result(
+            request, self.map_rows(request, self._bodies(request, protocol.scoring_requests(request)), parse)
+        )
+
+    def _bodies(
+        self, request: GenerateRequest | ScoreRequest, payloads: list[Payload]
+    ) -> dict[int, Payload | RowFailure]:
+        """Return the payloads by row, with the adapter of the request."""
+        named = {"lora_path": self._adapters.server_name(request.adapter)} if request.adapter else {}
+        return {row: {**payload, **named} for row, payload in enumerate(payloads)}
+
+    def post_rows(
+        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, **options: Any
+    ) -> list[Any]:
+        """Post requests, and those again that the server refuses as duplicates of a request whose connection broke."""
+        entries = super().post_rows(payloads, names, deadline, decode=decode, **options)
+        again = [row for row, entry in enumerate(entries) if protocol.is_duplicate(entry)]
+        if again:
+            streamed = options.get("streamed")
+            if streamed is not None:
+                streamed = replace(streamed, tell=lambda number, reply: options["streamed"].tell(again[number], reply))
+            bodies, whose = [payloads[row] for row in again], [names[row] for row in again]
+            repeated = super().post_rows(bodies, whose, deadline, decode=decode, streamed=streamed)
+            for row, entry in zip(again, repeated, strict=True):
+                entries[row] = entry
+        return entries
+
+    def is_reply_to(self, payload: Payload, reply: Any) -> bool:
+        return protocol.is_reply_to(payload, reply)
+
+    def count_tokens(self, reply: Any) -> int:
+        return len(reply["output_ids"])
+
+    def serves(self, timeout: float | None = None) -> bool:
+        """Return whether the server's scheduler returns anything in time. `MODEL_INFO` answers without it."""
+        return self.answers(HEALTH_GENERATE, timeout)
+
+    def end_rows(self, ids: Sequence[str]) -> None:
+        for rid in ids:
+            # The server aborts every request whose id starts with `rid`. Ours are equally long, so that is one.
+            self.client.post("/abort_request", {"rid": rid}, timeout=_ABORT_TIMEOUT, expect_json=False)
+
+    # Weights and memory ----------------------------------------------------------------------------------------------
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
         self._require_running()
-        weights.load(self.engine, request)
+        if request.adapter is None:
+            self.weights.load(request)
+        else:
+            self._adapters.update(request)
         return True
 
     @hookimpl
     def sleep(self, request: SleepRequest) -> bool:
+        """Free the memory of the server's GPUs: weights, cache and CUDA graphs.
+
+        Raises:
+            InvalidRequestError: the server works on requests of other clients. Nothing has changed.
+            EngineError: the server failed.
+        """
         self._require_running()
-        self.engine.sleep(request)
+        # A server that is not idle would end itself; this refuses instead.
+        self.client.post("/flush_cache", {}, expect_json=False)
+        self.weights.asleep = True
+        self.client.post("/release_memory_occupation", {}, expect_json=False)
         return True
 
     @hookimpl
     def wake(self, request: WakeRequest) -> bool:
         self._require_running()
-        self.engine.wake(request)
+        tags = [name for tag in sorted(request.tags) for name in _MEMORY[tag]]
+        self.client.post("/resume_memory_occupation", {"tags": tags}, expect_json=False)
+        self.weights.asleep = not request.last
+        self.weights.try_modes()
         return True
+
+    # The server ------------------------------------------------------------------------------------------------------
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:
-        return (self.launched is None or self.launched.alive) and self.engine.health()
-
-    @hookimpl
-    def abort(self, request: AbortRequest) -> bool:
-        return self.engine.abort(request)
+        return (self.launched is None or self.launched.alive) and super().health(request)
 
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
-        self.engine.close()
+        self.weights.close()
+        super().close(request)
+        self._adapters.close()
         if self.launched is not None:
             self.launched.close()
         return True

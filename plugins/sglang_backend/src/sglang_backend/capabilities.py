@@ -5,16 +5,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from corelm.errors import CapabilityError, EngineError, InvalidRequestError, described
+from corelm.errors import CapabilityError, EngineError, described
 from corelm.spec import Capabilities, Deadline, saved_shapes
-from corelm_engine_kit import Expected, HttpClient, eos_token_ids, local_checkpoint, why_unreadable
+from corelm.validate import invalid
+from corelm_engine_kit import (
+    Expected,
+    HttpClient,
+    ModelHints,
+    eos_token_ids,
+    generation_config,
+    local_checkpoint,
+    model_config,
+)
 from sglang_backend.sampling import HONOURED
 
 #: A page that needs no scheduler: it answers as soon as the server's own process runs.
@@ -29,25 +37,6 @@ DUMMY = "dummy"
 _MOST_CANDIDATES, _MOST_DISAGGREGATED = 1024, 128
 #: SGLang ends an answer with the model's EOS, and also with these tokens if the tokenizer has added them.
 _EXTRA_EOS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelHints:
-    """What the caller says about the model. Each hint replaces what would be read from the server or its files.
-
-    Attributes:
-        tokenizer: a tokenizer, or the folder or hub name of one; None for the model's own.
-        vocab_size: ids are below it; None to read the model's configuration.
-        max_context: the longest row, in tokens; None to ask the server.
-        eos_token_ids: the ids that end every answer; None to read the model's files.
-        trust_remote_code: allow code from the model's folder when its files are read.
-    """
-
-    tokenizer: Any = None
-    vocab_size: int | None = None
-    max_context: int | None = None
-    eos_token_ids: Iterable[int] | None = None
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +85,16 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     if model_info.get("is_generation") is not True:
         raise EngineError(f"{client.base_url} is not an SGLang server with a model that generates text", usable=False)
     model = str(settings.get("model_path"))
-    tokenizer = _tokenizer(hints, str(model_info.get("tokenizer_path") or model))
-    config, problem = _config(model, hints.trust_remote_code)
-    vocab_size = hints.vocab_size or _vocab_size(config, model, problem)
+    tokenizer = hints.read_tokenizer(str(model_info.get("tokenizer_path") or model), hints.trust_remote_code)
+    config, problem = model_config(model, hints.trust_remote_code)
+    if hints.vocab_size is None and config is None:
+        raise invalid("vocab_size", f"the configuration of {model!r} {problem}; pass vocab_size=")
+    vocab_size = hints.vocab_size or int(config.get_text_config().vocab_size)
     excluded = _unsupported_parameters(settings)
     capabilities = Capabilities(
         vocab_size=vocab_size,
         max_context=hints.max_context or _max_context(settings),
-        eos_token_ids=_eos_token_ids(hints, (config, _generation_config(model)), tokenizer, vocab_size),
+        eos_token_ids=_eos_token_ids(hints, (config, generation_config(model)), tokenizer, vocab_size),
         sampling={name: span for name, span in HONOURED.items() if name not in excluded},
         score=True,
         argmax=True,
@@ -238,52 +229,8 @@ def _max_context(settings: Mapping[str, Any]) -> int:
     """
     refused_length = settings.get("max_req_input_len")
     if not isinstance(refused_length, int):
-        raise InvalidRequestError(
-            "max_context: the server does not report its limit; pass max_context=", field="max_context"
-        )
+        raise invalid("max_context", "the server does not report its limit; pass max_context=")
     return refused_length - 1
-
-
-def _vocab_size(config: Any, model: str, problem: str) -> int:
-    if config is None:
-        raise InvalidRequestError(
-            f"vocab_size: the configuration of {model!r} {problem}; pass vocab_size=", field="vocab_size"
-        )
-    return int(config.get_text_config().vocab_size)
-
-
-def _config(model: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return the model's configuration; None and the reason if it cannot be read."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code), ""
-    except (OSError, ValueError) as error:
-        return None, why_unreadable(error)
-
-
-def _generation_config(model: str) -> Any:
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(model)
-    except (OSError, ValueError):
-        return None
-
-
-def _tokenizer(hints: ModelHints, path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    source = path if hints.tokenizer is None else hints.tokenizer
-    if not isinstance(source, (str, os.PathLike)):
-        return source
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=hints.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError(
-            f"tokenizer: {os.fspath(source)!r} {why_unreadable(error)}; pass tokenizer=",
-            field="tokenizer",
-        ) from error
 
 
 def _eos_token_ids(hints: ModelHints, configs: Iterable[Any], tokenizer: Any, vocab_size: int) -> frozenset[int]:

@@ -7,27 +7,32 @@ The first depends on the environment that the server was started with, the other
 from __future__ import annotations
 
 import logging
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from corelm.errors import CoreLMError, EngineError, InvalidRequestError
+from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import (
     Deadline,
     GenerateRequest,
-    GenerateResult,
     GenerationMode,
     Ragged,
+    RowAnswer,
+    RowFailure,
+    RowScores,
     SamplingParams,
     ScoreRequest,
-    ScoreResult,
+    StopStrings,
 )
-from corelm_engine_kit import HttpClient
+from corelm_engine_kit import HttpEngine, Payload, row_outcome
 from sglang_backend import protocol
 from sglang_backend.capabilities import ServerInfo
+from sglang_backend.weight_history import WeightHistory
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -58,10 +63,8 @@ def modes_by_environment(environment: Mapping[str, str]) -> frozenset[Generation
     return frozenset({"raw" if raw else "scaled"})
 
 
-def probe_server(
-    client: HttpClient, info: ServerInfo, deadline: Deadline, modes: frozenset[GenerationMode] | None = None
-) -> ServerInfo:
-    """Return `info` with the generation modes, the seeds and the kept ids that the server's replies show.
+def probe_server(engine: HttpEngine, deadline: Deadline, modes: frozenset[GenerationMode] | None = None) -> ServerInfo:
+    """Return the `info` of an engine with the generation modes, seeds and kept ids that the server's replies show.
 
     Args:
         modes: the generation modes, if the server has no weights with which they could be tried.
@@ -70,7 +73,7 @@ def probe_server(
         EngineError: the server does not answer, or its replies are not those of SGLang's ``/generate``.
         TimeoutError: the deadline has passed.
     """
-    probe = ServerProbe(client, info, deadline)
+    probe, info = ServerProbe(engine, deadline), engine.info
     assumed = modes is not None
     modes = probe.generation_modes() if modes is None else modes
     if "scaled" not in modes or (not assumed and not probe.returns_support()):
@@ -97,13 +100,12 @@ def probe_server(
 class ServerProbe:
     """Sends short requests to a server and draws conclusions from the replies."""
 
-    def __init__(self, client: HttpClient, info: ServerInfo, deadline: Deadline) -> None:
-        self._client = client
-        self._deadline = deadline
-        self._info = info
+    def __init__(self, engine: HttpEngine, deadline: Deadline) -> None:
+        self._engine, self._deadline = engine, deadline
+        self._info: ServerInfo = engine.info
         #: Whether the last answers said which of their tokens are of which weights.
         self.says_versions = False
-        self._prompt = [token % info.capabilities.vocab_size for token in range(1, 5)]
+        self._prompt = [token % self._info.capabilities.vocab_size for token in range(1, 5)]
 
     def generation_modes(self) -> frozenset[GenerationMode]:
         """Return whether log-probs of sampled tokens are the model's own (``raw``) or those of the logits divided by
@@ -111,10 +113,9 @@ class ServerProbe:
         """
         raw_errors, scaled_errors = [], []
         for temperature in _TEMPERATURES:
-            result = self._generate(temperature, range(_DRAWS), length=1)
-            assert result.logprobs is not None
-            sampled = [row[0] for row in result.logprobs.tolist()]
-            raw = self._raw_logprobs([row[0] for row in result.ids.tolist()])
+            answers = self._generate(temperature, range(_DRAWS), length=1)
+            sampled = [answer.logprobs[0] for answer in answers]
+            raw = self._raw_logprobs([answer.ids[0] for answer in answers])
             raw_errors.append(max(abs(a - b) for a, b in zip(sampled, raw, strict=True)))
             # A scaled log-prob is raw / temperature minus a normaliser that is the same for every token.
             normalisers = [a - b / temperature for a, b in zip(sampled, raw, strict=True)]
@@ -138,31 +139,31 @@ class ServerProbe:
         if not 1 < top_k <= limit:
             return False
         try:
-            result = self._generate(
+            answers = self._generate(
                 _TEMPERATURES[0], range(_DRAWS), length=1, top_k=top_k, return_support=True, top_logprobs=top_k
             )
         except (InvalidRequestError, EngineError) as error:
             # Servers that do not know the field ignore it; others may refuse it.
             _log.info("the server does not return the ids that truncation has left: %s", error)
             return False
-        assert result.kept_ids is not None and result.kept_log_mass is not None and result.top_logprobs is not None
-        expected = result.top_logprobs.values.logsumexp(-1)
-        exact = bool((result.kept_log_mass.values - expected).abs().max() < _SAME_MASS)
+        masses = [answer.top.logprobs.logsumexp(-1).item() for answer in answers if answer.top is not None]
+        kept = [(len(answer.kept_ids[0]), answer.kept_log_mass[0]) for answer in answers]
+        exact = all(abs(mass - own) < _SAME_MASS for mass, (_, own) in zip(masses, kept, strict=True))
         if not exact:
             _log.warning("the ids that the server says truncation has left are not the most probable ones")
-        return exact and bool((result.kept_ids.ids.lengths >= top_k).all())
+        return exact and all(count >= top_k for count, _ in kept)
 
     def honours_seeds(self) -> bool:
         """Return whether equal seeds give equal answers and another seed gives another answer."""
-        result = self._generate(_TEMPERATURES[-1], (1, 1, 2), length=_SEEDED_LENGTH)
-        first, repeated, other = result.ids.tolist()
+        answers = self._generate(_TEMPERATURES[-1], (1, 1, 2), length=_SEEDED_LENGTH)
+        first, repeated, other = (answer.ids for answer in answers)
         return bool(first == repeated != other)
 
     # Requests --------------------------------------------------------------------------------------------------------
 
     def _generate(
         self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any
-    ) -> GenerateResult:
+    ) -> list[RowAnswer]:
         """Sample `length` tokens per seed, always after the same prompt. `details` are other fields of the request."""
         request = GenerateRequest(
             prompts=Ragged.from_list([self._prompt] * len(seeds)),
@@ -174,11 +175,17 @@ class ServerProbe:
             timeout=None,
             **details,
         )
-        entries = self._post(protocol.generation_requests(request, self._info))
-        result = protocol.generation_result(request, entries, self._info)
-        _check_served(result)
-        self.says_versions = all(entry["meta_info"].get("weight_versions") for entry in entries)
-        return result
+        weights = WeightHistory(self._info.weight_label).of_call(request)
+        stops = StopStrings.of_rows(request, self._info.tokenizer)[0]
+        says_versions = []
+
+        def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
+            says_versions.append(bool(reply["meta_info"].get("weight_versions")))
+            return protocol.whole_answer(reply, aborted, request, length, stops, self._info, weights)
+
+        answers = self._ask(protocol.generation_requests(request, self._info), parse)
+        self.says_versions = all(says_versions)
+        return answers
 
     def _raw_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-prob of each of `tokens` after the prompt, as the server scores it: at temperature 1."""
@@ -192,31 +199,27 @@ class ServerProbe:
             request_ids=_request_ids(len(tokens)),
             timeout=None,
         )
-        entries = self._post(protocol.scoring_requests(request))
-        result = protocol.scoring_result(request, entries, self._info)
-        _check_served(result)
-        return [row[-1] for row in result.logprobs.tolist()]
+        rows = request.sequences.tolist()
 
-    def _post(self, payloads: Sequence[dict[str, Any]]) -> list[Any]:
-        entries = self._client.post_each(
-            protocol.GENERATE,
-            [{**payload, "rid": uuid.uuid4().hex} for payload in payloads],
-            names=_request_ids(len(payloads)),
-            is_reply_to=protocol.is_reply_to,
-            timeout=self._deadline.left(),
-        )
-        for entry in entries:
-            if isinstance(entry, CoreLMError):
-                raise entry
-        return entries
+        def parse(row: int, reply: Any, aborted: bool) -> RowScores | RowFailure:
+            return protocol.row_scores(reply, rows[row], len(self._prompt), request, self._info)
+
+        return [found.logprobs[-1] for found in self._ask(protocol.scoring_requests(request), parse)]
+
+    def _ask(self, payloads: Sequence[Payload], parse: Callable[[int, Any, bool], T | RowFailure]) -> list[T]:
+        """Return what `parse` makes of each reply.
+
+        Raises:
+            EngineError: a reply does not fit its request.
+        """
+        answers: list[T] = []
+        for row, reply in enumerate(self._engine.try_rows(payloads, self._deadline)):
+            outcome = row_outcome(reply, partial(parse, row))
+            if isinstance(outcome, RowFailure):
+                raise EngineError(outcome.why)
+            answers.append(outcome)
+        return answers
 
 
 def _request_ids(count: int) -> tuple[str, ...]:
     return tuple(f"probe-{number}" for number in range(count))
-
-
-def _check_served(result: GenerateResult | ScoreResult) -> None:
-    """Raise the first error of a row as an `EngineError`."""
-    for error in result.errors or ():
-        if error:
-            raise EngineError(error)

@@ -1,7 +1,6 @@
 """The payloads that SGLang's ``/generate`` is sent, and its replies, parsed and checked against the request.
 
-Every row is a request with its own seed, and fails alone. Nothing here talks to the server: `server` and `probing` post
-the payloads and hand in the entries that `HttpClient.post_each` returns.
+Every row is a request with its own seed, and fails alone. Nothing here talks to the server.
 """
 
 from __future__ import annotations
@@ -12,40 +11,38 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import (
     GenerateRequest,
-    GenerateResult,
     RowAnswer,
     RowFailure,
     RowScores,
     ScoreRequest,
-    ScoreResult,
     StopStrings,
-    generate_result,
-    score_result,
+    VersionRuns,
 )
 from corelm_engine_kit import (
-    ABORTED,
+    Payload,
+    ReplyStreams,
     RowError,
-    RowStreams,
+    SoFar,
+    answer_end,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
-    row_outcome,
 )
 from sglang_backend.candidates import argmax_of, candidate_fields, top_ids_of
 from sglang_backend.capabilities import ServerInfo
 from sglang_backend.kept import KeptIds, kept_fields, kept_ids, top_k_of, wants_truncated
 from sglang_backend.replies import Entries
 from sglang_backend.sampling import parameters, safe_stops
-from sglang_backend.weight_history import WeightHistory, WeightsOfCall
-
-Payload = dict[str, Any]
+from sglang_backend.weight_history import WeightsOfCall
 
 GENERATE = "/generate"
 #: What the server reports as the matched stop if the logits were NaN. The id that it returns then is made up.
 NAN = "NaN happened"
+#: How many characters of the server's own message an error repeats.
+_MESSAGE_LENGTH = 300
 #: The parts of an entry ``[logprob, id, text]``.
 _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 
@@ -86,62 +83,6 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
     ]
 
 
-class AnswerStreams(RowStreams):
-    """Also remembers what was last reported of each row that goes on: of an aborted row, the server says no more.
-
-    Attributes:
-        reported: the last ``meta_info`` by row.
-    """
-
-    def __init__(self, request: GenerateRequest, tokenizer: Any) -> None:
-        super().__init__(request, tokenizer)
-        self.reported: dict[int, Any] = {}
-
-
-def generation_result(
-    request: GenerateRequest,
-    entries: Sequence[Any],
-    info: ServerInfo,
-    streams: AnswerStreams | None = None,
-    weights: WeightsOfCall | None = None,
-) -> GenerateResult:
-    """Return the answers in `entries`, which are in the order of `generation_requests`.
-
-    Args:
-        streams: what was streamed of each row. It is the answer of a row that was aborted without a reply.
-        weights: those that the rows may have; None for those of `info` alone.
-    """
-    weights = weights or WeightHistory(info.weight_label).of_call(request)
-    runs = [weights.before] * len(entries)
-    stops = StopStrings.of_rows(request, info.tokenizer)
-    most = limits(request, info)
-
-    def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
-        if entry is ABORTED and streams is not None:
-            return row_outcome(streams, lambda told, _: whose(row, told.aborted(row), told.reported.get(row)))
-
-        def parse(reply: Any, aborted: bool) -> RowAnswer:
-            answer = whole_answer(reply, aborted, request, most[row], stops[row], info, weights)
-            return whose(row, answer, reply["meta_info"])
-
-        return row_outcome(entry, parse)
-
-    def whose(row: int, answer: RowAnswer, meta: Any) -> RowAnswer:
-        if answer.ids:
-            runs[row] = weights.runs(meta, len(answer.ids))
-        return answer
-
-    result = generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
-    return result if request.weight_version is None else replace(result, version_runs=tuple(runs))
-
-
-def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any], None] | None:
-    """Return a function that tells `on_answer` about a row and its reply; None for a request that shows no progress."""
-    if on_answer is None:
-        return None
-    return lambda row, reply: on_answer(row, len(reply["output_ids"]))
-
-
 def lists_of_answers(request: GenerateRequest) -> tuple[str, ...]:
     """Return the fields of ``meta_info`` that have an entry for each token of the answer."""
     names = ["output_token_logprobs"] if request.logprobs != "none" or request.return_support else []
@@ -172,6 +113,75 @@ def _reported(reported: Any, ids: list[int], info: ServerInfo) -> Sequence[float
     return checked_logprobs(values, len(ids))
 
 
+# Streams --------------------------------------------------------------------------------------------------------------
+
+
+class AnswerStreams(ReplyStreams):
+    """The streams of a call. Each event of a server is a reply with the whole answer so far.
+
+    Args:
+        request: the call.
+        info: what is known about the server.
+        parse: ``parse(row, reply, aborted)`` returns the answer in a whole reply.
+        weights: the weights that the rows may have.
+        runs: gets the `version_runs` of rows that are aborted without a reply.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        info: ServerInfo,
+        parse: Callable[[int, Any, bool], RowAnswer],
+        weights: WeightsOfCall,
+        runs: list[VersionRuns],
+    ) -> None:
+        super().__init__(request, info.tokenizer)
+        self._request, self._info, self._parse, self._weights, self._runs = request, info, parse, weights, runs
+        self._lists = lists_of_answers(request)
+        # Of an aborted row, the server says no more than what it has reported last.
+        self._reported: dict[int, Any] = {}
+
+    def joined(self, reply: Any, event: Any) -> Any:
+        """Return an event, which replaces the earlier ones.
+
+        Raises:
+            InvalidRequestError: the event says that the server refused the request.
+            EngineError: the event says that the request failed.
+        """
+        finish = event["meta_info"].get("finish_reason") or {}
+        status = finish.get("status_code")
+        if status is None:
+            return event
+        # Without streaming the server would send this status.
+        said = f"the server reports status {status}: {str(finish.get('message'))[:_MESSAGE_LENGTH]}"
+        raise InvalidRequestError(said) if status == 400 else EngineError(said)
+
+    def read(self, row: int, reply: Any) -> RowAnswer | SoFar:
+        ids, meta = reply["output_ids"], reply["meta_info"]
+        if meta.get("finish_reason") is not None:
+            return self._parse(row, reply, False)
+        # The server may add a token to one of the lists before it sends the others.
+        known = ids[: min(len(ids), *(len(meta.get(name) or []) for name in self._lists))] if self._lists else ids
+        self._reported[row] = meta
+
+        def part(first: int, end: int) -> RowAnswer:
+            some = {**meta, **{name: meta[name][first:end] for name in self._lists}}
+            return row_answer(some, known[first:end], None, "abort", self._request, self._info)
+
+        def others(count: int) -> dict[str, Any]:
+            answer = part(0, count)
+            return {"kept_ids": answer.kept_ids, "kept_log_mass": answer.kept_log_mass, "top": answer.top}
+
+        wanted = self._request.return_support or self._request.top_logprobs
+        return SoFar(known, lambda first, end: part(first, end).logprobs, others if wanted else None)
+
+    def aborted(self, row: int) -> RowAnswer:
+        answer = super().aborted(row)
+        if answer.ids:
+            self._runs[row] = self._weights.runs(self._reported[row], len(answer.ids))
+        return answer
+
+
 # Scoring --------------------------------------------------------------------------------------------------------------
 
 
@@ -188,18 +198,6 @@ def scoring_requests(request: ScoreRequest) -> list[Payload]:
         }
         for ids, start in zip(request.sequences.tolist(), request.score_from.tolist(), strict=True)
     ]
-
-
-def scoring_result(request: ScoreRequest, entries: Sequence[Any], info: ServerInfo) -> ScoreResult:
-    """Return the scores in `entries`, which are in the order of `scoring_requests`."""
-
-    def parse(entry: Any, ids: list[int], start: int) -> RowScores | RowFailure:
-        asked = ids[_logprob_start(ids, start) :]
-        return row_outcome(entry, lambda reply, aborted: _scores(reply, asked, info, request))
-
-    sequences, starts = request.sequences.tolist(), request.score_from.tolist()
-    rows = map(parse, entries, sequences, starts)
-    return score_result(request, dict(enumerate(rows)))
 
 
 def _candidates(request: ScoreRequest) -> int:
@@ -261,7 +259,10 @@ def whole_answer(
     if reason != "abort" or ids:
         # A request that was aborted before it ran has no weight version.
         weights.runs(meta, len(ids))
-    end = _end(ids, request.stop_ids, stops)
+    # The server misses some stops that core promises. It looks for stop strings in a few tokens only, as many as it
+    # would write the string in itself. It looks for none that `safe_stops` leaves out, and for no stop id where
+    # `parameters` had to switch that off.
+    end = answer_end(ids, request.stop_ids, stops)
     reason = checked_finish_reason(
         reason,
         len(ids),
@@ -299,23 +300,11 @@ def row_answer(
     return RowAnswer(ids, [] if request.logprobs == "none" else logprobs, reason, kept.ids, kept.log_mass, top)
 
 
-def _end(ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings) -> int | None:
-    """Return the length of the answer up to and including the token that ends it; None if no token does.
-
-    The server misses some stops that core promises. It looks for stop strings in a few tokens only, as many as it
-    would write the string in itself, and so misses one that is spelt in more tokens. It looks for no stop string that
-    `sampling.safe_stops` leaves out, and for no stop id where `sampling.parameters` had to switch that off.
-    """
-    by_id = None
-    if not stop_ids.isdisjoint(ids):
-        by_id = next(index + 1 for index, token in enumerate(ids) if token in stop_ids)
-    by_string = stops.first_end(ids[:by_id])
-    return by_id if by_string is None else by_string
-
-
-def _scores(reply: Any, ids: list[int], info: ServerInfo, request: ScoreRequest) -> RowScores | RowFailure:
-    """Return the scores of `ids`, the part of the row that was asked for, without the first one."""
-    meta = reply["meta_info"]
+def row_scores(
+    reply: Any, row: list[int], start: int, request: ScoreRequest, info: ServerInfo
+) -> RowScores | RowFailure:
+    """Return the scores in a reply, of the part of the row that was asked for, without its first id."""
+    meta, ids = reply["meta_info"], row[_logprob_start(row, start) :]
     if _finish_reason(meta) == "abort":
         return RowFailure("the request was aborted", aborted=True)
     _check_weights(meta, info.weight_label)

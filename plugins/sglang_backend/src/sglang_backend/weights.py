@@ -1,4 +1,4 @@
-"""New weights for an open engine: compared with the model's checkpoint first, then loaded.
+"""New weights for a server: compared with the model's checkpoint first, then loaded.
 
 SGLang loads the tensors whose names it knows and silently keeps its own for the rest. A tensor of another shape ends
 the server.
@@ -8,81 +8,308 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import WeightUpdate, whole_tensor
-from corelm_engine_kit import fitting, weights_folder
-from sglang_backend.server import SGLangServer
+from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
+from corelm.spec import Deadline, WeightUpdate, whole_tensor
+from corelm_engine_kit import WeightGroup, fitting, local_checkpoint, weights_folder
+from sglang_backend import handover
+from sglang_backend.capabilities import MODEL_INFO, ServerInfo, checkpoint_of
+from sglang_backend.probing import ServerProbe
+from sglang_backend.weight_channel import WeightChannel
+from sglang_backend.weight_history import WeightHistory
 
 if TYPE_CHECKING:
-    from corelm_engine_kit import Expected
+    from corelm_engine_kit import Expected, HttpClient, HttpEngine
 
 _log = logging.getLogger(__name__)
 
+#: Seconds for the first answers of a server that was launched without weights. They may make it compile.
+_CONFIRM_TIMEOUT = 300.0
+#: How often a paused server is told to go on, if it does not say that it does.
+_ATTEMPTS = 3
 
-def load(engine: SGLangServer, request: WeightUpdate) -> None:
-    """Load the weights of `request` into the server. If its owner has changed or loaded them, only drop what is cached.
 
-    Every later reply names these weights, or its row is an error.
+def tell(
+    client: HttpClient, path: str, payload: Mapping[str, Any], timeout: float | None = None, failure: str = ""
+) -> None:
+    """Post what changes a server. Not retried: the first attempt may have succeeded and only its reply been lost.
+
+    Args:
+        client: the connection to the server.
+        path: what it is told.
+        payload: with which details.
+        timeout: seconds that it may take.
+        failure: what it has not done if it fails, for the message.
 
     Raises:
-        InvalidRequestError: the weights cannot be read, do not fit, or cannot be compared. Nothing has changed.
-        CapabilityError: tensors for a server that this backend did not launch, without ``weight_group``.
-        EngineError: the server did not load them.
+        EngineError: the server did not do it.
+        BackendTimeoutError: it took longer than `timeout` seconds.
     """
-    if request.adapter is not None:
-        engine.load_adapter(request)
-        return
-    if request.by_owner:
-        engine.forget(request)
-        engine.weights_came()
-        return
-    if request.path is None and not engine.takes_state_dict and not engine.is_sent_tensors:
-        raise CapabilityError(
-            "to send tensors to a server behind a URL, open the backend with weight_group='HOST', the host by which "
-            "the server reaches this process; or save them where the server can read them, and pass that path",
-            capability="update_weights",
-        )
-    checkpoint = engine.checkpoint
-    if checkpoint is None:
-        field = "path" if request.path is not None else "state_dict" if request.state_dict is not None else "weights"
-        raise InvalidRequestError(
-            f"{field}: the checkpoint of the server's model {engine.info.model!r} is not on this machine, so new "
-            "weights cannot be compared with it, and weights that do not fit would end the server; open the backend on "
-            "a machine that has the checkpoint",
-            field=field,
-        )
-    _load(engine, request, checkpoint)
-    engine.weights_came()
+    reply = client.post(path, payload, timeout=timeout)
+    if not isinstance(reply, dict) or reply.get("success") is not True:
+        raise EngineError(client.secrets.masked(f"the server {failure or f'refused {path}'}: {reply}"))
 
 
-def _load(engine: SGLangServer, request: WeightUpdate, checkpoint: Expected) -> None:
-    """Hand a state dict to the server in memory if it takes it; else write it, or a stream, to a folder that it loads.
+class ServerWeights:
+    """The weights of a server. Every reply names those that it was made with, or its row is an error.
 
-    A stream is written, because a server that got half of one would have half of its weights. A server on another
-    machine is sent what was written.
+    Args:
+        engine: the server. A label of new weights is put into its `info`.
+        takes_state_dict: the server reads files of this machine, so a state dict can be handed over in one.
+        dummy: what the first weights have to fit, if the server was launched without weights.
+        group: where the server joins this process to be sent tensors; None if it is sent none.
+        group_timeout: seconds that the server may take to join, or to receive tensors.
+
+    Attributes:
+        history: the labels that the weights have had.
+        takes_state_dict: likewise.
+        asleep: whether the server's memory is free.
     """
-    if engine.is_sent_tensors and request.state_dict is not None:
-        given = fitting(request.state_dict, checkpoint)
-        engine.broadcast(((name, whole_tensor(tensor)) for name, tensor in given.items()), request)
-        return
-    if request.state_dict is not None:
-        given = fitting(request.state_dict, checkpoint)
-        why = engine.needs_file(given.values())
-        if not why:
-            engine.reload_tensors(_own(given), request)
-            return
-        _say_why(why)
-    with weights_folder(request, checkpoint) as folder:
-        if engine.is_sent_tensors and request.path is None:
-            engine.broadcast(_saved(folder), request)
+
+    def __init__(
+        self,
+        engine: HttpEngine,
+        *,
+        takes_state_dict: bool,
+        dummy: Expected | None,
+        group: WeightGroup | None,
+        group_timeout: float,
+    ) -> None:
+        self._engine, self._client = engine, engine.client
+        self.takes_state_dict, self.asleep = takes_state_dict, False
+        self.history = WeightHistory(self._info.weight_label)
+        self._dummy = dummy
+        # Whether the generation modes are to be tried on the first weights, and whether these have come.
+        self._modes_assumed, self._modes_untried = dummy is not None, False
+        self._tell: Callable[..., None] = functools.partial(tell, self._client)
+        self._channel = None
+        if group is not None:
+            ranks, on_gpu = self._info.ranks, self._info.on_gpu
+            self._channel = WeightChannel(group, ranks=ranks, on_gpu=on_gpu, tell=self._tell, timeout=group_timeout)
+
+    @property
+    def _info(self) -> ServerInfo:
+        info: ServerInfo = self._engine.info
+        return info
+
+    def load(self, request: WeightUpdate) -> None:
+        """Load the weights of `request`. If their owner has changed or loaded them, only drop what is cached.
+
+        Raises:
+            InvalidRequestError: the weights cannot be read, do not fit, or cannot be compared. Nothing has changed.
+            CapabilityError: tensors for a server that this backend did not launch, without ``weight_group``; or for one
+                whose model is not known here.
+            EngineError: the server did not load them, or kept its cache, because it works on other clients' requests.
+        """
+        if request.by_owner:
+            label = self.history.new_label(request.version)
+            with self._answers_held(label, request):
+                self._forget(label, request)
         else:
-            engine.reload(folder, request)
+            self._load(request, self._checkpoint(request))
+        self._modes_assumed, self._modes_untried = False, self._modes_assumed or self._modes_untried
+        self.try_modes()
+
+    def try_modes(self) -> None:
+        """Find out on the first weights whether the server returns the log-probs that it was expected to return.
+
+        If it has no cache to answer with, it is asked when it is awake.
+
+        Raises:
+            EngineError: it returns others.
+        """
+        if self.asleep or not self._modes_untried:
+            return
+        expected = self._info.capabilities.generation_modes
+        with self._client.secrets.masking_errors():
+            found = ServerProbe(self._engine, Deadline(_CONFIRM_TIMEOUT)).generation_modes()
+        self._modes_untried = False
+        if found and found != expected:
+            raise EngineError(
+                f"the server returns {'/'.join(found)} log-probs and not {'/'.join(expected)} ones, as its environment "
+                "says; open the backend on weights, and not with load_format='dummy'",
+                usable=False,
+            )
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.leave()
+
+    # Ways to load ----------------------------------------------------------------------------------------------------
+
+    def _checkpoint(self, request: WeightUpdate) -> Expected:
+        """Return what new weights have to fit: the folder on this machine with the model's safetensors.
+
+        Names and shapes from the model's configuration do if tensors are sent: the server may be on another machine.
+        """
+        if request.path is None and not self.takes_state_dict and self._channel is None:
+            raise CapabilityError(
+                "to send tensors to a server behind a URL, open the backend with weight_group='HOST', the host by "
+                "which the server reaches this process; or save them where the server can read them, and pass that "
+                "path",
+                capability="update_weights",
+            )
+        model = self._info.model
+        if self._dummy is not None:
+            return self._dummy
+        if self._channel is not None:
+            return checkpoint_of(model, False, option="weight_group", capability="update_weights")
+        checkpoint = local_checkpoint(model)
+        if checkpoint is None:
+            field = next((each for each in ("path", "state_dict") if getattr(request, each) is not None), "weights")
+            raise InvalidRequestError(
+                f"{field}: the checkpoint of the server's model {model!r} is not on this machine, so new weights "
+                "cannot be compared with it, and weights that do not fit would end the server; open the backend on a "
+                "machine that has the checkpoint",
+                field=field,
+            )
+        return checkpoint
+
+    def _load(self, request: WeightUpdate, checkpoint: Expected) -> None:
+        """Hand a state dict to the server in memory if it takes it; else write it, or a stream, to a folder.
+
+        A stream is written, because a server that got half of one would have half of its weights. A server on another
+        machine is sent what was written.
+        """
+        if request.state_dict is not None:
+            given = fitting(request.state_dict, checkpoint)
+            if self._channel is not None:
+                self.broadcast(((name, whole_tensor(tensor)) for name, tensor in given.items()), request)
+                return
+            why = self._info.needs_file or handover.obstacle(given.values())
+            if not why:
+                self.reload_tensors(_own(given), request)
+                return
+            _say_why(why)
+        with weights_folder(request, checkpoint) as folder:
+            if self._channel is not None and request.path is None:
+                self.broadcast(_saved(folder), request)
+            else:
+                self._reload(folder, request)
+
+    def _reload(self, folder: Path, request: WeightUpdate) -> None:
+        """Load the safetensors in `folder`, which the server must see at the same path."""
+        label = self.history.new_label(request.version)
+        payload = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
+        if self._dummy is not None:
+            # Otherwise the server would fill the model with random numbers again.
+            payload["load_format"] = "auto"
+        with self._answers_held(label, request):
+            self._tell("/update_weights_from_disk", payload, failure="did not load the weights")
+            self._has(label, request)
+
+    def reload_tensors(
+        self, tensors: Iterable[tuple[str, Tensor]], request: WeightUpdate, bucket_size: int = handover.BUCKET
+    ) -> None:
+        """Hand tensors with their names in the checkpoint to a server of this machine, one bucket after the other.
+
+        Args:
+            tensors: names and tensors that `handover.obstacle` accepts.
+            request: the update.
+            bucket_size: bytes of tensors after which a bucket is loaded.
+
+        Raises:
+            EngineError: the server did not load them. Its weights may be partly new.
+        """
+
+        def hand_over(bucket: handover.Pairs) -> None:
+            # One for each reader, because each of them releases its own.
+            handles = [handover.handle(bucket) for _ in range(self._info.ranks)]
+            self._tell("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
+
+        self._load_buckets(handover.buckets(tensors, bucket_size), hand_over, request)
+
+    def broadcast(
+        self, tensors: Iterable[tuple[str, Tensor]], request: WeightUpdate, bucket_size: int = handover.BUCKET
+    ) -> None:
+        """Send tensors with their names in the checkpoint to a server on another machine. See `reload_tensors`.
+
+        Raises:
+            CoreLMError: the errors of `WeightChannel.send`. The server's weights may be partly new.
+        """
+        assert self._channel is not None
+        page = self._client.get(MODEL_INFO)
+        if not isinstance(page, dict) or str(page.get("weight_version")) != self._info.weight_label:
+            # It may have been restarted: its processes have left the group.
+            self._channel.leave()
+        self._load_buckets(handover.buckets(tensors, bucket_size), self._channel.send, request)
+
+    def _load_buckets(
+        self, buckets: Iterable[handover.Pairs], load: Callable[[handover.Pairs], None], request: WeightUpdate
+    ) -> None:
+        """Have the server load all buckets as one update."""
+        label = self.history.new_label(request.version)
+        with self._answers_held(label, request):
+            self._tell("/begin_weight_update", {})
+            try:
+                for bucket in buckets:
+                    load(bucket)
+            finally:
+                self._tell("/end_weight_update", {})
+            self._forget(label, request)
+
+    # Labels ----------------------------------------------------------------------------------------------------------
+
+    def _forget(self, label: str, request: WeightUpdate) -> None:
+        """Empty the cache, and give the weights their name."""
+        self._client.post("/flush_cache", {}, expect_json=False)
+        self._name(label)
+        self._has(label, request)
+
+    def _name(self, label: str) -> None:
+        # By default this would abort the requests of all clients.
+        self._tell("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+    def _has(self, label: str, request: WeightUpdate) -> None:
+        """Take note that the server has the weights of `request`."""
+        self.history.note(label, request)
+        self._engine.info = replace(self._info, weight_label=label)
+
+    @contextmanager
+    def _answers_held(self, label: str, update: WeightUpdate) -> Iterator[None]:
+        """Hold the answers in flight while the block changes the weights, if they are to go on with these.
+
+        SGLang takes them off its batch after the token that it works on, and computes their keys and values again with
+        the new weights. If the block fails, the weights may be partly new, so they get their label all the same.
+
+        Raises:
+            EngineError: the server did not stop, and nothing has changed; or it does not go on.
+        """
+        if update.when != "now":
+            yield
+            return
+        self._client.post("/pause_generation", {"mode": "retract"}, expect_json=False)
+        try:
+            yield
+        except BaseException:
+            try:
+                self._name(label)
+                self.history.note(label, update)
+            except CoreLMError:
+                self.history.lose_track()
+            raise
+        finally:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._client.post("/continue_generation", {}, expect_json=False)
+                return
+            except CoreLMError as error:
+                if attempt == _ATTEMPTS - 1:
+                    raise EngineError(
+                        f"the server was paused for new weights and does not go on: {error}; post "
+                        "/continue_generation to it, or restart it",
+                        usable=False,
+                    ) from error
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,86 @@
+"""`ServerAdapters`: LoRA adapters of a server. Each version is loaded under a new name, then the old one is unloaded.
+
+So no version is ever taken for another, whatever the server keeps for a name.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection
+from tempfile import TemporaryDirectory
+
+from corelm.errors import InvalidRequestError
+from corelm.spec import WeightUpdate
+
+#: What the server reads while an adapter is loaded: a folder that was made for it, or None for a path of the caller.
+Folder = TemporaryDirectory[str] | None
+
+
+class ServerAdapters:
+    """The adapters of a server: those that it was started with, and those that are loaded here.
+
+    Args:
+        own: the names of the adapters that the server was started with.
+        load: ``load(name, request)`` has the server load an adapter under a new name.
+        unload: has the server unload the adapter of that name.
+    """
+
+    def __init__(
+        self, own: Collection[str], load: Callable[[str, WeightUpdate], Folder], unload: Callable[[str], None]
+    ) -> None:
+        self._own, self._load, self._unload = own, load, unload
+        # By the name that the caller gave: the server's name, and the folder that was made for it.
+        self._loaded: dict[str, tuple[str, Folder]] = {}
+
+    def server_name(self, adapter: str) -> str:
+        """Return the server's name for an adapter.
+
+        Raises:
+            InvalidRequestError: there is no such adapter.
+        """
+        if adapter in self._loaded:
+            return self._loaded[adapter][0]
+        if adapter not in self._own:
+            raise self._unknown(adapter)
+        return adapter
+
+    def update(self, request: WeightUpdate) -> None:
+        """Load, replace or unload the adapter of a request.
+
+        Raises:
+            InvalidRequestError: it is not there, or the server was started with it. Nothing has changed.
+            CoreLMError: the errors of `load` and `unload`.
+        """
+        name = request.adapter
+        assert name is not None
+        old = self._loaded.get(name)
+        if old is None and name in self._own:
+            raise InvalidRequestError(
+                f"adapter: the server was started with {name!r}; load this one under another name", field="adapter"
+            )
+        if not request.unloads:
+            # A name that no version had, here or in another client.
+            new = f"{name}.{uuid.uuid4().hex[:12]}"
+            self._loaded[name] = new, self._load(new, request)
+        elif old is None:
+            raise self._unknown(name)
+        else:
+            del self._loaded[name]
+        if old is not None:
+            self._unload(old[0])
+            if old[1] is not None:
+                old[1].cleanup()
+
+    def close(self) -> None:
+        """Delete the folders."""
+        while self._loaded:
+            folder = self._loaded.popitem()[1][1]
+            if folder is not None:
+                folder.cleanup()
+
+    def _unknown(self, name: str) -> InvalidRequestError:
+        known = sorted({*self._loaded, *self._own})
+        others = f"there are {', '.join(map(repr, known))}" if known else "no adapter is loaded"
+        return InvalidRequestError(
+            f"adapter: there is no {name!r}; {others}. Call load_adapter({name!r}, …) first", field="adapter"
+        )

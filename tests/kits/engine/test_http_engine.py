@@ -1,0 +1,189 @@
+"""`HttpEngine` with a server that spells numbers: rows, failures, streams, aborts and the options of ``open``."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from corelm import SamplingParams
+from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
+from corelm.spec import (
+    AbortRequest,
+    Capabilities,
+    Deadline,
+    GenerateRequest,
+    HealthRequest,
+    Ragged,
+    RowAnswer,
+    RowFailure,
+)
+from corelm_engine_kit import HttpEngine, HttpOptions, ReplyStreams, RowError, SoFar, takes_http_options
+from helpers.http_clients import KEY
+from helpers.http_server import Reply, Request, event_stream, held, json_reply, raw
+from helpers.tiny_models import tiny_tokenizer
+
+INFO = SimpleNamespace(capabilities=Capabilities(vocab_size=100, max_context=64), tokenizer=tiny_tokenizer())
+
+
+class Engine(HttpEngine):
+    rows_path, id_field, health_path = "/rows", "id", "/health"
+
+    def is_reply_to(self, payload: Any, reply: Any) -> bool:
+        return bool(reply.get("id") == payload["id"])
+
+    def count_tokens(self, reply: Any) -> int:
+        return len(reply["ids"])
+
+
+class Streams(ReplyStreams):
+    def joined(self, reply: Any, event: Any) -> Any:
+        return event
+
+    def read(self, row: int, reply: Any) -> RowAnswer | SoFar:
+        ids = reply["ids"]
+        return parse(row, reply, False) if reply["ends"] else SoFar(ids, lambda first, end: [-1.0] * (end - first))
+
+
+def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
+    if reply["ids"] == [13]:
+        raise RowError(f"13 is no answer, says {KEY}")
+    return RowAnswer(reply["ids"], [-1.0] * len(reply["ids"]), "length")
+
+
+def spell(request: Request) -> Reply:
+    if request.path == "/health":
+        return raw(b"")
+    body: Any = request.body
+    if body["n"] < 0:
+        return json_reply({"error": "negative"}, 400)
+    reply = {"id": body["id"], "ids": [body["n"]], "ends": True}
+    return (
+        event_stream([{**reply, "ends": False}, {**reply, "ids": [body["n"]] * 2}])
+        if "stream" in body
+        else json_reply(reply)
+    )
+
+
+def request(count: int, **fields: Any) -> GenerateRequest:
+    known = {"logprobs": "raw", "seeds": None, "stop_ids": frozenset(), "timeout": None}
+    return GenerateRequest(
+        prompts=Ragged.from_list([[5]] * count),
+        sampling=SamplingParams(max_new_tokens=2),
+        request_ids=tuple(f"row-{number}" for number in range(count)),
+        **(known | fields),
+    )
+
+
+def test_rows_keep_their_numbers_and_fail_alone(connect, serve):
+    engine, counted = Engine(connect(serve(spell), api_key=KEY), INFO), []
+    payloads: dict[int, Any] = {0: {"n": 7}, 1: RowFailure("it has no text"), 3: {"n": -1}, 4: {"n": 13}, 5: {"n": 8}}
+    asked = request(6, on_answer=lambda row, count: counted.append((row, count)))
+    found = engine.map_rows(asked, payloads, parse)
+    assert [*found] == [*payloads] and found[1] == payloads[1]
+    assert (found[0], found[5]) == (RowAnswer([7], [-1.0], "length"), RowAnswer([8], [-1.0], "length"))
+    assert isinstance(found[3], RowFailure) and "negative" in found[3].why
+    assert isinstance(found[4], RowFailure) and "13 is no answer, says ***" in found[4].why
+    assert sorted(counted) == [(0, 1), (4, 1), (5, 1)]
+    assert engine.map_rows(asked, {}, parse) == {}
+
+
+def test_a_server_that_does_not_serve_fails_the_call(connect, serve):
+    engine = Engine(connect(serve(lambda request: json_reply({}, 500)), max_retries=0), INFO)
+    with pytest.raises(EngineError, match="status 500"):
+        engine.map_rows(request(1), {0: {"n": 7}}, parse)
+    assert engine.health(HealthRequest()) is False
+
+
+def test_streams_hand_over_what_is_new_of_their_own_row(connect, serve):
+    chunks: list[Any] = []
+    asked = request(3, on_tokens=chunks.append)
+    engine = Engine(connect(serve(spell)), INFO)
+    found = engine.map_rows(asked, {2: {"n": 7, "stream": True}}, parse, Streams(asked, tiny_tokenizer()))
+    assert found == {2: RowAnswer([7, 7], [-1.0, -1.0], "length")}
+    assert [(chunk.row, list(chunk.ids), chunk.finish_reason) for chunk in chunks] == [
+        (2, [7], None),
+        (2, [7], "length"),
+    ]
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_an_abort_ends_the_requests_of_that_name(connect, serve, told):
+    gate = threading.Event()
+    arrived = threading.Event()
+
+    def answer(sent: Request) -> Reply:
+        arrived.set()
+        return held(spell(sent), gate)
+
+    class Told(Engine):
+        ends_rows = told
+
+        def end_rows(self, ids: Any) -> None:
+            gate.set()
+
+    engine, found = Told(connect(serve(answer)), INFO), {}
+    call = threading.Thread(target=lambda: found.update(engine.map_rows(request(1), {0: {"n": 7}}, parse)))
+    call.start()
+    assert arrived.wait(60)
+    engine.abort(AbortRequest(request_ids=("another",)))
+    engine.abort(AbortRequest(request_ids=("row-0",)))
+    call.join(60)
+    gate.set()
+    assert found == {0: parse(0, {"ids": [7]}, True) if told else RowFailure("the request was aborted", aborted=True)}
+
+
+def test_what_is_tried_out_is_a_reply_or_a_refusal_that_says_something(connect, serve):
+    engine, deadline = Engine(connect(serve(spell)), INFO), Deadline(60.0)
+    reply, refusal = engine.try_rows([{"n": 7}, {"n": -1}], deadline, lambda error: "negative" in str(error))
+    assert reply["ids"] == [7] and isinstance(refusal, InvalidRequestError)
+    with pytest.raises(InvalidRequestError):
+        engine.try_rows([{"n": -1}], deadline)
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+class Backend:
+    @classmethod
+    @takes_http_options
+    def open(cls, model: Any = None, *, base_url: Any = None, http: HttpOptions, **others: Any) -> Any:
+        return model, base_url, http, others
+
+
+def test_open_lists_the_options_and_gets_them_together():
+    assert [*inspect.signature(Backend.open).parameters] == [
+        *("model", "base_url", "api_key", "headers", "connect_timeout", "read_timeout", "max_in_flight"),
+        *("max_retries", "open_timeout", "others"),
+    ]
+    found = Backend.open("m", base_url="u", max_retries=2, api_key=KEY, tp_size=3)
+    assert found == ("m", "u", HttpOptions(max_retries=2, api_key=KEY), {"tp_size": 3})
+
+
+def test_the_client_has_the_options_and_no_v1_in_its_url(serve):
+    options = HttpOptions(api_key=KEY, max_retries=0)
+    client = options.client(f"{serve(lambda request: json_reply({}, 500)).url}/v1/", "NO_SUCH_KEY")
+    try:
+        assert not client.base_url.rstrip("/").endswith("v1")
+        with pytest.raises(EngineError), options.opening(client):
+            client.get("/")
+    finally:
+        client.close()
+    with pytest.raises(InvalidRequestError) as caught:
+        HttpOptions(read_timeout=0).client("http://127.0.0.1:1", "NO_SUCH_KEY")
+    assert caught.value.field == "read_timeout"
+
+
+def test_opening_ends_in_time(serve):
+    gate = threading.Event()
+    options = HttpOptions(open_timeout=0.2)
+    client = options.client(serve(lambda request: held(json_reply({}), gate)).url, "NO_SUCH_KEY")
+    try:
+        with pytest.raises(BackendTimeoutError, match=r"open_timeout=0\.2"), options.opening(client) as deadline:
+            client.get("/", timeout=deadline.left())
+    finally:
+        gate.set()
+        client.close()
