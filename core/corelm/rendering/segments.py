@@ -47,7 +47,10 @@ class Memory:
 
     def of(self, owner: Any) -> dict[Any, Any]:
         """Return what was made for an object, a dict to add to."""
-        return self._of.setdefault(owner, {})
+        try:
+            return self._of.setdefault(owner, {})
+        except TypeError:  # it cannot be referenced weakly
+            return {}
 
     def grow(self, size: int) -> None:
         """Count characters that were added."""

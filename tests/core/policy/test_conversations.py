@@ -321,3 +321,24 @@ def test_tools_of_other_kinds_are_refused_with_what_to_type(backend, tools):
         out = policy.replace(on_error="skip")(td)
         assert "expected a list of dicts" in out["errors"][0] and out["errors"][1] == ""
         assert out["text"].prompt[1].startswith("[weather]")
+
+
+def test_a_tokenizer_that_cannot_be_referenced_weakly_renders_conversations(backend):
+    class Slotted:
+        __slots__ = ("inner",)
+
+        def __init__(self):
+            self.inner = ByteTokenizer()
+
+        def __call__(self, *texts, **options):
+            return self.inner(*texts, **options)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    history = History.from_chats([chat("Who are you?")])
+    with corelm.get_backend("toy", tokenizer=Slotted()) as other:
+        found = [
+            LLMPolicy(each, sampling_params=SAMPLING)(TensorDict(history=history), seed=1) for each in (backend, other)
+        ]
+    assert found[0]["text"].full == found[1]["text"].full
