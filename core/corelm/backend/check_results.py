@@ -85,8 +85,7 @@ def checked_generation(
     limit = request.sampling.max_new_tokens
     if limit is not None and value_range(lengths)[1] > limit:
         raise fail(f"row {int(lengths.argmax())}: {int(lengths.max())} tokens, but max_new_tokens is {limit}")
-    for row, count in enumerate(batch.cached_tokens or ()):
-        most = int(request.prompts.lengths[row])
+    for row, (count, most) in enumerate(zip(batch.cached_tokens or (), request.prompts.lengths.tolist(), strict=False)):
         if count is not None and not (type(count) is int and 0 <= count <= most):
             raise fail(f"row {row}: cached_tokens {shown(count)}, expected None or a number of at most {most}")
     batch = replace(batch, ids=ids)
@@ -363,8 +362,12 @@ def set_problems(
     found: dict[int, tuple[int, str]] = {}
 
     def note(wrong: Tensor, what: str) -> None:
-        for place in reversed(wrong.nonzero().flatten().tolist()):
-            row, told = int(tokens.row_index[place]), (int(tokens.positions[place]), what)
+        places = wrong.nonzero().flatten()
+        rows = tokens.row_index[places]
+        # Places ascend, and rows with them.
+        first = places[rows.diff(prepend=rows.new_full((1,), -1)) != 0]
+        for place, row in zip(first.tolist(), tokens.row_index[first].tolist(), strict=True):
+            told = (int(tokens.positions[place]), what.format(token=int(needed[place])))
             found[row] = min(found.get(row, told), told)
 
     def at_positions(wrong: Tensor, positions: Tensor) -> Tensor:
@@ -377,9 +380,7 @@ def set_problems(
     some = sets.ids.lengths > 0
     if not empty:
         note(checked & ~some, "the set is empty")
-    lacking = checked & some & ~sets.contains(needed)
-    for token in needed[lacking].unique().tolist():
-        note(lacking & (needed == token), f"the set lacks the token {token} that is at this position")
+    note(checked & some & ~sets.contains(needed), "the set lacks the token {token} that is at this position")
     return found
 
 

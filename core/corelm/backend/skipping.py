@@ -99,10 +99,11 @@ def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
         return error
     # A copy: a plugin may raise the same object again.
     made = own(error)
-    before, named, after = str(error.args[0]).partition(spelled_out(problems))
-    # A message that names its rows in words of its own is left out: it would name other rows than the caller's.
-    told = spelled_out(found)
-    made.args, made.__dict__["problems"] = (f"{before}{told}{after}" if named else told,), dict(sorted(found.items()))
+    told, message = spelled_out(found), str(error.args[0])
+    before, named, after = message.partition(spelled_out(problems))
+    # A message that names rows in words of its own is quoted: its numbers are those of the request.
+    text = f"{before}{told}{after}" if named else f"{told}; in the numbers of the engine's rows: {message}"
+    made.args, made.__dict__["problems"] = (text,), dict(sorted(found.items()))
     return made
 
 

@@ -58,3 +58,12 @@ def test_rows_that_are_not_in_the_request_are_left_as_they_are():
     with pytest.raises(InvalidRequestError) as caught:
         fake(refuses(7)).generate([[99], [1]], SHORT, on_error="skip")
     assert caught.value.rows == (7,)
+
+
+def test_a_message_that_names_rows_in_its_own_words_is_kept_beside_the_callers_rows():
+    def bend(batch):
+        raise EngineError("the server at port 9 lost request 1 of 2", problems={1: "lost"})
+
+    with refused(EngineError, rows=(2,)) as caught:
+        fake(bend).generate([[99], [1], [3]], SHORT, on_error="skip")
+    assert "row 2: lost" in str(caught.value) and "the server at port 9 lost request 1 of 2" in str(caught.value)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: The flags that each engine has, by the names of the command's parameters.
 SIDE_FLAGS = ("backend", "name", "model", "base_url", "python", "option", "adapter")
 _ORDER = "corelm.order_of_flags"
-#: Seconds from which on it is said how long the comparison takes, where nobody watches the terminal.
+#: Away from a terminal, print the estimate only if it is at least so many seconds.
 _LONG = 10.0
 
 
@@ -62,7 +62,7 @@ def compare(
     base_url: Annotated[list[str] | None, _engine("URL", "URL of a running server.")] = None,
     python: Annotated[
         list[str] | None,
-        _engine("PATH", "Interpreter, or environment, in which the engine runs as a process of its own."),
+        _engine("PATH", "Run the engine as a separate process in this interpreter or environment."),
     ] = None,
     option: flags.EngineOptions = None,
     adapter: Annotated[
@@ -93,8 +93,8 @@ def compare(
         str,
         _test(
             "FOLDER",
-            "The model whose plain float32 forward, in transformers on this CPU, says which side is wrong. auto takes "
-            "the first --model that is a folder; none goes without.",
+            "Let the plain float32 forward of this model, in transformers on this CPU, decide which side is wrong. "
+            "auto takes the first --model that is a folder; none goes without.",
         ),
     ] = "auto",
     checkpoint: Annotated[

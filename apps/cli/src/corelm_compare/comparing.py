@@ -63,8 +63,8 @@ def compare(
         sides: the engines: what to open, or backends that are open already, which stay open.
         prompts: texts, conversations (lists of messages) or ids; mixed if you like. None for those that core brings.
         completions: one per prompt, texts or ids; None has the first side that can sample them.
-        oracle: the folder of the model, whose plain float32 forward says which side is wrong; "auto" takes the first
-            side's model that is a folder with a model, None goes without. The forward runs on the CPU of this process.
+        oracle: the folder of a model. Its plain float32 forward, on the CPU of this process, decides which side is
+            wrong. "auto" takes the first side's model that is a folder with a model; None goes without.
         checkpoints: folders of other weights that a side may hold, such as those before an update.
         sampling: how completions are sampled; by default 24 tokens, with the model's own distribution.
         seed: of everything that is sampled.

@@ -96,8 +96,8 @@ class Explainer:
             return
         made.roundings = made.roundings or halves(made.oracle, case.rows)
         earlier = partial(earlier_weights, checkpoints=self._checkpoints, rounded=rounded)
-        # What the caller named comes before what is guessed: an update may be as small as rounding, and weights with
-        # noise may look like quantized ones.
+        # Try the caller's checkpoints before guessing: an update may be as small as rounding, and weights with noise
+        # may look like quantized ones.
         if self._checkpoints and small and self._try("stale-weights", case, earlier):
             return
         untried = bool(self._checkpoints) and found.clock.spent

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from corelm_compare.records import Cause, Divergence, Experiment, Gap
 
-#: Is told what is done now, and about how many seconds are left; None if that is not known yet.
+#: Called with the current step and about how many seconds are left, or None while there is no estimate.
 OnProgress = Callable[[str, float | None], object]
 
 
@@ -42,7 +42,7 @@ class Clock:
         self._end = self.seconds + seconds
 
     def step(self, doing: str) -> None:
-        """Say what is done now."""
+        """Report the current step."""
         if self._on_progress is not None:
             self._on_progress(doing, None if self._end is None else max(self._end - self.seconds, 0.0))
 
@@ -68,7 +68,7 @@ class Findings:
     unexplained: bool = False
 
     def may_try(self, name: str, doing: str) -> bool:
-        """Say what is tried next, and return True; if the budget is spent, note instead that `name` was not tried."""
+        """Report the next experiment and return True. If the budget is spent, note that `name` was not tried."""
         if self.clock.spent:
             self.not_tried.setdefault(name, f"the budget of {self.clock.budget:g} s was spent")
             return False

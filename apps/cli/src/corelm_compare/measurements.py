@@ -1,7 +1,7 @@
 """`Measurements`: what every side says of the rows, how far it is from itself, and what counts as noise.
 
 A difference between two sides means something only beyond their distances to themselves. Such a distance that is larger
-than rounding is a fault by itself, whatever the other side says.
+than rounding is itself a fault of that side, whatever the other side returns.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def _on_matrices(scheme: Callable[[Tensor], Tensor]) -> Callable[[str, Tensor], 
 
 
 def _in_groups(weight: Tensor, size: int | None) -> Tensor:
-    """Return groups of neighbours in a row, each with a scale of its own: whole rows if they have no such groups."""
+    """Return the blocks of adjacent values in a row that share a scale; whole rows if the format has no blocks."""
     width = weight.shape[-1]
     return weight.reshape(-1, size if size is not None and width % size == 0 else width)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError, InvalidRequestError, refuse
 from corelm.spec import (
     GenerateRequest,
     GenerateResult,
@@ -162,16 +162,11 @@ def _refuse_crossing(lengths: Tensor, limits: Tensor, rope_switch: int | None) -
         return
     # The model never reads the last token of an answer.
     crossing = ((lengths <= rope_switch) & (lengths + limits - 1 > rope_switch)).nonzero()[:, 0].tolist()
-    if crossing:
-        problem = (
-            f"its prompt is within {rope_switch} tokens and its answer may go beyond; there the model changes how it "
-            "encodes all positions, so ask for a shorter answer"
-        )
-        raise InvalidRequestError(
-            f"max_new_tokens: row {crossing[0]}: {problem}",
-            field="max_new_tokens",
-            problems=dict.fromkeys(crossing, problem),
-        )
+    problem = (
+        f"its prompt is within {rope_switch} tokens and its answer may go beyond; there the model changes how it "
+        "encodes all positions, so ask for a shorter answer"
+    )
+    refuse(dict.fromkeys(crossing, problem), "max_new_tokens")
 
 
 def generation_result(
