@@ -13,7 +13,7 @@ from corelm import Backend
 
 def a_call_waits(backend: Backend) -> bool:
     """Return whether a call waits until the engine has ended another one. A call says so only when it has its turn."""
-    return bool(backend.engine.hooks._lock._waiting)
+    return bool(backend.engine.lock.waiting)
 
 
 def _runner(backend: Backend) -> Any:

@@ -15,7 +15,7 @@ from corelm.errors import BackendTimeoutError, CoreLMError, brief, described
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.records import GenerateRequest, ScoreRequest
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 #: Hooks that are not worth a message each: no engine computes in them.
 _QUIET = frozenset({"tokenize", "to_containers", "health"})
@@ -45,37 +45,37 @@ def abilities(capabilities: Capabilities) -> str:
 @contextmanager
 def logged(backend: str, hook: str, request: Any) -> Iterator[None]:
     """Log how a call to a hook ended: a timeout and a failure at INFO, a success at DEBUG."""
-    if not _log.isEnabledFor(logging.INFO):
+    if not logger.isEnabledFor(logging.INFO):
         yield
         return
     started = time.monotonic()
     try:
         yield
     except BackendTimeoutError as error:
-        _log.info("%s: %s timed out after %.3g s: %s", backend, _named(hook, request), _since(started), _of(error))
+        logger.info("%s: %s timed out after %.3g s: %s", backend, _named(hook, request), _since(started), _of(error))
         raise
     except CoreLMError as error:
-        _log.info("%s: %s failed after %.3g s with %s", backend, _named(hook, request), _since(started), _of(error))
+        logger.info("%s: %s failed after %.3g s with %s", backend, _named(hook, request), _since(started), _of(error))
         raise
     if hook not in _QUIET:
-        _log.debug("%s: %s took %.3g s", backend, _named(hook, request), _since(started))
+        logger.debug("%s: %s took %.3g s", backend, _named(hook, request), _since(started))
 
 
 def log_abort(backend: str, requests: int) -> None:
     """Log that requests are about to be aborted."""
-    _log.info("%s: aborting %d requests", backend, requests)
+    logger.info("%s: aborting %d requests", backend, requests)
 
 
 def log_closed(backend: str) -> None:
     """Log that an engine was closed."""
-    _log.info("%s: closed", backend)
+    logger.info("%s: closed", backend)
 
 
 def log_retry(state: tenacity.RetryCallState) -> None:
     """Log that a failed call is about to be made again; a `before_sleep` of tenacity."""
     error = state.outcome.exception() if state.outcome is not None else None
     what = "" if error is None else f" failed with {_of(error)}"
-    _log.warning("attempt %d%s; trying again in %.1f s", state.attempt_number, what, state.upcoming_sleep)
+    logger.warning("attempt %d%s; trying again in %.1f s", state.attempt_number, what, state.upcoming_sleep)
 
 
 def _named(hook: str, request: Any) -> str:
@@ -96,4 +96,4 @@ def _since(started: float) -> float:
 
 def log_close_failed(name: str, error: Exception) -> None:
     """Report an error while closing that is not raised, because another exception is on its way to the caller."""
-    _log.warning("closing backend %s failed: %s", name, brief(str(error)))
+    logger.warning("closing backend %s failed: %s", name, brief(str(error)))
