@@ -16,6 +16,7 @@ from .backend.futures import unfinished as unfinished
 from .backend.futures import uninterrupted as uninterrupted
 from .backend.hooks import OUT_OF_TURN as OUT_OF_TURN
 from .backend.hooks import Hooks as Hooks
+from .backend.hooks import to_containers as to_containers
 from .backend.prepared_call import prepare_scoring as prepare_scoring
 from .backend.program_end import at_program_end as at_program_end
 from .backend.registry import ALLOW_LIST as ALLOW_LIST

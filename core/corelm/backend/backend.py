@@ -13,7 +13,7 @@ from torch import Tensor
 from corelm import validate
 from corelm.backend import arguments
 from corelm.backend.aborts import Aborts
-from corelm.backend.call_log import log_close_failed
+from corelm.backend.call_log import logger
 from corelm.backend.check_results import checked_tokens
 from corelm.backend.controls import EngineControls
 from corelm.backend.engine import OpenEngine
@@ -22,7 +22,7 @@ from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
-from corelm.errors import CoreLMError, EngineError
+from corelm.errors import CoreLMError, EngineError, brief
 from corelm.rendering.encoding import decoded
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
@@ -412,7 +412,7 @@ class Backend(EngineControls, AnswerStreams):
         except CoreLMError as error:
             if kind is None:  # else the exception that ends the block is more important
                 raise
-            log_close_failed(self.name, error)
+            logger.warning("closing backend %s failed: %s", self.name, brief(str(error)))
 
     def _end(self, well: bool) -> None:
         """Close at the end of a ``with`` block, which ended `well` if it raised nothing."""

@@ -15,6 +15,7 @@ from corelm.errors import BackendTimeoutError, CoreLMError, brief, described
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.records import GenerateRequest, ScoreRequest
 
+#: Logs what happens to an engine.
 logger = logging.getLogger(__name__)
 
 #: Hooks that are not worth a message each: no engine computes in them.
@@ -51,30 +52,21 @@ def logged(backend: str, hook: str, request: Any) -> Iterator[None]:
     started = time.monotonic()
     try:
         yield
-    except BackendTimeoutError as error:
-        logger.info("%s: %s timed out after %.3g s: %s", backend, _named(hook, request), _since(started), _of(error))
-        raise
     except CoreLMError as error:
-        logger.info("%s: %s failed after %.3g s with %s", backend, _named(hook, request), _since(started), _of(error))
+        seconds = f"{time.monotonic() - started:.3g} s"
+        how = (
+            f"timed out after {seconds}:" if isinstance(error, BackendTimeoutError) else f"failed after {seconds} with"
+        )
+        logger.info("%s: %s %s %s", backend, _named(hook, request), how, brief(described(error)))
         raise
     if hook not in _QUIET:
-        logger.debug("%s: %s took %.3g s", backend, _named(hook, request), _since(started))
-
-
-def log_abort(backend: str, requests: int) -> None:
-    """Log that requests are about to be aborted."""
-    logger.info("%s: aborting %d requests", backend, requests)
-
-
-def log_closed(backend: str) -> None:
-    """Log that an engine was closed."""
-    logger.info("%s: closed", backend)
+        logger.debug("%s: %s took %.3g s", backend, _named(hook, request), time.monotonic() - started)
 
 
 def log_retry(state: tenacity.RetryCallState) -> None:
     """Log that a failed call is about to be made again; a `before_sleep` of tenacity."""
     error = state.outcome.exception() if state.outcome is not None else None
-    what = "" if error is None else f" failed with {_of(error)}"
+    what = "" if error is None else f" failed with {brief(described(error))}"
     logger.warning("attempt %d%s; trying again in %.1f s", state.attempt_number, what, state.upcoming_sleep)
 
 
@@ -84,16 +76,3 @@ def _named(hook: str, request: Any) -> str:
     if isinstance(request, ScoreRequest):
         return f"{hook} of {len(request.sequences)} rows"
     return hook
-
-
-def _of(error: BaseException) -> str:
-    return brief(described(error))
-
-
-def _since(started: float) -> float:
-    return time.monotonic() - started
-
-
-def log_close_failed(name: str, error: Exception) -> None:
-    """Report an error while closing that is not raised, because another exception is on its way to the caller."""
-    logger.warning("closing backend %s failed: %s", name, brief(str(error)))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from corelm.backend.call_log import log_abort
+from corelm.backend.call_log import logger
 from corelm.backend.engine import OpenEngine
 from corelm.backend.given_weights import NewAdapter, NewWeights, checked_name, source_of_adapter, source_of_weights
 from corelm.errors import EngineError
@@ -230,7 +230,7 @@ class EngineControls:
         Raises:
             CapabilityError: the engine cannot abort.
         """
-        log_abort(self.engine.name, len(request_ids))
+        logger.info("%s: aborting %d requests", self.engine.name, len(request_ids))
         self.engine.abort(request_ids)
 
     def _require_listener(self, expect: object) -> None:

@@ -18,7 +18,7 @@ import tenacity
 import torch
 from torch import nn
 
-from corelm.backend.call_log import log_closed, log_retry, logged, logger, place
+from corelm.backend.call_log import log_retry, logged, logger, place
 from corelm.backend.engine_call import Call, Delivering, EngineCall
 from corelm.backend.futures import Outcome, start
 from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, Hooks, typed
@@ -73,6 +73,7 @@ class OpenEngine:
         listener: what is told of every change of the weights; None at first.
         given_model: returns the `model`, as long as others keep it alive.
         closed: whether the engine takes no more calls.
+        wrapped: whether wrappers see its calls.
 
     Raises:
         BackendIncompatibleError: the plugin does not fit the hook specification.
@@ -103,6 +104,7 @@ class OpenEngine:
         hooks = Hooks.of(plugin, name, wrappers)
         self.capabilities = hooks.capabilities
         self._hooks = hooks.calls
+        self.wrapped = hooks.wrapped
         self._supervised = hooks.wrapped or self._retry is not None
         self._exclusive = not self.capabilities.concurrent_calls
         self._turnless = OUT_OF_TURN | hooks.by_core
@@ -201,11 +203,6 @@ class OpenEngine:
     def entered(self) -> bool:
         """Whether this thread is in a call to the engine, for example in a wrapper."""
         return bool(self.lock.turns())
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a call is in the engine."""
-        return bool(self.lock.holders)
 
     def works_on(self, names: Sequence[str]) -> bool:
         """Return whether a call with these requests, and no others, is in the engine."""
@@ -339,53 +336,43 @@ class OpenEngine:
 
     def _supervise(self, call: Call, timeout: float | None, attended: Callable[[], bool] | None) -> Any:
         """Make a call that has a timeout, retries, a reader of its tokens, wrappers or a log around it."""
+        hook, delivery = call.hook, call.delivery
+        told = EngineCall(self.name, place(self.model_name), call.origins)
+        end = None if timeout is None else time.monotonic() + timeout
+
+        def attempt() -> Any:
+            left = None if end is None else self._left(end)
+            turn = Turn(self.lock, self._exclusive, hook, getattr(call.request, "request_ids", ()), attended)
+            with told.under_way():
+                if left is None or self.capabilities.stops_at_timeout or getattr(call.request, "grad", False):
+                    return self.call(call, left, turn=turn)
+                try:
+                    return call_for(left, partial(self.call, call, left, turn=turn), f"corelm-{self.name}-{hook}")
+                except BaseException as error:
+                    # For example a KeyboardInterrupt.
+                    turn.left = True
+                    if not isinstance(error, TimeoutError) or isinstance(error, BackendTimeoutError):
+                        raise
+                    if not turn.entered:
+                        raise self.lock.busy() from None
+                    raise BackendTimeoutError(
+                        f"backend {self.name!r}, hook {hook}: no answer within {timeout:g} s; the engine still works "
+                        "on the call, and later calls wait for it"
+                    ) from None
+
         with no_inference_mode():
             if call.nothing is not None:
                 return call.nothing()
-            told = EngineCall(self.name, place(self.model_name), call.origins)
-            end = None if timeout is None else time.monotonic() + timeout
-            attempt = partial(self._attempt, call, told, timeout, end, attended)
-            with logged(self.name, call.hook, call.request):
+            with logged(self.name, hook, call.request):
                 try:
-                    if call.delivery is not None and not call.delivery.begin():
+                    if delivery is not None and not delivery.begin():
                         raise BackendClosedError("the caller has cancelled this request")
-                    if self._retry is None or call.hook not in RETRIED:
+                    if self._retry is None or hook not in RETRIED:
                         return attempt()
-                    return _repeated(self._retry, end, call.delivery)(attempt)
+                    return _repeated(self._retry, end, delivery)(attempt)
                 finally:
-                    if call.delivery is not None:
-                        call.delivery.end()
-
-    def _attempt(
-        self,
-        call: Call,
-        told: EngineCall,
-        timeout: float | None,
-        end: float | None,
-        attended: Callable[[], bool] | None,
-    ) -> Any:
-        hook = call.hook
-        with told.under_way():
-            turn = Turn(self.lock, self._exclusive, hook, getattr(call.request, "request_ids", ()), attended)
-            left = None if end is None else self._left(end)
-            if left is None or self.capabilities.stops_at_timeout or getattr(call.request, "grad", False):
-                return self.call(call, left, turn=turn)
-            try:
-                return call_for(left, partial(self.call, call, left, turn=turn), f"corelm-{self.name}-{hook}")
-            except TimeoutError as error:
-                turn.left = True
-                if isinstance(error, BackendTimeoutError):
-                    raise
-                if not turn.entered:
-                    raise self.lock.busy() from None
-                raise BackendTimeoutError(
-                    f"backend {self.name!r}, hook {hook}: no answer within {timeout:g} s; the engine still works on "
-                    "the call, and later calls wait for it"
-                ) from None
-            except BaseException:
-                # For example a KeyboardInterrupt.
-                turn.left = True
-                raise
+                    if delivery is not None:
+                        delivery.end()
 
     def _turn_ended(self) -> None:
         if self.lock.waiting:
@@ -467,7 +454,7 @@ class OpenEngine:
         if self._release_claim.acquire(blocking=False):
             if self.implements("close"):
                 self.ask("close", CloseRequest())
-            log_closed(self.name)
+            logger.info("%s: closed", self.name)
 
     def _abort_answers(self) -> None:
         self._abort(turn for turn in list(self.lock.holders) if turn.hook == "generate")

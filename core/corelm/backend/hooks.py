@@ -105,7 +105,7 @@ class Hooks:
         for hook in _SPECIFIED:
             if _implemented(manager, hook):
                 calls[hook] = _resolved(getattr(manager.hook, hook))
-        own: dict[str, Hook] = {"tokenize": Encoder(tokenizer), "to_containers": _to_containers}
+        own: dict[str, Hook] = {"tokenize": Encoder(tokenizer), "to_containers": to_containers}
         by_core = own.keys() - calls.keys()
         for hook, function in own.items():
             calls[hook] = function
@@ -156,7 +156,8 @@ def _as_method(function: Hook) -> Hook:
     return lambda request: function(request)
 
 
-def _to_containers(request: ContainerRequest) -> TensorDict:
+def to_containers(request: ContainerRequest) -> TensorDict:
+    """Wrap rows as TensorClasses in a TensorDict: core's own hook."""
     # Only here: importing tensordict takes as long as opening a small model, and records need none.
     from corelm.containers.assemble import assemble
 

@@ -61,7 +61,7 @@ class PreparedCall(Call, Generic[R]):
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
         delivery: takes the tokens of the answers to a caller that reads along; None without such a caller.
         on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.
-        origin: who made the call and when, for wrappers that measure.
+        origin: who made the call and when; None if the engine has no wrappers, which could measure it.
     """
 
     engine: OpenEngine
@@ -73,13 +73,13 @@ class PreparedCall(Call, Generic[R]):
     caller_rows: Tensor
     rows: int
     tokens: int
-    origin: Origin
+    origin: Origin | None
     delivery: Delivery | None = None
     on_caller_thread: bool = False
 
     @property
     def origins(self) -> Sequence[Origin]:
-        return (self.origin,)
+        return () if self.origin is None else (self.origin,)
 
     def finished(self, result: Any) -> R:
         return self.finish(self.checked(result, self.request))
@@ -231,7 +231,7 @@ def prepare_generation(
         rows=total,
         tokens=prompts.values.shape[0] + sampled,
         delivery=delivery,
-        origin=Origin(total, {} if delivery is None else delivery.arrivals),
+        origin=Origin(total, {} if delivery is None else delivery.arrivals) if engine.wrapped else None,
     )
 
 
@@ -358,7 +358,7 @@ def prepare_scoring(
         rows=len(served),
         tokens=rows.values.shape[0],
         on_caller_thread=grad or return_logits,
-        origin=Origin(len(served)),
+        origin=Origin(len(served)) if engine.wrapped else None,
     )
 
 

@@ -68,16 +68,7 @@ class EngineLock:
     An interrupt, such as a `KeyboardInterrupt`, can be raised between any two calls of the main thread. It must never
     leave the lock held. The lock is held by the turns in `holders`, which one C call each adds and removes. So who
     acquires it removes its turn in the first step of a ``finally``: a function of our own could be interrupted before
-    it has done anything. Everything else is only there to wake the waiting threads sooner::
-
-        outside = getattr(lock.local, "turn", None)
-        try:
-            lock.acquire(turn)
-            ...
-        finally:
-            lock.holders.pop(turn, None)
-            lock.local.turn = outside
-            lock.wake()
+    it has done anything. Everything else is only there to wake the waiting threads sooner. `OpenEngine.call` shows how.
 
     Args:
         name: the name of the backend, for errors.

@@ -79,7 +79,7 @@ class _SharedCall(Call):
         super().__init__(calls[0].hook, request)
         self._calls = calls
         self._deliveries = [call.delivery for call in calls if call.delivery is not None]
-        self.origins = [call.origin for call in calls]
+        self.origins = [origin for call in calls for origin in call.origins]
         self.delivery = self if self._deliveries else None
 
     def finished(self, result: Any) -> list[Result]:

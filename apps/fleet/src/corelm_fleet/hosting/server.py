@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from corelm.application import OUT_OF_TURN, Hooks, open_plugin
+from corelm.application import OUT_OF_TURN, Hooks, open_plugin, to_containers
 from corelm.errors import CapabilityError
 from corelm.spec import AbortRequest, Capabilities, CloseRequest
 from corelm_fleet.hosting.failures import Failure
@@ -84,7 +84,7 @@ class EngineServer:
         hooks = Hooks.of(engine, name, wrappers)
         capabilities, self._hooks = hooks.capabilities, hooks.calls
         self._reasons = dict(getattr(engine, "reasons", {}))
-        if "to_containers" not in hooks.by_core:
+        if hooks.calls["to_containers"] is not to_containers:
             raise CapabilityError(
                 f"backend {name!r} makes its own containers, which cannot leave its process; open it without python=",
                 capability="to_containers",
