@@ -24,17 +24,20 @@ class Call:
         request: its request.
         nothing: makes the result of a call without rows, for which no engine is asked; None for any other.
         delivery: hands tokens to callers while the engine works; None if none reads along.
-        origins: the users' calls that it serves, for wrappers that measure.
     """
 
     hook: str
     request: Any
     nothing: Callable[[], Any] | None = None
     delivery: Delivering | None = None
-    origins: Sequence[Origin] = ()
 
     def __init__(self, hook: str, request: Any) -> None:
         self.hook, self.request = hook, request
+
+    @property
+    def origins(self) -> Sequence[Origin]:
+        """The users' calls that it serves, for wrappers that measure."""
+        return ()
 
     def finished(self, result: Any) -> Any:
         """Return the caller's result, made from what the engine returned. No other call can change the weights yet."""

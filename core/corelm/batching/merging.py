@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from corelm.backend.engine_call import Call
+from corelm.backend.engine_call import Call, Origin
 from corelm.backend.futures import own
 from corelm.backend.prepared_call import PreparedCall
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, CoreLMError, EngineError
@@ -79,8 +79,11 @@ class _SharedCall(Call):
         super().__init__(calls[0].hook, request)
         self._calls = calls
         self._deliveries = [call.delivery for call in calls if call.delivery is not None]
-        self.origins = [origin for call in calls for origin in call.origins]
         self.delivery = self if self._deliveries else None
+
+    @property
+    def origins(self) -> list[Origin]:
+        return [origin for call in self._calls for origin in call.origins]
 
     def finished(self, result: Any) -> list[Result]:
         return list(_parted(self._calls[0].checked(result, self.request), self._calls))

@@ -118,7 +118,7 @@ class EngineServer:
         return Opened(
             capabilities=replace(self._capabilities, gradients=False, weight_stream=False),
             copied=self._tokenizer.copied_attributes(),
-            hooks=self._hooks.keys() & {"health", "close"},
+            hooks=frozenset(self._hooks.keys() & {"health", "close"}),
             reasons=self._reasons,
         )
 
