@@ -155,9 +155,12 @@ def aggregate(values: Tensor | Ragged, mask: Tensor | Ragged | None = None, how:
     """
     one_of("how", how, get_args(Reduction))
     if isinstance(values, Ragged):
-        if mask is not None and not (isinstance(mask, Ragged) and torch.equal(mask.lengths, values.lengths)):
+        if mask is None:
+            mask = values.mask()
+        elif isinstance(mask, Ragged) and torch.equal(mask.lengths, values.lengths):
+            mask = mask.to_padded(False)
+        else:
             raise invalid("mask", "expected a Ragged with rows of the same lengths as those of values")
-        mask = values.mask() if mask is None else mask.to_padded(False)
         values = values.to_padded(0.0)
     if not isinstance(values, Tensor):
         raise invalid(

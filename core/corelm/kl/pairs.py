@@ -328,15 +328,13 @@ def _beside(full: NestedKey, name: str) -> NestedKey:
 def _check_labels(layout: TokenLayout, keys: PairKeys, gen: LogProbs, ref: LogProbs) -> None:
     """Raise if the scorings are of different distributions. Log-probs without a provenance are accepted."""
     count = len(layout.lengths)
-    for row, pair in enumerate(zip(*(provenance_of_rows(each, count) for each in (gen, ref)), strict=True)):
-        one, other = pair
+    labels = zip(provenance_of_rows(gen, count), provenance_of_rows(ref, count), strict=True)
+    for row, (one, other) in enumerate(labels):
         if one is None or other is None or one.matches(other):
             continue
         if "truncated" in (one.support, other.support):
-            one, other = (
-                replace(label, support="full") if _keeps_all(layout, key, container, row) else label
-                for label, key, container in zip(pair, (keys.gen, keys.ref), (gen, ref), strict=True)
-            )
+            one = replace(one, support="full") if _keeps_all(layout, keys.gen, gen, row) else one
+            other = replace(other, support="full") if _keeps_all(layout, keys.ref, ref, row) else other
             if one.matches(other):
                 continue
         truncated = "truncated" in (one.support, other.support)

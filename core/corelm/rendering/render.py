@@ -124,7 +124,8 @@ def render(
         if any(each.literal for each in new):
             _warn_of_spelled(chats, special_tokens(tokenizer).values(), prefer_tokens)
     ids, masks = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.bool)]
-    lengths, texts = [], []
+    lengths: list[int] = []
+    texts: list[str] = []
     for row in segments:
         before = len(ids)
         for each in row:
