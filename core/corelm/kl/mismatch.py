@@ -203,10 +203,7 @@ def _report(pair: Pair, correction: ImportanceCorrection) -> MismatchReport:
 
 
 def _log_ratios(pair: Pair, level: Level) -> Tensor:
-    """Return ``train − sampled``, at least float32: one per token, flat, or one per sequence, ``[*batch]``.
-
-    It is 0.0 where a token does not count, and for a sequence without a token that counts.
-    """
+    """Return ``train − sampled`` for each token, flat, or each sequence, ``[*batch]``; 0.0 where no token counts."""
     log_ratio = k1(pair.ref, pair.gen, pair.mask)
     return log_ratio if level == "token" else pair.layout.row_sums(log_ratio)
 

@@ -246,8 +246,8 @@ class _Cutter:
 def _with_wanted_calls(template: Template, chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
     """Return the messages with their calls in a form that the template accepts.
 
-    A template may fail on arguments that are objects, as DeepSeek's do, or write them as Python does: then they become
-    JSON texts. It may fail on ids that have not nine letters or digits, as Mistral's do: then they become such.
+    Where it fails on arguments that are objects, as DeepSeek's does, or writes them as Python does, they become JSON
+    texts; where it fails on ids that have not nine letters or digits, as Mistral's does, they become such.
     """
     called = (chat[:at] for chat in chats for at, message in enumerate(chat, 1) if message.get("tool_calls"))
     if (first := next(called, None)) is None or _reads_calls(template, first):
