@@ -156,7 +156,7 @@ def mismatch_report(td: TensorDictBase, **options: Unpack[MismatchOptions]) -> M
     The options are `level`, `low`, `high`, `assistant_only`, `mask_key`, `allow_mismatch`, `log_probs_key`,
     `train_log_probs_key` and `masks_key`; these and the errors are those of `ImportanceCorrection`.
     """
-    correction = ImportanceCorrection(**options)
+    correction = ImportanceCorrection(how="truncate", weights_key="importance_weights", **options)
     return _report(read_pair(td, correction.keys), correction)
 
 
@@ -170,7 +170,7 @@ def mismatch_by_version(td: TensorDictBase, **options: Unpack[MismatchOptions]) 
     Raises:
         InvalidRequestError: as for `mismatch_report`, and for rows whose weights are not known.
     """
-    correction = ImportanceCorrection(**options)
+    correction = ImportanceCorrection(how="truncate", weights_key="importance_weights", **options)
     keys, pair = correction.keys, read_pair(td, correction.keys)
     labels, index = _token_versions(pair.layout, keys.gen, keys.masks)
     places = index.to(pair.mask.device)
