@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import InvalidRequestError
 from corelm.spec import WeightUpdate
 from vllm_backend import weights
 
@@ -30,14 +30,11 @@ class FakeEngine:
         why: what `needs_file` returns.
     """
 
-    def __init__(
-        self, checkpoint: Path, takes_state_dict: bool = True, why: str = "it is a fake", streams: bool = True
-    ):
+    def __init__(self, checkpoint: Path, why: str = "it is a fake", streams: bool = True):
         self.why, self.streams_tensors = why, streams
         self.handed_over: list[tuple[str, list[Any]]] = []
         self.largest = 0
         self.checkpoint = checkpoint
-        self.takes_state_dict, self.channel = takes_state_dict, None
         self.loaded: list[tuple[Path, dict[str, Tensor]]] = []
 
     def needs_file(self, tensors: Iterable[Tensor]) -> str:
@@ -90,13 +87,6 @@ def test_weights_that_do_not_fit_never_reach_the_engine(checkpoint: Path, tmp_pa
     with pytest.raises(InvalidRequestError, match="unexpected 'nrom'; missing 'norm'") as caught:
         load(engine, tmp_path if where == "path" else unfit)
     assert caught.value.field == where and engine.loaded == []
-
-
-def test_a_state_dict_is_refused_where_the_engine_takes_none(checkpoint: Path) -> None:
-    engine = FakeEngine(checkpoint, takes_state_dict=False)
-    with pytest.raises(CapabilityError):
-        load(engine, NEW)
-    assert engine.loaded == []
 
 
 # Without a file -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +53,6 @@ class InProcessEngine(ABC):
         checkpoint: what new weights are compared with: the folder of the model's safetensors, or names and shapes.
     """
 
-    takes_state_dict: Literal[True] = True
     #: Whether `reload_tensors` reads each tensor when it is its turn, so that the next may use its memory.
     streams_tensors = False
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from corelm.errors import CoreLMError, EngineError, InvalidRequestError
+from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
     Adapter,
@@ -39,12 +40,15 @@ from corelm_engine_kit import (
     Payload,
     ReplyStreams,
     WeightGroup,
+    fitting,
+    fitting_stream,
     local_checkpoint,
     only_choice,
     row_outcome,
+    weights_folder,
 )
 from vllm_backend import protocol_http as protocol
-from vllm_backend import replies, sampling_masks, weights
+from vllm_backend import replies, sampling_masks
 from vllm_backend.adapters import server_adapters
 from vllm_backend.capabilities_http import ServerInfo, read_server
 from vllm_backend.lanes import Lanes, lane_of, together
@@ -70,7 +74,6 @@ class VLLMServer(HttpEngine):
 
     requires_api = ">=1,<2"
     rows_path, id_field, health_path = protocol.COMPLETIONS, "request_id", "/health"
-    takes_state_dict: Literal[False] = False
     info: ServerInfo
 
     def __init__(self, client: HttpClient, info: ServerInfo, group: WeightGroup | None = None) -> None:
@@ -269,40 +272,59 @@ class VLLMServer(HttpEngine):
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
-        weights.load(self, request)
+        """Load weights from a folder, or send tensors, once they fit the checkpoint of the server's model.
+
+        Raises:
+            InvalidRequestError: they cannot be read or do not fit. Nothing has changed.
+            CapabilityError: tensors for a server that cannot be sent any. Nothing has changed.
+            EngineError: they fit, but were not loaded; or a tensor of a stream did not fit.
+        """
+        if request.adapter is not None:
+            with self.client.secrets.masking_errors():
+                self._adapters.update(request)
+        elif request.by_owner:
+            with self._new_weights(request):
+                # Their owner has changed them in the server. What was computed with the old ones is forgotten.
+                pass
+        elif request.path is not None:
+            with weights_folder(request, self.checkpoint) as folder, self._new_weights(request):
+                # The server must see the folder at the same path.
+                path = {"weights_path": str(folder)}
+                self.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
+        else:
+            self._send_tensors(request)
         return True
 
-    def reload(self, folder: Path, request: WeightUpdate) -> None:
-        """Load the safetensors in `folder`, which the server must see at the same path."""
-        with self._new_weights(request):
-            self.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-
-    def reload_tensors(
-        self, pairs: Iterable[tuple[str, Tensor]], some: Iterable[Tensor], request: WeightUpdate
-    ) -> None:
-        """Send tensors to the server's workers, which load them. Errors are those of `WeightChannel`.
-
-        Args:
-            pairs: names and tensors as in the checkpoint.
-            some: tensors of `pairs` that can be looked at before.
-        """
-        assert self.channel is not None
+    def _send_tensors(self, request: WeightUpdate) -> None:
+        """Send tensors to the server's workers, a state dict once all of them fit, a stream once the first one does."""
+        if self.channel is None:
+            raise CapabilityError(
+                "a server loads weights from a folder that it can read: save the weights there and give the path; or "
+                "open the backend with weight_group=, so that tensors are sent to the server's GPUs over NCCL",
+                capability="update_weights",
+            )
+        checkpoint, stream = self.checkpoint, request.stream
+        field = "state_dict" if stream is None else "weights"
+        if checkpoint is None:
+            raise InvalidRequestError(
+                f"{field}: there is no checkpoint of the server's model on this machine to compare the names with; put "
+                "it at the same path as on the server, or download it",
+                field=field,
+            )
+        pairs: Iterable[tuple[str, Tensor]]
+        if stream is None:
+            given = fitting(request.state_dict or {}, checkpoint, field)
+            pairs, some = given.items(), list(given.values())
+        else:
+            checked = fitting_stream(stream, checkpoint)
+            first = list(itertools.islice(checked, 1))
+            pairs, some = itertools.chain(first, checked), [tensor for _, tensor in first]
         with self.client.secrets.masking_errors():
             # A server that was restarted, or that another client has changed, has left the group.
             again = self._weight_version(ANSWER_TIMEOUT) != self._loaded_version
             self.channel.join(some, again=again)
         with self._new_weights(request):
-            self.channel.send(pairs, reused=request.stream is not None)
-
-    def load_adapter(self, request: WeightUpdate) -> None:
-        """Load, replace or unload an adapter. Errors are those of `ServerAdapters.update`."""
-        with self.client.secrets.masking_errors():
-            self._adapters.update(request)
-
-    def forget(self, request: WeightUpdate) -> None:
-        """Forget what was computed with the old weights: their owner has changed them in the server."""
-        with self._new_weights(request):
-            pass
+            self.channel.send(pairs, reused=stream is not None)
 
     @contextmanager
     def _new_weights(self, request: WeightUpdate) -> Iterator[None]:

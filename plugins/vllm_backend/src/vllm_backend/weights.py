@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import WeightUpdate, whole_tensor
 from corelm_engine_kit import expected_shapes, fitting, fitting_stream, weights_folder
 
 if TYPE_CHECKING:
     from corelm_engine_kit import Expected
     from vllm_backend.engine import InProcessEngine
-    from vllm_backend.server import VLLMServer
 
 _log = logging.getLogger(__name__)
 
 
-def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
+def load(engine: InProcessEngine, request: WeightUpdate) -> None:
     """Load the weights of `request` into the engine. If its owner has changed or loaded them, only drop what is cached.
 
     vLLM loads tensors in place, one by one, and an unknown name stops it half way. So all names and shapes are compared
@@ -32,27 +30,17 @@ def load(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
 
     Raises:
         InvalidRequestError: the weights cannot be read or do not fit the model. Nothing has changed.
-        CapabilityError: tensors for a server that cannot be sent any. Nothing has changed.
         EngineError: the weights fit, but were not loaded; or a tensor of a stream that was handed over one by one did
             not fit. The engine has no usable weights.
     """
     if request.adapter is not None:
         engine.load_adapter(request)
-        return
-    if request.by_owner:
+    elif request.by_owner:
         engine.forget(request)
     elif request.path is not None:
         _reload(engine, request)
-    elif engine.takes_state_dict is True:
-        _load_tensors(engine, request)
-    elif engine.channel is not None:
-        _send_tensors(engine, request)
     else:
-        raise CapabilityError(
-            "a server loads weights from a folder that it can read: save the weights there and give the path; or open "
-            "the backend with weight_group=, so that tensors are sent to the server's GPUs over NCCL",
-            capability="update_weights",
-        )
+        _load_tensors(engine, request)
 
 
 def _load_tensors(engine: InProcessEngine, request: WeightUpdate) -> None:
@@ -81,26 +69,7 @@ def _load_tensors(engine: InProcessEngine, request: WeightUpdate) -> None:
         engine.reload_tensors(pairs, max((tensor.nbytes for tensor in given.values()), default=0), request)
 
 
-def _send_tensors(server: VLLMServer, request: WeightUpdate) -> None:
-    """Send tensors to a server, a state dict once all of them fit, a stream once the first one does."""
-    checkpoint, stream = server.checkpoint, request.stream
-    field = "state_dict" if stream is None else "weights"
-    if checkpoint is None:
-        raise InvalidRequestError(
-            f"{field}: there is no checkpoint of the server's model on this machine to compare the names with; put it "
-            "at the same path as on the server, or download it",
-            field=field,
-        )
-    if stream is None:
-        given = fitting(request.state_dict or {}, checkpoint, field)
-        server.reload_tensors(given.items(), given.values(), request)
-    else:
-        checked = fitting_stream(stream, checkpoint)
-        first = list(itertools.islice(checked, 1))
-        server.reload_tensors(itertools.chain(first, checked), [tensor for _, tensor in first], request)
-
-
-def _reload(engine: InProcessEngine | VLLMServer, request: WeightUpdate) -> None:
+def _reload(engine: InProcessEngine, request: WeightUpdate) -> None:
     with weights_folder(request, engine.checkpoint) as folder:
         engine.reload(folder, request)
 
