@@ -36,12 +36,12 @@ from .containers.fields import COUNTS as COUNTS
 from .containers.fields import SETS as SETS
 from .containers.fields import flat as flat
 from .containers.fields import objects as objects
-from .containers.keys import list_keys as list_keys
 from .containers.reading import CONTAINERS as CONTAINERS
 from .containers.reading import Path as Path
 from .containers.reading import TokenColumns as TokenColumns
 from .containers.reading import carries_sets as carries_sets
 from .containers.reading import entries as entries
+from .containers.reading import list_keys as list_keys
 from .containers.reading import masks_of as masks_of
 from .containers.reading import provenance_of_rows as provenance_of_rows
 from .containers.reading import token_lengths as token_lengths

@@ -13,12 +13,13 @@ from torch import Tensor
 from corelm.containers.assemble import container, dense_columns
 from corelm.containers.classes import LogProbs, Masks, PerToken
 from corelm.containers.fields import SETS, must_have_lengths, row_objects
-from corelm.containers.keys import key_parts, list_keys
 from corelm.containers.reading import (
     PER_TOKEN,
     Path,
     as_per_token,
     dense_mask,
+    key_parts,
+    list_keys,
     masks_of,
     ragged,
     row_lengths,

@@ -14,8 +14,7 @@ from torch import Tensor
 from corelm.containers.assemble import ABOUT_IDS, assemble, non_tensors
 from corelm.containers.classes import LogProbs, Tokens
 from corelm.containers.fields import SETS
-from corelm.containers.keys import list_keys
-from corelm.containers.reading import carries_sets, provenance_of_rows, ragged, token_sets
+from corelm.containers.reading import carries_sets, list_keys, provenance_of_rows, ragged, token_sets
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
 from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, Parts

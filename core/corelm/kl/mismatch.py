@@ -25,8 +25,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from corelm.containers.classes import PerToken
-from corelm.containers.keys import next_or_root
-from corelm.containers.reading import provenance_of_rows
+from corelm.containers.reading import next_or_root, provenance_of_rows
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
 from corelm.kl.pairs import Pair, PairKeys, TokenLayout, as_bool, find_log_probs, read_pair

@@ -18,8 +18,15 @@ from torch import Tensor
 
 from corelm.containers.classes import LogProbs, Masks, PerToken
 from corelm.containers.fields import COUNTS, WIDE, rows
-from corelm.containers.keys import find_entry, key_parts
-from corelm.containers.reading import carries_sets, provenance_of_rows, ragged, row_lengths, token_sets
+from corelm.containers.reading import (
+    carries_sets,
+    find_entry,
+    key_parts,
+    provenance_of_rows,
+    ragged,
+    row_lengths,
+    token_sets,
+)
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
 from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import lazy_rows
