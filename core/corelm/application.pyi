@@ -30,7 +30,6 @@ from .backend.registry import scan as scan
 from .backend.seeds import answer_seeds as answer_seeds
 from .backend.skipping import renumbered as renumbered
 from .containers.assemble import assemble as assemble
-from .containers.assemble import non_tensors as non_tensors
 from .containers.classes import as_provenance as as_provenance
 from .containers.fields import COUNTS as COUNTS
 from .containers.fields import SETS as SETS
@@ -66,3 +65,4 @@ from .rendering.segments import Segment as Segment
 from .rendering.segments import segments_of as segments_of
 from .rendering.segments import special_tokens as special_tokens
 from .rendering.template import Template as Template
+from .tensors.lazy_rows import non_tensors as non_tensors

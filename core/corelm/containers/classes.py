@@ -31,6 +31,7 @@ from corelm.containers.fields import (
     as_stored,
     field_readers,
     is_padded,
+    must_have_lengths,
     row_objects,
     strings,
     tensors,
@@ -318,10 +319,6 @@ def container_of_rows(
         raise InvalidRequestError(f"{cls.__name__}: the fields have different batches: {found}", field=[*fields][-1])
     _complete(cls.__name__, fields)
     shape = next(iter(shapes.values()))
-    if 0 in shape:
-        # A stack needs at least one row.
-        empty = {name: rows.values.reshape(*shape, 0, *rows.values.shape[1:]) for name, rows in fields.items()}
-        return cls.from_tensordict(TensorDict(empty, batch_size=shape))
     count = len(next(iter(fields.values())))
     shared = {name: [value] * count for name, value in (objects or {}).items()}
     return cls.from_tensordict(lazy_rows({**fields, **shared}, shape))
@@ -329,10 +326,6 @@ def container_of_rows(
 
 def _complete(container: str, fields: dict[str, Ragged]) -> None:
     """Add `full`, the prompt followed by the response, and refuse rows in which the fields do not fit each other."""
-
-    def refuse_rows(name: str, problems: Problems) -> None:
-        _refuse(problems, f"{container}.{name}", name)
-
     prompt, response, full = (fields.get(name) for name in ("prompt", "response", "full"))
     if response is None and full is not None and prompt is not None:
         response = full.slice(prompt.lengths, full.lengths)
@@ -341,16 +334,13 @@ def _complete(container: str, fields: dict[str, Ragged]) -> None:
         if full is not None:
             pairs = enumerate(zip(joined.tolist(), full.tolist(), strict=True))
             wrong = {row: "is not the prompt followed by the response" for row, (one, two) in pairs if one != two}
-            refuse_rows("full", wrong)
+            _refuse(wrong, f"{container}.full", "full")
     if SETS in fields:
-        sums = [sum(counts) for counts in fields[COUNTS].tolist()]
-        pairs = enumerate(zip(fields[SETS].lengths.tolist(), sums, strict=True))
-        refuse_rows(SETS, {row: f"has {n} ids, but {COUNTS} adds up to {m}" for row, (n, m) in pairs if n != m})
+        must_have_lengths(fields[SETS].lengths, fields[COUNTS].sums(), SETS, f"in {COUNTS}")
     # What is left are fields as long as the whole row, such as masks.
     first, *others = [name for name in fields if name not in ("prompt", "response", SETS)] or ["prompt"]
     for name in others:
-        lengths = enumerate(zip(fields[name].lengths.tolist(), fields[first].lengths.tolist(), strict=True))
-        refuse_rows(name, {row: f"has {n} values, but {first} has {m}" for row, (n, m) in lengths if n != m})
+        must_have_lengths(fields[name].lengths, fields[first].lengths, name, f"in {first}")
 
 
 def _read(given: Any, dtype: torch.dtype, what: str, field: str) -> tuple[Ragged, Shape]:

@@ -23,6 +23,7 @@ from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Te
 from corelm.containers.fields import (
     COUNTS,
     SETS,
+    TOP,
     WIDE,
     flat,
     must_be_of_one_width,
@@ -187,8 +188,7 @@ def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: Neste
             field=f"{name}.{SETS}",
         )
     counts, ids = (ragged(td, (*path, field), masks=masks) for field in (COUNTS, SETS))
-    numbers = counts.values.cpu().long()
-    totals = torch.zeros_like(counts.lengths).index_add_(0, counts.row_index, numbers)
+    numbers, totals = counts.values.cpu(), counts.sums()
     problems = {
         row: f"the counts add up to {int(totals[row])}, but {SETS} holds {int(ids.lengths[row])} ids"
         for row in (totals != ids.lengths).nonzero().flatten().tolist()
@@ -197,6 +197,14 @@ def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: Neste
         problems[int(counts.row_index[at])] = f"position {int(counts.positions[at])}: the count is {int(numbers[at])}"
     refuse(problems, f"{name}.{COUNTS}")
     return TokenSets.from_flat(ids, counts)
+
+
+def about_ids(td: TensorDictBase, path: Path, masks: Path) -> dict[str, Ragged | TokenSets]:
+    """Return what the log-probs at `path` say about ids, by field and as long as the tokens."""
+    held = td.get(path)
+    found: dict[str, Any] = {SETS: token_sets(td, path, masks=masks)} if carries_sets(held) else {}
+    names = [name for name in ("kept_log_mass", *TOP) if name in held.keys()]
+    return found | {name: ragged(td, (*path, name), masks=masks) for name in names}
 
 
 def carries_sets(log_probs: LogProbs) -> bool:

@@ -242,8 +242,6 @@ class TokenLayout:
         """
         if self.padded:
             return self.dense(values, filler)
-        if 0 in self.batch:
-            return PerToken.from_tensordict(TensorDict({"full": values.reshape(*self.batch, 0)}, batch_size=self.batch))
         return PerToken.from_tensordict(lazy_rows({"full": self.ragged(values)}, self.batch))
 
 

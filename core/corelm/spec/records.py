@@ -281,13 +281,13 @@ class ScoreResult:
             predicts token t. Rows that are not scored are 0.
         argmax: int64, as long as the sequences: the most probable id at this position given the ids before it, any of
             equally probable ones; -1 where `scored` is False. None unless requested.
-        mode: the distribution of the log-probabilities, as in `Provenance`. `Provenance.label_of_scores` makes this and
-            the next two fields.
-        temperature: the temperature of that distribution.
+        mode: with `temperature` and `support`, the distribution of the log-probabilities. `Provenance.label_of_scores`
+            makes these fields.
+        temperature: as in `GenerateResult`, like the other fields that both have, if nothing else is said.
         support: `truncated` if the request has a `support`, else `full`.
         weight_versions: the weights that produced each row; None means the weights in force.
         errors: for each row that could not be scored, what went wrong; "" for the others. None if all are "".
-        adapter: leave it None. Core sets it to that of the request.
+        adapter: leave it None.
         top_ids: int64, ``values[total, k]``, as long as the sequences: the most probable ids at each position given the
             ids before it, the most probable first; with ``request.top_ids``, those, in their order. -1 where `scored`
             is False. None unless requested.
@@ -351,16 +351,12 @@ class WeightUpdate:
     @property
     def by_owner(self) -> bool:
         """Whether the owner has changed the weights, so that there is nothing to load."""
-        return not self._given and self.adapter is None
+        return self.adapter is None and self.state_dict is self.path is self.stream is None
 
     @property
     def unloads(self) -> bool:
         """Whether an adapter is to be unloaded."""
-        return not self._given and self.adapter is not None
-
-    @property
-    def _given(self) -> bool:
-        return not (self.state_dict is None and self.path is None and self.stream is None)
+        return self.adapter is not None and self.state_dict is self.path is self.stream is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -487,17 +483,14 @@ class ContainerRequest:
         chats: one conversation per row.
         logprobs: float32, as long as ``tokens.full``.
         scored: bool, as long as ``tokens.full``: False where the log-probability means nothing and is set to 0.0.
-        kept_ids: as long as ``tokens.full``: the ids over which each log-probability was normalised, ascending. An
-            empty set stands for the whole vocabulary, and for a token that was not scored.
-        kept_log_mass: float32, as long as ``tokens.full``: the log of the probability that these ids had together
-            before truncation; 0.0 where `scored` is False.
-        top_ids: int64, ``values[total, k]``, as long as ``tokens.full``: the most probable ids, or the ids that the
-            caller gave; -1 where there are fewer than k, and where `scored` is False.
-        top_logprobs: float32, like `top_ids`: their log-probabilities; -inf where there are fewer than k, and 0.0 where
-            `scored` is False.
-        tail_log_mass: float32, as long as ``tokens.full``: the log of the probability that all other ids have together;
-            0.0 where `scored` is False.
-        argmax: int64, as long as ``tokens.full``: the most probable id at each position, -1 where `scored` is False.
+        kept_ids: the ids over which each log-probability was normalised, ascending. An empty set stands for the whole
+            vocabulary, and for a token that was not scored. This and the next four fields are as long as
+            ``tokens.full``.
+        kept_log_mass: as in `GenerateResult`; 0.0 where `scored` is False.
+        top_ids: as in `ScoreResult`, and so are `top_logprobs`, `tail_log_mass` and `argmax`.
+        top_logprobs: see `top_ids`.
+        tail_log_mass: see `top_ids`.
+        argmax: see `top_ids`.
         greedy: one per row: whether every token that counts is the most probable one.
         provenance: one per row, None for a row of unknown origin; or one for all rows.
         assistant: bool, as long as ``tokens.full``: True where a token is the assistant's; None if that is not known.

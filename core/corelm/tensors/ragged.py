@@ -17,9 +17,6 @@ from corelm.validate import invalid
 
 Side = Literal["left", "right"]
 
-#: So many lengths are summed as Python numbers, in one call of torch instead of four.
-_FEW = 256
-
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
@@ -56,11 +53,8 @@ class Ragged:
                 "Ragged needs values[total, ...] and lengths[rows]; "
                 f"got {tuple(self.values.shape)} and {tuple(lengths.shape)}"
             )
-        if len(lengths) <= _FEW:
-            some = lengths.tolist()
-            total, least = sum(some), min(some, default=0)
-        else:
-            total, least = int(lengths.sum()), int(lengths.min())
+        some = lengths.tolist()
+        total, least = sum(some), min(some, default=0)
         if total != self.values.shape[0] or least < 0:
             raise ValueError(f"lengths add up to {total}, but there are {self.values.shape[0]} values")
 
@@ -125,7 +119,9 @@ class Ragged:
         """
         if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(f"these rows hold {self.values.shape[0]} values, got shape {tuple(values.shape)}")
-        return _unchecked(**{**self.__dict__, "values": values})
+        rows = object.__new__(Ragged)
+        rows.__dict__.update(self.__dict__, values=values)
+        return rows
 
     def __len__(self) -> int:
         return self.lengths.shape[0]
@@ -156,6 +152,11 @@ class Ragged:
         """Return one list per row."""
         flat, ends = self.values.tolist(), self.offsets.tolist()
         return [flat[start:end] for start, end in pairwise(ends)]
+
+    def sums(self, values: Tensor | None = None) -> Tensor:
+        """Return int64[rows]: the sum of each row of integers or bools, or of other `values` as long as these."""
+        values = (self.values if values is None else values).cpu().long()
+        return torch.zeros_like(self.lengths).index_add_(0, self.row_index, values)
 
     def mask(self, side: Side = "right", width: int | None = None) -> Tensor:
         """Return bool[rows, width]: where `to_padded` puts values, given the same arguments.
@@ -256,7 +257,7 @@ class Ragged:
         >>> Ragged.from_list([[1, 2], []]).join_mask(Ragged.from_list([[3], [4]])).tolist()
         [[False, False, True], [True]]
         """
-        if len(self) != len(other):
+        if self.lengths.shape != other.lengths.shape:
             raise ValueError(f"cannot join {len(self)} rows with {len(other)} rows; the numbers must be equal")
         return _unchecked(runs((False, True), (self.lengths, other.lengths)), self.lengths + other.lengths)
 
@@ -282,19 +283,14 @@ class Ragged:
 
     def to(self, device: torch.device | str | None) -> Ragged:
         """Return the rows with their values on `device`; None leaves them where they are."""
-        return self if device is None else self.with_values(self.values.to(device))
+        values = self.values if device is None else self.values.to(device)
+        return self if values is self.values else self.with_values(values)
 
 
-def _unchecked(values: Tensor, lengths: Tensor, **known: Tensor) -> Ragged:
-    """Build rows without validating them. Rows derived from validated rows are not validated again.
-
-    Validation costs more than most operations on a few rows.
-
-    Args:
-        known: cached properties that hold for the new rows.
-    """
+def _unchecked(values: Tensor, lengths: Tensor) -> Ragged:
+    """Build rows without validating them, which costs more than most operations on a few rows."""
     rows = object.__new__(Ragged)
-    rows.__dict__.update(known, values=values, lengths=lengths)
+    rows.__dict__.update(values=values, lengths=lengths)
     return rows
 
 
