@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from benchmarks.measure import Figure, compare
 from benchmarks.models import tokenizer
 from corelm import Ragged, SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, ScoreRequest
-from corelm_engine_kit import Decode, HttpClient, Secrets, decoded
+from corelm_engine_kit import Decode, HttpClient, HttpEngine, Secrets, decoded
 from sglang_backend import SGLangBackend
 from sglang_backend import protocol as sglang
 from sglang_backend import replies as sglang_replies
@@ -37,6 +37,7 @@ from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import protocol_http as vllm
 from vllm_backend import replies as vllm_replies
 from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
+from vllm_backend.server import VLLMServer
 
 #: Goal: seconds of the client for a token.
 GOAL = 0.5e-6
@@ -45,6 +46,7 @@ PROMPT = 64
 CAPABILITIES = Capabilities(vocab_size=VOCAB, max_context=1 << 16, eos_token_ids=frozenset({VOCAB - 1}))
 
 Json = dict[str, Any]
+E = TypeVar("E", bound=HttpEngine)
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def vllm_generation(rows: int, tokens: int) -> Call:
         vllm.COMPLETIONS,
         [{**payload, "model": info.name, "request_id": name_of(row)} for row, payload in enumerate(payloads)],
         bodies,
-        lambda entries: vllm.generation_result(request, payloads, entries, info),
+        lambda entries: answering(VLLMServer, info, entries).generate(request),
         vllm.is_reply_to,
         vllm_replies.decoder(payloads),
     )
@@ -181,7 +183,7 @@ def vllm_scoring(rows: int, tokens: int) -> Call:
         vllm.COMPLETIONS,
         [{**payload, "model": info.name, "request_id": name_of(row)} for row, payload in payloads.items()],
         bodies,
-        lambda entries: vllm.scoring_result(request, payloads, entries, info),
+        lambda entries: answering(VLLMServer, info, entries).score_logprobs(request),
         vllm.is_reply_to,
         vllm_replies.decoder([*payloads.values()]),
     )
@@ -197,7 +199,7 @@ def sglang_generation(rows: int, tokens: int) -> Call:
         sglang.GENERATE,
         [{**payload, "rid": name_of(row)} for row, payload in enumerate(sglang.generation_requests(request, info))],
         bodies,
-        lambda entries: sglang_backend(info, entries).generate(request),
+        lambda entries: answering(SGLangBackend, info, entries).generate(request),
         sglang.is_reply_to,
         sglang_replies.decode,
     )
@@ -214,7 +216,7 @@ def sglang_scoring(rows: int, tokens: int) -> Call:
         sglang.GENERATE,
         [{**payload, "rid": name_of(row)} for row, payload in enumerate(sglang.scoring_requests(request))],
         bodies,
-        lambda entries: sglang_backend(info, entries).score_logprobs(request),
+        lambda entries: answering(SGLangBackend, info, entries).score_logprobs(request),
         sglang.is_reply_to,
         sglang_replies.decode,
     )
@@ -243,10 +245,9 @@ def sglang_info() -> SGLangInfo:
     return SGLangInfo(CAPABILITIES, tokenizer(), "a-model", weight_label="default")
 
 
-def sglang_backend(info: SGLangInfo, entries: list[Any]) -> SGLangBackend:
+def answering(kind: Callable[..., E], info: Any, entries: list[Any]) -> E:
     """Return a backend whose server gives these entries of `HttpClient.post_each`."""
-    client: Any = SimpleNamespace(secrets=Secrets(), post_each=lambda *_, **options: entries)
-    return SGLangBackend(client, info)
+    return kind(SimpleNamespace(secrets=Secrets(), post_each=lambda *_, **options: entries), info)
 
 
 def name_of(row: int) -> str:

@@ -19,8 +19,6 @@ from helpers.tiny_models import tiny_model, tiny_tokenizer
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "backends"
 PLUGINS = {"transformers": "Transformers", "vllm": "VLLM", "sglang": "SGLang", "openai": "OpenAI", "ray": "Ray"}
-#: Functions in which a plugin keeps the defaults of options that its `open` passes on.
-DEFAULTS_OF: dict[str, tuple[str, str]] = {"vllm": ("vllm_backend.server", "VLLMServer.connect")}
 #: Options that a README explains, and that belong to the engine.
 OF_THE_ENGINE = {"vllm": {"max_logprobs"}}
 
@@ -135,9 +133,6 @@ def options_of(name: str) -> tuple[dict[str, Any], bool]:
     )
     parameters = inspect.signature(opened.open).parameters
     found = {each.name: each.default for each in parameters.values() if each.kind is each.KEYWORD_ONLY}
-    if name in DEFAULTS_OF:
-        inner = inspect.signature(named(*DEFAULTS_OF[name])).parameters
-        found |= {each: inner[each].default for each in found if each in inner and found[each] is None}
     return found, any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 

@@ -4,9 +4,8 @@ from .backend.check_requests import prompt_problems as prompt_problems
 from .backend.check_requests import sequence_problems as sequence_problems
 from .backend.check_results import checked_generation as checked_generation
 from .backend.check_results import checked_scores as checked_scores
-from .backend.default_hooks import DefaultHooks as DefaultHooks
-from .backend.encoding import Encoder as Encoder
 from .backend.engine_call import Arrival as Arrival
+from .backend.engine_call import Call as Call
 from .backend.engine_call import EngineCall as EngineCall
 from .backend.engine_call import Origin as Origin
 from .backend.engine_call import current_call as current_call
@@ -15,10 +14,11 @@ from .backend.futures import join as join
 from .backend.futures import own as own
 from .backend.futures import unfinished as unfinished
 from .backend.futures import uninterrupted as uninterrupted
-from .backend.hook_kinds import OUT_OF_TURN as OUT_OF_TURN
+from .backend.hooks import OUT_OF_TURN as OUT_OF_TURN
+from .backend.hooks import Hooks as Hooks
+from .backend.hooks import to_containers as to_containers
 from .backend.prepared_call import prepare_scoring as prepare_scoring
 from .backend.program_end import at_program_end as at_program_end
-from .backend.registering import registered as registered
 from .backend.registry import ALLOW_LIST as ALLOW_LIST
 from .backend.registry import DISTRIBUTION as DISTRIBUTION
 from .backend.registry import Scan as Scan
@@ -59,6 +59,7 @@ from .policy.rows import find_value as find_value
 from .policy.rows import last_tokens as last_tokens
 from .policy.rows import room_for_prompts as room_for_prompts
 from .rendering.completions import encode_completions as encode_completions
+from .rendering.encoding import Encoder as Encoder
 from .rendering.render import render as render
 from .rendering.response_parsers import AUTO as AUTO
 from .rendering.segments import Segment as Segment

@@ -26,6 +26,8 @@ ANY_VOCABULARY = 2**31
 DEEPEST = 100
 #: How many values nested objects and lists may hold. One that is in several places counts once for each.
 MOST_VALUES = 1_000_000
+#: The longest timeout in seconds, 23 days. Locks, sockets and event loops each refuse longer ones, at different limits.
+LONGEST = 2_000_000.0
 
 
 def number(field: str, given: Any, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> float:
@@ -50,6 +52,11 @@ def number(field: str, given: Any, low: float = -math.inf, high: float = math.in
 def positive(field: str, given: Any) -> float:
     """Return `given` as a finite float above 0."""
     return number(field, given, 0.0, above=True)
+
+
+def seconds(field: str, given: Any) -> float:
+    """Return `given` as a number of seconds above 0 that every wait accepts. More than `LONGEST` becomes `LONGEST`."""
+    return min(positive(field, given), LONGEST)
 
 
 def factor(field: str, given: Any, *, zero: bool = False) -> float:

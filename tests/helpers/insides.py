@@ -13,7 +13,7 @@ from corelm import Backend
 
 def a_call_waits(backend: Backend) -> bool:
     """Return whether a call waits until the engine has ended another one. A call says so only when it has its turn."""
-    return bool(backend.engine.hooks._lock._waiting)
+    return bool(backend.engine.lock.waiting)
 
 
 def _runner(backend: Backend) -> Any:
@@ -47,4 +47,5 @@ def choose_onednn_operator_again() -> None:
 
 def calls_that_wait_for_a_lane(backend: Backend) -> int:
     """Return how many calls wait in the vLLM plugin for those of the other kind to end."""
-    return len(backend.engine.plugin.engine._lanes._waiting)
+    plugin = backend.engine.plugin
+    return len(getattr(plugin, "engine", plugin)._lanes._waiting)

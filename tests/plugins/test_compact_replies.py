@@ -31,6 +31,7 @@ from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import protocol_http as vllm
 from vllm_backend import replies as vllm_replies
 from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
+from vllm_backend.server import VLLMServer
 
 CAPABILITIES = Capabilities(vocab_size=VOCAB, max_context=64)
 VLLM = VLLMInfo(
@@ -75,12 +76,11 @@ def generating() -> GenerateRequest:
 
 
 def vllm_answer(reply: Any) -> Any:
-    request = generating()
-    return vllm.generation_result(request, vllm.generation_requests(request, VLLM), [reply], VLLM)
+    return answering(VLLMServer, VLLM, reply).generate(generating())
 
 
 def vllm_scores(reply: Any) -> Any:
-    return vllm.scoring_result(scoring(), vllm.scoring_requests(scoring()), [reply], VLLM)
+    return answering(VLLMServer, VLLM, reply).score_logprobs(scoring())
 
 
 def sglang_answer(reply: Any) -> Any:
@@ -275,7 +275,7 @@ def test_the_most_probable_ids_are_decoded_plainly() -> None:
     # Where they are asked for all the same, the row fails, and says why.
     pytest.importorskip("msgspec")
     reply = vllm_replies.decode(json.dumps(vllm_scores_reply()).encode())
-    result = vllm.scoring_result(scoring(True), dict(enumerate(payloads)), [reply], VLLM)
+    result = answering(VLLMServer, VLLM, reply).score_logprobs(scoring(True))
     assert result.errors is not None and "which id is the most probable one" in result.errors[0]
 
 

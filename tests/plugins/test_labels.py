@@ -18,7 +18,9 @@ from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 from sglang_backend import SGLangBackend
 from sglang_backend.capabilities import ServerInfo
 from transformers_backend import TransformersBackend
-from vllm_backend import protocol_http, protocol_inprocess
+from vllm_backend import protocol_inprocess
+from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
+from vllm_backend.server import VLLMServer
 
 LOST = EngineError("the server is gone")
 
@@ -30,8 +32,11 @@ def vllm_in_process(request: GenerateRequest) -> GenerateResult:
 
 
 def vllm_over_http(request: GenerateRequest) -> GenerateResult:
-    info: Any = SimpleNamespace(tokenizer=tiny_tokenizer())
-    return protocol_http.generation_result(request, [{}], [LOST], info)
+    capabilities = Capabilities(vocab_size=VOCAB, max_context=64)
+    info = VLLMInfo(
+        capabilities=capabilities, tokenizer=tiny_tokenizer(), model="m", name="m", routes=frozenset(), fields=None
+    )
+    return answering(VLLMServer, info, LOST).generate(request)
 
 
 def sglang_server(request: GenerateRequest) -> GenerateResult:

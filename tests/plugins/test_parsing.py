@@ -25,9 +25,9 @@ from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend import SGLangBackend
 from sglang_backend import replies as sglang_replies
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
-from vllm_backend import protocol_http as vllm
 from vllm_backend import replies as vllm_replies
 from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
+from vllm_backend.server import VLLMServer
 
 COUNT, MIDDLE = 300, 150
 CAPABILITIES = Capabilities(vocab_size=VOCAB, max_context=4 * COUNT)
@@ -167,8 +167,6 @@ def test_vllm_scores_are_what_a_plain_loop_reads(compact: bool) -> None:
     for defect, ranked in itertools.product(PROMPT_DEFECTS, [False, True]):
         with case(defect, ranked):
             decode = vllm_replies.decode if compact else decoded
-            request = scoring()
-            payloads = vllm.scoring_requests(request)
             replies, lists = [], []
             for row, (ids, values) in enumerate(ROWS):
                 positions: list[Any] = [None]
@@ -185,7 +183,7 @@ def test_vllm_scores_are_what_a_plain_loop_reads(compact: bool) -> None:
                 choice = {"finish_reason": "length", "token_ids": [7], "logprobs": last, "prompt_logprobs": positions}
                 replies.append(sent({"choices": [choice]}, decode))
                 lists.append(sent(positions))
-            check(vllm.scoring_result(request, payloads, replies, VLLM), lists, vllm_plain)
+            check(answering(VLLMServer, VLLM, *replies).score_logprobs(scoring()), lists, vllm_plain)
 
 
 LABEL_DEFECTS: dict[str, Defect] = {
@@ -207,8 +205,6 @@ def test_vllm_labels_are_compared_with_every_id(compact: bool) -> None:
     for defect in LABEL_DEFECTS:
         with case(defect):
             decode = vllm_replies.decode if compact else decoded
-            request = generating()
-            payloads = vllm.generation_requests(request, VLLM)
             replies, lists = [], []
             for row, (ids, values) in enumerate(ROWS):
                 tokens = [f"token_id:{token}" for token in ids]
@@ -224,16 +220,15 @@ def test_vllm_labels_are_compared_with_every_id(compact: bool) -> None:
                 right = entry[0] == [f"token_id:{token}" for token in ids]
                 return entry[1] if right else "its log-probs are not labelled with the ids of its tokens"
 
-            check(vllm.generation_result(request, payloads, replies, VLLM), lists, plain)
+            check(answering(VLLMServer, VLLM, *replies).generate(generating()), lists, plain)
 
 
 def test_vllm_names_the_first_stop_id_that_an_answer_goes_on_after() -> None:
     ids = ROWS[1][0]
     stop_ids = frozenset({ids[MIDDLE], ids[MIDDLE + 20]})
     first = next(token for token in ids if token in stop_ids)
-    request = generating(stop_ids)
     reply = {"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": None}]}
-    result = vllm.generation_result(request, vllm.generation_requests(request, VLLM), [reply] * 3, VLLM)
+    result = answering(VLLMServer, VLLM, *[reply] * 3).generate(generating(stop_ids))
     assert result.errors is not None and f"after the stop id {first}" in result.errors[1]
 
 

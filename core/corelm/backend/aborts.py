@@ -22,6 +22,9 @@ class Aborts:
     Args:
         abort: ends the requests with these names.
         name: the name of the backend.
+
+    Attributes:
+        thread: the thread that ends requests; None while there are none.
     """
 
     def __init__(self, abort: Callable[[tuple[str, ...]], object], name: str) -> None:
@@ -29,11 +32,7 @@ class Aborts:
         self._lock = threading.RLock()
         self._added = threading.Event()
         self._requests: list[tuple[tuple[str, ...], Callable[[], bool]]] = []
-        self._thread: threading.Thread | None = None
-
-    @property
-    def thread(self) -> threading.Thread | None:
-        return self._thread
+        self.thread: threading.Thread | None = None
 
     def add(self, names: Iterable[str], under_way: Callable[[], bool]) -> None:
         """End the requests with these names, soon and on another thread.
@@ -46,13 +45,13 @@ class Aborts:
         with self._lock:
             self._requests.append((names, under_way))
             self._added.set()
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name=f"corelm-{self._name}-abort", daemon=True)
+            if self.thread is None or not self.thread.is_alive():
+                self.thread = threading.Thread(target=self._run, name=f"corelm-{self._name}-abort", daemon=True)
                 try:
-                    self._thread.start()
+                    self.thread.start()
                 except RuntimeError:
                     # The system has no room for a thread: the requests go on, and their answers are dropped.
-                    self._thread, self._requests = None, []
+                    self.thread, self._requests = None, []
 
     def _run(self) -> None:
         while True:
@@ -61,7 +60,7 @@ class Aborts:
                 self._requests = [request for request in self._requests if request[1]()]
                 requests = list(self._requests)
                 if not requests:
-                    self._thread = None
+                    self.thread = None
                     return
             names = tuple(name for each, _ in requests for name in each)
             try:

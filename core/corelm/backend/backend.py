@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,20 +13,19 @@ from torch import Tensor
 from corelm import validate
 from corelm.backend import arguments
 from corelm.backend.aborts import Aborts
-from corelm.backend.call_log import log_close_failed
+from corelm.backend.call_log import logger
 from corelm.backend.check_results import checked_tokens
 from corelm.backend.controls import EngineControls
-from corelm.backend.encoding import decoded
 from corelm.backend.engine import OpenEngine
+from corelm.backend.engine_call import Call
 from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
-from corelm.backend.provenance import provenance_of
-from corelm.backend.registering import attach
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
-from corelm.errors import CoreLMError
+from corelm.errors import CoreLMError, EngineError, brief
+from corelm.rendering.encoding import decoded
 from corelm.spec.capabilities import Capabilities
-from corelm.spec.provenance import Adapter, Provenance
+from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult, TokenizeRequest, TokenizeResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import in_caller_modes
@@ -65,7 +64,10 @@ class Backend(EngineControls, AnswerStreams):
     def from_plugin(cls, plugin: Any, name: str, **options: Any) -> Backend:
         """Return a backend for a plugin object that is already open. Arguments and errors are those of `OpenEngine`."""
         engine = OpenEngine(plugin, name, **options)
-        attach(options.get("wrappers", ()), engine)
+        for wrapper in options.get("wrappers", ()):
+            # Before the engine is called.
+            if callable(attached := getattr(wrapper, "attached", None)):
+                attached(engine)
         return cls(engine)
 
     # What it is ------------------------------------------------------------------------------------------------------
@@ -108,7 +110,7 @@ class Backend(EngineControls, AnswerStreams):
         Raises:
             BackendClosedError: the backend was closed.
         """
-        self.engine.hooks.require_open()
+        self.engine.require_open()
         return MappingProxyType(dict(getattr(self.engine.plugin, "info", {})))
 
     @property
@@ -128,7 +130,7 @@ class Backend(EngineControls, AnswerStreams):
 
     @property
     def closed(self) -> bool:
-        return self.engine.hooks.closed
+        return self.engine.closed
 
     def __reduce__(self) -> Any:
         raise TypeError("an open engine cannot be copied or pickled; call get_backend in the process that needs it")
@@ -140,7 +142,8 @@ class Backend(EngineControls, AnswerStreams):
 
     def run(self, call: PreparedCall[R]) -> R:
         """Make a prepared call and return its result."""
-        return call.run()
+        result: R = self.engine.call(call)
+        return result
 
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
         """Start a prepared call and return its future at once. This backend makes the call on a new thread.
@@ -152,7 +155,7 @@ class Backend(EngineControls, AnswerStreams):
             EngineError: the system has no room for a thread.
         """
         future: Future[R] = Future()
-        names, works_on = call.request.request_ids, self.engine.hooks.works_on
+        names, works_on = call.request.request_ids, self.engine.works_on
 
         def abort(done: Future[R]) -> None:
             if done.cancelled():
@@ -180,10 +183,7 @@ class Backend(EngineControls, AnswerStreams):
             texts=found, add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets
         )
 
-        def finish(batch: TokenizeResult) -> TokenizeResult:
-            return checked_tokens(batch, found, self.engine.hooks.fault("tokenize"))
-
-        tokens: TokenizeResult = self.engine.hooks.call("tokenize", request, finish)
+        tokens: TokenizeResult = self.engine.call(_TokenizeCall(request, self.engine.fault("tokenize")))
         return tokens
 
     def detokenize(self, ids: Any, *, skip_special_tokens: bool = True, before: Any = None) -> list[str]:
@@ -195,7 +195,7 @@ class Backend(EngineControls, AnswerStreams):
             before: for each row, the ids that precede it, such as the prompt of an answer. The text is then what the
                 row adds to theirs: decoders of SentencePiece drop the first space of a text.
         """
-        self.engine.hooks.require_open()
+        self.engine.require_open()
         rows = arguments.rows_of_ids(ids, "ids").tolist()
         if before is not None:
             before = arguments.rows_of_ids(before, "before").tolist()
@@ -359,7 +359,7 @@ class Backend(EngineControls, AnswerStreams):
 
     def to_containers(self, request: ContainerRequest) -> TensorDict:
         """Wrap a batch of rows as TensorClasses in a TensorDict."""
-        return self.engine.hooks.call("to_containers", request)
+        return self.engine.call(Call("to_containers", request))
 
     def provenance(self, batch: GenerateResult | ScoreResult) -> Provenance | tuple[Provenance, ...]:
         """Return where the log-probs of a result came from: one for all rows if they agree, else one per row.
@@ -367,7 +367,27 @@ class Backend(EngineControls, AnswerStreams):
         Args:
             batch: what this backend returned.
         """
-        return provenance_of(self.engine, batch)
+        engine, processed = self.engine, batch.mode == "processed"
+        versions = batch.weight_versions or (engine.version_with(batch.adapter),)
+        given = batch.version_runs if isinstance(batch, GenerateResult) else None
+        sampling = batch.sampling if isinstance(batch, GenerateResult) else None
+        runs: tuple[VersionRuns, ...] = tuple(row if len(row) > 1 else () for row in given or ((),) * len(versions))
+        rows = list(zip(versions, runs, strict=True))
+        made = {
+            (version, of_row): Provenance(
+                backend=engine.name,
+                model=engine.model_name,
+                weight_version=version,
+                mode=batch.mode,
+                temperature=batch.temperature if processed else 1.0,
+                support=batch.support if processed else "full",
+                penalties=sampling.penalties if processed and sampling is not None else (),
+                adapter=batch.adapter,
+                version_runs=of_row,
+            )
+            for version, of_row in {*rows}
+        }
+        return made[rows[0]] if len(made) == 1 else tuple(made[row] for row in rows)
 
     # Closing ---------------------------------------------------------------------------------------------------------
 
@@ -381,7 +401,7 @@ class Backend(EngineControls, AnswerStreams):
             BackendTimeoutError: the engine still works on a call whose caller has stopped waiting. The backend is
                 closed, and the engine is released when that call ends.
         """
-        self.engine.hooks.close()
+        self.engine.close()
 
     def __enter__(self) -> Backend:
         return self
@@ -392,10 +412,19 @@ class Backend(EngineControls, AnswerStreams):
         except CoreLMError as error:
             if kind is None:  # else the exception that ends the block is more important
                 raise
-            log_close_failed(self.name, error)
+            logger.warning("closing backend %s failed: %s", self.name, brief(str(error)))
 
     def _end(self, well: bool) -> None:
         """Close at the end of a ``with`` block, which ended `well` if it raised nothing."""
         if not well:
-            self.engine.hooks.close(abort=True)
+            self.engine.close(abort=True)
         self.close()
+
+
+class _TokenizeCall(Call):
+    def __init__(self, request: TokenizeRequest, fault: Callable[[str], EngineError]) -> None:
+        super().__init__("tokenize", request)
+        self._fault = fault
+
+    def finished(self, result: TokenizeResult) -> TokenizeResult:
+        return checked_tokens(result, self.request.texts, self._fault)

@@ -15,7 +15,8 @@ from corelm.errors import BackendTimeoutError, CoreLMError, brief, described
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.records import GenerateRequest, ScoreRequest
 
-_log = logging.getLogger(__name__)
+#: Logs what happens to an engine.
+logger = logging.getLogger(__name__)
 
 #: Hooks that are not worth a message each: no engine computes in them.
 _QUIET = frozenset({"tokenize", "to_containers", "health"})
@@ -45,37 +46,28 @@ def abilities(capabilities: Capabilities) -> str:
 @contextmanager
 def logged(backend: str, hook: str, request: Any) -> Iterator[None]:
     """Log how a call to a hook ended: a timeout and a failure at INFO, a success at DEBUG."""
-    if not _log.isEnabledFor(logging.INFO):
+    if not logger.isEnabledFor(logging.INFO):
         yield
         return
     started = time.monotonic()
     try:
         yield
-    except BackendTimeoutError as error:
-        _log.info("%s: %s timed out after %.3g s: %s", backend, _named(hook, request), _since(started), _of(error))
-        raise
     except CoreLMError as error:
-        _log.info("%s: %s failed after %.3g s with %s", backend, _named(hook, request), _since(started), _of(error))
+        seconds = f"{time.monotonic() - started:.3g} s"
+        how = (
+            f"timed out after {seconds}:" if isinstance(error, BackendTimeoutError) else f"failed after {seconds} with"
+        )
+        logger.info("%s: %s %s %s", backend, _named(hook, request), how, brief(described(error)))
         raise
     if hook not in _QUIET:
-        _log.debug("%s: %s took %.3g s", backend, _named(hook, request), _since(started))
-
-
-def log_abort(backend: str, requests: int) -> None:
-    """Log that requests are about to be aborted."""
-    _log.info("%s: aborting %d requests", backend, requests)
-
-
-def log_closed(backend: str) -> None:
-    """Log that an engine was closed."""
-    _log.info("%s: closed", backend)
+        logger.debug("%s: %s took %.3g s", backend, _named(hook, request), time.monotonic() - started)
 
 
 def log_retry(state: tenacity.RetryCallState) -> None:
     """Log that a failed call is about to be made again; a `before_sleep` of tenacity."""
     error = state.outcome.exception() if state.outcome is not None else None
-    what = "" if error is None else f" failed with {_of(error)}"
-    _log.warning("attempt %d%s; trying again in %.1f s", state.attempt_number, what, state.upcoming_sleep)
+    what = "" if error is None else f" failed with {brief(described(error))}"
+    logger.warning("attempt %d%s; trying again in %.1f s", state.attempt_number, what, state.upcoming_sleep)
 
 
 def _named(hook: str, request: Any) -> str:
@@ -84,16 +76,3 @@ def _named(hook: str, request: Any) -> str:
     if isinstance(request, ScoreRequest):
         return f"{hook} of {len(request.sequences)} rows"
     return hook
-
-
-def _of(error: BaseException) -> str:
-    return brief(described(error))
-
-
-def _since(started: float) -> float:
-    return time.monotonic() - started
-
-
-def log_close_failed(name: str, error: Exception) -> None:
-    """Report an error while closing that is not raised, because another exception is on its way to the caller."""
-    _log.warning("closing backend %s failed: %s", name, brief(str(error)))

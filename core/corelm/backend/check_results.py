@@ -1,7 +1,7 @@
 """Read what a hook returned: checked against the specification, and in storage that the engine does not hold.
 
 Core does this for every plugin. `fail` makes an `EngineError` that names the plugin and the hook. An error of another
-kind, from a result that cannot be read at all, becomes one in `EngineHooks`.
+kind, from a result that cannot be read at all, becomes one in `OpenEngine.call`.
 
 An engine may reuse its buffers for the next call, but containers create rows from a result much later, so tensors are
 copied: 12 bytes a token, and more where other ids were asked for. Logits and what carries gradients are large and are

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from corelm.backend.call_log import log_abort
+from corelm.backend.call_log import logger
 from corelm.backend.engine import OpenEngine
 from corelm.backend.given_weights import NewAdapter, NewWeights, checked_name, source_of_adapter, source_of_weights
 from corelm.errors import EngineError
@@ -92,7 +92,7 @@ class EngineControls:
         tell the state of its weights (the hook `weights_state`) runs a copy.
         """
         given = self.engine.given_model()
-        if given is None or not self.engine.hooks.implements("weights_state"):
+        if given is None or not self.engine.implements("weights_state"):
             return False
         own = {id(parameter) for parameter in given.parameters()}
         return bool(own) and own <= {id(parameter) for parameter in model.parameters()}
@@ -171,7 +171,7 @@ class EngineControls:
         engine, levels = self.engine, self.engine.capabilities.sleep_levels
         why = "it cannot sleep as it was opened; its README says how an engine that can is opened"
         engine.require("sleep_levels", why)
-        if engine.hooks.entered:
+        if engine.entered:
             raise EngineError(
                 f"backend {engine.name!r}: it cannot sleep in the middle of a call, which would go on without its "
                 "memory; call sleep outside other calls",
@@ -230,7 +230,7 @@ class EngineControls:
         Raises:
             CapabilityError: the engine cannot abort.
         """
-        log_abort(self.engine.name, len(request_ids))
+        logger.info("%s: aborting %d requests", self.engine.name, len(request_ids))
         self.engine.abort(request_ids)
 
     def _require_listener(self, expect: object) -> None:

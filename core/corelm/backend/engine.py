@@ -1,25 +1,47 @@
-"""`OpenEngine`: an engine that is open, and everything that core knows about it."""
+"""`OpenEngine`: an engine that is open, everything that core knows about it, and `call`, the one way into it."""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from queue import Empty
+from typing import Any, TypeVar
 
 import tenacity
+import torch
 from torch import nn
 
-from corelm.backend.call_log import place
-from corelm.backend.hooks import EngineHooks
-from corelm.backend.program_end import at_program_end, end_stuck, interrupted
-from corelm.backend.waits import program_deadline, seconds
-from corelm.backend.weights import WeightsListener
-from corelm.errors import CapabilityError
-from corelm.spec.capabilities import Capabilities
+from corelm.backend.call_log import log_retry, logged, logger, place
+from corelm.backend.engine_call import Call, Delivering, EngineCall
+from corelm.backend.futures import Outcome, start
+from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, Hooks, typed
+from corelm.backend.program_end import at_program_end, end_stuck, interrupted, program_deadline
+from corelm.backend.turns import EngineLock, Turn, reaper
+from corelm.backend.weights import Weights, WeightsListener
+from corelm.errors import (
+    BackendClosedError,
+    BackendTimeoutError,
+    CapabilityError,
+    CoreLMError,
+    EngineError,
+    described,
+)
 from corelm.spec.provenance import Adapter
-from corelm.spec.records import AbortRequest, HealthRequest
+from corelm.spec.records import AbortRequest, CloseRequest, HealthRequest, When
+from corelm.tensors.modes import in_caller_modes, no_inference_mode
+from corelm.validate import invalid, seconds, shown
 
+T = TypeVar("T")
+
+#: Seconds that closing waits for a call whose caller has stopped waiting.
+PATIENCE = 5.0
 #: Seconds between two looks whether calls have ended.
 _PAUSE = 0.02
 
@@ -28,6 +50,9 @@ class OpenEngine:
     """An engine that is open: its hooks, what it can do, its tokenizer, and the weights in force.
 
     A `Backend` and a `DynamicBatcher` in front of it hold the same `OpenEngine`.
+
+    One thread at a time enters an engine that does not declare `concurrent_calls`. New weights are loaded into any
+    engine while no other call is under way. A call belongs to the process that opened the engine, and not to its forks.
 
     Args:
         plugin: what the plugin's ``open`` returned.
@@ -41,11 +66,14 @@ class OpenEngine:
 
     Attributes:
         plugin: the plugin's own object, for tests and for options that only this engine has.
-        hooks: calls the plugin's hooks.
         capabilities: what the engine can do, as it declared when it was opened.
         name, model_name, software, timeout: as given.
         weights: their labels, the adapters, and what sleeps.
+        lock: whose turn it is.
+        listener: what is told of every change of the weights; None at first.
         given_model: returns the `model`, as long as others keep it alive.
+        closed: whether the engine takes no more calls.
+        wrapped: whether wrappers see its calls.
 
     Raises:
         BackendIncompatibleError: the plugin does not fit the hook specification.
@@ -70,10 +98,29 @@ class OpenEngine:
         self.model_name = model_name
         self.software = software
         self.timeout = None if timeout is None else seconds("timeout", timeout)
-        self.hooks = EngineHooks(plugin, name, wrappers, retry, place(model_name))
-        self.capabilities: Capabilities = self.hooks.capabilities
-        self.weights = self.hooks.weights
+        self.listener: WeightsListener | None = None
+        self.closed = False
+        self._retry = _retrying(retry)
+        hooks = Hooks.of(plugin, name, wrappers)
+        self.capabilities = hooks.capabilities
+        self._hooks = hooks.calls
+        self.wrapped = hooks.wrapped
+        self._supervised = hooks.wrapped or self._retry is not None
+        self._exclusive = not self.capabilities.concurrent_calls
+        self._turnless = OUT_OF_TURN | hooks.by_core
+        self.lock = EngineLock(name)
+        self._process = os.getpid()
+        # Acquired once, by the thread that calls the engine's `close`: the one that closes, or, if it has stopped
+        # waiting, the one that makes the last call.
+        self._release_claim = threading.Lock()
+        self._release_late = False
+        self.weights = Weights(self)
+        self._asked: dict[str, Hook] = {**self._hooks}
+        if self.capabilities.updates_in_flight:
+            self._asked["generate"] = self.weights.sample
         _open.add(self)
+
+    # What it is ------------------------------------------------------------------------------------------------------
 
     @property
     def tokenizer(self) -> Any:
@@ -98,15 +145,6 @@ class OpenEngine:
         return 0
 
     @property
-    def listener(self) -> WeightsListener | None:
-        """What is told of every change of the weights; None at first."""
-        return self.weights.listener
-
-    @listener.setter
-    def listener(self, listener: WeightsListener | None) -> None:
-        self.weights.listener = listener
-
-    @property
     def weight_version(self) -> str:
         """The label of the weights in force, "0" until they first change."""
         return self.weights.version_with(None)
@@ -114,6 +152,10 @@ class OpenEngine:
     def version_with(self, adapter: Adapter) -> str:
         """Return the label of rows that are made with this adapter and the weights in force."""
         return self.weights.version_with(adapter)
+
+    def implements(self, hook: str) -> bool:
+        """Return whether the engine or core implements the hook, or a wrapper does so in the engine's place."""
+        return hook in self._hooks
 
     def require(self, capability: str, why: str) -> None:
         """Refuse a call that needs a capability which the engine does not have.
@@ -129,15 +171,228 @@ class OpenEngine:
             why = getattr(self.plugin, "reasons", {}).get(capability, why)
             raise CapabilityError(f"backend {self.name!r} lacks {capability}: {why}", capability=capability)
 
+    def require_open(self) -> None:
+        """Refuse a call to a closed engine, and to one that another process has opened.
+
+        Raises:
+            BackendClosedError: the engine is closed, or this is a fork of the process that opened it.
+        """
+        if self.closed:
+            raise BackendClosedError(f"backend {self.name!r} is closed; open it again with get_backend")
+        if os.getpid() != self._process:
+            self.require_here()
+
+    def require_here(self) -> None:
+        """Refuse what a fork of the process that opened the engine cannot do.
+
+        Raises:
+            BackendClosedError: this is such a fork.
+        """
+        if self.elsewhere:
+            raise BackendClosedError(
+                f"backend {self.name!r} belongs to another process, which this one is a fork of; "
+                "call get_backend in this process"
+            )
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is a fork of the process that opened the engine. Its threads and connections are not here."""
+        return os.getpid() != self._process
+
+    @property
+    def entered(self) -> bool:
+        """Whether this thread is in a call to the engine, for example in a wrapper."""
+        return bool(self.lock.turns())
+
+    def works_on(self, names: Sequence[str]) -> bool:
+        """Return whether a call with these requests, and no others, is in the engine."""
+        return bool(names) and any(turn.request_ids == names for turn in list(self.lock.holders))
+
     def time_limit(self, timeout: float | None) -> float | None:
         """Return the seconds that a call may take: its own timeout, else the engine's."""
         return self.timeout if timeout is None else seconds("timeout", timeout)
 
+    def fault(self, hook: str) -> Callable[[str], EngineError]:
+        """Return a function that makes the error for a result that breaks the specification."""
+        return lambda what: EngineError(f"backend {self.name!r}, hook {hook}: {what}", usable=True)
+
+    # Calling it ------------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        call: Call,
+        timeout: float | None = None,
+        attended: Callable[[], bool] | None = None,
+        *,
+        turn: Turn | None = None,
+    ) -> Any:
+        """Make a call: take the engine's turn, ask the hook, finish what it returned, and give every failure a type.
+
+        Args:
+            call: the call.
+            timeout: seconds, instead of the request's own.
+            attended: returns whether a caller still waits for the result; None if this thread does.
+            turn: only `_supervise` gives it, which has done all that is to be done around the call.
+
+        Raises:
+            BackendClosedError: the engine is closed, or no caller waits any more when the call's turn comes.
+            BackendAsleepError: the hook needs a part of the engine that sleeps, or weights that it has not got.
+            CapabilityError: the engine has no such hook.
+            BackendTimeoutError: waiting for a turn and the engine's work together took longer than the timeout.
+            EngineError: the hook raised another exception (chained), or returned None or what cannot be read.
+        """
+        hook, request, lock = call.hook, call.request, self.lock
+        if turn is None:
+            self.require_open()
+            if hook not in self._asked:
+                raise CapabilityError(f"backend {self.name!r} has no hook {hook}", capability=hook)
+            timeout = getattr(request, "timeout", None) if timeout is None else timeout
+            more = self._supervised or timeout is not None or call.nothing is not None or call.delivery is not None
+            if more or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO):
+                return self._supervise(call, timeout, attended)
+            turn = Turn(lock, self._exclusive, hook, getattr(request, "request_ids", ()), attended)
+        end = None if timeout is None else time.monotonic() + timeout
+        grad, outside = torch.is_grad_enabled(), getattr(lock.local, "turn", None)
+        try:
+            if hook not in self._turnless:
+                lock.acquire(turn, timeout)
+            if self.closed:
+                self.require_open()
+            if turn.abandoned:
+                raise BackendClosedError(f"backend {self.name!r}: the caller has cancelled this call or left it")
+            before = self.weights.look(to_answer=True) if hook in READ_WEIGHTS else None
+            if end is not None:
+                request = replace(request, timeout=self._left(end))
+            try:
+                result = self._asked[hook](request)
+            except BaseException as error:
+                told = typed(error, self.name, hook)
+                told = call.failed(told) if isinstance(told, CoreLMError) else told
+                if told is error:
+                    raise
+                raise told from error
+            if before is not None:
+                self.weights.require_same(hook, before)
+            if result is None:
+                raise self.fault(hook)("returned None; a hook must return a result")
+            try:
+                finished = call.finished(result)
+            except CoreLMError:
+                raise
+            except Exception as error:
+                raise self.fault(hook)(f"its result cannot be read: {described(error)}") from error
+            # `finished` has labelled the numbers. Another thread may have noticed a change in the meantime.
+            if before is not None and self.weights.state is not before[1]:
+                self.weights.require_same(hook, before, ask=False)
+            return finished
+        finally:
+            # Ctrl-C may come between any two calls, so the first of them releases the lock.
+            lock.holders.pop(turn, None)
+            lock.local.turn = outside
+            if lock.waiting or self._release_late:
+                self._turn_ended()
+            if torch.is_grad_enabled() != grad:
+                # The engine has switched gradients on or off.
+                torch.set_grad_enabled(grad)
+
+    def alone(self, function: Callable[[], T], hook: str = "", when: When = "drain") -> T:
+        """Return what the function returns. It is called while no call is in the engine.
+
+        Args:
+            function: what to call. It calls hooks with `ask`.
+            hook: the one that it is about.
+            when: `abort` ends the answers in the engine; beside `now`, they go on.
+        """
+        self.require_open()
+        turn = Turn(self.lock, True, hook, concurrent_with=GO_ON if when == "now" else frozenset())
+        # An abort that reaches the engine before its request does is lost, so it is repeated.
+        remind = self._abort_answers if when == "abort" else None
+        if remind is not None:
+            remind()
+        outside, told = getattr(self.lock.local, "turn", None), EngineCall(self.name, place(self.model_name))
+        with no_inference_mode(), logged(self.name, hook or "a turn", None), told.under_way():
+            try:
+                self.lock.acquire(turn, remind=remind)
+                self.require_open()
+                return function()
+            finally:
+                self.lock.holders.pop(turn, None)
+                self.lock.local.turn = outside
+                self._turn_ended()
+
+    def ask(self, hook: str, request: Any) -> Any:
+        """Return what a hook returns, in a turn that `call` or `alone` has taken.
+
+        Raises:
+            CoreLMError: see `corelm.spec.hookspecs`.
+        """
+        try:
+            return self._hooks[hook](request)
+        except BaseException as error:
+            told = typed(error, self.name, hook)
+            if told is error:
+                raise
+            raise told from error
+
+    def _supervise(self, call: Call, timeout: float | None, attended: Callable[[], bool] | None) -> Any:
+        """Make a call that has a timeout, retries, a reader of its tokens, wrappers or a log around it."""
+        hook, delivery = call.hook, call.delivery
+        told = EngineCall(self.name, place(self.model_name), call.origins)
+        end = None if timeout is None else time.monotonic() + timeout
+
+        def attempt() -> Any:
+            left = None if end is None else self._left(end)
+            turn = Turn(self.lock, self._exclusive, hook, getattr(call.request, "request_ids", ()), attended)
+            with told.under_way():
+                if left is None or self.capabilities.stops_at_timeout or getattr(call.request, "grad", False):
+                    return self.call(call, left, turn=turn)
+                try:
+                    return call_for(left, partial(self.call, call, left, turn=turn), f"corelm-{self.name}-{hook}")
+                except BaseException as error:
+                    # For example a KeyboardInterrupt.
+                    turn.left = True
+                    if not isinstance(error, TimeoutError) or isinstance(error, BackendTimeoutError):
+                        raise
+                    if not turn.entered:
+                        raise self.lock.busy() from None
+                    raise BackendTimeoutError(
+                        f"backend {self.name!r}, hook {hook}: no answer within {timeout:g} s; the engine still works "
+                        "on the call, and later calls wait for it"
+                    ) from None
+
+        with no_inference_mode():
+            if call.nothing is not None:
+                return call.nothing()
+            with logged(self.name, hook, call.request):
+                try:
+                    if delivery is not None and not delivery.begin():
+                        raise BackendClosedError("the caller has cancelled this request")
+                    if self._retry is None or hook not in RETRIED:
+                        return attempt()
+                    return _repeated(self._retry, end, delivery)(attempt)
+                finally:
+                    if delivery is not None:
+                        delivery.end()
+
+    def _turn_ended(self) -> None:
+        if self.lock.waiting:
+            self.lock.wake()
+        if self._release_late and not self.lock.holders:
+            self._release()
+
+    def _left(self, end: float) -> float:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise BackendTimeoutError(f"backend {self.name!r}: the timeout passed before the engine was called")
+        return left
+
+    # Health, aborting, closing ---------------------------------------------------------------------------------------
+
     def health(self) -> bool:
         """Return whether the engine can serve. An engine that does not say is healthy while it is open."""
-        if self.hooks.closed or self.hooks.elsewhere:
+        if self.closed or self.elsewhere:
             return False
-        return not self.hooks.implements("health") or bool(self.hooks.call("health", HealthRequest()))
+        return not self.implements("health") or bool(self.call(Call("health", HealthRequest())))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
@@ -146,8 +401,138 @@ class OpenEngine:
             CapabilityError: the engine cannot abort.
         """
         self.require("abort", "its requests cannot be aborted")
-        self.hooks.call("abort", AbortRequest(request_ids=tuple(request_ids)))
+        self.call(Call("abort", AbortRequest(request_ids=tuple(request_ids))))
 
+    def close(self, patience: float = PATIENCE, *, abort: bool = False) -> None:
+        """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
+
+        An engine that takes one call at a time finishes that call first, as long as its caller waits for it. An engine
+        with `concurrent_calls` ends the calls under way. In a fork of the process that opened the engine, this does
+        nothing.
+
+        Args:
+            patience: seconds to wait for a call whose caller has stopped waiting. The engine aborts it if it can.
+            abort: also abort the calls that callers wait for.
+
+        Raises:
+            BackendTimeoutError: the engine still works on such a call. It takes no other, and its `close` is called
+                when that call ends.
+        """
+        if self.elsewhere:
+            return
+        if not self.capabilities.concurrent_calls:
+            turn, outside = Turn(self.lock, True), getattr(self.lock.local, "turn", None)
+            try:
+                self.lock.acquire(turn, remind=reaper(self.lock, patience, self._abort_quietly, abort))
+                self.closed = True
+            except TimeoutError:
+                self.closed = self._release_late = True
+                if self.lock.holders:
+                    raise BackendTimeoutError(
+                        f"backend {self.name!r} still works on a call whose caller has stopped waiting; it is closed "
+                        "to new calls, and the engine is released when that call ends"
+                    ) from None
+            finally:
+                self.lock.holders.pop(turn, None)
+                self.lock.local.turn = outside
+                self._turn_ended()
+        self.closed = True
+        self._release()
+
+    def end_calls(self) -> bool:
+        """Refuse later calls and abort those in the engine if it can. Return whether none is left in it.
+
+        An engine with `concurrent_calls` works on threads or in processes of its own, and is not waited for.
+        """
+        if self.elsewhere or self.capabilities.concurrent_calls:
+            return True
+        self.closed = True
+        self._abort_quietly(self.lock.holders)
+        return not self.lock.holders
+
+    def _release(self) -> None:
+        if self._release_claim.acquire(blocking=False):
+            if self.implements("close"):
+                self.ask("close", CloseRequest())
+            logger.info("%s: closed", self.name)
+
+    def _abort_answers(self) -> None:
+        self._abort(turn for turn in list(self.lock.holders) if turn.hook == "generate")
+
+    def _abort_quietly(self, turns: Iterable[Turn]) -> None:
+        with suppress(CoreLMError):
+            self._abort(turns)
+
+    def _abort(self, turns: Iterable[Turn]) -> None:
+        names = tuple(name for turn in list(turns) for name in turn.request_ids)
+        if names and self.capabilities.abort:
+            self.ask("abort", AbortRequest(request_ids=names))
+
+
+# Timeouts and retries -------------------------------------------------------------------------------------------------
+
+_left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def call_for(timeout: float, function: Callable[[], T], name: str) -> T:
+    """Return what the function returns, but wait for at most `timeout` seconds.
+
+    The function runs on a new daemon thread, with the caller's context variables and torch modes. If the wait ends
+    early, the function goes on, its result is dropped, and the thread ends with it.
+
+    Raises:
+        TimeoutError: the function did not return in time.
+        EngineError: the system has no room for another thread.
+    """
+    outcome = Outcome()
+    thread = threading.Thread(target=outcome.of, args=(in_caller_modes(function),), name=name, daemon=True)
+    start(thread, "a call with a timeout")
+    try:
+        result: T = outcome.get(timeout)
+    except BaseException as error:
+        # If this is the function's own error, its thread is ending and costs no wait.
+        _left_behind.add(thread)
+        if isinstance(error, Empty):
+            raise TimeoutError from None
+        raise
+    return result
+
+
+def _retrying(retry: int | tenacity.BaseRetrying | None) -> tenacity.BaseRetrying | None:
+    """Return what repeats a failed call: for a number of attempts, or as a tenacity `Retrying` says.
+
+    Raises:
+        InvalidRequestError: `retry` is neither.
+    """
+    if retry is None:
+        return None
+    if isinstance(retry, tenacity.Retrying):
+        # Raise the last error itself instead of tenacity's wrapper of it.
+        return retry.copy(reraise=True, before_sleep=retry.before_sleep or log_retry)
+    if isinstance(retry, bool) or not isinstance(retry, int) or retry < 1:
+        raise invalid("retry", f"expected an integer of at least 1 or a tenacity.Retrying, got {shown(retry)}")
+    return tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(retry),
+        wait=tenacity.wait_random_exponential(multiplier=0.1, max=10),
+        retry=tenacity.retry_if_exception(lambda error: isinstance(error, EngineError) and error.usable is not False),
+        before_sleep=log_retry,
+        reraise=True,
+    )
+
+
+def _repeated(retry: tenacity.BaseRetrying, end: float | None, delivery: Delivering | None) -> tenacity.BaseRetrying:
+    """Return a copy for one call: it ends before `end`, and once a caller has been given part of the result."""
+
+    def stop(state: tenacity.RetryCallState) -> bool:
+        return retry.stop(state) or (end is not None and time.monotonic() + state.upcoming_sleep >= end)
+
+    def unheard(state: tenacity.RetryCallState) -> bool:
+        return delivery is None or not delivery.started
+
+    return retry.copy(stop=stop, retry=tenacity.retry_all(retry.retry, unheard))
+
+
+# The end of the program -----------------------------------------------------------------------------------------------
 
 _open: weakref.WeakSet[OpenEngine] = weakref.WeakSet()
 
@@ -162,7 +547,7 @@ def end_calls(engines: Iterable[OpenEngine], end: float) -> bool:
         end: when to stop waiting for them, in the seconds of `time.monotonic`.
     """
     # All are told to end before one is waited for.
-    while engines := [engine for engine in engines if not engine.hooks.end_calls()]:
+    while engines := [engine for engine in engines if not engine.end_calls()]:
         if time.monotonic() >= end:
             return False
         time.sleep(_PAUSE)
@@ -173,3 +558,5 @@ def end_calls(engines: Iterable[OpenEngine], end: float) -> bool:
 def _end_calls() -> None:
     if not end_calls(list(_open), program_deadline()) and interrupted():
         end_stuck()
+    for thread in list(_left_behind):
+        thread.join(max(0.0, program_deadline() - time.monotonic()))

@@ -1,4 +1,4 @@
-"""`EngineCall`: what core knows about a call of a hook apart from its request, for wrappers that measure it.
+"""`Call`: a call of a hook on its way through core, and what core tells wrappers about it.
 
 A request says what the engine is to do. Plugins pickle requests and send them to other processes, so the callers'
 context variables and clocks are not in it: a wrapper asks `current_call` on the thread on which its hook is called.
@@ -7,10 +7,59 @@ context variables and clocks are not in it: a wrapper asks `current_call` on the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from corelm.errors import CoreLMError
+
+
+class Call:
+    """A call of a hook: its request, and how its result becomes the caller's.
+
+    Attributes:
+        hook: the hook's name.
+        request: its request.
+        nothing: makes the result of a call without rows, for which no engine is asked; None for any other.
+        delivery: hands tokens to callers while the engine works; None if none reads along.
+    """
+
+    hook: str
+    request: Any
+    nothing: Callable[[], Any] | None = None
+    delivery: Delivering | None = None
+
+    def __init__(self, hook: str, request: Any) -> None:
+        self.hook, self.request = hook, request
+
+    @property
+    def origins(self) -> Sequence[Origin]:
+        """The users' calls that it serves, for wrappers that measure."""
+        return ()
+
+    def finished(self, result: Any) -> Any:
+        """Return the caller's result, made from what the engine returned. No other call can change the weights yet."""
+        return result
+
+    def failed(self, error: CoreLMError) -> CoreLMError:
+        """Return the caller's error, made from that of the hook."""
+        return error
+
+
+class Delivering(Protocol):
+    """Hands tokens to callers while the engine works on their call."""
+
+    @property
+    def started(self) -> bool:
+        """Whether a caller has been given something. Such a call is not repeated."""
+
+    def begin(self) -> bool:
+        """Note that the engine begins with the call. Return False if all callers have left."""
+
+    def end(self) -> None:
+        """Note that the engine is done with the call."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ Core imports neither transformers nor PEFT. If a model comes from one of them, t
 from __future__ import annotations
 
 import copy
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -221,15 +220,6 @@ def source_of_adapter(
             "['default'], or give the PEFT model or its folder",
         )
     return {"state_dict": weights, "adapter_config": found}
-
-
-def read_config(folder: Path) -> Mapping[str, Any] | None:
-    """Return the configuration of an adapter that PEFT has written to a folder; None if another machine has it."""
-    try:
-        found = json.loads((folder / "adapter_config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _plain_config(config: Any) -> dict[str, Any]:

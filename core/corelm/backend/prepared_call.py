@@ -6,8 +6,7 @@ calls (`corelm.batching`): everything before and after the engine's part belongs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
@@ -21,7 +20,7 @@ from corelm.backend.check_results import checked_generation, checked_scores, eve
 from corelm.backend.continuing import Continuation, label_of_call
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
-from corelm.backend.engine_call import Origin
+from corelm.backend.engine_call import Call, Origin
 from corelm.backend.given_weights import checked_adapter
 from corelm.backend.more_ids import IdsAtPositions, SupportOfAnswers, top_of_answers
 from corelm.backend.seeds import seeds_of_call
@@ -34,7 +33,7 @@ from corelm.backend.skipping import (
     spread_answers,
     spread_scores,
 )
-from corelm.errors import BackendClosedError, CoreLMError
+from corelm.errors import CoreLMError
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
@@ -45,7 +44,7 @@ R = TypeVar("R", GenerateResult, ScoreResult)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PreparedCall(Generic[R]):
+class PreparedCall(Call, Generic[R]):
     """One call to an engine that has not been made yet.
 
     Attributes:
@@ -62,7 +61,7 @@ class PreparedCall(Generic[R]):
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
         delivery: takes the tokens of the answers to a caller that reads along; None without such a caller.
         on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.
-        origin: who made the call and when, for wrappers that measure.
+        origin: who made the call and when; None if the engine has no wrappers, which could measure it.
     """
 
     engine: OpenEngine
@@ -74,54 +73,24 @@ class PreparedCall(Generic[R]):
     caller_rows: Tensor
     rows: int
     tokens: int
-    origin: Origin
+    origin: Origin | None
     delivery: Delivery | None = None
     on_caller_thread: bool = False
 
+    @property
+    def origins(self) -> Sequence[Origin]:
+        return () if self.origin is None else (self.origin,)
+
+    def finished(self, result: Any) -> R:
+        return self.finish(self.checked(result, self.request))
+
+    def failed(self, error: CoreLMError) -> CoreLMError:
+        return renumbered(error, self.caller_rows)
+
     def run(self, timeout: float | None = None, attended: Callable[[], bool] | None = None) -> R:
-        """Make the call on this thread and return its result.
-
-        Args:
-            timeout: seconds, instead of the request's own.
-            attended: returns whether a caller still waits for the result; None if this thread does.
-        """
-        if self.nothing is not None:
-            with no_inference_mode():
-                return self.nothing()
-        request = self.request if timeout is None else replace(self.request, timeout=timeout)
-        with delivering([self]) if self.delivery is not None else nullcontext(_nothing_delivered) as delivered:
-            result: R = self.engine.hooks.call(
-                self.hook,
-                request,
-                lambda result: self.finish(self.checked(result, self.request)),
-                attended=attended,
-                failed=lambda error: renumbered(error, self.caller_rows),
-                delivered=delivered,
-                origins=(self.origin,),
-            )
+        """Make the call on this thread and return its result. See `OpenEngine.call`."""
+        result: R = self.engine.call(self, timeout, attended)
         return result
-
-
-def _nothing_delivered() -> bool:
-    return False
-
-
-@contextmanager
-def delivering(calls: Sequence[PreparedCall[Any]]) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether a caller has been given tokens, in the block in which the calls are made.
-
-    Raises:
-        BackendClosedError: all callers read along and have left.
-    """
-    deliveries = [call.delivery for call in calls if call.delivery is not None]
-    try:
-        waiting = [delivery.begin() for delivery in deliveries]
-        if len(waiting) == len(calls) and not any(waiting):
-            raise BackendClosedError("the caller has cancelled this request")
-        yield lambda: any(delivery.started for delivery in deliveries)
-    finally:
-        for delivery in deliveries:
-            delivery.end()
 
 
 @no_inference_mode()
@@ -152,7 +121,7 @@ def prepare_generation(
             are those of the engine's result.
         new_turn: whether the streamed text of an answer is a message, and does not continue the text of its prompt.
     """
-    engine.hooks.require_open()
+    engine.require_open()
     sampling = SamplingParams.make(sampling)
     prompts = arguments.rows_of_ids(prompts, "prompts", engine)
     count, capabilities = len(prompts), engine.capabilities
@@ -225,11 +194,11 @@ def prepare_generation(
     )
 
     def checked(batch: GenerateResult, whole: GenerateRequest) -> GenerateResult:
-        return checked_generation(batch, whole, capabilities, engine.tokenizer, engine.hooks.fault("generate"))
+        return checked_generation(batch, whole, capabilities, engine.tokenizer, engine.fault("generate"))
 
     def finish(batch: GenerateResult) -> GenerateResult:
         if delivery is not None:
-            delivery.compare(batch, engine.hooks.fault("generate"))
+            delivery.compare(batch, engine.fault("generate"))
         if on_error == "raise":
             every_row_was_served(batch, samples, engine.name)
         batch = replace(
@@ -262,7 +231,7 @@ def prepare_generation(
         rows=total,
         tokens=prompts.values.shape[0] + sampled,
         delivery=delivery,
-        origin=Origin(total, {} if delivery is None else delivery.arrivals),
+        origin=Origin(total, {} if delivery is None else delivery.arrivals) if engine.wrapped else None,
     )
 
 
@@ -323,7 +292,7 @@ def prepare_scoring(
     top_ids: Any = None,
 ) -> PreparedCall[ScoreResult]:
     """Check the arguments of `Backend.score_logprobs`, which documents them and the errors."""
-    engine.hooks.require_open()
+    engine.require_open()
     sequences = arguments.rows_of_ids(sequences, "sequences", engine)
     capabilities = engine.capabilities
     # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
@@ -361,7 +330,7 @@ def prepare_scoring(
     )
 
     def checked(batch: ScoreResult, whole: ScoreRequest) -> ScoreResult:
-        return checked_scores(batch, whole, capabilities.vocab_size, engine.hooks.fault("score_logprobs"))
+        return checked_scores(batch, whole, capabilities.vocab_size, engine.fault("score_logprobs"))
 
     def finish(batch: ScoreResult) -> ScoreResult:
         if on_error == "raise":
@@ -389,7 +358,7 @@ def prepare_scoring(
         rows=len(served),
         tokens=rows.values.shape[0],
         on_caller_thread=grad or return_logits,
-        origin=Origin(len(served)),
+        origin=Origin(len(served)) if engine.wrapped else None,
     )
 
 

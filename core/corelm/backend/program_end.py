@@ -16,6 +16,7 @@ import io
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
@@ -25,6 +26,7 @@ F = TypeVar("F", bound=Callable[[], object])
 #: Seconds that an ending program waits for calls that no caller waits for; and after Ctrl-C, once.
 PATIENCE, PATIENCE_AFTER_INTERRUPT = 5.0, 1.0
 
+_deadlines: list[float] = []
 _endings: list[Callable[[], object]] = []
 #: Whether the functions are being called before the other threads are awaited; and whether they have been.
 _before_threads = _waited = False
@@ -61,6 +63,16 @@ def patience() -> float:
     return 0.0 if _waited else PATIENCE_AFTER_INTERRUPT
 
 
+def program_deadline() -> float:
+    """Return when an ending program stops waiting for calls, in the seconds of `time.monotonic`.
+
+    All that wait share it, so that what waits later does not add to the time. It starts with the first of them.
+    """
+    if not _deadlines:
+        _deadlines.append(time.monotonic() + patience())
+    return _deadlines[0]
+
+
 def end_as_interrupted() -> None:
     """End the process as Python does after an uncaught `KeyboardInterrupt`: by the signal. A shell calls this 130.
 
@@ -76,16 +88,9 @@ def end_as_interrupted() -> None:
 
 @atexit.register
 def _end_before_python_is_taken_down() -> None:
-    """After Ctrl-C, end the process by the signal, before a daemon thread that comes back from an engine can crash it.
-
-    If there is no such thread, the exit functions of libraries that were imported earlier are called first. The last
-    collection of garbage comes after all of them.
-    """
-    if interrupted():
-        if any(thread.daemon for thread in threading.enumerate()):
-            end_as_interrupted()
-        gc.callbacks.append(lambda *_: end_as_interrupted() if sys.is_finalizing() else None)
-        gc.enable()
+    """After Ctrl-C, end the process by the signal before a daemon thread that leaves an engine can crash it."""
+    if interrupted() and any(thread.daemon for thread in threading.enumerate()):
+        end_as_interrupted()
 
 
 def end_stuck() -> None:

@@ -42,7 +42,7 @@ BACKENDS = "corelm.backends"
 ENGINES = "corelm.engines"
 ALLOW_LIST = "CORELM_BACKENDS"
 DISTRIBUTION = "core"
-#: Those that every plugin has. `corelm.backend.registering` asks an open engine for those that it declares.
+#: Those that every plugin has. `corelm.backend.hooks` asks an open engine for those that it declares.
 REQUIRED_HOOKS = ("generate",)
 #: The operators of a version range that name its lowest version.
 _FROM = (">", ">=", "~=", "==")

@@ -222,7 +222,7 @@ class AnswerStreams(ABC):
     @property
     def entered(self) -> bool:
         """Whether this thread is in a call to the engine, and so must not wait for a call that another thread makes."""
-        return self.engine.hooks.entered
+        return self.engine.entered
 
     def require_outside(self, field: str) -> None:
         """Refuse what waits for a call that another thread makes, if that thread would wait for this one.
@@ -356,7 +356,7 @@ class _Request:
         This ends after `_PATIENCE` seconds, and at once if the engine answers others in the same call.
         """
         end = time.monotonic() + _PATIENCE
-        while self._engine.capabilities.abort and self._engine.hooks.works_on(self._names) and time.monotonic() < end:
+        while self._engine.capabilities.abort and self._engine.works_on(self._names) and time.monotonic() < end:
             yield _PAUSE
 
 

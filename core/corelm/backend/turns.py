@@ -6,19 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
-from typing import TypeVar
 
-T = TypeVar("T")
+from corelm.errors import BackendTimeoutError, EngineError
 
 #: Seconds between two calls of `remind`.
 REMINDER = 0.1
 #: Seconds after which a waiting thread looks again even if it was not woken: the thread that should have woken it may
 #: have been interrupted.
 LOOK_AGAIN = 0.25
-
-
-class WouldDeadlock(RuntimeError):
-    """Two holders wait for each other to release the lock."""
 
 
 class Turn:
@@ -70,20 +65,25 @@ class EngineLock:
     A thread that waits for exclusive access goes before threads that later ask for shared access, so it never starves.
     A turn may be taken inside another one, in either mode.
 
-    An interrupt, such as a `KeyboardInterrupt`, can be raised between any two bytecodes of the main thread. It must
-    never leave the lock held. So `hold` takes a function: the ``__exit__`` of a context manager is interrupted before
-    it has done anything. The lock is held by the turns in `holders`, which one C call each adds and removes. Everything
-    else is only there to wake the waiting threads sooner.
+    An interrupt, such as a `KeyboardInterrupt`, can be raised between any two calls of the main thread. It must never
+    leave the lock held. The lock is held by the turns in `holders`, which one C call each adds and removes. So who
+    acquires it removes its turn in the first step of a ``finally``: a function of our own could be interrupted before
+    it has done anything. Everything else is only there to wake the waiting threads sooner. `OpenEngine.call` shows how.
+
+    Args:
+        name: the name of the backend, for errors.
 
     Attributes:
         holders: the turns that hold the lock.
+        waiting: the turns that wait for it, each with what wakes its thread.
         local: `turn` is the innermost one that a thread is in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.holders: dict[Turn, None] = {}
+        self.waiting: dict[Turn, SimpleQueue[None]] = {}
         self.local = threading.local()
-        self._waiting: dict[Turn, SimpleQueue[None]] = {}
+        self._name = name
         # A lock in C: its `with` statement cannot be interrupted half-way. Reentrant, because a signal handler and a
         # finalizer may call this on a thread that is in here.
         self._mutex = threading.RLock()
@@ -92,14 +92,8 @@ class EngineLock:
         """Return the turns that this thread is in, from the innermost to the outermost."""
         return Turn(self, False).around
 
-    def hold(
-        self,
-        turn: Turn,
-        function: Callable[[], T],
-        timeout: float | None = None,
-        remind: Callable[[], object] | None = None,
-    ) -> T:
-        """Call the function while holding the lock, and return what it returns.
+    def acquire(self, turn: Turn, timeout: float | None = None, remind: Callable[[], object] | None = None) -> None:
+        """Wait until the turn holds the lock.
 
         Args:
             turn: a new turn. It may have been made on another thread, which waits for this one.
@@ -108,23 +102,29 @@ class EngineLock:
                 ends the wait.
 
         Raises:
-            TimeoutError: others held the lock for `timeout` seconds.
-            WouldDeadlock: the lock is held shared around an exclusive turn, and another such turn waits already.
+            BackendTimeoutError: others held the lock for `timeout` seconds.
+            EngineError: the lock is held shared around an exclusive turn, and another such turn waits already.
         """
-        outside = getattr(self.local, "turn", None)
-        try:
-            with self._mutex:
-                if not (self.holders or self._waiting):
-                    self.holders[turn] = None
-            if turn not in self.holders:
-                self._wait(turn, timeout, remind)
-            self.local.turn, turn.entered = turn, True
-            return function()
-        finally:
-            self.holders.pop(turn, None)
-            self.local.turn = outside
-            if self._waiting:
-                self._wake()
+        with self._mutex:
+            if not (self.holders or self.waiting):
+                self.holders[turn] = None
+        if turn not in self.holders:
+            self._wait(turn, timeout, remind)
+        self.local.turn, turn.entered = turn, True
+
+    def wake(self) -> None:
+        """Wake those of the waiting threads whose turn it may be."""
+        with self._mutex:
+            for turn, bell in list(self.waiting.items()):
+                if not turn.exclusive:
+                    bell.put(None)
+                elif not self._others(turn):
+                    bell.put(None)
+                    return
+
+    def busy(self) -> BackendTimeoutError:
+        """Return the error of a call whose turn does not come."""
+        return BackendTimeoutError(f"backend {self._name!r} was busy with other calls for the whole timeout")
 
     def _wait(self, turn: Turn, timeout: float | None, remind: Callable[[], object] | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
@@ -134,31 +134,35 @@ class EngineLock:
             while True:
                 with self._mutex:
                     # First, or a thread that releases the lock now would wake nobody.
-                    self._waiting[turn] = bell
+                    self.waiting[turn] = bell
                     if self._may_enter(turn):
                         self.holders[turn] = None
                         return
                 left = pause if end is None else min(pause, end - time.monotonic())
                 if left <= 0:
-                    raise TimeoutError
+                    raise self.busy()
                 try:
                     bell.get(timeout=left)
                 except Empty:
                     if remind is not None:
                         remind()
         finally:
-            self._waiting.pop(turn, None)
+            self.waiting.pop(turn, None)
 
     def _may_enter(self, turn: Turn) -> bool:
         others, nested = self._others(turn), self._nested(turn)
         # A copy, made in one step: a thread that stops waiting does not take the mutex.
-        exclusive = [other for other in list(self._waiting) if other.exclusive and other is not turn]
+        exclusive = [other for other in list(self.waiting) if other.exclusive and other is not turn]
         if not turn.exclusive:
             # A list and no generator: Ctrl-C while a generator that is not exhausted is closed would be lost.
             alone = [other for other in others if other.exclusive]
             return not alone and (nested or not exclusive)
         if others and nested and any(map(self._nested, exclusive)):
-            raise WouldDeadlock
+            raise EngineError(
+                f"backend {self._name!r}: two calls under way each want to update the weights, and would wait for each "
+                "other; this one is refused. Update the weights outside other calls",
+                usable=True,
+            )
         return not others
 
     def _others(self, turn: Turn) -> list[Turn]:
@@ -169,15 +173,6 @@ class EngineLock:
 
     def _nested(self, turn: Turn) -> bool:
         return not self.holders.keys().isdisjoint(turn.around)
-
-    def _wake(self) -> None:
-        with self._mutex:
-            for turn, bell in list(self._waiting.items()):
-                if not turn.exclusive:
-                    bell.put(None)
-                elif not self._others(turn):
-                    bell.put(None)
-                    return
 
 
 def reaper(

@@ -17,17 +17,17 @@ Between two changes, the owner of the model may change its weights in place. An 
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from corelm.backend.given_weights import read_config
-from corelm.backend.turns import EngineLock, Turn
 from corelm.errors import (
     BackendAsleepError,
     BackendTimeoutError,
@@ -134,14 +134,14 @@ class _Update:
         number: counts the updates.
         asked: the label that it asks for, which the engine is told.
         label: the label that its weights have so far; None if it was refused.
-        turn: the turn in which it is made. While that holds the lock, the label may still change.
+        turn: the turn of the engine's lock in which it is made. While that holds the lock, the label may still change.
         next: the update after it. A call keeps the last one before it, and so finds those that came later.
     """
 
     number: int
     asked: str
     label: str | None
-    turn: Turn | None
+    turn: object
     next: _Update | None = None
 
 
@@ -149,21 +149,16 @@ class Weights:
     """The weights of one engine.
 
     Args:
-        hooks: the `EngineHooks` of the engine.
-        name: the name that the engine was opened by.
-        lock: the engine's, in whose turns its hooks are called.
-        ask: calls a hook at once, given its name and its request.
+        engine: the `OpenEngine`.
 
     Attributes:
         state: see `State`.
-        listener: is told of every change of the weights; None at first.
     """
 
-    def __init__(self, hooks: Any, name: str, lock: EngineLock, ask: Callable[[str, Any], Any]) -> None:
-        self.state = State(without_weights=hooks.capabilities.without_weights)
-        self.listener: WeightsListener | None = None
-        self._hooks, self._name, self._lock, self._ask = hooks, name, lock, ask
-        self._notices = hooks.implements("weights_state")
+    def __init__(self, engine: Any) -> None:
+        self.state = State(without_weights=engine.capabilities.without_weights)
+        self._engine, self._name = engine, engine.name
+        self._notices = engine.implements("weights_state")
         # The labels that base weights (None) and each adapter had before.
         self._used: dict[str | None, set[str]] = {}
         self._last = _Update(0, "", None, None)
@@ -187,7 +182,7 @@ class Weights:
 
         Unless a call is in the engine, a change by the owner is noticed first.
         """
-        if not (self._lock.holders or self._hooks.closed or self._hooks.elsewhere):
+        if not (self._engine.lock.holders or self._engine.closed or self._engine.elsewhere):
             self.look()
         return self.state.label if adapter is None else self.named(adapter, self.state.label)
 
@@ -212,7 +207,7 @@ class Weights:
             return None, self.state
         with self._mutex:
             # Read inside, or a thread that was held up here would put the label of an older state in force again.
-            seen, state = self._ask("weights_state", WeightsStateRequest()), self.state
+            seen, state = self._engine.ask("weights_state", WeightsStateRequest()), self.state
             if seen is not None and state.known.get(seen) != state.label:
                 label = state.known.get(seen) or (self._unused(None) if state.known else state.label)
                 if label != state.label:
@@ -232,8 +227,8 @@ class Weights:
         seen, then = before
         if seen is None or self.state.changes != then.changes:
             return
-        if self.state.label != then.label or (ask and self._ask("weights_state", WeightsStateRequest()) != seen):
-            raise self._hooks.fault(hook)(_CHANGED)
+        if self.state.label != then.label or (ask and self._engine.ask("weights_state", WeightsStateRequest()) != seen):
+            raise self._engine.fault(hook)(_CHANGED)
 
     # Changing --------------------------------------------------------------------------------------------------------
 
@@ -249,11 +244,11 @@ class Weights:
         if version is not None and not isinstance(version, str):
             raise invalid("version", f"expected a str, got {shown(version)}")
         change = self._change_base if request.adapter is None else self._change_adapter
-        label: str = self._hooks.alone(partial(change, request, version), "update_weights", request.when)
+        label: str = self._engine.alone(partial(change, request, version), "update_weights", request.when)
         return label
 
     def _change_base(self, request: WeightUpdate, version: str | None) -> str:
-        listener, loads = self.listener, self._hooks.capabilities.update_weights
+        listener, loads = self._engine.listener, self._engine.capabilities.update_weights
         if loads:
             self._require_room()
             if request.by_owner and self.state.without_weights:
@@ -262,7 +257,7 @@ class Weights:
             listener.before_update(request)
         before, unused = self.state, self._unused(None, version)
         request = replace(request, version=unused if version is None else version, number=self._last.number + 1)
-        update = _Update(request.number, request.version, unused, self._lock.turns()[0])
+        update = _Update(request.number, request.version, unused, self._engine.lock.turns()[0])
         # Before the label changes: a call that begins now waits for the end of the update.
         self._last.next = update
         self._last = update
@@ -299,7 +294,7 @@ class Weights:
             # Whatever happened to the state of the model, it was no change of the base weights by their owner.
             self._move(look=True)
             raise
-        config = request.adapter_config if request.path is None else read_config(request.path)
+        config = request.adapter_config if request.path is None else _read_config(request.path)
         adapter = AdapterState(last.label) if request.unloads else AdapterState(request.version, True, config)
         self._move(adapters={**before.adapters, name: adapter}, look=True)
         how = "unloaded" if request.unloads else "in force"
@@ -333,7 +328,7 @@ class Weights:
             # Weights that were moved are no weights that their owner has changed.
             self._move(look=True)
 
-        self._hooks.alone(change, "sleep", request.when)
+        self._engine.alone(change, "sleep", request.when)
 
     def wake(self, tags: frozenset[str]) -> None:
         """Wake these parts of the engine, as far as they sleep. See `Backend.wake`."""
@@ -346,27 +341,27 @@ class Weights:
                 return
             self._ask_for("wake", WakeRequest(tags=woken, last=woken == before.asleep), before)
             self._move(asleep=before.asleep - woken, look=True)
-            if self.listener is None or not self.answers:
+            if self._engine.listener is None or not self.answers:
                 return
             update = self.state.unseen
             self._move(unseen=None)
             try:
                 if update is None:
-                    self.listener.awake()
+                    self._engine.listener.awake()
                 else:
-                    self.listener.after_update(update)
+                    self._engine.listener.after_update(update)
             except BaseException:
-                self.listener.update_failed(self.relabel())
+                self._engine.listener.update_failed(self.relabel())
                 raise
 
-        self._hooks.require_open()
+        self._engine.require_open()
         if tags & self.state.asleep:
-            self._hooks.alone(change, "wake")
+            self._engine.alone(change, "wake")
 
     def _ask_for(self, hook: str, request: Any, before: State, otherwise: str = "expected True") -> None:
         """Have the engine make a change that has begun. If it refuses, go back to the state `before`."""
         try:
-            result = self._hooks.ask(hook, request)
+            result = self._engine.ask(hook, request)
         except (InvalidRequestError, CapabilityError):
             if not getattr(request, "by_owner", False):
                 with self._mutex:
@@ -375,7 +370,7 @@ class Weights:
                     self._last.label = None
             raise
         if result is not True:
-            raise self._hooks.fault(hook)(f"returned {shown(result)}: {otherwise}")
+            raise self._engine.fault(hook)(f"returned {shown(result)}: {otherwise}")
 
     def _move(self, *, look: bool = False, **changes: Any) -> None:
         """Go on to another state.
@@ -387,7 +382,7 @@ class Weights:
         with self._mutex:
             state = replace(self.state, changes=self.state.changes + 1, **changes)
             if look and self._notices:
-                seen = self._ask("weights_state", WeightsStateRequest())
+                seen = self._engine.ask("weights_state", WeightsStateRequest())
                 state = replace(state, known={} if seen is None else {seen: state.label})
             self.state = state
 
@@ -434,7 +429,7 @@ class Weights:
             EngineError: the runs are none or go back to earlier weights, the result does not say what it was sampled
                 with although it has to, or it names weights that were refused.
         """
-        deadline, fail = Deadline(request.timeout), self._hooks.fault("generate")
+        deadline, fail = Deadline(request.timeout), self._engine.fault("generate")
         while True:
             last = self._last
             if not self._under_way(last):
@@ -442,7 +437,7 @@ class Weights:
                 if last is self._last:
                     break
             self._pause(deadline)
-        batch = self._ask("generate", replace(request, weight_version=label, weight_update=last.number))
+        batch = self._engine.ask("generate", replace(request, weight_version=label, weight_update=last.number))
         if not isinstance(batch, GenerateResult):
             return batch
         check_runs(batch, fail)
@@ -475,7 +470,7 @@ class Weights:
 
     def _under_way(self, update: _Update) -> bool:
         """Return whether another thread makes the update. The lock says so, which no interrupt leaves held."""
-        return update.turn in self._lock.holders and update.turn not in self._lock.turns()
+        return update.turn in self._engine.lock.holders and update.turn not in self._engine.lock.turns()
 
     def _pause(self, deadline: Deadline) -> None:
         if deadline.is_over():
@@ -484,6 +479,15 @@ class Weights:
                 f"{deadline.timeout:g} s of the call were over"
             )
         time.sleep(_PAUSE)
+
+
+def _read_config(folder: Path) -> Mapping[str, Any] | None:
+    """Return the configuration of an adapter that PEFT has written to a folder; None if another machine has it."""
+    try:
+        found = json.loads((folder / "adapter_config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _out_of_order(rows: Sequence[VersionRuns], labels: Sequence[str]) -> str:

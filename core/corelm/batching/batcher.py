@@ -11,13 +11,11 @@ from functools import partial
 from typing import Any
 
 from corelm.backend.backend import Backend
-from corelm.backend.engine import end_calls
+from corelm.backend.engine import PATIENCE, end_calls
 from corelm.backend.futures import settle
 from corelm.backend.given_weights import NewAdapter, NewWeights
-from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall, R
-from corelm.backend.program_end import at_program_end
-from corelm.backend.waits import program_deadline
+from corelm.backend.program_end import at_program_end, program_deadline
 from corelm.batching.dispatcher import Dispatcher
 from corelm.batching.merging import sharing_key
 from corelm.batching.queued_call import QueuedCall
@@ -261,7 +259,7 @@ class DynamicBatcher(Backend):
             ended = self.dispatcher.stop(flush=flush, final=True)
         finally:
             # If a thread is left, the patience with its call has been spent.
-            self.engine.hooks.close(patience=PATIENCE if ended else 0.0)
+            self.engine.close(patience=PATIENCE if ended else 0.0)
 
     def __enter__(self) -> DynamicBatcher:
         return self
@@ -275,7 +273,7 @@ class DynamicBatcher(Backend):
         Raises:
             BackendClosedError: this is a fork of the process that opened the backend.
         """
-        self.engine.hooks.require_here()
+        self.engine.require_here()
         dispatcher = self.dispatcher
         with dispatcher.lock:
             queued = list(dispatcher.queue)

@@ -15,9 +15,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from corelm.backend.aborts import Aborts
-from corelm.backend.engine import OpenEngine
+from corelm.backend.engine import PATIENCE, OpenEngine
 from corelm.backend.futures import join, own, settle, start, unfinished, uninterrupted
-from corelm.backend.hooks import PATIENCE
 from corelm.backend.prepared_call import PreparedCall
 from corelm.batching.in_engine import InEngine
 from corelm.batching.merging import Result, ask_together, bisect
@@ -79,7 +78,7 @@ class Dispatcher:
             EngineError: the system has no room for a thread that the call needs; it is not queued.
             QueueFullError: the queue is full, with ``on_full="raise"``.
         """
-        self.engine.hooks.require_here()
+        self.engine.require_here()
         uninterrupted(partial(self._add, call))
         if block and not self.mine:
             self._wait_for_room(call)
@@ -123,11 +122,11 @@ class Dispatcher:
         """Whether this thread is one of the dispatcher's own or in the engine, and so must not wait for the queue."""
         me = threading.current_thread()
         own = me in self._threads or me is self._timers.thread or me is self._aborts.thread
-        return own or self.engine.hooks.entered
+        return own or self.engine.entered
 
     def withdraw(self, wanted: Callable[[PreparedCall[Any]], bool]) -> list[QueuedCall]:
         """Remove the `wanted` calls from the queue and return them, for the caller to settle."""
-        self.engine.hooks.require_here()
+        self.engine.require_here()
 
         def remove() -> list[QueuedCall]:
             with self.lock:
@@ -163,7 +162,7 @@ class Dispatcher:
 
     def begin_stop(self, *, flush: bool, final: bool) -> Callable[[float], bool]:
         """Do the part of `stop` that waits for nothing, and return a function for the rest, which takes `patience`."""
-        if self.engine.hooks.elsewhere:
+        if self.engine.elsewhere:
             self.closed |= final
             return lambda patience: True
         with self.lock:
@@ -213,7 +212,7 @@ class Dispatcher:
     def abandon(self) -> None:
         """End without waiting, as no caller is left. The garbage collector may call this at any point of any code."""
         self.closed = self._unattended = True
-        if self.engine.hooks.elsewhere:
+        if self.engine.elsewhere:
             return
         with self.lock:
             self._notify_all()
@@ -367,7 +366,7 @@ class Dispatcher:
 
     def _clean_up(self, future: Future[Any]) -> None:
         # In a fork, a thread that is not there may hold the lock for ever.
-        if not self.engine.hooks.elsewhere:
+        if not self.engine.elsewhere:
             self._forget(future)
         if future.cancelled():
             # Otherwise concurrent.futures.wait would go on waiting for it.

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from corelm.backend.engine_call import Call, Origin
 from corelm.backend.futures import own
-from corelm.backend.prepared_call import PreparedCall, delivering
+from corelm.backend.prepared_call import PreparedCall
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, CoreLMError, EngineError
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk
 from corelm.spec.sampling import SamplingParams
@@ -60,28 +61,52 @@ def ask_together(
         attended: returns whether a caller still waits; None if this caller does.
 
     Raises:
-        CoreLMError: the call failed for all of them; see `EngineHooks.call`.
+        CoreLMError: the call failed for all of them; see `OpenEngine.call`.
     """
     hook, name = calls[0].hook, calls[0].engine.name
     _log.debug("%s: a batch of %d requests for %s, %d rows", name, len(calls), hook, sum(call.rows for call in calls))
     if len(calls) == 1:
         return [calls[0].run(timeout, attended)]
-    request = replace(_joined([call.request for call in calls]), timeout=timeout)
-
-    def finish(batch: Any) -> list[Result]:
-        return list(_parted(calls[0].checked(batch, request), calls))
-
-    with delivering(calls) as delivered:
-        parted: list[Result] = calls[0].engine.hooks.call(
-            hook,
-            request,
-            finish,
-            attended=attended,
-            failed=_of_no_row,
-            delivered=delivered,
-            origins=[call.origin for call in calls],
-        )
+    parted: list[Result] = calls[0].engine.call(_SharedCall(calls), timeout, attended)
     return parted
+
+
+class _SharedCall(Call):
+    """One call for many. It is also the `delivery` of those callers that read along."""
+
+    def __init__(self, calls: Sequence[PreparedCall[Any]]) -> None:
+        request = replace(_joined([call.request for call in calls]), timeout=None)
+        super().__init__(calls[0].hook, request)
+        self._calls = calls
+        self._deliveries = [call.delivery for call in calls if call.delivery is not None]
+        self.delivery = self if self._deliveries else None
+
+    @property
+    def origins(self) -> list[Origin]:
+        return [origin for call in self._calls for origin in call.origins]
+
+    def finished(self, result: Any) -> list[Result]:
+        return list(_parted(self._calls[0].checked(result, self.request), self._calls))
+
+    def failed(self, error: CoreLMError) -> CoreLMError:
+        """Return the error without row numbers: those of a shared call are not the rows of any one caller."""
+        if not getattr(error, "problems", None):
+            return error
+        made = own(error)
+        made.__dict__["problems"] = {}
+        return made
+
+    @property
+    def started(self) -> bool:
+        return any(delivery.started for delivery in self._deliveries)
+
+    def begin(self) -> bool:
+        waiting = [delivery.begin() for delivery in self._deliveries]
+        return any(waiting) or len(waiting) < len(self._calls)
+
+    def end(self) -> None:
+        for delivery in self._deliveries:
+            delivery.end()
 
 
 def bisect(
@@ -113,15 +138,6 @@ def bisect(
             if isinstance(error, EngineError) and error.usable is False:
                 yield from ((call, error) for rest in reversed(batches) for call in rest)
                 return
-
-
-def _of_no_row(error: CoreLMError) -> CoreLMError:
-    """Return the error without row numbers: those of a shared call are not the rows of any one caller."""
-    if not getattr(error, "problems", None):
-        return error
-    made = own(error)
-    made.__dict__["problems"] = {}
-    return made
 
 
 def _concerns_all(error: Exception) -> bool:

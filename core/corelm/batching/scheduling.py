@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from corelm import validate
-from corelm.backend.waits import seconds
 from corelm.errors import QueueFullError
 
 #: Callers that were answered together often come back together with their next requests. So the engine does not start
@@ -67,7 +66,7 @@ class Limits:
                 "min_batch_size", f"{self.min_batch_size} is more than max_batch_size={self.max_batch_size}"
             )
         if self.batching_timeout is not None:
-            object.__setattr__(self, "batching_timeout", seconds("batching_timeout", self.batching_timeout))
+            object.__setattr__(self, "batching_timeout", validate.seconds("batching_timeout", self.batching_timeout))
         validate.one_of("on_full", self.on_full, ("block", "raise"))
 
     def fits(self, rows: int, tokens: int) -> bool:

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 
 from corelm.backend.futures import start
-from corelm.backend.waits import LONGEST
 from corelm.errors import brief, described
+from corelm.validate import LONGEST
 
 _log = logging.getLogger(__name__)
 

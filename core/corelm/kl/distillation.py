@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from corelm.containers.fields import TOP
+from corelm.containers.fields import TOP, must_have_lengths
 from corelm.containers.reading import find_entry, key_parts, next_or_root, provenance_of_rows, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.kl.divergences import Divergence, Terms, TopLogProbs, top_k_divergence
@@ -37,14 +35,11 @@ class DistillationLoss(TensorDictModuleBase):
             has them and they are enabled. Its `log_probs_mode`, temperature and adapter are used, and its `on_error`:
             "skip" leaves out rows that cannot be scored, if no position of them counts. None reads a `LogProbs` with
             the same ids from the TensorDict.
-        kind: as in `top_k_divergence`.
-        beta: as in `top_k_divergence`.
-        assistant_only: count the assistant's tokens in the response; if False, every token that was scored.
-        mask_key: as in `KLComputation`.
+        kind: as in `top_k_divergence`, and so is `beta`.
+        assistant_only: as in `KLComputation`, and so are `mask_key` and `masks_key`.
         teacher_log_probs_key: the teacher's `LogProbs`.
         student_log_probs_key: the student's, if there is no `student`.
         tokens_key: the `Tokens` that `student` scores.
-        masks_key: the policy's `Masks`.
         loss_key: where the loss is written.
 
     Raises:
@@ -94,9 +89,7 @@ class DistillationLoss(TensorDictModuleBase):
     def mean(self, tensordict: TensorDictBase, how: Reduction = "token-mean") -> Tensor:
         """Return the loss of all positions that count as one number, with gradients; nothing is written.
 
-        Args:
-            tensordict: as in a call.
-            how: as in `aggregate`.
+        `how` is as in `aggregate`.
         """
         loss, counts, layout = self._loss(tensordict)
         return aggregate(layout.ragged(loss), layout.ragged(counts), how)
@@ -104,7 +97,7 @@ class DistillationLoss(TensorDictModuleBase):
     @no_inference_mode()
     def _loss(self, td: TensorDictBase) -> tuple[Tensor, Tensor, TokenLayout]:
         """Return float[total], 0.0 where a position does not count; bool[total], which do; and their layout."""
-        pair = read_pair(td, self.keys, allow_mismatch=False)
+        pair = read_pair(td, self.keys)
         layout = pair.layout
         teacher = _read_top(td, self.teacher_key, layout)
         (policy,) = self._student
@@ -115,10 +108,7 @@ class DistillationLoss(TensorDictModuleBase):
             return layout.ragged(values.to(counts.device)).to_padded(0)
 
         # As rows, padded on the right, so that errors name the row and the position.
-        p, q = (
-            TopLogProbs(*(padded(one) for one in (side.log_probs, side.tail, side.ids) if one is not None))
-            for side in (teacher, student)
-        )
+        p, q = (TopLogProbs(*map(padded, vars(side).values())) for side in (teacher, student))
         divergence = top_k_divergence(p, q, self.terms.kind, beta=self.terms.beta, mask=padded(counts))
         found = divergence[padded(torch.ones_like(counts))]
         problems = layout.not_finite(found, counts, f"the {self.terms.kind}")
@@ -138,14 +128,9 @@ class DistillationLoss(TensorDictModuleBase):
         assert teacher.ids is not None
         layout = pair.layout
         held, here = find_entry(td, key_parts(self.teacher_key))
-        view = TensorDict({"tokens": find_entry(td, self.tokens_key, first=here)[0]}, batch_size=td.batch_size)
-        # Rows of their own length need no masks; `ragged` asks for those of dense ones.
-        with suppress(MissingKeyError):
-            view["masks"] = find_entry(td, self.keys.masks, first=here)[0]
-        sequences = ragged(view, ("tokens", "full"))
-        lengths = zip(sequences.lengths.tolist(), layout.lengths.tolist(), strict=True)
-        what = f"{self.tokens_key} has {{}} tokens, the teacher's log-probs are for {{}}"
-        refuse({row: what.format(*two) for row, two in enumerate(lengths) if two[0] != two[1]}, str(self.tokens_key))
+        tokens, _ = find_entry(td, self.tokens_key, first=here)
+        sequences = ragged(layout.view(tokens), ("own", "full"))
+        must_have_lengths(layout.lengths, sequences.lengths, str(self.tokens_key))
         # What does not count need not be scored, so no ids are asked for there.
         ids = torch.where(pair.mask[:, None].to(teacher.ids.device), teacher.ids, -1)
         result = policy.backend.score_logprobs(
@@ -183,5 +168,5 @@ def _read_top(td: TensorDictBase, key: NestedKey, layout: TokenLayout) -> TopLog
             "generate=False, top_k=64, log_probs_key=…), or the student at the teacher's ids by passing student=",
             field=str((*key_parts(key), missing[0])),
         )
-    ids, log_probs, tail = (layout.read(container, key, name) for name in TOP)
+    ids, log_probs, tail = (layout.read(container, (*key_parts(key), name)) for name in TOP)
     return TopLogProbs(log_probs, tail, ids)

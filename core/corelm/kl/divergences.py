@@ -19,27 +19,25 @@ it tends to the forward KL as β → 0; divided by 1 − β, to the reverse KL a
 An outcome of probability 0 adds nothing (0 · log 0 = 0) and has a derivative of 0. An outcome that has a probability in
 the first argument of a KL and none in the second makes it infinite; `js` is always finite.
 
-**From the log-probs of k ids** (`top_k_divergence`). An engine that serves a large model does not return its whole
-distribution: it returns the log-probs of its k most probable ids and the mass of all others, the tail. The student is
-scored at the same ids. All other ids are then one outcome, so both sides are distributions over k + 1 outcomes, and
-their divergence is a bound of the exact one:
+**From the log-probs of k ids** (`top_k_divergence`): an engine returns the log-probs of its k most probable ids and the
+mass of all others, the tail, and the student is scored at the same ids. All other ids are then one outcome, so both
+sides are distributions over k + 1 outcomes, and their divergence is a bound of the exact one:
 
-- From below. Merging outcomes never raises a KL or a Jensen-Shannon divergence: the data-processing inequality, which
-  for a KL is the log-sum inequality (Cover and Thomas, Elements of Information Theory, theorem 2.7.1), and holds for
-  every f-divergence (Csiszár and Shields, Information Theory and Statistics: A Tutorial, 2004, lemma 4.1). It is
-  equality if p / q is the same for all ids of the tail, so also if k is the size of the vocabulary or one less.
+- From below. Merging outcomes never raises a KL or a Jensen-Shannon divergence (the data-processing inequality: Cover
+  and Thomas, Elements of Information Theory, theorem 2.7.1; for every f-divergence: Csiszár and Shields, Information
+  Theory and Statistics: A Tutorial, 2004, lemma 4.1). It is equality if p / q is the same for all ids of the tail, so
+  also if k is the size of the vocabulary or one less.
 - From above. There is no bound of a KL: one id of the tail to which the second distribution gives almost nothing makes
   the exact one as large as you like. `js_upper_bound` is one of the Jensen-Shannon divergence.
 
-The gradient is that of the bound, and the exact one where the bound is. It pulls the student's tail to the teacher's
-mass, but says nothing about how that mass is spread over the ids of the tail.
+The gradient is that of the bound. It pulls the student's tail to the teacher's mass, but says nothing about how that
+mass is spread over the ids of the tail.
 
-**From the last hidden states** of two models in this process (`exact_divergence`), one tile of logits at a time. No
-tensor there is as wide as the vocabulary, except the gradient of the student's head itself. A tile is the product of a
-block of hidden states and a range of the head's rows, once for the teacher and once for the student. A first pass over
-the tiles finds the log-partition functions of both sides ("Online normalizer calculation for softmax", Milakov and
-Gimelshein 2018, algorithm 3), a second one sums the terms, and the backward pass makes the tiles once more. With t the
-derivative of the terms by log q, the derivative of their sum by a logit of the student is ``t − q · Σ t``.
+**From the last hidden states** of two models in this process (`exact_divergence`), one tile of logits at a time: no
+tensor is as wide as the vocabulary, except the gradient of the student's head. A first pass over the tiles finds the
+log-partition functions (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, algorithm 3), a second
+sums the terms, and the backward pass makes the tiles once more. With t the derivative of the terms by log q, that of
+their sum by a logit of the student is ``t − q · Σ t``.
 """
 
 from __future__ import annotations
@@ -70,12 +68,7 @@ _CPU_TILE, _TILE = (1024, 1024), (1024, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of one kind of divergence. All methods take and return tensors of one shape, and record no gradients.
-
-    Attributes:
-        kind: which divergence.
-        beta: of `js`, above 0 and below 1: the weight of the teacher. Ignored by the others.
-    """
+    """The terms of one kind of divergence, one for each outcome. Its methods record no gradients."""
 
     kind: Divergence
     beta: float = 0.5
@@ -92,17 +85,6 @@ class Terms:
         object.__setattr__(self, "beta", beta)
 
     @torch.no_grad()
-    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """Return the term of each outcome."""
-        if self.kind == "forward_kl":
-            return expected_log_ratio(log_p, log_q)
-        if self.kind == "reverse_kl":
-            return expected_log_ratio(log_q, log_p)
-        log_m = self._mixture(log_p, log_q)
-        student = expected_log_ratio(log_q, log_m)
-        return expected_log_ratio(log_p, log_m).mul_(self.beta).add_(student, alpha=1.0 - self.beta)
-
-    @torch.no_grad()
     def slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Return the derivative of each term by ``log_q``, the log-probs taken for independent numbers."""
         if self.kind == "forward_kl":
@@ -113,21 +95,20 @@ class Terms:
 
     @property
     def known(self) -> float:
-        """What is known beforehand of the sum of all slopes, because probabilities sum to 1; see `sums`."""
+        """What is known of the sum of all slopes, because probabilities sum to 1. `sums` leaves it out."""
         return {"forward_kl": -1.0, "reverse_kl": 1.0, "js": 0.0}[self.kind]
 
     @torch.no_grad()
     def sums(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the sums of the terms and of the slopes over the last dimension, the latter without `known`.
-
-        Over all outcomes, the slopes sum to `known` plus the second. This takes half as long as both methods above.
-        """
-        if self.kind == "js":
-            log_m = self._mixture(log_p, log_q)
-            student = expected_log_ratio(log_q, log_m).sum(-1) * (1.0 - self.beta)
-            return expected_log_ratio(log_p, log_m).sum(-1) * self.beta + student, student
-        value = self.value(log_p, log_q).sum(-1)
-        return value, 0.0 if self.kind == "forward_kl" else value
+        """Return the sums of the terms and of the slopes over the last dimension."""
+        if self.kind == "forward_kl":
+            return expected_log_ratio(log_p, log_q).sum(-1), 0.0
+        if self.kind == "reverse_kl":
+            value = expected_log_ratio(log_q, log_p).sum(-1)
+            return value, value
+        log_m = self._mixture(log_p, log_q)
+        student = expected_log_ratio(log_q, log_m).sum(-1) * (1.0 - self.beta)
+        return expected_log_ratio(log_p, log_m).sum(-1) * self.beta + student, student
 
     def _mixture(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         return torch.logaddexp(log_p + math.log(self.beta), log_q + math.log1p(-self.beta))
@@ -162,8 +143,8 @@ def top_k_divergence(
 ) -> Tensor:
     """Return the divergence of teacher and student at each position, all ids but k being one outcome.
 
-    It is never above the exact divergence, and equal to it if k covers the vocabulary; the gradient flows to the
-    student's log-probs and tail. See `corelm.kl.divergences` for the formulas and the bounds.
+    It is a lower bound of the exact divergence: see `corelm.kl.divergences`. The gradient flows to the student's
+    log-probs and tail.
 
     >>> teacher = TopLogProbs(torch.tensor([[0.5, 0.3]]).log(), torch.tensor([0.2]).log())
     >>> student = TopLogProbs(torch.tensor([[0.4, 0.4]]).log(), torch.tensor([0.2]).log())
@@ -173,8 +154,7 @@ def top_k_divergence(
     Args:
         teacher: the distribution that is learned from. No gradient flows to it.
         student: log-probs of the same ids.
-        kind: `forward_kl` is KL(teacher‖student), `reverse_kl` is KL(student‖teacher), `js` the generalised
-            Jensen-Shannon divergence.
+        kind: `forward_kl` is KL(teacher‖student), `reverse_kl` is KL(student‖teacher).
         beta: of `js`, above 0 and below 1: the weight of the teacher in the mixture.
         mask: bool ``[...]``. Where it is False, the result is 0.0 without a gradient, and nothing is checked.
 
@@ -187,8 +167,7 @@ def top_k_divergence(
             rounding; its ids are not the same on both sides, or one is there twice. `rows` lists the rows at fault.
     """
     terms = Terms(kind, beta)
-    log_p, log_q, _ = _outcomes(teacher, student, mask)
-    found: Tensor = _Sum.apply(log_p, log_q, terms)
+    found: Tensor = _Sum.apply(*_outcomes(teacher, student, mask)[:2], terms)
     return found
 
 
@@ -198,16 +177,16 @@ def js_upper_bound(
     """Return an upper bound of the exact Jensen-Shannon divergence, of which `top_k_divergence` is the lower bound.
 
     The divergence is the mutual information of an outcome and of which side it was drawn from. By the chain rule
-    (Cover and Thomas, theorem 2.5.2), merging the tail loses what its ids say about the side, which is at most the
-    entropy of the side given the tail. The bound is reached if no id of the tail is possible on both sides. The gap of
-    the two bounds is at most log 2 times the mass of the tail in the mixture.
+    (Cover and Thomas, theorem 2.5.2), merging the tail loses what its ids say about the side: at most the entropy of
+    the side given the tail, and so many nats if no id of the tail is possible on both sides. The gap of the two bounds
+    is at most log 2 times the mass of the tail in the mixture.
 
     Arguments, result and errors are those of `top_k_divergence`. The result carries no gradient.
     """
     terms = Terms("js", beta)
     with torch.no_grad():
         log_p, log_q, counts = _outcomes(teacher, student, mask)
-        top = terms.value(log_p[..., :-1], log_q[..., :-1]).sum(-1)
+        top, _ = terms.sums(log_p[..., :-1], log_q[..., :-1])
         p, q = log_p[..., -1].exp(), log_q[..., -1].exp()
         bound = top - terms.beta * math.log(terms.beta) * p - (1 - terms.beta) * math.log1p(-terms.beta) * q
         return torch.where(counts, bound, 0.0)
@@ -220,7 +199,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor, terms: Terms) -> Tensor:
         ctx.save_for_backward(log_p, log_q)
         ctx.terms = terms
-        return terms.value(log_p, log_q).sum(-1)
+        return terms.sums(log_p, log_q)[0]
 
     @staticmethod
     @once_differentiable
@@ -235,9 +214,8 @@ def _outcomes(teacher: TopLogProbs, student: TopLogProbs, mask: Tensor | None) -
 
     Where a position does not count, every outcome has probability 0 on both sides. Where a log-prob is NaN, all are.
     """
-    sides = {"teacher": teacher, "student": student}
-    for name, side in sides.items():
-        _check_top(name, side)
+    _check_top("teacher", teacher)
+    _check_top("student", student)
     if teacher.log_probs.shape != student.log_probs.shape:
         raise invalid(
             "student",
@@ -246,32 +224,30 @@ def _outcomes(teacher: TopLogProbs, student: TopLogProbs, mask: Tensor | None) -
         )
     counts = counted_positions(mask, student.tail)
     _check_ids(teacher, student, counts)
-    dtype = wide_dtype(*(tensor for side in sides.values() for tensor in (side.log_probs, side.tail)))
-    tables = [torch.cat([side.log_probs, side.tail[..., None]], -1).to(counts.device, dtype) for side in sides.values()]
-    tables[0] = tables[0].detach()
-    with torch.no_grad():
-        for (name, side), table in zip(sides.items(), tables, strict=True):
-            _check_mass(name, table, counts, side.log_probs.dtype)
-        broken = torch.stack([table.isnan().any(-1) for table in tables]).any(0) & counts
+    dtype = wide_dtype(teacher.log_probs, teacher.tail, student.log_probs, student.tail)
+    tables = (torch.cat([side.log_probs, side.tail[..., None]], -1) for side in (teacher, student))
+    log_p, log_q = (each.to(counts.device, dtype).masked_fill(~counts[..., None], -torch.inf) for each in tables)
+    _check_mass("teacher", log_p.detach(), counts, teacher.log_probs.dtype)
+    _check_mass("student", log_q.detach(), counts, student.log_probs.dtype)
     # Add NaN instead of choosing it, which would hide it from the gradient.
-    spoilt = torch.zeros_like(tables[1][..., :1]).masked_fill(broken[..., None], torch.nan)
-    log_p, log_q = (table.masked_fill(~counts[..., None], -torch.inf) + spoilt for table in tables)
-    return log_p, log_q, counts
+    broken = (log_p.detach() + log_q.detach()).isnan().any(-1, keepdim=True)
+    spoilt = torch.zeros_like(log_q[..., :1]).masked_fill(broken, torch.nan)
+    return log_p.detach() + spoilt, log_q + spoilt, counts
 
 
 def _check_top(name: str, side: Any) -> None:
     if not isinstance(side, TopLogProbs):
         raise invalid(name, f"expected a TopLogProbs, got {type(side).__name__}")
-    shape = tuple(getattr(side.log_probs, "shape", ()))
-    wanted = {"log_probs": shape, "tail": shape[:-1]} | ({} if side.ids is None else {"ids": shape})
-    for field, expected in wanted.items():
-        given = getattr(side, field)
-        kind = "ids" if field == "ids" else "floats"
-        fits = isinstance(given, Tensor) and given.dtype != torch.bool
-        if not fits or given.is_floating_point() is (kind == "ids") or tuple(given.shape) != expected:
-            raise invalid(f"{name}.{field}", f"expected {kind} of shape {list(expected)}, got {shape_of(given)}")
+    shape = getattr(side.log_probs, "shape", torch.Size())
     if not shape or not shape[-1]:
-        raise invalid(f"{name}.log_probs", f"expected [..., k] with k of at least 1, got shape {shape}")
+        raise invalid(f"{name}.log_probs", f"expected [..., k] with k of at least 1, got {shape_of(side.log_probs)}")
+    for field, expected in (("log_probs", shape), ("tail", shape[:-1]), ("ids", shape)):
+        given, kind = getattr(side, field), "ids" if field == "ids" else "floats"
+        if given is None and field == "ids":
+            continue
+        fits = isinstance(given, Tensor) and given.dtype != torch.bool and given.shape == expected
+        if not fits or given.is_floating_point() is (kind == "ids"):
+            raise invalid(f"{name}.{field}", f"expected {kind} of shape {list(expected)}, got {shape_of(given)}")
 
 
 def _check_mass(name: str, table: Tensor, counts: Tensor, given: torch.dtype) -> None:
@@ -290,16 +266,17 @@ def _check_ids(teacher: TopLogProbs, student: TopLogProbs, counts: Tensor) -> No
             _refuse_at(twice.to(counts.device) & counts, f"{name}.ids", lambda at: "an id is there twice")
     if teacher.ids is None or student.ids is None:
         return
-    ours, theirs = (ids.to(counts.device).reshape(-1, ids.shape[-1]) for ids in (student.ids, teacher.ids))
+    ours, theirs = student.ids.to(counts.device), teacher.ids.to(counts.device)
 
     def what(at: int) -> str:
-        place = int((ours[at] != theirs[at]).nonzero()[0])
+        one, other = (ids.reshape(-1, ids.shape[-1])[at] for ids in (ours, theirs))
+        place = int((one != other).nonzero()[0])
         return (
-            f"id {int(ours[at, place])} is in place {place}, where the teacher has {int(theirs[at, place])}; score "
-            "the student at the teacher's ids, in their order"
+            f"id {int(one[place])} is in place {place}, where the teacher has {int(other[place])}; score the student "
+            "at the teacher's ids, in their order"
         )
 
-    _refuse_at((ours != theirs).any(-1).reshape(counts.shape) & counts, "student.ids", what)
+    _refuse_at((ours != theirs).any(-1) & counts, "student.ids", what)
 
 
 def _refuse_at(bad: Tensor, field: str, what: Callable[[int], str]) -> None:
@@ -352,16 +329,14 @@ def exact_divergence(
     """Return the divergence of two models' next-token distributions at each position, summed over the vocabulary.
 
     Gradients flow to the student's hidden states and head, in their dtypes, but not gradients of gradients; none flow
-    to the teacher. Only the arguments and three numbers a position are kept for them. In addition to the gradients, the
-    call takes some 30 MiB on a CPU, however large the vocabulary and however many the positions.
+    to the teacher. In addition to the gradients, the call takes some 30 MiB on a CPU, however large the vocabulary and
+    however many the positions. See `top_k_divergence` for `kind` and `beta`.
 
     Args:
         teacher_hidden: float ``[..., hidden]``: what the teacher's head reads.
         teacher_head: of the same vocabulary as the student's, id for id. It may be on another device.
         student_hidden: float ``[..., hidden]``, the same positions; its width may differ from the teacher's.
         student_head: may be tied to the student's embeddings.
-        kind: as in `top_k_divergence`.
-        beta: as in `top_k_divergence`.
         temperature: what the logits of both are divided by.
         mask: bool ``[...]``. Only positions that count are computed; the result is 0.0 at the others.
 
@@ -507,8 +482,7 @@ class _ExactDivergence(torch.autograd.Function):
             # Vocabulary in the outer loop: each sum over positions is then finished before the next, and rounded once.
             for entries in vocabulary:
                 part = head.weight[entries].to(hidden.dtype)
-                weight_sum = torch.zeros_like(part, dtype=found.dtype) if wants_weight else None
-                bias_sum = found.new_zeros(len(part)) if wants_bias else None
+                weight_sum, bias_sum = torch.zeros_like(part, dtype=found.dtype), found.new_zeros(len(part))
                 for rows in positions:
                     p = _tile(teacher[rows], teacher_head, temperature, entries, found).sub_(log_p[rows, None])
                     logits = _tile(hidden[rows], head, temperature, entries, found)
@@ -519,16 +493,16 @@ class _ExactDivergence(torch.autograd.Function):
                     slope.sub_(q.exp_().mul_(slopes[rows, None])).mul_(weights[:, None])
                     if of_cap is not None:
                         slope.mul_(of_cap)
-                    if bias_sum is not None:
+                    if by_bias is not None:
                         bias_sum += slope.sum(0)
                     slope = slope.to(hidden.dtype)
                     if by_hidden is not None:
                         _add_product(by_hidden[rows], slope, part)
-                    if weight_sum is not None:
+                    if by_weight is not None:
                         _add_product(weight_sum, slope.T, hidden[rows])
-                if by_weight is not None and weight_sum is not None:
+                if by_weight is not None:
                     by_weight[entries] = weight_sum
-                if by_bias is not None and bias_sum is not None:
+                if by_bias is not None:
                     by_bias[entries] = bias_sum
         by_hidden = None if by_hidden is None else by_hidden.to(hidden.dtype)
         return None, None, by_hidden, by_weight, by_bias, None, None, None

@@ -21,9 +21,8 @@ of a token on where later tokens are drawn (arXiv:2506.09477). If an estimator i
 not differentiated, only `k1` (or `k1_st`) has the policy gradient of KL(gen‖ref); the others are biased.
 
 Sources: J. Schulman, Approximating KL Divergence, 2020 (joschu.net/blog/kl-approx.html): k1, k2, k3 and their values.
-Y. Tang and R. Munos, On a few pitfalls in KL divergence gradient estimation for RL, arXiv:2506.09477: the gradients of
-k1 and k3. K. Liu et al., Rethinking KL Regularization in RLHF, arXiv:2510.01555: k2 as a loss is k1 in the reward.
-V. Shah et al., A Comedy of Estimators, arXiv:2512.21852: which of them are biased in which use.
+Y. Tang and R. Munos, arXiv:2506.09477: the gradients of k1 and k3. K. Liu et al., arXiv:2510.01555: k2 as a loss is k1
+in the reward. V. Shah et al., arXiv:2512.21852: which of them are biased in which use.
 
 Every function returns a tensor of the shape of `mask`, float32 (float64 for float64 inputs). Where `mask` is False the
 result is 0.0 without a gradient, even if the inputs are NaN or infinite there. ``mask=None`` counts every position.
@@ -55,10 +54,7 @@ MAX_K3 = 1e4
 
 
 def k1(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return ``gen − ref``: unbiased, with high variance, and negative for some tokens (Schulman 2020).
-
-    Use it in the reward. As a loss its expected gradient is zero (arXiv:2506.09477).
-    """
+    """Return ``gen − ref``: unbiased, with high variance, negative for some tokens. Use it in the reward."""
     return _log_ratio(gen, ref, mask)
 
 
@@ -66,7 +62,6 @@ def k2(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return ``½ (gen − ref)²``: biased as a value, with low variance; as a loss its gradient is ∇ KL(gen‖ref).
 
     The square overflows to +inf, in float32 beyond a gap of 1.8e19 nats; the gradient, ``gen − ref``, stays right.
-    Sources: Schulman 2020; arXiv:2510.01555 for the gradient.
     """
     return 0.5 * _log_ratio(gen, ref, mask).square()
 
@@ -74,9 +69,8 @@ def k2(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
 def k3(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return ``r − 1 − log r`` with ``r = exp(ref − gen)``: unbiased, never negative, with low variance.
 
-    Source: Schulman 2020. Values are clamped to `MAX_K3`. It is GRPO's penalty (Shao et al., arXiv:2402.03300). As a
-    loss its expected gradient is that of KL(ref‖gen), which equals ∇ KL(gen‖ref) to first order; `k3_st` has the same
-    value and the gradient of KL(gen‖ref).
+    Values are clamped to `MAX_K3`. It is GRPO's penalty (Shao et al., arXiv:2402.03300). As a loss its expected
+    gradient is that of KL(ref‖gen), which equals ∇ KL(gen‖ref) to first order; `k3_st` has that of KL(gen‖ref).
     """
     # Both terms take the clamped ratio: a far larger one would make the difference negative. MAX_K3 is reached earlier.
     log_r = _at_most(-_log_ratio(gen, ref, mask), MAX_LOG_RATIO)
@@ -89,12 +83,12 @@ def abs_kl(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def k1_st(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the value of `k1` with the gradient of `k2`: both unbiased (gradient: arXiv:2510.01555)."""
+    """Return the value of `k1` with the gradient of `k2`: both unbiased."""
     return _straight_through(k1, gen, ref, mask)
 
 
 def k3_st(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the value of `k3` with the gradient of `k2`: both unbiased (gradient: arXiv:2510.01555)."""
+    """Return the value of `k3` with the gradient of `k2`: both unbiased."""
     return _straight_through(k3, gen, ref, mask)
 
 
@@ -120,13 +114,9 @@ def top_k(gen_logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None, *,
     Cover and Thomas, Elements of Information Theory). From ``k = V − 1`` on it equals `exact`.
 
     Args:
-        gen_logits: as in `exact`.
-        ref_logits: as in `exact`.
-        mask: as in `exact`.
         k: at least 1.
 
-    Raises:
-        InvalidRequestError: as in `exact`, or `k` is below 1.
+    The other arguments and the errors are those of `exact`.
     """
     return _of_logits(functools.partial(_top_k, k=count("k", k, 1)), gen_logits, ref_logits, mask)
 
@@ -164,7 +154,22 @@ def aggregate(values: Tensor | Ragged, mask: Tensor | Ragged | None = None, how:
         InvalidRequestError: `how` is unknown, or values and mask differ in shape.
     """
     one_of("how", how, get_args(Reduction))
-    sums, counts = _per_sequence(values, mask)
+    if isinstance(values, Ragged):
+        if mask is None:
+            mask = values.mask()
+        elif isinstance(mask, Ragged) and torch.equal(mask.lengths, values.lengths):
+            mask = mask.to_padded(False)
+        else:
+            raise invalid("mask", "expected a Ragged with rows of the same lengths as those of values")
+        values = values.to_padded(0.0)
+    if not isinstance(values, Tensor):
+        raise invalid(
+            "values",
+            f"expected a tensor or a Ragged, got {type(values).__name__}; corelm.ragged(td, key) reads rows of "
+            "different lengths as a Ragged",
+        )
+    where, values = counted_positions(mask, values), values.to(wide_dtype(values))
+    sums, counts = torch.where(where, values, 0.0).sum(-1), where.to(values.dtype).sum(-1)
     if how == "token-sum":
         return sums.sum()
     if how == "token-mean":
@@ -172,30 +177,6 @@ def aggregate(values: Tensor | Ragged, mask: Tensor | Ragged | None = None, how:
     if how == "seq-mean-token-mean":
         sums = sums / counts.clamp_min(1)
     return sums.sum() / (counts > 0).sum().clamp_min(1)
-
-
-def _per_sequence(values: Tensor | Ragged, mask: Tensor | Ragged | None) -> tuple[Tensor, Tensor]:
-    """Return each sequence's sum over the tokens that count, and their number: two tensors ``[sequences]``."""
-    if isinstance(values, Ragged):
-        if mask is not None and not (isinstance(mask, Ragged) and torch.equal(mask.lengths, values.lengths)):
-            raise invalid("mask", "expected a Ragged with rows of the same lengths as those of values")
-        kept, counted = _kept(values.values, mask.values if isinstance(mask, Ragged) else None)
-        rows = values.row_index.to(kept.device)
-        nothing = kept.new_zeros(len(values))
-        return nothing.index_add(0, rows, kept), nothing.index_add(0, rows, counted)
-    if not isinstance(values, Tensor):
-        raise invalid(
-            "values",
-            f"expected a tensor or a Ragged, got {type(values).__name__}; corelm.ragged(td, key) reads rows of "
-            "different lengths as a Ragged",
-        )
-    kept, counted = _kept(values, mask)
-    return kept.sum(-1).flatten(), counted.sum(-1).flatten()
-
-
-def _kept(values: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
-    counts, values = counted_positions(mask, values), values.to(wide_dtype(values))
-    return torch.where(counts, values, 0.0), counts.to(values.dtype)
 
 
 def _log_ratio(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
@@ -276,7 +257,7 @@ def expected_log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _at_most(values: Tensor, limit: float) -> Tensor:
-    """Clamp from above. The gradient of `clamp` is 0 where a value is NaN; this one is NaN."""
+    # The gradient of `clamp` is 0 where a value is NaN; this one is NaN.
     return torch.minimum(values, values.new_tensor(limit))
 
 
@@ -285,7 +266,7 @@ def shape_of(given: Any) -> str:
     return f"{given.dtype}{list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
 
 
-def counted_positions(mask: Tensor | None, values: Tensor) -> Tensor:
+def counted_positions(mask: Any, values: Tensor) -> Tensor:
     """Return bool, shaped like `values` and on their device: which positions count. All of them without a mask."""
     if mask is None:
         return torch.ones_like(values, dtype=torch.bool)

@@ -5,19 +5,18 @@ slightly off-policy. `mismatch_report` measures the difference; `ImportanceCorre
 it. The ratio is always ``exp(train − sampled)``, of a token or, summed over the tokens that count, of a sequence.
 `staleness` says by how many updates the weights that sampled each token are behind.
 
-Sources: F. Yao, L. Liu et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025
-(fengyao.notion.site/off-policy-rl): truncated ratios of tokens. IcePop (Ling team, 2025): tokens whose ratio is out of
-bounds on either side are masked. J. Liu, Y. Li et al., When Speed Kills Stability, 2025
-(richardli.xyz/post/rl-collapse-training-inference): ratios of whole sequences, truncated or masked; unlike token
-ratios, they account for the effect of earlier tokens on where later ones are drawn, at a higher variance.
+Sources: F. Yao, L. Liu et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025: truncated
+ratios of tokens. IcePop (Ling team, 2025): tokens whose ratio is out of bounds on either side are masked. J. Liu, Y. Li
+et al., When Speed Kills Stability, 2025: ratios of whole sequences, truncated or masked; unlike token ratios, they
+account for the effect of earlier tokens on where later ones are drawn, at a higher variance.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import Literal, TypedDict, Unpack, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -25,11 +24,12 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from corelm.containers.classes import PerToken
-from corelm.containers.reading import next_or_root, provenance_of_rows
+from corelm.containers.reading import key_parts, next_or_root, provenance_of_rows
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
-from corelm.kl.pairs import Pair, PairKeys, TokenLayout, as_bool, find_log_probs, read_pair
+from corelm.kl.pairs import Pair, PairKeys, TokenLayout, find_log_probs, read_pair
 from corelm.spec.version_runs import backward, counts_of, run_problems
+from corelm.tensors.ragged import as_mask
 from corelm.validate import as_list, invalid, number, one_of, shown
 
 Level = Literal["token", "sequence"]
@@ -48,16 +48,11 @@ class ImportanceCorrection(TensorDictModuleBase):
         how: `truncate` clamps ratios to the bounds; `mask` gives ratios out of bounds the weight 0.0.
         low: the lower bound, ``0 <= low <= 1``; None means no bound.
         high: the upper bound, ``1 <= high``; None and inf mean no bound.
-        assistant_only: as in `KLComputation`.
-        mask_key: as in `KLComputation`.
-        allow_mismatch: as in `KLComputation`.
         log_probs_key: the sampler's log-probs, the field `full` of a `LogProbs`.
-        train_log_probs_key: the trainer's log-probs, the field `full` of a `LogProbs`.
-        masks_key: as in `KLComputation`.
+        train_log_probs_key: the trainer's.
         weights_key: where the weights are written.
 
-    Raises:
-        InvalidRequestError, MissingKeyError, ProvenanceMismatchError: as in `KLComputation`.
+    The other arguments and the errors are those of `KLComputation`.
     """
 
     def __init__(
@@ -76,18 +71,20 @@ class ImportanceCorrection(TensorDictModuleBase):
         weights_key: NestedKey = "importance_weights",
     ) -> None:
         super().__init__()
+        one_of("level", level, get_args(Level))
         one_of("how", how, get_args(Correction))
-        self.bounds = _bounds(level, low, high)
+        unbounded = high is None or (isinstance(high, float) and high == math.inf)
+        lowest = 0.0 if low is None else number("low", low, 0.0, 1.0)
+        self.bounds = lowest, math.inf if unbounded else number("high", high, 1.0)
         self.level, self.how = level, how
-        self.allow_mismatch = allow_mismatch
         self.weights_key = weights_key
-        self.keys = PairKeys(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
+        self.keys = PairKeys(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key, allow_mismatch)
         self.in_keys = self.keys.read
         self.out_keys = [weights_key]
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        pair = read_pair(tensordict, self.keys, allow_mismatch=self.allow_mismatch)
+        pair = read_pair(tensordict, self.keys)
         ratio = _ratios(_log_ratios(pair, self.level))
         low, high = self.bounds
         outside = (ratio < low) | (ratio > high)
@@ -137,78 +134,58 @@ class MismatchReport:
         )
 
 
+class MismatchOptions(TypedDict, total=False):
+    """The options of `mismatch_report`: those of `ImportanceCorrection` that say what is compared."""
+
+    level: Level
+    low: float | None
+    high: float | None
+    assistant_only: bool
+    mask_key: NestedKey | None
+    allow_mismatch: bool
+    log_probs_key: NestedKey
+    train_log_probs_key: NestedKey
+    masks_key: NestedKey
+
+
 @torch.no_grad()
-def mismatch_report(
-    td: TensorDictBase,
-    *,
-    level: Level = "token",
-    low: float | None = None,
-    high: float | None = 2.0,
-    assistant_only: bool = True,
-    mask_key: NestedKey | None = None,
-    allow_mismatch: bool = False,
-    log_probs_key: NestedKey = ("log_probs", "full"),
-    train_log_probs_key: NestedKey = ("train_log_probs", "full"),
-    masks_key: NestedKey = "masks",
-) -> MismatchReport:
+def mismatch_report(td: TensorDictBase, **options: Unpack[MismatchOptions]) -> MismatchReport:
     """Measure how far the sampler's and the trainer's log-probs in `td` differ.
 
-    The arguments, other than `td`, and the errors are those of `ImportanceCorrection`.
+    The options are `level`, `low`, `high`, `assistant_only`, `mask_key`, `allow_mismatch`, `log_probs_key`,
+    `train_log_probs_key` and `masks_key`; these and the errors are those of `ImportanceCorrection`.
     """
-    bounds = _bounds(level, low, high)
-    keys = PairKeys(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
-    return _report(read_pair(td, keys, allow_mismatch=allow_mismatch), level, bounds)
+    correction = ImportanceCorrection(how="truncate", weights_key="importance_weights", **options)
+    return _report(read_pair(td, correction.keys), correction)
 
 
 @torch.no_grad()
-def mismatch_by_version(
-    td: TensorDictBase,
-    *,
-    level: Level = "token",
-    low: float | None = None,
-    high: float | None = 2.0,
-    assistant_only: bool = True,
-    mask_key: NestedKey | None = None,
-    allow_mismatch: bool = False,
-    log_probs_key: NestedKey = ("log_probs", "full"),
-    train_log_probs_key: NestedKey = ("train_log_probs", "full"),
-    masks_key: NestedKey = "masks",
-) -> dict[str, MismatchReport]:
+def mismatch_by_version(td: TensorDictBase, **options: Unpack[MismatchOptions]) -> dict[str, MismatchReport]:
     """Return one `mismatch_report` for each version of the weights, by its label, of the tokens that it has sampled.
 
     An answer during which weights were updated has tokens of several versions. With ``level="sequence"``, what one
-    version has sampled of an answer counts as a sequence. The arguments are those of `mismatch_report`.
+    version has sampled of an answer counts as a sequence. The options are those of `mismatch_report`.
 
     Raises:
         InvalidRequestError: as for `mismatch_report`, and for rows whose weights are not known.
     """
-    bounds = _bounds(level, low, high)
-    keys = PairKeys(log_probs_key, train_log_probs_key, masks_key, assistant_only, mask_key)
-    pair = read_pair(td, keys, allow_mismatch=allow_mismatch)
-    labels, index = _token_versions(pair.layout, log_probs_key, masks_key)
+    correction = ImportanceCorrection(how="truncate", weights_key="importance_weights", **options)
+    keys, pair = correction.keys, read_pair(td, correction.keys)
+    labels, index = _token_versions(pair.layout, keys.gen, keys.masks)
     places = index.to(pair.mask.device)
-    parts = {label: replace(pair, mask=pair.mask & (places == place)) for place, label in enumerate(labels)}
-    return {label: _report(part, level, bounds) for label, part in parts.items() if bool(part.mask.any())}
+    parts = {label: pair._replace(mask=pair.mask & (places == place)) for place, label in enumerate(labels)}
+    return {label: _report(part, correction) for label, part in parts.items() if bool(part.mask.any())}
 
 
-def _bounds(level: Level, low: float | None, high: float | None) -> tuple[float, float]:
-    """Return the range in which ratios are used unchanged: from ``0 <= low <= 1`` to ``1 <= high``, inf being none."""
-    one_of("level", level, get_args(Level))
-    unbounded = high is None or (isinstance(high, float) and high == math.inf)
-    return (
-        0.0 if low is None else number("low", low, 0.0, 1.0),
-        math.inf if unbounded else number("high", high, 1.0),
-    )
-
-
-def _report(pair: Pair, level: Level, bounds: tuple[float, float]) -> MismatchReport:
+def _report(pair: Pair, correction: ImportanceCorrection) -> MismatchReport:
+    level, (low, high) = correction.level, correction.bounds
     distance = (pair.ref.double() - pair.gen.double())[pair.mask].abs()
     with_tokens = (pair.layout.row_sums(pair.mask.double()) > 0).flatten()
     log_ratio = _log_ratios(pair, level).flatten()[pair.mask if level == "token" else with_tokens].double()
     if not len(distance):
         zeros = dict.fromkeys(("mean_abs", "max_abs", "effective_sample_size", "clipped_share"), 0.0)
         return MismatchReport(tokens=0, sequences=0, mean_exp_abs=1.0, effective_share=1.0, **zeros)
-    ratio, (low, high) = _ratios(log_ratio), bounds
+    ratio = _ratios(log_ratio)
     # A common factor cancels out; without it the ratios of long sequences would overflow.
     scaled = (log_ratio - log_ratio.max()).exp()
     size = float(scaled.sum().square() / scaled.square().sum())
@@ -225,10 +202,7 @@ def _report(pair: Pair, level: Level, bounds: tuple[float, float]) -> MismatchRe
 
 
 def _log_ratios(pair: Pair, level: Level) -> Tensor:
-    """Return ``train − sampled``, at least float32: one per token, flat, or one per sequence, ``[*batch]``.
-
-    It is 0.0 where a token does not count, and for a sequence without a token that counts.
-    """
+    """Return ``train − sampled`` for each token, flat, or each sequence, ``[*batch]``; 0.0 where no token counts."""
     log_ratio = k1(pair.ref, pair.gen, pair.mask)
     return log_ratio if level == "token" else pair.layout.row_sums(log_ratio)
 
@@ -265,8 +239,7 @@ def staleness(
         masks_key: the `Masks` that the policy wrote.
 
     Returns:
-        int64, in the layout of the log-probs; rows of different lengths give a `PerToken`. -1 at pads and at tokens
-        without a log-prob, such as those of the prompt.
+        int64, stored as the log-probs are; -1 at pads and at tokens without a log-prob, such as those of the prompt.
 
     Raises:
         MissingKeyError: there are no such log-probs.
@@ -275,7 +248,7 @@ def staleness(
     """
     log_probs, here = find_log_probs(td, log_probs_key)
     layout = TokenLayout.of(td, here, log_probs, masks_key)
-    layout.read(log_probs, log_probs_key, "full")
+    layout.read(log_probs, log_probs_key)
     labels, index = _token_versions(layout, log_probs_key, masks_key)
     order = None if versions is None else _order(versions)
     ages: list[int] = []
@@ -318,21 +291,14 @@ def _age(label: str, version: str, order: dict[str, int] | None) -> int | str:
 
 
 def _token_versions(layout: TokenLayout, key: NestedKey, masks_key: NestedKey) -> tuple[list[str], Tensor]:
-    """Return which weights sampled each token.
-
-    Returns:
-        The labels, in the order in which they first occur; and int64[total], the place of each token's label among
-        them, -1 for tokens that were not sampled.
-
-    Raises:
-        InvalidRequestError: the provenance of a row is not known, or its runs cannot be; `rows` lists the rows.
-    """
+    """Return the labels of the weights that sampled tokens, and int64[total]: that of each token, -1 if not sampled."""
     lengths = layout.lengths.tolist()
     provenances = provenance_of_rows(layout.log_probs, len(lengths))
     answers = None
     with_runs = any(one is not None and one.version_runs for one in provenances)
     if with_runs and layout.masks is not None and "all_response_mask" in layout.masks.keys():
-        first = layout.first(as_bool(layout.read(layout.masks, masks_key, "all_response_mask"), masks_key))
+        mask = layout.read(layout.masks, (*key_parts(masks_key), "all_response_mask"))
+        first = layout.first(as_mask(mask, str(masks_key)))
         answers = torch.where(first < layout.lengths, first, 0).tolist()
     problems: Problems = {}
     labels: dict[str, int] = {}

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from corelm.containers.classes import LogProbs, Masks, PerToken
-from corelm.containers.fields import COUNTS, WIDE, rows
+from corelm.containers.fields import COUNTS, WIDE, must_have_lengths
 from corelm.containers.reading import (
     carries_sets,
     find_entry,
@@ -30,7 +30,7 @@ from corelm.containers.reading import (
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
 from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import lazy_rows
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, as_mask
 from corelm.tensors.token_sets import TokenSets
 
 _SUPPORT_ADVICE = (
@@ -40,20 +40,13 @@ _SUPPORT_ADVICE = (
 _OTHER_COLUMNS = "so its columns are not those of the masks; score the tokens of this batch, id for id"
 
 
-#: Two scorings, each with the key of its field `full`.
-Scorings = tuple[tuple[NestedKey, LogProbs], tuple[NestedKey, LogProbs]]
-
-
 @dataclass(frozen=True, slots=True)
 class PairKeys:
-    """The keys of two scorings, and of the masks that select which positions count.
+    """Where two scorings and the mask that selects positions are, as the arguments of `KLComputation` say.
 
     Attributes:
         gen: the field `full` of the policy's `LogProbs`.
         ref: the field `full` of the reference's `LogProbs`.
-        masks: the `Masks` that the policy wrote.
-        assistant_only: without `mask`, select the assistant's tokens in the response.
-        mask: bool, shaped like ``tokens.full``: a field of a `Masks`, or a dense tensor.
     """
 
     gen: NestedKey
@@ -61,20 +54,16 @@ class PairKeys:
     masks: NestedKey
     assistant_only: bool
     mask: NestedKey | None
+    allow_mismatch: bool = False
 
     def __post_init__(self) -> None:
         for key in (self.gen, self.ref):
             container_key(key)
 
     @property
-    def in_response(self) -> bool:
-        """Whether only tokens of the response count, where `masks` says which these are."""
-        return self.mask is None and self.assistant_only
-
-    @property
     def selecting(self) -> list[NestedKey]:
         """The mask that selects positions; none selects every token."""
-        if self.in_response:
+        if self.mask is None and self.assistant_only:
             return [(*key_parts(self.masks), "all_assistant_mask")]
         return [] if self.mask is None else [self.mask]
 
@@ -140,7 +129,7 @@ class TokenLayout:
                 f"tell tokens from pads; got {found}",
                 field="masks",
             )
-        return as_bool(mask.reshape(math.prod(self.batch), mask.shape[-1]), "all_attention_mask")
+        return as_mask(mask, "all_attention_mask").reshape(math.prod(self.batch), mask.shape[-1])
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
@@ -149,42 +138,40 @@ class TokenLayout:
         masks = container if isinstance(container, Masks) else self.masks
         return TensorDict({"own": container, **({} if masks is None else {"masks": masks})}, batch_size=())
 
-    def read(self, container: Any, key: NestedKey, name: str) -> Tensor:
-        """Return a field of a container of these tokens as flat values, ``[total, ...]``; `key` is for errors.
+    def read(self, container: Any, key: NestedKey) -> Tensor:
+        """Return a field of a container of these tokens, which is at `key`, as flat values ``[total, ...]``.
 
         Raises:
             InvalidRequestError: the field is in another layout, or its rows have other lengths.
         """
+        name = key_parts(key)[-1]
         if self.padded:
-            return self.flat(getattr(container, name), key, name)
-        found, what = ragged(self.view(container), ("own", name)), _in_words(key, name)
-        if len(found) != len(self.lengths):
-            raise InvalidRequestError(
-                f"{what} has {len(found)} rows, the log-probs {len(self.lengths)}", field=str(key)
-            )
-        pairs = enumerate(zip(found.lengths.tolist(), self.lengths.tolist(), strict=True))
-        refuse({row: f"{what} has {m} positions for {n} tokens" for row, (m, n) in pairs if m != n}, str(key))
+            return self.flat(getattr(container, name), key)
+        found = ragged(self.view(container), ("own", name))
+        must_have_lengths(found.lengths, self.lengths, str(key))
         return found.values
 
-    def flat(self, dense: Any, key: NestedKey, name: str = "") -> Tensor:
+    def flat(self, dense: Any, key: NestedKey) -> Tensor:
         """Return the tokens of a dense tensor ``[*batch, width]``, for `WIDE` fields ``[*batch, width, k]``, flat."""
+        wide = key_parts(key)[-1] in WIDE
         wanted = (*self.batch, self.columns.shape[-1])
         shape = tuple(dense.shape) if isinstance(dense, Tensor) else None
-        if shape is None or (shape[:-1] if name in WIDE else shape) != wanted:
-            expected = f"shape {[*wanted, 'k'] if name in WIDE else [*wanted]}, as wide as the masks"
+        if shape is None or (shape[:-1] if wide else shape) != wanted:
+            expected = f"shape {[*wanted, 'k'] if wide else [*wanted]}, as wide as the masks"
             found = "no dense tensor" if shape is None else list(shape)
-            raise InvalidRequestError(f"{_in_words(key, name)}: expected {expected}; got {found}", field=str(key))
+            raise InvalidRequestError(f"{key}: expected {expected}; got {found}", field=str(key))
         return dense.reshape(*self.columns.shape, *shape[len(wanted) :])[self.columns.to(dense.device)]
 
-    def scored(self, log_probs: LogProbs, key: NestedKey) -> Tensor:
-        """Return bool[total]: which tokens of a scoring have a log-prob. Without a `scored_mask` all have one."""
+    def scored(self, log_probs: LogProbs, full: NestedKey) -> Tensor:
+        """Return bool[total]: which tokens of the scoring at `full` have a log-prob: all without a `scored_mask`."""
         if "scored_mask" not in log_probs.keys():
             return torch.ones(int(self.lengths.sum()), dtype=torch.bool)
-        found = as_bool(self.read(log_probs, key, "scored_mask"), f"scored_mask of {key}")
+        key = _beside(full, "scored_mask")
+        found = as_mask(self.read(log_probs, key), str(key))
         if self.padded and int((dense := log_probs.scored_mask).sum()) != int(found.sum()):
             outside = (dense.reshape(self.columns.shape) & ~self.columns.to(dense.device)).any(-1)
-            what = f"{key} is scored where the masks have a pad, {_OTHER_COLUMNS}"
-            refuse(dict.fromkeys(outside.nonzero().flatten().tolist(), what), str(key))
+            what = f"it is scored where the masks have a pad, {_OTHER_COLUMNS}"
+            refuse(dict.fromkeys(outside.nonzero().flatten().tolist(), what), str(full))
         return found
 
     def selected(self, td: TensorDictBase, here: TensorDictBase, key: NestedKey) -> Tensor:
@@ -192,7 +179,7 @@ class TokenLayout:
         *path, name = key_parts(key)
         masks = find_entry(td, tuple(path), first=here)[0] if path else None
         if not isinstance(masks, Masks):
-            return as_bool(self.flat(find_entry(td, key, first=here)[0], key), key)
+            return as_mask(self.flat(find_entry(td, key, first=here)[0], key), str(key))
         if name not in masks.keys():
             fields = ", ".join(sorted(set(masks.keys()) - {"padded"}))
             raise MissingKeyError(
@@ -200,7 +187,7 @@ class TokenLayout:
                 "scored token with assistant_only=False",
                 field=str(key),
             )
-        return as_bool(self.read(masks, key, name), key)
+        return as_mask(self.read(masks, key), str(key))
 
     # Computing and storing -------------------------------------------------------------------------------------------
 
@@ -219,11 +206,7 @@ class TokenLayout:
         return self.lengths.scatter_reduce(0, marks.row_index[at], marks.positions[at], "amin")
 
     def not_finite(self, values: Tensor, mask: Tensor, name: Any) -> Problems:
-        """Return, for each row with a NaN or an infinity where `mask` is True, the first of them.
-
-        Args:
-            name: what the values are called in the messages.
-        """
+        """Return, for each row with a NaN or an infinity where `mask` is True, the first of these `name`."""
         values = values.detach()
         first, starts = self.first(mask & ~torch.isfinite(values)), self.ragged(values).offsets
         return {
@@ -236,17 +219,13 @@ class TokenLayout:
         return self.ragged(values).scatter(self.columns, filler).reshape(*self.batch, self.columns.shape[-1])
 
     def stored(self, values: Tensor, filler: float = 0) -> Tensor | PerToken:
-        """Return flat values in the layout of the tokens: a dense tensor, or a `PerToken` of rows.
-
-        A TensorDict cannot hold bare tensors of different lengths.
-        """
+        """Return flat values in the layout of the tokens: a dense tensor, or a `PerToken` of rows."""
         if self.padded:
             return self.dense(values, filler)
         return PerToken.from_tensordict(lazy_rows({"full": self.ragged(values)}, self.batch))
 
 
-@dataclass(frozen=True, eq=False)
-class Pair:
+class Pair(NamedTuple):
     """Two scorings of the same tokens, flat, row after row, on one device.
 
     Attributes:
@@ -262,54 +241,47 @@ class Pair:
     layout: TokenLayout
 
 
-def read_pair(td: TensorDictBase, keys: PairKeys, *, allow_mismatch: bool) -> Pair:
+def read_pair(td: TensorDictBase, keys: PairKeys) -> Pair:
     """Read two scorings and the positions that count.
 
     Raises:
         MissingKeyError: a scoring or the mask is missing.
         InvalidRequestError: the scorings have different layouts, or a log-prob that counts is not finite; `rows` lists
             the rows at fault.
-        ProvenanceMismatchError: the scorings are of different distributions and `allow_mismatch` is False. Two of
-            truncated support are of one distribution only if both say over which ids they were normalised, and these
-            are the same at every position that counts.
+        ProvenanceMismatchError: the scorings are of different distributions and `allow_mismatch` is False.
     """
     gen, here = find_log_probs(td, keys.gen)
     ref, _ = find_log_probs(td, keys.ref)
-    scorings = ((keys.gen, gen), (keys.ref, ref))
-    if gen.batch_size != ref.batch_size:
-        raise _layout_error(keys, f"batches {tuple(gen.batch_size)} and {tuple(ref.batch_size)}")
-    if not allow_mismatch:
-        _check_labels(scorings)
+    kinds = [f"batch {tuple(one.batch_size)}, {'dense' if is_dense(one) else 'one row a sample'}" for one in (gen, ref)]
+    if kinds[0] != kinds[1]:
+        raise InvalidRequestError(
+            f"{keys.gen} and {keys.ref} have different layouts: {kinds[0]}; and {kinds[1]}; score both with the same "
+            "batch and pad_output",
+            field=str(keys.ref),
+        )
     layout = TokenLayout.of(td, here, gen, keys.masks)
-    if layout.padded != is_dense(ref):
-        kinds = ("dense", "one row per sample") if layout.padded else ("one row per sample", "dense")
-        raise _layout_error(keys, f"{kinds[0]} and {kinds[1]}; score with the same pad_output")
-    (values, scored), (others, also) = (
-        (layout.read(one, key, "full"), layout.scored(one, key)) for key, one in scorings
-    )
-    device = values.device
-    others, scored, also = others.to(device), scored.to(device), also.to(device)
+    if not keys.allow_mismatch:
+        _check_labels(layout, keys, gen, ref)
+    values, scored = layout.read(gen, keys.gen), layout.scored(gen, keys.gen)
+    others, also = layout.read(ref, keys.ref).to(values.device), layout.scored(ref, keys.ref).to(values.device)
+    scored = scored.to(values.device)
     if layout.padded and "scored_mask" in ref.keys():
         # Columns that are off by one may score no pad. They then score a row's first token, which has no log-prob
         # because no token precedes it.
         shifted = (layout.first(also & ~scored) == 0) & (layout.lengths > 0)
-        what = f"{keys.ref} is scored at the first token, {_OTHER_COLUMNS}"
+        what = f"it is scored at the first token, {_OTHER_COLUMNS}"
         refuse(dict.fromkeys(shifted.nonzero().flatten().tolist(), what), str(keys.ref))
-    mask = scored & also
-    for key in keys.selecting:
-        mask &= layout.selected(td, here, key).to(device)
-    if keys.in_response and layout.masks is not None and "all_response_mask" in layout.masks.keys():
+    mask, selecting = scored & also, keys.selecting
+    if selecting and keys.mask is None and layout.masks is not None and "all_response_mask" in layout.masks.keys():
         # The assistant's turns in a prompt are examples. Once they are scored, they would count as sampled.
-        mask &= layout.selected(td, here, (*key_parts(keys.masks), "all_response_mask")).to(device)
-    if not allow_mismatch:
-        _check_sets(layout, scorings, mask)
+        selecting.append((*key_parts(keys.masks), "all_response_mask"))
+    for key in selecting:
+        mask &= layout.selected(td, here, key).to(values.device)
+    if not keys.allow_mismatch:
+        _check_sets(layout, keys, gen, ref, mask)
     refuse(layout.not_finite(others, mask, keys.ref) | layout.not_finite(values, mask, keys.gen), "log-probs")
     # Nothing downstream sees what is stored where a position does not count, not even a caller's own estimator.
     return Pair(torch.where(mask, values, 0.0), torch.where(mask, others, 0.0), mask, layout)
-
-
-def _layout_error(keys: PairKeys, how: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{keys.gen} and {keys.ref} have different layouts: {how}", field=str(keys.ref))
 
 
 def container_key(key: NestedKey) -> tuple[str, ...]:
@@ -350,74 +322,65 @@ def is_dense(container: LogProbs) -> bool:
         return False
 
 
-def as_bool(mask: Tensor, key: Any) -> Tensor:
-    """Return a mask as bool. transformers writes zeros and ones; a mask of floats may hold NaN, which would count."""
-    if mask.dtype.is_floating_point:
-        raise InvalidRequestError(f"{key}: expected bool, got {mask.dtype}", field=str(key))
-    return mask.to(torch.bool)
-
-
-def _in_words(key: NestedKey, name: str) -> str:
-    return f"{key}" if name in ("", key_parts(key)[-1]) else f"{name} of {key}"
+def _beside(full: NestedKey, name: str) -> NestedKey:
+    return (*container_key(full), name)
 
 
 # Distributions --------------------------------------------------------------------------------------------------------
 
 
-def _check_labels(scorings: Scorings) -> None:
+def _check_labels(layout: TokenLayout, keys: PairKeys, gen: LogProbs, ref: LogProbs) -> None:
     """Raise if the scorings are of different distributions. Log-probs without a provenance are accepted."""
-    (gen, ours), (ref, theirs) = scorings
-    count = ours.batch_size.numel()
-    labels = zip(provenance_of_rows(ours, count), provenance_of_rows(theirs, count), strict=True)
-    if all(one is None or other is None or one.matches(other) for one, other in labels):
-        return
-    for row, pair in enumerate(zip(rows(ours), rows(theirs), strict=True)):
-        one, other = map(_label_of_row, pair)
+    count = len(layout.lengths)
+    labels = zip(provenance_of_rows(gen, count), provenance_of_rows(ref, count), strict=True)
+    for row, (one, other) in enumerate(labels):
         if one is None or other is None or one.matches(other):
             continue
+        if "truncated" in (one.support, other.support):
+            one = replace(one, support="full") if _keeps_all(layout, keys.gen, gen, row) else one
+            other = replace(other, support="full") if _keeps_all(layout, keys.ref, ref, row) else other
+            if one.matches(other):
+                continue
         truncated = "truncated" in (one.support, other.support)
         how = "over the same ids (support_key=…)" if truncated else "with the same log_probs_mode"
         raise ProvenanceMismatchError(
-            f"row {row}: {gen} and {ref} are of different distributions, so their difference has no meaning: "
+            f"row {row}: {keys.gen} and {keys.ref} are of different distributions, so their difference has no meaning: "
             f"{_distribution(one)}; and {_distribution(other)}. Score both {how} and temperature, or pass "
             "allow_mismatch=True"
         )
 
 
-def _label_of_row(row: LogProbs) -> Provenance | None:
-    """Return the provenance of a single row; of full support if it says that no id was left out at any token."""
-    (found,) = provenance_of_rows(row, 1)
-    whole = found is not None and carries_sets(row) and not bool(row.kept_counts.any())
-    return replace(found, support="full") if found is not None and whole else found
+def _keeps_all(layout: TokenLayout, full: NestedKey, log_probs: LogProbs, row: int) -> bool:
+    """Return whether a scoring says that no id was left out at any token of a row."""
+    if not carries_sets(log_probs):
+        return False
+    return not bool(layout.ragged(layout.read(log_probs, _beside(full, COUNTS))).split()[row].any())
 
 
-def _check_sets(layout: TokenLayout, scorings: Scorings, mask: Tensor) -> None:
+def _check_sets(layout: TokenLayout, keys: PairKeys, gen: LogProbs, ref: LogProbs, mask: Tensor) -> None:
     """Raise if two truncated scorings were normalised over different ids where the mask is True.
 
     Their labels do not say over which ids.
     """
-    (gen, ours), (ref, theirs) = scorings
-    labels = zip(*(provenance_of_rows(one, len(layout.lengths)) for one in (ours, theirs)), strict=True)
+    labels = zip(*(provenance_of_rows(each, len(layout.lengths)) for each in (gen, ref)), strict=True)
     cut = [all(one is not None and one.support == "truncated" for one in pair) for pair in labels]
     where = layout.ragged(mask.cpu())
     counts = where.values & torch.tensor(cut, dtype=torch.bool)[where.row_index]
     if not bool(counts.any()):
         return
-    for key, container in scorings:
+    for full, container in ((keys.gen, gen), (keys.ref, ref)):
         if not carries_sets(container):
             raise ProvenanceMismatchError(
-                f"row {int(where.row_index[counts][0])}: both scorings are of truncated support, and {key} does not "
+                f"row {int(where.row_index[counts][0])}: both scorings are of truncated support, and {full} does not "
                 f"say which ids were left, so nothing shows that they are of one distribution; {_SUPPORT_ADVICE}"
             )
-        layout.read(container, key, COUNTS)
-    one, other = (token_sets(layout.view(container), "own") for container in (ours, theirs))
-    differ = (counts & ~one.same_as(other)).nonzero().flatten().tolist()
-    if differ:
-        at = differ[0]
+        layout.read(container, _beside(full, COUNTS))
+    one, other = (token_sets(layout.view(container), "own") for container in (gen, ref))
+    for at in (counts & ~one.same_as(other)).nonzero().flatten().tolist():
         raise ProvenanceMismatchError(
             f"row {int(where.row_index[at])}, position {int(where.positions[at])}: the scorings were normalised over "
-            f"different ids, {_some(one, at)} in {gen} and {_some(other, at)} in {ref}, so their difference has no "
-            f"meaning; {_SUPPORT_ADVICE}"
+            f"different ids, {_some(one, at)} in {keys.gen} and {_some(other, at)} in {keys.ref}, so their difference "
+            f"has no meaning; {_SUPPORT_ADVICE}"
         )
 
 

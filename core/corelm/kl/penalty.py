@@ -1,14 +1,11 @@
-"""`KLComputation`: the KL between two scorings of the same tokens, subtracted from the reward if asked for.
-
-Controllers choose its coefficient.
-"""
+"""`KLComputation`: the KL between two scorings of the same tokens, and controllers of its coefficient."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -18,8 +15,8 @@ from torch import Tensor
 from corelm.containers.classes import PerToken
 from corelm.containers.fields import flat, rows
 from corelm.containers.reading import list_keys, next_or_root
-from corelm.errors import InvalidRequestError, MissingKeyError, level_of_caller, refuse
-from corelm.kl.estimators import ESTIMATORS, Estimator
+from corelm.errors import InvalidRequestError, MissingKeyError, Problems, level_of_caller, refuse
+from corelm.kl.estimators import ESTIMATORS, Estimator, shape_of
 from corelm.kl.pairs import PairKeys, TokenLayout, read_pair
 from corelm.validate import invalid, number, one_of, positive, shown
 
@@ -65,9 +62,6 @@ class KLController(Protocol):
 class FixedKLController:
     """A coefficient that stays at `coef`."""
 
-    #: Whether the coefficient must be above 0.
-    _above_zero: ClassVar[bool] = False
-
     def __init__(self, coef: float) -> None:
         self._value = number("coef", coef)
 
@@ -85,7 +79,7 @@ class FixedKLController:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if not isinstance(state, Mapping) or "value" not in state:
             raise invalid("state", f"expected what state_dict() returns, a mapping with 'value'; got {shown(state)}")
-        self._value = (positive if self._above_zero else number)("value", state["value"])
+        self._value = number("value", state["value"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(value={self._value:g})"
@@ -105,7 +99,6 @@ class AdaptiveKLController(FixedKLController):
     """
 
     MAX_ERROR = 0.2
-    _above_zero = True
 
     def __init__(self, init_coef: float, target: float, horizon: float) -> None:
         super().__init__(positive("init_coef", init_coef))
@@ -134,6 +127,10 @@ class AdaptiveKLController(FixedKLController):
         self._value *= 1 + error * steps / self.horizon
         return self._value
 
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        super().load_state_dict(state)
+        self._value = positive("value", self._value)
+
 
 class KLComputation(TensorDictModuleBase):
     """Write the KL of each token to `kl_key`, in nats and without `coeff`, and subtract coeff · KL from the reward.
@@ -142,7 +139,6 @@ class KLComputation(TensorDictModuleBase):
     log-probs and masks may be in either. A position counts if both scorings scored it and the mask selects it.
 
     From a per-token reward, coeff · KL of that token is subtracted; from a per-sequence reward, coeff times the sum.
-
     Dense log-probs give ``kl_key`` as float32 ``[*batch, width]``; rows of different lengths give a `PerToken`, read as
     ``td["kl_penalty"].full``. It is 0.0 where a token does not count.
 
@@ -197,12 +193,12 @@ class KLComputation(TensorDictModuleBase):
         self.coeff = coeff
         self.detach = detach
         self.add_to_reward = add_to_reward
-        self.allow_mismatch = allow_mismatch
         self.kl_key = kl_key
         self.reward_key = reward_key
-        self.keys = PairKeys(gen_log_probs_key, ref_log_probs_key, masks_key, assistant_only, mask_key)
-        self.in_keys = [*self.keys.read, *([reward_key] if add_to_reward else [])]
-        self.out_keys = [kl_key, *([reward_key] if add_to_reward else [])]
+        self.keys = PairKeys(gen_log_probs_key, ref_log_probs_key, masks_key, assistant_only, mask_key, allow_mismatch)
+        rewards = [reward_key] if add_to_reward else []
+        self.in_keys = [*self.keys.read, *rewards]
+        self.out_keys = [kl_key, *rewards]
         self.coefficient()
 
     def coefficient(self) -> float:
@@ -211,22 +207,21 @@ class KLComputation(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         estimate = ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
-        pair = read_pair(tensordict, self.keys, allow_mismatch=self.allow_mismatch)
-        kl = estimate(pair.gen, pair.ref, pair.mask)
-        if not isinstance(kl, Tensor) or kl.shape != pair.mask.shape:
-            found = list(kl.shape) if isinstance(kl, Tensor) else type(kl).__name__
-            raise invalid("estimator", f"expected one value per token, shape {list(pair.mask.shape)}; got {found}")
-        refuse(pair.layout.not_finite(kl, pair.mask, "the estimated KL"), str(self.kl_key))
-        kl = torch.where(pair.mask, kl.detach() if self.detach else kl, 0.0)
+        gen, ref, mask, layout = read_pair(tensordict, self.keys)
+        kl = estimate(gen, ref, mask)
+        if not isinstance(kl, Tensor) or kl.shape != mask.shape:
+            raise invalid("estimator", f"expected one value per token, shape {list(mask.shape)}; got {shape_of(kl)}")
+        refuse(layout.not_finite(kl, mask, "the estimated KL"), str(self.kl_key))
+        kl = torch.where(mask, kl.detach() if self.detach else kl, 0.0)
         out = next_or_root(tensordict)
         # Compute everything before writing anything, so that an error leaves the TensorDict unchanged.
         reward = None
         if self.add_to_reward:
             coefficient = self.coefficient()
-            penalty = torch.where(pair.mask, coefficient * kl, 0.0)
-            refuse(pair.layout.not_finite(penalty, pair.mask, f"{coefficient:g} · KL"), str(self.reward_key))
-            reward = _penalised(out, self.reward_key, penalty, pair.layout)
-        out.set(self.kl_key, pair.layout.stored(kl))
+            penalty = coefficient * kl
+            refuse(layout.not_finite(penalty, mask, f"{coefficient:g} · KL"), str(self.reward_key))
+            reward = _penalised(out, self.reward_key, penalty, layout)
+        out.set(self.kl_key, layout.stored(kl))
         if isinstance(reward, list):
             for row, one in zip(rows(out), reward, strict=True):
                 row.set(self.reward_key, one)
@@ -238,20 +233,8 @@ class KLComputation(TensorDictModuleBase):
 def _penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Any:
     """Return the reward under `key` minus the flat `penalty`, in the layout and dtype of the reward.
 
-    =========================================== ==========================================================
-    shape of the reward                         what is subtracted
-    =========================================== ==========================================================
-    ``[*batch]``, ``[*batch, 1]``, …            the sum of the penalty over the row
-    ``[*batch, width]``, ``[*batch, width, 1]`` the penalty of each token
-    one row per sample: bare, or a `PerToken`   the penalty of each token; from a single number, the sum
-    =========================================== ==========================================================
-
-    `width` is that of ``tokens.full``; if the tokens are rows of different lengths, the width that ``pad_output=True``
-    would give them.
-
-    Raises:
-        MissingKeyError: `td` has no such key.
-        InvalidRequestError: the reward has none of these shapes; `rows` lists the rows at fault.
+    One reward per token is of shape ``[*batch, width]``, as wide as ``tokens.full`` (or as ``pad_output=True`` would
+    make them), or one row per sample, bare or in a `PerToken`. From a single reward of a row, the sum is subtracted.
     """
     if key not in td.keys(include_nested=True):
         raise MissingKeyError(
@@ -264,13 +247,13 @@ def _penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: Toke
     except RuntimeError:
         # Bare rows of different lengths, which only a lazy stack can hold.
         return _penalised_rows([row.get(key) for row in rows(td)], key, penalty, layout)
-    if isinstance(reward, PerToken):
-        given, reduced = reward.full, reward.clone(False)
-        dense = isinstance(given, Tensor) and reward.padded
-        subtract = _penalised_dense if dense else _penalised_rows
-        reduced.full = subtract(given if dense else flat(given), key, penalty, layout)
-        return reduced
-    return _penalised_dense(reward, key, penalty, layout)
+    if not isinstance(reward, PerToken):
+        return _penalised_dense(reward, key, penalty, layout)
+    given, reduced = reward.full, reward.clone(False)
+    dense = isinstance(given, Tensor) and reward.padded
+    subtract = _penalised_dense if dense else _penalised_rows
+    reduced.full = subtract(given if dense else flat(given), key, penalty, layout)
+    return reduced
 
 
 def _penalised_dense(reward: Any, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Tensor:
@@ -295,17 +278,16 @@ def _penalised_rows(given: list[Tensor], key: NestedKey, penalty: Tensor, layout
         raise InvalidRequestError(
             f"{key!r}: got {len(given)} rows of rewards for {len(parts)} rows of tokens", field=str(key)
         )
-    pairs = list(zip(given, parts, strict=True))
-    what = "expected {} rewards, one per token of tokens.full, or a single reward; got {}"
-    refuse(
-        {
-            row: what.format(len(part), list(reward.shape))
-            for row, (reward, part) in enumerate(pairs)
-            if reward.numel() not in (1, len(part)) or reward.ndim > 2
-        },
-        str(key),
-    )
-    return [_minus(reward, part if reward.numel() == len(part) else part.sum()) for reward, part in pairs]
+    problems: Problems = {
+        row: f"expected {len(part)} rewards, one per token of tokens.full, or a single one; got {list(reward.shape)}"
+        for row, (reward, part) in enumerate(zip(given, parts, strict=True))
+        if reward.numel() not in (1, len(part)) or reward.ndim > 2
+    }
+    refuse(problems, str(key))
+    return [
+        _minus(reward, part if reward.numel() == len(part) else part.sum())
+        for reward, part in zip(given, parts, strict=True)
+    ]
 
 
 def _minus(reward: Tensor, penalty: Tensor) -> Tensor:

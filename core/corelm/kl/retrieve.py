@@ -13,6 +13,7 @@ from corelm.containers.fields import rows
 from corelm.containers.reading import carries_sets, find_entry, key_parts, next_or_root, provenance_of_rows
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl.estimators import Estimator
+from corelm.kl.pairs import container_key
 from corelm.kl.penalty import KLComputation, KLController
 from corelm.policy.delivery import refuse_other_provenance
 from corelm.policy.options import Keys
@@ -74,13 +75,9 @@ class RetrieveLogProb(TensorDictModuleBase):
         self._sampled_keys = {key_parts(key) for key in (Keys().log_probs, policy.options.keys.log_probs)}
         self.overwrite = flag("overwrite", overwrite)
         self.support_key = policy.options.support_key or support_key
+        unwanted = dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False)
         scorer = policy.replace(
-            generate=False,
-            input_mode="tokens",
-            inplace=False,
-            return_log_probs=True,
-            support_key=None,
-            **dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False),
+            generate=False, input_mode="tokens", inplace=False, return_log_probs=True, support_key=None, **unwanted
         )
         # One scorer per layout, so that the scores come back in the layout of the tokens.
         self._scorers = {padded: scorer.replace(pad_output=padded) for padded in (False, True)}
@@ -156,18 +153,11 @@ class RetrieveKL(TensorDictModuleBase):
         ref_policy: the reference.
         gen_policy: a policy that scores the tokens too. None uses the log-probs of sampling. To keep these, pass
             another `gen_log_probs_key`.
-        estimator: as in `KLComputation`.
-        coeff: as in `KLComputation`.
-        gen_log_probs_key: as in `KLComputation`.
-        ref_log_probs_key: as in `KLComputation`.
-        tokens_key: as in `RetrieveLogProb`.
-        masks_key: as in `KLComputation`.
-        overwrite: as in `RetrieveLogProb`.
         options: the other arguments of `KLComputation`: `detach`, `add_to_reward`, `assistant_only`, `mask_key`,
             `allow_mismatch`, `kl_key`, `reward_key`.
 
-    Raises:
-        The errors of `RetrieveLogProb` and `KLComputation`.
+    `tokens_key` and `overwrite` are those of `RetrieveLogProb`, the other arguments those of `KLComputation`; the
+    errors are those of both.
     """
 
     def __init__(
@@ -193,25 +183,21 @@ class RetrieveKL(TensorDictModuleBase):
             masks_key=masks_key,
             **options,
         )
-        scorings = [(ref_policy, ref_log_probs_key)]
-        if gen_policy is not None:
-            scorings.insert(0, (gen_policy, gen_log_probs_key))
+        scored = [] if gen_policy is None else [(gen_policy, gen_log_probs_key)]
+        sampler = container_key(gen_log_probs_key) if gen_policy is None else Keys().log_probs
         self.scorings = [
             RetrieveLogProb(
                 policy,
-                log_probs_key=key_parts(key)[:-1],
+                log_probs_key=container_key(key),
                 tokens_key=tokens_key,
                 masks_key=masks_key,
                 overwrite=overwrite,
-                support_key=key_parts(gen_log_probs_key)[:-1] if gen_policy is None else Keys().log_probs,
+                support_key=sampler,
             )
-            for policy, key in scorings
+            for policy, key in [*scored, (ref_policy, ref_log_probs_key)]
         ]
         written = [key for scoring in self.scorings for key in scoring.out_keys]
-        self.in_keys = [
-            *self.scorings[0].in_keys,
-            *(key for key in self.kl.in_keys if key_parts(key) not in [key_parts(one) for one in written]),
-        ]
+        self.in_keys = self.scorings[0].in_keys + [key for key in self.kl.in_keys if key_parts(key) not in written]
         self.out_keys = [*written, *self.kl.out_keys]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -224,13 +210,7 @@ class RetrieveKL(TensorDictModuleBase):
 class KLRewardTransform(RetrieveKL):
     """Subtract coeff · KL against `ref_policy` from the reward: a `RetrieveKL` with ``add_to_reward=True``.
 
-    It works on any TensorDict with a reward, with or without ``next``; no environment is needed.
-
-    Args:
-        ref_policy: the reference.
-        coeff: a number, or a controller whose `value` is read at every call.
-        estimator: as in `KLComputation`.
-        options: the other arguments of `RetrieveKL`, except `add_to_reward`.
+    It works on any TensorDict with a reward, with or without ``next``; no environment is needed. See `RetrieveKL`.
     """
 
     def __init__(

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from corelm.backend.backend import Backend
-from corelm.backend.encoding import decoded
 from corelm.errors import Problems, ResponseParserWarning, described, level_of_caller, spelled_out
 from corelm.policy.rows import InputRows
+from corelm.rendering.encoding import decoded
 from corelm.rendering.response_parsers import NamedParser, parser_named
 from corelm.rendering.segments import special_tokens
 from corelm.spec.answer_text import HALF_CHARACTER, text_before_stop

@@ -252,7 +252,7 @@ class LLMPolicy(NotMoved, TensorDictModuleBase):
         options, backend = self.options, self.backend
         engine = backend.engine
         # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
-        engine.hooks.require_here()
+        engine.require_here()
         if not isinstance(td, TensorDictBase):
             raise not_a_tensordict(td, options.input_mode)
         if seed is not None and not options.generate:

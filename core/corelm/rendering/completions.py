@@ -56,12 +56,7 @@ def encode_completions(
     Special tokens that the tokenizer adds at the end of a text never count as the prompt's: with "joint" they follow
     the completion, with "separate" they are left out.
 
-    Args:
-        tokenize: the backend's.
-        prompts: one per row.
-        completions: one per row.
-        boundary: "joint" or "separate".
-        options: `add_special_tokens` and `parse_special`, for `tokenize`.
+    `options` are `add_special_tokens` and `parse_special`, for `tokenize`.
     """
     options = {"add_special_tokens": True, **(options or {})}
     joint = boundary == "joint"

@@ -3,8 +3,8 @@
 A template is a program, and only its output says where a message went. `Layout` renders the conversation a second time,
 with marks at both ends of what users and tools say, and at the end of what the assistant says. If that changes nothing
 but the marks, it shows where every content begins and ends. What a template writes between two contents is the end of
-one turn and the header of the next. Short renderings of the first turns show where the one ends and the other begins
-(`TurnMarkers`), and each use of them is compared with the text.
+one turn and the header of the next. Short renderings of the first turns show where the one ends and the other begins,
+and each use of them is compared with the text.
 """
 
 from __future__ import annotations
@@ -93,11 +93,7 @@ class Writer:
         return map_strings(value, lambda text: self.special.sub(slot, text))
 
     def write(self, messages: Messages, prompt: bool) -> WrittenText:
-        """Render messages.
-
-        Args:
-            messages: with slots for special tokens that users typed.
-            prompt: whether to add the generation prompt.
+        """Render messages, with slots for special tokens that users typed, and a generation prompt if `prompt`.
 
         Raises:
             TemplateError: the template fails, or alters contents that hold a slot.
@@ -148,9 +144,7 @@ class Writer:
     def with_edges(self, messages: Messages, *, empty: bool, calls: bool) -> list[dict[str, Any]]:
         """Return the messages with marks inside the whitespace around their contents.
 
-        Args:
-            empty: whether to put marks into contents without text.
-            calls: whether to put one into the last call of a turn, too.
+        With `empty` also in contents without text, with `calls` also in the last call of a turn.
         """
         marked, mark = [], self.mark
         for number, message in enumerate(messages):
@@ -203,11 +197,7 @@ class Layout:
         self._refuse_lost_contents()
 
     def _refuse_lost_contents(self) -> None:
-        """Refuse a text that lacks what a user or a tool said: templates for images leave out contents that are texts.
-
-        Raises:
-            TemplateError: it does.
-        """
+        """Refuse a text that lacks what a user or a tool said: templates for images leave out plain texts."""
         text, at = self.written.text, 0
         for number, message in enumerate(self.messages):
             content = message.get("content")
@@ -226,10 +216,7 @@ class Layout:
                 )
 
     def turn(self, number: int, *, sampled: bool = False) -> Turn:
-        """Return where an assistant's turn is.
-
-        Args:
-            sampled: whether only its end has to be right.
+        """Return where an assistant's turn is; of one that was `sampled`, only the end has to be right.
 
         Raises:
             TemplateError: the text does not show it.
@@ -245,11 +232,7 @@ class Layout:
         return found
 
     def beginning(self) -> int:
-        """Return where the content of the last message ends, for an answer that continues it.
-
-        Raises:
-            TemplateError: the template does not write that content, or changes it.
-        """
+        """Return where the content of the last message ends, for an answer that continues it."""
         last = len(self.messages) - 1
         if (at := self._edges.get((last, _END))) is None:
             raise TemplateError(
@@ -313,9 +296,7 @@ class Layout:
     def _after_header(self, number: int, low: int, high: int) -> int | None:
         """Return where the header of an assistant's turn ends.
 
-        Args:
-            low: where the nearest content before the turn ends.
-            high: where its own content ends, or that of the next message begins.
+        `low` is where the nearest content before the turn ends, `high` where its own ends, or the next begins.
         """
         text, prompt = self.written.text, self._generation_prompt
         for header in self._headers(number) if (number - 1, _END) in self._edges else ():
@@ -419,12 +400,7 @@ class Layout:
         return None if text is None or at is None else text[at:]
 
     def end_of_thinking(self, before: str, answer: str) -> str:
-        """Return the text that closes the thinking of an answer that was cut off inside it, "" for other answers.
-
-        Args:
-            before: the text of the prompt that it was sampled from.
-            answer: its own text, as it was sampled.
-        """
+        """Return the text that closes the thinking of an answer to `before` that was cut off inside it, else ""."""
         prompt = self._generation_prompt
         if not before.endswith(prompt):
             return ""

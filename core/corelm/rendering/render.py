@@ -40,6 +40,9 @@ from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
 from corelm.validate import nested_texts, shown
 
+#: The ids of a segment, int64, and which of them are the assistant's, bool.
+_Encoded = tuple[Tensor, Tensor]
+
 _log = logging.getLogger(__name__)
 #: The special tokens that `_warn_of_spelled` has warned about.
 _warned: set[str] = set()
@@ -113,14 +116,26 @@ def render(
         prefer_tokens=prefer_tokens,
         want_assistant=want_assistant,
     )
-    ids, assistant = _join(segments, tokenizer, tokenize, want_assistant)
-    if any(segment.literal for row in segments for segment in row):
-        _warn_of_spelled(chats, special_tokens(tokenizer).values(), prefer_tokens)
-    return RenderedChats(
-        ids=ids,
-        assistant=assistant,
-        texts=tuple(["".join([segment.text for segment in row]) for row in segments]),
-    )
+    # With tokens added to the tokenizer, texts have other ids.
+    added = len(getattr(tokenizer, "added_tokens_decoder", ()))
+    known: dict[Segment, _Encoded] = memory.of(getattr(tokenize, "__self__", tokenize)).setdefault(added, {})
+    if new := list({each: None for row in segments for each in row if each not in known}):
+        _learn(known, new, tokenize)
+        if any(each.literal for each in new):
+            _warn_of_spelled(chats, special_tokens(tokenizer).values(), prefer_tokens)
+    ids, masks = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.bool)]
+    lengths: list[int] = []
+    texts: list[str] = []
+    for row in segments:
+        before = len(ids)
+        for each in row:
+            one, mask = known[each]
+            ids.append(one)
+            masks.append(mask)
+        lengths.append(sum(map(len, ids[before:])))
+        texts.append("".join([each.text for each in row]))
+    rows = Ragged(torch.cat(ids), torch.tensor(lengths, dtype=torch.int64))
+    return RenderedChats(rows, rows.with_values(torch.cat(masks)) if want_assistant else None, tuple(texts))
 
 
 def _warn_of_spelled(chats: Sequence[Chat], specials: Collection[str], prefer_tokens: bool) -> None:
@@ -142,47 +157,25 @@ def _warn_of_spelled(chats: Sequence[Chat], specials: Collection[str], prefer_to
                 )
 
 
-def _join(
-    rows: list[list[Segment]], tokenizer: Any, tokenize: Tokenize, want_assistant: bool
-) -> tuple[Ragged, Ragged | None]:
-    """Join the segments of every row to its ids and mask. One call tokenizes all texts, a second all literal ones."""
-    segments = [segment for row in rows for segment in row]
-    known: dict[Any, tuple[Tensor, Tensor]] = {}
-    if any(segment.ids is not None for segment in segments):
-        # With tokens added to the tokenizer, texts have other ids.
-        added = len(getattr(tokenizer, "added_tokens_decoder", ()))
-        known = memory.of(getattr(tokenize, "__self__", tokenize)).setdefault(added, known)
-    new = [segment for segment in dict.fromkeys(segments) if segment.ids is None and segment not in known]
+def _learn(known: dict[Segment, _Encoded], new: Sequence[Segment], tokenize: Tokenize) -> None:
+    """Add the ids and masks of segments. One call tokenizes all texts, a second all literal ones."""
+    for each in new:
+        if each.ids is not None:
+            known[each] = torch.tensor(each.ids, dtype=torch.int64), torch.ones(len(each.ids), dtype=torch.bool)
     for literal in (False, True):
-        if texts := [segment for segment in new if segment.literal is literal]:
-            ids, mask = _encode(tokenize, texts, parse_special=not literal)
-            known |= zip(texts, zip(ids.split(), mask.split(), strict=True), strict=True)
-            memory.grow(8 * len(ids.values))
-    parts = [known[each] if each.ids is None else _whole(each.ids) for each in segments]
-    row_of = torch.repeat_interleave(torch.tensor([len(row) for row in rows], dtype=torch.int64))
-    sizes = torch.tensor([len(ids) for ids, _ in parts], dtype=torch.int64)
-    lengths = torch.zeros(len(rows), dtype=torch.int64).index_add_(0, row_of, sizes)
-    all_ids, assistant = (torch.cat([empty, *(part[at] for part in parts)]) for at, empty in enumerate(_whole(())))
-    return Ragged(all_ids, lengths), Ragged(assistant, lengths) if want_assistant else None
-
-
-def _whole(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the ids of a sampled turn, and a mask that is all True."""
-    return torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), dtype=torch.bool)
-
-
-def _encode(tokenize: Tokenize, segments: list[Segment], *, parse_special: bool = True) -> tuple[Ragged, Ragged]:
-    """Return the ids of segments, int64, and which of them are the assistant's, bool."""
-    texts = tuple(segment.text for segment in segments)
-    offsets = any(segment.spans for segment in segments)
-    batch = tokenize(texts, add_special_tokens=False, parse_special=parse_special, offsets=offsets)
-    if offsets and batch.offsets is None:
-        raise CapabilityError(
-            "the assistant mask of a turn that was not sampled needs the character offsets of every token, and this "
-            "tokenizer returns none; use a fast tokenizer, or do not ask for masks",
-            capability="offsets",
-        )
-    return batch.ids, _assistant_mask(segments, batch)
+        if texts := [each for each in new if each.ids is None and each.literal is literal]:
+            offsets = any(each.spans for each in texts)
+            spelled = [each.text for each in texts]
+            batch = tokenize(spelled, add_special_tokens=False, parse_special=not literal, offsets=offsets)
+            if offsets and batch.offsets is None:
+                raise CapabilityError(
+                    "the assistant mask of a turn that was not sampled needs the character offsets of every token, and "
+                    "this tokenizer returns none; use a fast tokenizer, or do not ask for masks",
+                    capability="offsets",
+                )
+            both = zip(batch.ids.split(), _assistant_mask(texts, batch).split(), strict=True)
+            known.update(zip(texts, both, strict=True))
+    memory.grow(sum(1_000 + 8 * len(known[each][0]) for each in new))
 
 
 def _assistant_mask(segments: list[Segment], batch: TokenizeResult) -> Ragged:

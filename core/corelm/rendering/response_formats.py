@@ -66,13 +66,7 @@ def _before(space: str) -> str:
 
 
 def _thinking(begin: str = "<think>", end: str = "</think>", space: str = r"\n") -> Mapping[str, Any]:
-    """Return the field of reasoning, which begins an answer.
-
-    Args:
-        begin: the mark before it, a pattern.
-        end: the mark after it.
-        space: the characters between marks and text, such as newlines; "" for none.
-    """
+    """Return the field of reasoning, which begins an answer, with `space` characters between the marks and the text."""
     spaces = f"{space}*+" if space else ""
     return {
         **_AS_IT_IS,
@@ -82,12 +76,7 @@ def _thinking(begin: str = "<think>", end: str = "</think>", space: str = r"\n")
 
 
 def _after_brace(mark: str, between: str = "") -> str:
-    """Return a pattern for the mark that ends a call, after the brace that ends its JSON.
-
-    Args:
-        mark: a pattern.
-        between: a pattern for what may be between the two, other than whitespace.
-    """
+    """Return a pattern for the mark that ends a call, after the brace that ends its JSON and `between`."""
     whole = f"{between}{mark}"
     return rf"{whole}(?<=\}}\s*{whole})\s*+"
 
@@ -107,7 +96,6 @@ _HERMES = Dialect(
         "content": _TEXT,
     }
 )
-_HERMES_MARKS = ("<tool_call>", "<think>", "</think>")
 
 
 # Qwen3-Coder, Qwen3.5: the same tags around XML -----------------------------------------------------------------------
@@ -288,29 +276,25 @@ _HARMONY = Dialect(
 )
 
 
+_THINK = ("<think>", "</think>")
+
+
+def _tagged(call: str, *dialects: Dialect) -> ResponseFormat:
+    """Return the format of a family that thinks between ``<think>`` tags."""
+    return ResponseFormat(dialects=dialects, marks=(*_THINK, call), call=call, think=_THINK)
+
+
 #: By the name that `response_parser` takes.
 FORMATS: Mapping[str, ResponseFormat] = {
-    "deepseek_r1": ResponseFormat(
-        dialects=(_DEEPSEEK,),
-        marks=("<think>", "</think>", "<｜tool▁call▁begin｜>"),
-        call="<｜tool▁call▁begin｜>",
-        think=("<think>", "</think>"),
-    ),
-    "glm": ResponseFormat(dialects=(_GLM,), marks=_HERMES_MARKS, call="<tool_call>", think=("<think>", "</think>")),
+    "deepseek_r1": _tagged("<｜tool▁call▁begin｜>", _DEEPSEEK),
+    "glm": _tagged("<tool_call>", _GLM),
     "gpt_oss": ResponseFormat(
         dialects=(_HARMONY,),
         marks=("<|channel|>", "<|message|>"),
         reasoning=("<|channel|>analysis<|message|>", "<|end|>"),
     ),
-    "hermes": ResponseFormat(
-        dialects=(_HERMES,), marks=_HERMES_MARKS, call="<tool_call>", think=("<think>", "</think>")
-    ),
-    "kimi_k2": ResponseFormat(
-        dialects=(_KIMI,),
-        marks=("<think>", "</think>", "<|tool_call_begin|>"),
-        call="<|tool_call_begin|>",
-        think=("<think>", "</think>"),
-    ),
+    "hermes": _tagged("<tool_call>", _HERMES),
+    "kimi_k2": _tagged("<|tool_call_begin|>", _KIMI),
     "llama3_json": ResponseFormat(dialects=(_LLAMA,), marks=('"name"',)),
     "mistral": ResponseFormat(
         dialects=_MISTRAL,
@@ -318,7 +302,5 @@ FORMATS: Mapping[str, ResponseFormat] = {
         call="[TOOL_CALLS]",
         think=("[THINK]", "[/THINK]"),
     ),
-    "qwen": ResponseFormat(
-        dialects=(_QWEN_XML, _HERMES), marks=_HERMES_MARKS, call="<tool_call>", think=("<think>", "</think>")
-    ),
+    "qwen": _tagged("<tool_call>", _QWEN_XML, _HERMES),
 }

@@ -103,14 +103,13 @@ class NamedParser:
         if self.eos:
             text = text.removesuffix(self.eos)
         if self.template is not None:
-            own = _loaded_own(json.dumps(_allowed(self.template, offered)))
-            return _message(_parsed(own, text, prefix, tools), self.specials)
+            return _message(_parsed(self.template, offered, text, prefix, tools), self.specials)
         form = FORMATS[self.name]
         text = _prewritten(form, text, prefix) + text
         if not any(mark in text for mark in form.marks):
             return Message("assistant", _without(text, self.specials))
-        number = next(n for n, one in enumerate(form.dialects) if one.where is None or re.search(one.where, text))
-        parsed = _parsed(_loaded(self.name, number, offered), text, "", tools)
+        dialect = next(one for one in form.dialects if one.where is None or re.search(one.where, text))
+        parsed = _parsed({"fields": dialect.fields, **_NO_ANCHOR}, offered, text, "", tools)
         if stray := parsed.pop(STRAY, "").strip():
             if offered:
                 raise ResponseFormatError(f"text outside of every channel: {_excerpt(stray)}")
@@ -139,29 +138,29 @@ def parser_named(name: str, tokenizer: Any = None) -> NamedParser:
     """
     check_name(name)
     _engine()
-    known = special_tokens(tokenizer).values()
     eos = getattr(tokenizer, "eos_token", None)
     if name != AUTO:
-        return NamedParser(name, None, _foreign(known, [dict(one.fields) for one in FORMATS[name].dialects]), eos)
+        return NamedParser(name, None, _foreign(tokenizer, [one.fields for one in FORMATS[name].dialects]), eos)
     if tokenizer is None:
         raise invalid("tokenizer", "'auto' reads the response_template of a tokenizer; give it as the second argument")
     template = getattr(tokenizer, "response_template", None)
     if template is None:
         raise invalid(
             "response_parser",
-            f"'auto' reads the response_template of the tokenizer, and it has none; give one of {_listed(FORMATS)}",
+            f"'auto' reads the response_template of the tokenizer, and it has none; give one of "
+            f"{', '.join(map(repr, FORMATS))}",
         )
     try:
-        _loaded_own(json.dumps(template))
-        return NamedParser(name, template, _foreign(known, template), eos)
+        _loaded(json.dumps(template))
+        return NamedParser(name, template, _foreign(tokenizer, template), eos)
     except (TypeError, ValueError) as error:
         raise invalid("response_parser", f"the tokenizer's response_template is not usable: {error}") from error
 
 
-def _foreign(specials: Iterable[str], patterns: Any) -> frozenset[str]:
+def _foreign(tokenizer: Any, patterns: Any) -> frozenset[str]:
     """Return the texts of special tokens that are no marks of a format."""
     own = json.dumps(patterns, ensure_ascii=False).replace("\\", "")
-    return frozenset(text for text in specials if text and text not in own)
+    return frozenset(text for text in special_tokens(tokenizer).values() if text and text not in own)
 
 
 def check_name(name: Any) -> None:
@@ -169,13 +168,9 @@ def check_name(name: Any) -> None:
     if not isinstance(name, str) or name not in PARSERS:
         raise invalid(
             "response_parser",
-            f"no parser is named {name!r}; give one of {_listed(PARSERS)}, or a function that turns the text of an "
-            f"answer into a message{did_you_mean(name, PARSERS)}",
+            f"no parser is named {name!r}; give one of {', '.join(map(repr, PARSERS))}, or a function that turns the "
+            f"text of an answer into a message{did_you_mean(name, PARSERS)}",
         )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
 
 
 # transformers ---------------------------------------------------------------------------------------------------------
@@ -191,37 +186,24 @@ def _engine() -> Any:
     return chat_parsing
 
 
-def _allowed(template: Mapping[str, Any], calls: bool) -> dict[str, Any]:
-    """Return a response template, without calls if no tool was offered: they are text then."""
-    fields = {key: field for key, field in template["fields"].items() if calls or key != "tool_calls"}
-    return {**template, "fields": fields}
-
-
-@lru_cache(maxsize=len(FORMATS) * 8)
-def _loaded(name: str, dialect: int, calls: bool) -> Any:
-    """Return the response template of a dialect, compiled."""
-    from transformers.utils.chat_parsing.response_templates import load_response_template
-
-    fields = {key: dict(field) for key, field in FORMATS[name].dialects[dialect].fields.items()}
-    return load_response_template(_allowed({"fields": fields, **_NO_ANCHOR}, calls))
-
-
-@lru_cache(maxsize=16)
-def _loaded_own(template: str) -> Any:
-    """Return a tokenizer's response template, compiled; its JSON is given."""
+@lru_cache(maxsize=32)
+def _loaded(template: str) -> Any:
+    """Return a response template, compiled; its JSON is given."""
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     return load_response_template(json.loads(template))
 
 
-def _parsed(template: Any, text: str, prefix: str, tools: Tools | None) -> dict[str, Any]:
-    """Return the keys of the message that transformers finds."""
+def _parsed(template: Mapping[str, Any], calls: bool, text: str, prefix: str, tools: Tools | None) -> dict[str, Any]:
+    """Return the keys of the message that transformers finds. Without `calls`, what looks like one is text."""
+    fields = {key: field for key, field in template["fields"].items() if calls or key != "tool_calls"}
+    loaded = _loaded(json.dumps({**template, "fields": fields}))
     # Without its anchor, transformers would take the whole prompt for the beginning of the answer.
-    if prefix and not template.start_anchor_re.search(prefix):
+    if prefix and not loaded.start_anchor_re.search(prefix):
         prefix = ""
     listed = [dict(tool) if isinstance(tool, Mapping) else tool for tool in tools or ()]
     try:
-        return _engine().parse_response(text, template, prefix=prefix, tools=listed)
+        return _engine().parse_response(text, loaded, prefix=prefix, tools=listed)
     except (ValueError, KeyError, RecursionError) as error:
         # The message of transformers repeats the whole text; its cause says what is wrong with it.
         raise ResponseFormatError(f"the answer is malformed: {described(error.__cause__ or error)}") from error

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, count, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from corelm.errors import TemplateError
-from corelm.rendering.arrow_nulls import without_foreign_arguments
 from corelm.rendering.layout import Layout, Span, Writer
-from corelm.rendering.template import Template, check_encodable, joined_strings, map_chats, unused_mark
+from corelm.rendering.template import (
+    Template,
+    check_encodable,
+    joined_strings,
+    map_chats,
+    unused_mark,
+    without_foreign_arguments,
+)
 from corelm.spec.message import Chat, Message, short_id
 from corelm.validate import nested_texts, unencodable
 
@@ -35,22 +41,20 @@ class Segment(NamedTuple):
 
 
 class Memory:
-    """What was made for each of some objects, as long as they live. All is forgotten once it is too much.
-
-    Args:
-        most: how many characters are too much.
-    """
+    """What was made for each of some objects. All is forgotten once it is more than `most` characters."""
 
     def __init__(self, most: int) -> None:
         self._most, self._size = most, 0
         self._of: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+        #: By its id, an object that cannot be referenced weakly, and what was made for it.
+        self._kept: dict[int, tuple[Any, dict[Any, Any]]] = {}
 
     def of(self, owner: Any) -> dict[Any, Any]:
         """Return what was made for an object, a dict to add to."""
         try:
             return self._of.setdefault(owner, {})
-        except TypeError:  # it cannot be referenced weakly
-            return {}
+        except TypeError:
+            return self._kept.setdefault(id(owner), (owner, {}))[1]
 
     def grow(self, size: int) -> None:
         """Count characters that were added."""
@@ -58,12 +62,13 @@ class Memory:
         if self._size > self._most:
             self._size = 0
             self._of.clear()
+            self._kept.clear()
 
 
-#: For each tokenizer, what it wrote for turns that were sampled, so that a long rollout does not render all its prompts
-#: for each new one: numbers for beginnings of conversations, by that of the beginning one message shorter and by that
-#: message; segments, by the beginning that a turn was sampled after and how that turn was begun; and texts, by the ids
-#: that were sampled. For each backend, because two may share a tokenizer: the ids and masks of these segments.
+#: For each tokenizer, what it wrote for prompts, so that a long rollout does not render all its prompts for each new
+#: one: numbers for beginnings of conversations, by that of the beginning one message shorter and by that message;
+#: segments, by the beginning that a turn is sampled after and how that turn was begun; and texts, by the ids that were
+#: sampled. For each backend, because two may share a tokenizer: the ids and masks of segments.
 memory = Memory(2**27)
 _numbers = count()
 
@@ -91,41 +96,16 @@ def segments_of(
     there.
     """
     template = Template.find(tokenizer, chat_template, template_kwargs or {})
-    tools, specials = template.kwargs.get("tools"), special_tokens(tokenizer)
-    messages = [without_foreign_arguments([message.for_template() for message in chat], tools) for chat in chats]
-    messages = _with_wanted_calls(template, messages)
-    keeps = options["prefer_tokens"]
-    kept = [[keeps and bool(message.token_ids) for message in chat] for chat in chats]
-    map_chats(lambda each: template.refuse_lost_calls(*each), zip(messages, kept, strict=True))
-    begun = [message.begun for chat in chats for message in chat if message.begun]
-    contents = "\n".join([joined_strings(messages), *nested_texts("history", begun)])
-    if unencodable(contents):
-        check_encodable(messages)
-    others = nested_texts("template_kwargs", [template.source, template.kwargs, list(specials.values())])
-    mark = unused_mark("\n".join([contents, *others]))
-    ends = [text for eos in sorted(eos_ids) if (text := tokenizer.decode([eos]))]
-    writer = Writer(template, mark, specials.values(), ends, wants_masks=options["want_assistant"])
-    # Most batches contain no text of a special token, and then the messages need not be searched one by one.
-    if writer.special.search(contents):
-        messages = writer.with_slots(messages)
-    cutter = _Cutter(template=template, writer=writer, specials=specials, eos_ids=eos_ids, **options)
-    return map_chats(lambda each: cutter.cut(*each), zip(chats, messages, strict=True))
+    cutter = _Cutter(chats, template, special_tokens(tokenizer), eos_ids, **options)
+    return map_chats(cutter.cut, range(len(chats)))
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Cutter:
-    """Cuts conversations into segments, all with the same template and settings.
+    """Cuts conversations into segments, all with the same template and settings. See `render`."""
 
-    Attributes:
-        template: as it was given.
-        writer: renders it.
-        specials: the special tokens of the tokenizer.
-
-    The others are arguments of `render`.
-    """
-
+    chats: Sequence[Chat]
     template: Template
-    writer: Writer
     specials: Mapping[int, str]
     eos_ids: Collection[int]
     add_generation_prompt: bool
@@ -135,9 +115,26 @@ class _Cutter:
 
     def __post_init__(self) -> None:
         self._known = memory.of(self.template.tokenizer)
-        settings = self.want_assistant, *sorted(self.eos_ids), *sorted(self.specials.items())
+        settings = self.want_assistant, self.prefer_tokens, *sorted(self.eos_ids), *sorted(self.specials.items())
         root = self.template.source, repr(self.template.kwargs), settings
         self._root = self._remembered(root, partial(next, _numbers))
+
+    @cached_property
+    def _prepared(self) -> tuple[Writer, list[list[dict[str, Any]]]]:
+        """What renders, and the messages of each conversation for the template. Not made if all is remembered."""
+        template, tools = self.template, self.template.kwargs.get("tools")
+        messages = [without_foreign_arguments([each.for_template() for each in chat], tools) for chat in self.chats]
+        messages = _with_wanted_calls(template, messages)
+        begun = [message.begun for chat in self.chats for message in chat if message.begun]
+        contents = "\n".join([joined_strings(messages), *nested_texts("history", begun)])
+        if unencodable(contents):
+            check_encodable(messages)
+        others = nested_texts("template_kwargs", [template.source, template.kwargs, list(self.specials.values())])
+        mark = unused_mark("\n".join([contents, *others]))
+        ends = [text for eos in sorted(self.eos_ids) if (text := template.tokenizer.decode([eos]))]
+        writer = Writer(template, mark, self.specials.values(), ends, wants_masks=self.want_assistant)
+        # Most batches contain no text of a special token, and then the messages need not be searched one by one.
+        return writer, writer.with_slots(messages) if writer.special.search(contents) else messages
 
     def _remembered(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._known:
@@ -145,25 +142,25 @@ class _Cutter:
             memory.grow(len(repr((key, made))))
         return self._known[key]
 
-    def cut(self, chat: Chat, messages: list[dict[str, Any]]) -> list[Segment]:
-        """Return the segments of a conversation, given its messages for the template.
+    def cut(self, row: int) -> list[Segment]:
+        """Return the segments of a conversation.
 
         Raises:
             TemplateError: the template fails or does not show where a turn is.
         """
-        beginning, before, segments = self._root, "", list[Segment]()
+        chat, beginning, before, segments = self.chats[row], self._root, "", list[Segment]()
         previous: _Sampled | None = None
         for number, message in enumerate(chat):
             if self.prefer_tokens and message.token_ids is not None:
-                write = partial(self._between, chat, messages, previous, number)
+                write = partial(self._between, row, previous, number)
                 part, ids = self._remembered((beginning, repr(message.begun)), write), message.token_ids
                 text = self._remembered(("text", ids), partial(self._decoded, ids))
-                before += "".join(segment.text for segment in part)
+                before += "".join([segment.text for segment in part])
                 previous = _Sampled(number, before, text)
                 before += text
                 segments += [*part, Segment(text, ids=ids)]
             beginning = self._remembered((beginning, *_key(message)), partial(next, _numbers))
-        write = partial(self._between, chat, messages, previous, len(chat))
+        write = partial(self._between, row, previous, len(chat))
         if self.add_generation_prompt:
             # The next turn may be sampled from this prompt.
             segments += self._remembered((beginning, repr(None)), write)
@@ -178,11 +175,12 @@ class _Cutter:
             # Ids that no token has are refused later, by row.
             return ""
 
-    def _between(
-        self, chat: Chat, messages: list[dict[str, Any]], previous: _Sampled | None, number: int
-    ) -> list[Segment]:
+    def _between(self, row: int, previous: _Sampled | None, number: int) -> list[Segment]:
         """Return what the template writes between a sampled turn, or the beginning, and turn `number`, or the end."""
-        layout, stop = self._layout(chat, messages, number)
+        chat, (writer, messages) = self.chats[row], self._prepared
+        kept = [self.prefer_tokens and bool(message.token_ids) for message in chat]
+        self.template.refuse_lost_calls(messages[row], kept)
+        layout, stop = self._layout(writer, chat, messages[row], number)
         text, literals, spans, _ = layout.written
         segments, start, first = list[Segment](), 0, 0
         if previous is not None:
@@ -195,7 +193,7 @@ class _Cutter:
             spans = [span for span in spans if span[0] > start or (ended and span[0] == start)]
         if stop is not None and stop < start:
             raise TemplateError(f"message {number}: the chat template does not write the turns in order")
-        if self.want_assistant and not self.writer.reads_blocks:
+        if self.want_assistant and not writer.reads_blocks:
             turns = range(first, min(number, len(layout.messages)))
             found = [layout.turn(at) for at in turns if layout.messages[at]["role"] == "assistant"]
             spans = [(turn.start, turn.stop) for turn in found]
@@ -209,17 +207,19 @@ class _Cutter:
                 segments.append(Segment(text[begin:end], literal=literal, spans=inside))
         return segments
 
-    def _layout(self, chat: Chat, messages: list[dict[str, Any]], number: int) -> tuple[Layout, int | None]:
+    def _layout(
+        self, writer: Writer, chat: Chat, messages: list[dict[str, Any]], number: int
+    ) -> tuple[Layout, int | None]:
         """Render what a turn is sampled after. Return it and where it is cut, None for nowhere."""
         if number == len(chat):
-            layout = Layout(self.writer, messages, self.add_generation_prompt)
+            layout = Layout(writer, messages, self.add_generation_prompt)
             return layout, layout.beginning() if self.continue_final_message else None
         begun = chat[number].begun
         try:
             if begun is None:
-                return Layout(self.writer, messages[:number], True), None
-            given = self.writer.with_slots(Message.from_dict(begun).for_template())
-            layout = Layout(self.writer, [*messages[:number], given], False)
+                return Layout(writer, messages[:number], True), None
+            given = writer.with_slots(Message.from_dict(begun).for_template())
+            layout = Layout(writer, [*messages[:number], given], False)
             return layout, layout.beginning()
         except TemplateError as error:
             raise TemplateError(
@@ -246,8 +246,8 @@ class _Cutter:
 def _with_wanted_calls(template: Template, chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
     """Return the messages with their calls in a form that the template accepts.
 
-    A template may fail on arguments that are objects, as DeepSeek's do, or write them as Python does: then they become
-    JSON texts. It may fail on ids that have not nine letters or digits, as Mistral's do: then they become such.
+    Where it fails on arguments that are objects, as DeepSeek's does, or writes them as Python does, they become JSON
+    texts; where it fails on ids that have not nine letters or digits, as Mistral's does, they become such.
     """
     called = (chat[:at] for chat in chats for at, message in enumerate(chat, 1) if message.get("tool_calls"))
     if (first := next(called, None)) is None or _reads_calls(template, first):

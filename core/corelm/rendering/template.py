@@ -17,7 +17,6 @@ from itertools import chain, count
 from typing import Any, TypeVar
 
 from corelm.errors import TemplateError, refuse
-from corelm.rendering.arrow_nulls import without_nulls
 from corelm.rendering.chatml import named_template
 from corelm.validate import invalid, nested_texts, shown, unencodable
 
@@ -144,10 +143,7 @@ class Template:
         return apply(chat, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **template, **self.kwargs)
 
     def refuse_lost_calls(self, chat: Sequence[dict[str, Any]], kept: Sequence[bool]) -> None:
-        """Refuse a conversation with calls of tools that the template does not write.
-
-        Args:
-            kept: whether the ids of a message stand for it, so that its calls are not lost.
+        """Refuse a conversation with calls that the template does not write, except in turns whose ids are kept.
 
         Raises:
             TemplateError: it has such calls.
@@ -247,3 +243,54 @@ def map_chats(function: Callable[[T], R], chats: Iterable[T]) -> list[R]:
         listing = "; ".join(f"conversation {index}: {what}" for index, what in problems.items())
         raise TemplateError(listing, problems=problems) from next(iter(failed.values())).__cause__
     return results
+
+
+# Nulls that come from a column of a data set: Arrow gives every object in it the keys of all the others. Only a null
+# that cannot be meant is left out: one that JSON Schema does not allow in a tool, and an argument that is not among the
+# parameters of the tool that is called.
+
+
+def without_nulls(schema: Any) -> Any:
+    """Drop the keys of a tool, or of a part of it, that are null where JSON Schema allows no null."""
+    if isinstance(schema, Mapping):
+        return {key: without_nulls(value) for key, value in schema.items() if value is not None or _may_be(key, schema)}
+    return [each if each is None else without_nulls(each) for each in schema] if isinstance(schema, list) else schema
+
+
+def _may_be(key: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether null is a value of `key`: a default or a constant of a type that includes null."""
+    kind = schema.get("type")
+    return key in ("default", "const") and (not isinstance(kind, str) or kind == "null")
+
+
+def without_foreign_arguments(messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+    """Drop null arguments of calls that the called tool does not declare. Functions do not say what they declare."""
+    known = dict(filter(None, map(_parameters, tools))) if isinstance(tools, Sequence) else {}
+    if not known or not any(message.get("tool_calls") for message in messages):
+        return messages
+    return [
+        {**message, "tool_calls": [_own_arguments(call, known) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _parameters(tool: Any) -> tuple[str, frozenset[str]] | None:
+    """Return the name of a tool and of its parameters; None if it does not say them."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    properties = (function.get("parameters") or {}).get("properties") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(properties, Mapping):
+        return None
+    return str(function.get("name")), frozenset(properties)
+
+
+def _own_arguments(call: Any, known: Mapping[str, frozenset[str]]) -> Any:
+    holder = call.get("function", call)
+    if not isinstance(holder, Mapping):
+        return call
+    given, own = holder.get("arguments"), known.get(str(holder.get("name")))
+    if own is None or not isinstance(given, Mapping) or None not in given.values():
+        return call
+    holder = {**holder, "arguments": {key: value for key, value in given.items() if value is not None or key in own}}
+    return {**call, "function": holder} if "function" in call else holder

@@ -89,7 +89,7 @@ def test_what_only_wraps_a_hook_does_not_implement_it() -> None:
 
     with Backend.from_plugin(Fake(), "fake", wrappers=[Everywhere(), Timing()]) as backend:
         assert backend.health()
-        assert not any(backend.engine.hooks.implements(hook) for hook in ("health", "weights_state", "close", "sleep"))
+        assert not any(backend.engine.implements(hook) for hook in ("health", "weights_state", "close", "sleep"))
         backend.generate([[1]], SHORT)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 STUCK = """
-import atexit, gzip, sys, threading
+import atexit, sys, threading
 from corelm.backend import program_end
 
 @program_end.at_program_end
@@ -25,7 +25,7 @@ class Proxy:
     closed = property(lambda self: 1 / 0)
 
 proxies = [Proxy() for _ in range(3)]
-files = [open("text", "w"), open("bytes", "wb"), open("both", "w+b"), gzip.open("zip", "wt")]
+files = [open("text", "w"), open("bytes", "wb"), open("both", "w+b")]
 for file in files:
     file.write(b"written" if file.name in ("bytes", "both") else "written")
 closed = open("closed", "w")
@@ -57,7 +57,7 @@ def test_open_files_are_written_and_later_exit_functions_called(tmp_path: Path) 
     status, printed, errors = ended("raise KeyboardInterrupt", tmp_path)
     assert status == -signal.SIGINT, errors
     assert printed == ["calls are ended 1.0", "saved", "calls are ended 0.0"]
-    assert written(tmp_path) == [b"written"] * 3 and (tmp_path / "zip").stat().st_size > 20
+    assert written(tmp_path) == [b"written"] * 3
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
 
 

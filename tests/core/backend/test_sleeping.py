@@ -236,7 +236,7 @@ def test_sleep_without_draining_aborts_answers_and_keeps_what_they_have() -> Non
 
     with sleeper(Both) as backend:
         future = backend.submit_generate(ROWS[:1], {"max_new_tokens": 300, "ignore_eos": True})
-        while not backend.engine.hooks.under_way:
+        while not backend.engine.lock.holders:
             pass
         backend.sleep(when="abort")
         assert future.result().finish_reasons == ("abort",)

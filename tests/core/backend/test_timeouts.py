@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from corelm import Backend, DynamicBatcher, hookimpl
-from corelm.backend.waits import LONGEST, call_for, seconds
+from corelm.backend.engine import call_for
 from corelm.batching import Limits
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError, InvalidRequestError
+from corelm.validate import LONGEST, seconds
 from helpers.batching_fakes import (
     LONG,
     SEEDED,
@@ -188,7 +189,7 @@ def test_closing_does_not_wait_for_ever_for_a_call_whose_caller_has_left():
     leave_a_call_behind(backend, gate)
     for _ in range(2):
         with pytest.raises(BackendTimeoutError):
-            backend.engine.hooks.close(patience=0.1)
+            backend.engine.close(patience=0.1)
         assert backend.closed and engine.closed == 0
     with pytest.raises(BackendClosedError):
         backend.generate([[1]], SHORT)
@@ -235,7 +236,7 @@ def test_closing_waits_for_a_call_whose_caller_waits():
     with ThreadPoolExecutor(2) as pool:
         call = pool.submit(backend.generate, [[1]], SHORT)
         gate.wait_for_call()
-        closing = pool.submit(backend.engine.hooks.close, patience=0.01)
+        closing = pool.submit(backend.engine.close, patience=0.01)
         with pytest.raises(TimeoutError):
             closing.result(timeout=0.5)
         gate.opened.set()
@@ -261,8 +262,8 @@ def test_a_close_hook_that_hangs_keeps_no_other_closer_waiting():
 def test_the_error_that_ends_a_block_is_not_replaced(monkeypatch):
     gate = Gate()
     backend = fake(gate)
-    close = backend.engine.hooks.close
-    monkeypatch.setattr(backend.engine.hooks, "close", lambda **options: close(patience=0.1, **options))
+    close = backend.engine.close
+    monkeypatch.setattr(backend.engine, "close", lambda **options: close(patience=0.1, **options))
     with pytest.raises(ZeroDivisionError), backend:
         leave_a_call_behind(backend, gate)
         raise ZeroDivisionError

@@ -301,5 +301,5 @@ def test_a_probability_that_rounds_to_zero_still_makes_the_kl_infinite() -> None
 def test_masks_of_floats_are_refused() -> None:
     td = batch("", 0.0, True)
     td["log_probs"].scored_mask = torch.full((2, 2), NAN)
-    with refused(InvalidRequestError, field="scored_mask of ('log_probs', 'full')"):
+    with refused(InvalidRequestError, field="('log_probs', 'scored_mask')"):
         KLComputation(add_to_reward=False)(td)

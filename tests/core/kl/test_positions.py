@@ -84,7 +84,7 @@ def test_mask_key_replaces_the_assistant_mask(gen, ref, pad):
         td["mine"] = torch.arange(width).expand(3, width) % 3 == 0
         KLComputation(add_to_reward=False, mask_key="mine")(td)
         assert torch.equal(td["kl_penalty"] != 0, td["mine"] & td["log_probs"].scored_mask)
-        td["mine"] = td["mine"].float()
+        td["mine"] = torch.full((3, width), torch.nan)
         with refused(InvalidRequestError, field="mine"):
             KLComputation(add_to_reward=False, mask_key="mine")(td)
 

@@ -141,7 +141,7 @@ def test_a_scored_mask_of_other_rows_is_refused(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen))
     marks = td["ref_log_probs"].scored_mask
     td["ref_log_probs"].scored_mask = [marks[0][:-1], torch.cat([marks[1], marks[1][-1:]]), marks[2]]
-    with refused(InvalidRequestError, field="('ref_log_probs', 'full')", rows=(0, 1)):
+    with refused(InvalidRequestError, field="('ref_log_probs', 'scored_mask')", rows=(0, 1)):
         KLComputation(add_to_reward=False)(td)
 
 

@@ -323,22 +323,29 @@ def test_tools_of_other_kinds_are_refused_with_what_to_type(backend, tools):
         assert out["text"].prompt[1].startswith("[weather]")
 
 
-def test_a_tokenizer_that_cannot_be_referenced_weakly_renders_conversations(backend):
+def test_a_tokenizer_that_cannot_be_referenced_weakly_renders_each_conversation_once(backend):
     class Slotted:
-        __slots__ = ("inner",)
+        __slots__ = ("inner", "rendered")
 
         def __init__(self):
-            self.inner = ByteTokenizer()
+            self.inner, self.rendered = ByteTokenizer(), 0
 
         def __call__(self, *texts, **options):
             return self.inner(*texts, **options)
+
+        def apply_chat_template(self, *chats, **options):
+            self.rendered += 1
+            return self.inner.apply_chat_template(*chats, **options)
 
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
     history = History.from_chats([chat("Who are you?")])
-    with corelm.get_backend("toy", tokenizer=Slotted()) as other:
+    with corelm.get_backend("toy", tokenizer=(slotted := Slotted())) as other:
         found = [
             LLMPolicy(each, sampling_params=SAMPLING)(TensorDict(history=history), seed=1) for each in (backend, other)
         ]
+        rendered = slotted.rendered
+        LLMPolicy(other, sampling_params=SAMPLING)(TensorDict(history=history), seed=1)
     assert found[0]["text"].full == found[1]["text"].full
+    assert slotted.rendered == rendered > 0

@@ -226,6 +226,8 @@ def test_the_ids_of_a_parsed_turn_include_its_calls_and_thinking(content: str | 
 
 def test_prefer_tokens_false_renders_the_text() -> None:
     chat = [QUESTION, sampled("Paris.<|im_end|>"), MORE]
+    # What was remembered for the same conversation with its ids is not used.
+    rendered([chat], ct.CHATML_MARKED, True)
     plain = [{key: m[key] for key in ("role", "content")} for m in chat]
     oracle = own(plain, ct.CHATML_MARKED, True, return_assistant_tokens_mask=True)
     ours = rendered([chat, plain], ct.CHATML_MARKED, True, prefer_tokens=False)

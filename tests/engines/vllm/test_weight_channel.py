@@ -27,7 +27,7 @@ HERE = "127.0.0.1"
 
 
 def channel_of(backend: corelm.Backend) -> WeightChannel:
-    found: WeightChannel = backend.engine.plugin.engine.channel
+    found: WeightChannel = backend.engine.plugin.channel
     return found
 
 

@@ -13,12 +13,13 @@ from tensordict import TensorDict
 from corelm import LLMPolicy, SamplingParams, Tokens
 from corelm.errors import CapabilityError, EngineError
 from corelm.spec import Capabilities, GenerateRequest, Ragged
+from helpers.canned_replies import answering
 from helpers.each import case
 from helpers.fake_vllm import PROMPTS, SAMPLING, VOCAB, Connect, FakeVLLM, Spoil, next_logprobs
 from helpers.half_characters import Pieces
 from helpers.http_server import FaultServer, json_reply
 from vllm_backend.capabilities_http import ServerInfo
-from vllm_backend.protocol_http import generation_requests, generation_result
+from vllm_backend.server import VLLMServer
 
 
 def likeliest(*starts: list[int]) -> list[int]:
@@ -319,7 +320,7 @@ def test_an_answer_that_goes_on_to_complete_a_character_ends_at_its_stop_string(
                 fields=None,
             )
             reply = {"choices": [{"finish_reason": "stop", "stop_reason": "x", "token_ids": ids}]}
-            result = generation_result(request, generation_requests(request, info), [reply], info)
+            result = answering(VLLMServer, info, reply).generate(request)
             assert result.finish_reasons == ("error" if answer is None else "stop",) and result.ids.tolist() == [
                 answer or []
             ]

@@ -180,11 +180,11 @@ def test_only_a_server_that_returns_them_declares_them(connect: Connect, fake: M
 def test_scores_of_other_weights_are_no_mass_of_these_answers() -> None:
     one = Ragged.from_list([[0.0, -1.0]], torch.float32)
     scores = ScoreResult(logprobs=one, scored=one.with_values(one.values != 0), weight_versions=("new",))
-    entries: list[Any] = [{"choices": [{}]}]
+    replies: Any = {0: {"choices": [{"token_ids": [7]}]}}
     with pytest.raises(EngineError, match="'old' → 'new'"):
-        put_masses(entries, [0], scores, "old")
-    put_masses(entries, [0], scores, "new")
-    assert entries[0]["choices"][0]["own_logprobs"] == [-1.0]
+        put_masses(replies, scores, "old")
+    put_masses(replies, scores, "new")
+    assert replies[0]["choices"][0]["own_logprobs"] == [-1.0]
 
 
 def test_a_server_that_lacks_the_route_is_refused_with_what_to_type(connect: Connect, fake: MaskingVLLM) -> None:

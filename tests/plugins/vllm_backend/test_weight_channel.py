@@ -62,7 +62,7 @@ def joined(connect: Connect, routes: NcclRoutes, trainer: Trainer) -> Callable[.
 
     def make(weight_group: Any = HERE, **options: Any) -> Backend:
         backend = connect(weight_group=weight_group, **options)
-        backend.engine.plugin.engine.channel.device = torch.device("cpu")
+        backend.engine.plugin.channel.device = torch.device("cpu")
         return backend
 
     return make
@@ -131,7 +131,7 @@ def test_an_iterator_is_sent_in_parts_that_may_use_the_same_memory(
     largest = max(tensor.nbytes for tensor in new_weights(1).values())
     backend = joined()
     # The default would hold this small model.
-    backend.engine.plugin.engine.channel.chunk = largest // 2
+    backend.engine.plugin.channel.chunk = largest // 2
     memory = torch.empty(largest // 4)
 
     def gathered() -> Iterator[tuple[str, Tensor]]:
@@ -209,7 +209,7 @@ def test_workers_that_never_join_are_waited_for_in_vain(
 
     fake.fault = late
     backend = joined(WeightGroup(HERE, port := WeightGroup(HERE).address()[1]))
-    backend.engine.plugin.engine.channel.join_timeout = 0.2
+    backend.engine.plugin.channel.join_timeout = 0.2
     try:
         with pytest.raises(BackendTimeoutError, match=f"did not join this process at {HERE}:{port} within 0.2 s"):
             backend.update_weights(new_weights(1))
@@ -222,7 +222,7 @@ def test_tensors_that_are_not_taken_are_waited_for_in_vain(
     joined: Callable[..., Backend], routes: NcclRoutes, trainer: Trainer
 ) -> None:
     backend = joined()
-    backend.engine.plugin.engine.channel.step_timeout = 0.2
+    backend.engine.plugin.channel.step_timeout = 0.2
     stuck = threading.Event()
     trainer.before_send = staticmethod(lambda: stuck.wait(60))
     # vLLM's class aborts NCCL's calls when it is shut down, so that the one that waits ends.

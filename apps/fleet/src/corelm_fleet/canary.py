@@ -213,7 +213,7 @@ class Watch:
             self._compare_with_good(expected)
         except StaleWeightsError as error:
             _log.warning("%s: the canary disagrees, and asks again: %s", self._engine.name, error)
-            self._engine.hooks.alone(lambda: self._compare_or_relabel(expected))
+            self._engine.alone(lambda: self._compare_or_relabel(expected))
 
     def before_update(self, update: WeightUpdate) -> None:
         """Refuse what cannot be compared, and fill the engine's prefix cache with the probes under the old weights.

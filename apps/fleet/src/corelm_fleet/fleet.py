@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from corelm.application import at_program_end, in_thread, unfinished, uninterrupted
+from corelm.application import Call, at_program_end, in_thread, unfinished, uninterrupted
 from corelm.errors import CoreLMError, EngineError, StaleWeightsError, brief, first_few
 from corelm.spec import (
     AbortRequest,
@@ -154,7 +154,7 @@ class FleetEngine:
         failure: CoreLMError | None = None
         for replica in self._runner.lives.each_running():
             try:
-                tokens: TokenizeResult = replica.backend.engine.hooks.call("tokenize", request)
+                tokens: TokenizeResult = replica.backend.engine.call(Call("tokenize", request))
                 return tokens
             except CoreLMError as error:
                 if not replica.closed and getattr(error, "usable", None) is not False:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from corelm import Backend
-from corelm.application import Aborts, checked_generation, checked_scores
+from corelm.application import Aborts, Call, checked_generation, checked_scores
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.spec import GenerateRequest, WeightUpdate
 from corelm_fleet.agreement import require_plain
@@ -60,6 +60,30 @@ class Said:
     sampled: Mapping[Probe, Sampled]
 
 
+class _ReplicaCall(Call):
+    """A call to one engine of a fleet, whose weights must be those of the fleet."""
+
+    def __init__(self, replica: OpenReplica, request: Request) -> None:
+        super().__init__("generate" if isinstance(request, GenerateRequest) else "score_logprobs", request)
+        self._replica = replica
+
+    def finished(self, result: Any) -> Result:
+        engine = self._replica.backend.engine
+        fault = engine.fault(self.hook)
+        checked: Result
+        if isinstance(self.request, GenerateRequest):
+            checked = checked_generation(result, self.request, engine.capabilities, engine.tokenizer, fault)
+        else:
+            checked = checked_scores(result, self.request, engine.capabilities.vocab_size, fault)
+        if engine.weights.state.label != self._replica.label:
+            raise EngineError(
+                f"{engine.name}: the weights were changed where they are, so they are not those of the fleet; use "
+                "update_weights, or weights_changed, on the fleet",
+                usable=False,
+            )
+        return checked
+
+
 class OpenReplica:
     """An open engine of a fleet, with its own turns, checks and canary. No method is called under the fleet's lock.
 
@@ -98,7 +122,7 @@ class OpenReplica:
 
     @property
     def closed(self) -> bool:
-        return self._engine.hooks.closed
+        return self._engine.closed
 
     def serve(self, request: Request, attended: Callable[[], bool]) -> Result:
         """Return the checked result of a request.
@@ -108,31 +132,15 @@ class OpenReplica:
             attended: returns whether the result is still wanted.
 
         Raises:
-            CoreLMError: see `EngineHooks.call`.
+            CoreLMError: see `OpenEngine.call`.
         """
-        engine, can = self._engine, self.capabilities
-        hook = "generate" if isinstance(request, GenerateRequest) else "score_logprobs"
-        fault = engine.hooks.fault(hook)
+        can = self.capabilities
         seeded = can.per_answer_seeds and not can.seeds_are_costly
         if isinstance(request, GenerateRequest) and request.seeds is None and seeded:
             # Another engine of the fleet takes no seeds, or takes long with them.
             request = replace(request, seeds=torch.randint(2**63 - 1, (len(request.prompts),)))
 
-        def finish(batch: Any) -> Any:
-            checked: Result
-            if isinstance(request, GenerateRequest):
-                checked = checked_generation(batch, request, can, engine.tokenizer, fault)
-            else:
-                checked = checked_scores(batch, request, can.vocab_size, fault)
-            if engine.weights.state.label != self._label:
-                raise EngineError(
-                    f"{self._member.name}: the weights were changed where they are, so they are not those of the "
-                    "fleet; use update_weights, or weights_changed, on the fleet",
-                    usable=False,
-                )
-            return checked
-
-        result: Result = engine.hooks.call(hook, request, finish, attended=attended)
+        result: Result = self._engine.call(_ReplicaCall(self, request), attended=attended)
         return result
 
     def load(self, update: WeightUpdate) -> None:
@@ -237,7 +245,7 @@ class OpenReplica:
 
     def _ask_to_close(self) -> None:
         try:
-            self._engine.hooks.close(_PATIENCE, abort=True)
+            self._engine.close(_PATIENCE, abort=True)
         except CoreLMError:
             if self._member.end is not None:
                 self._member.end(self._plugin)

@@ -12,7 +12,7 @@
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
 - `as_in_checkpoint`, `saved_shapes`: the names that a model's weights have in its checkpoint.
-- `ServerAdapters`: the LoRA adapters of a server, each version under a name of its own.
+- `ServerAdapters`, `unknown_adapter`: the LoRA adapters of a server, each version under a name of its own.
 - `adapter_folder`, `checked_adapter`: a LoRA adapter for an engine that reads a folder, if it fits (needs safetensors).
 - `did_you_mean`, `why_unreadable`: parts of error messages about an unknown name, and about a file of a model.
 - `refuse_missing_path`, `refuse_unknown_arguments`, `torch_device`, `torch_dtype`: checks of a path and of options,

@@ -58,6 +58,7 @@ from .served_model import ModelHints as ModelHints
 from .served_model import generation_config as generation_config
 from .served_model import model_config as model_config
 from .server_adapters import ServerAdapters as ServerAdapters
+from .server_adapters import unknown_adapter as unknown_adapter
 from .version_log import RowVersions as RowVersions
 from .version_log import VersionLog as VersionLog
 from .weight_group import WeightGroup as WeightGroup

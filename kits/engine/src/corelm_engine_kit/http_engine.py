@@ -237,7 +237,7 @@ class HttpEngine:
         return outcome
 
     def post_rows(
-        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, **options: Any
+        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, path: str = "", **options: Any
     ) -> list[Entry]:
         """Return an entry for each payload, which is posted under a new id; see `HttpClient.post_each`.
 
@@ -245,6 +245,7 @@ class HttpEngine:
             payloads: what to post.
             names: the caller's name for each of them, by which `abort` finds it.
             deadline: the end of the call.
+            path: where they are posted, if that is not `rows_path`.
             options: other arguments of `HttpClient.post_each`.
         """
         if not payloads:
@@ -253,7 +254,12 @@ class HttpEngine:
             if self.id_field:
                 payloads = [{**each, self.id_field: own} for each, own in zip(payloads, ids, strict=True)]
             return self.client.post_each(
-                self.rows_path, payloads, names=ids, is_reply_to=self.is_reply_to, timeout=deadline.left(), **options
+                path or self.rows_path,
+                payloads,
+                names=ids,
+                is_reply_to=self.is_reply_to,
+                timeout=deadline.left(),
+                **options,
             )
 
     def try_rows(

@@ -41,7 +41,7 @@ class ServerAdapters:
         if adapter in self._loaded:
             return self._loaded[adapter][0]
         if adapter not in self._own:
-            raise self._unknown(adapter)
+            raise unknown_adapter(adapter, {*self._loaded, *self._own})
         return adapter
 
     def update(self, request: WeightUpdate) -> None:
@@ -63,7 +63,7 @@ class ServerAdapters:
             new = f"{name}.{uuid.uuid4().hex[:12]}"
             self._loaded[name] = new, self._load(new, request)
         elif old is None:
-            raise self._unknown(name)
+            raise unknown_adapter(name, {*self._loaded, *self._own})
         else:
             del self._loaded[name]
         if old is not None:
@@ -78,9 +78,15 @@ class ServerAdapters:
             if folder is not None:
                 folder.cleanup()
 
-    def _unknown(self, name: str) -> InvalidRequestError:
-        known = sorted({*self._loaded, *self._own})
-        others = f"there are {', '.join(map(repr, known))}" if known else "no adapter is loaded"
-        return InvalidRequestError(
-            f"adapter: there is no {name!r}; {others}. Call load_adapter({name!r}, …) first", field="adapter"
-        )
+
+def unknown_adapter(name: str, known: Collection[str]) -> InvalidRequestError:
+    """Return the error for a request with an adapter that is not there.
+
+    Args:
+        name: the adapter's.
+        known: the names of those that are.
+    """
+    others = f"there are {', '.join(map(repr, sorted(known)))}" if known else "no adapter is loaded"
+    return InvalidRequestError(
+        f"adapter: there is no {name!r}; {others}. Call load_adapter({name!r}, …) first", field="adapter"
+    )

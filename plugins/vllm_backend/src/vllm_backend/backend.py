@@ -1,4 +1,4 @@
-"""`VLLMBackend`: the hooks, each one line long, and how an engine is opened."""
+"""`VLLMBackend`: vLLM in this process, and how it or a server is opened."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from corelm.spec import (
 )
 from corelm.validate import flag
 from corelm_engine_kit import (
+    HttpOptions,
+    ModelHints,
     WeightGroup,
     device_numbers,
     did_you_mean,
     refuse_missing_path,
     refuse_unknown_arguments,
+    takes_http_options,
 )
 from vllm_backend import weights
 from vllm_backend.capabilities import LOGPROBS_MODES
@@ -40,16 +43,17 @@ from vllm_backend.top_ids import MOST_CANDIDATES
 
 
 class VLLMBackend:
-    """Samples from and scores with vLLM, in this process or behind a URL."""
+    """Samples from and scores with vLLM in this process. `VLLMServer` does so behind a URL."""
 
     requires_api = ">=1,<2"
 
-    def __init__(self, engine: InProcessEngine | VLLMServer) -> None:
+    def __init__(self, engine: InProcessEngine) -> None:
         self.engine = engine
         self.capabilities = engine.capabilities
         self.tokenizer, self.reasons = engine.tokenizer, engine.reasons
 
     @classmethod
+    @takes_http_options
     def open(
         cls,
         model: Any = None,
@@ -63,16 +67,10 @@ class VLLMBackend:
         base_url: str | None = None,
         vocab_size: int | None = None,
         max_context: int | None = None,
-        api_key: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        connect_timeout: float | None = None,
-        read_timeout: float | None = None,
-        max_in_flight: int | None = None,
-        max_retries: int | None = None,
-        open_timeout: float | None = None,
+        http: HttpOptions,
         weight_group: WeightGroup | str | None = None,
         **engine_args: Any,
-    ) -> VLLMBackend:
+    ) -> VLLMBackend | VLLMServer:
         """Start vLLM on `model`, or use the server at `base_url`.
 
         Args:
@@ -87,17 +85,12 @@ class VLLMBackend:
                 torchrun gives its own.
             return_support: let answers come with the ids that each token was drawn from. Code of this plugin then runs
                 in vLLM's workers, and truncates the distributions there. Needs vLLM's V1 model runner.
-            base_url: ``http(s)://host:port`` of a server. The options below belong to it; see `VLLMServer.connect`.
+            base_url: ``http(s)://host:port`` of a server, with or without ``/v1`` at the end. The options below belong
+                to it.
             vocab_size: ids are below it; None to read the model's configuration.
             max_context: the longest prompt + answer; None for the server's limit.
-            api_key: sent as a bearer token; None for the environment variable VLLM_API_KEY.
-            headers: sent with every request.
-            connect_timeout: seconds to make a connection.
-            read_timeout: seconds without an answer or a sign of work, such as growing counters in ``/metrics``, after
-                which the server counts as hanging. An answer may take longer.
-            max_in_flight: HTTP requests at a time; None is 4,096, or fewer if this process may not open as many.
-            max_retries: how often a failed HTTP request is repeated.
-            open_timeout: seconds to find out what the server can do.
+            http: see `HttpOptions`. The key may be in VLLM_API_KEY. Growing counters in ``/metrics`` are signs of work,
+                so that an answer may take longer than ``read_timeout``.
             weight_group: where the server's workers join this process, so that `update_weights` sends them tensors over
                 NCCL; None to load weights from a folder only.
             engine_args: vLLM's own engine arguments, passed on unchanged.
@@ -107,24 +100,26 @@ class VLLMBackend:
             CapabilityError: a `logprobs_mode` that returns no log-probs.
         """
         common = {"logprobs_mode": logprobs_mode, "trust_remote_code": trust_remote_code or None}
+        defaults = HttpOptions()
         server_options = {
             "vocab_size": vocab_size,
             "max_context": max_context,
-            "api_key": api_key,
-            "headers": headers,
-            "connect_timeout": connect_timeout,
-            "read_timeout": read_timeout,
-            "max_in_flight": max_in_flight,
-            "max_retries": max_retries,
-            "open_timeout": open_timeout,
+            **{name: value for name, value in vars(http).items() if value != getattr(defaults, name)},
             "weight_group": weight_group,
         }
         if base_url is not None:
+            known = [*server_options, *vars(http)]
             _refuse_engine_options(
-                {"engine": engine, "devices": devices, "return_support": return_support, **engine_args}, server_options
+                {"engine": engine, "devices": devices, "return_support": return_support, **engine_args}, known
             )
-            options = _without_none(common | server_options)
-            return cls(VLLMServer.connect(base_url, model=model, tokenizer=tokenizer, **options))
+            hints = ModelHints(
+                name=model,
+                tokenizer=tokenizer,
+                vocab_size=vocab_size,
+                max_context=max_context,
+                trust_remote_code=trust_remote_code,
+            )
+            return VLLMServer.connect(base_url, hints, http, logprobs_mode, weight_group)
         refuse_missing_path("model", model)
         arguments = _without_none(common) | engine_args
         if devices is not None:
@@ -140,8 +135,8 @@ class VLLMBackend:
         start = {"async": AsyncEngine.start, "sync": SyncEngine.start}.get(engine or "async")
         if start is None:
             raise InvalidRequestError(f"engine: expected 'async' or 'sync', got {engine!r}", field="engine")
-        defaults = {"disable_log_stats": True, "max_logprobs": MOST_CANDIDATES, **_platform_defaults()}
-        arguments = {**defaults, **arguments, "model": os.fspath(model)}
+        own = {"disable_log_stats": True, "max_logprobs": MOST_CANDIDATES, **_platform_defaults()}
+        arguments = {**own, **arguments, "model": os.fspath(model)}
         if isinstance(tokenizer, (str, os.PathLike)):
             arguments["tokenizer"], tokenizer = os.fspath(tokenizer), None
         return cls(start(arguments, tokenizer))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import Capabilities
-from corelm_engine_kit import eos_token_ids, why_unreadable
+from corelm_engine_kit import ModelHints, eos_token_ids, generation_config, model_config
 from vllm_backend.capabilities import mixes_rows, sleep_levels, update_reasons
 from vllm_backend.cpu_reload import obstacle
 from vllm_backend.sampling import HONOURED
@@ -41,25 +41,6 @@ ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 #: The server's names of sampling parameters, where they differ from corelm's.
 _SERVER_NAMES = {"min_new_tokens": "min_tokens"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelHints:
-    """What the caller says about a server's model. Each hint replaces what would be read from the server or its files.
-
-    Attributes:
-        name: the model's name in requests; None for the server's only model.
-        tokenizer: a tokenizer, or the folder or hub name of one; None for the model's own.
-        vocab_size: ids are below it; None to read the model's configuration.
-        max_context: the longest prompt + answer, in tokens; None for the server's limit.
-        trust_remote_code: allow code from the folder or repository that `tokenizer` or `name` names.
-    """
-
-    name: str | None = None
-    tokenizer: Any = None
-    vocab_size: int | None = None
-    max_context: int | None = None
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,13 +120,16 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
             field="trust_remote_code",
         )
     files = model
-    config, problem = _config(model, trusted)
+    config, problem = model_config(model, trusted)
     if config is None and parent:
         # The folder of an adapter holds no configuration, and often no tokenizer.
         files, trusted = str(parent.get("root") or parent["id"]), False
-        config, problem = _config(files, trusted)
+        config, problem = model_config(files, trusted)
     vocab_size = _vocab_size(config, files, problem) if hints.vocab_size is None else hints.vocab_size
-    tokenizer = _tokenizer(hints, files, trusted)
+    tokenizer = hints.read_tokenizer(files, trusted)
+    context = hints.context(card.get("max_model_len") or parent.get("max_model_len"))
+    if context is None:
+        raise _must_be_passed("max_context", "the server does not say how long its context is")
     scores = fields is None or fields >= SCORING_FIELDS
     running = running_config(client, routes, deadline)
     device = setting(running, "device_config", "device")
@@ -156,8 +140,8 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     may_sleep = routes >= SLEEP_ROUTES and setting(running, "model_config", "enable_sleep_mode") is True
     capabilities = Capabilities(
         vocab_size=vocab_size,
-        max_context=_max_context(card.get("max_model_len") or parent.get("max_model_len"), hints.max_context),
-        eos_token_ids=eos_token_ids(_generation_config(files) or config, tokenizer, vocab_size=vocab_size),
+        max_context=context,
+        eos_token_ids=eos_token_ids(generation_config(files) or config, tokenizer, vocab_size=vocab_size),
         sampling={name: span for name, span in HONOURED.items() if _honours(fields, name)},
         score=scores,
         # Also needs candidates, which `probing.probe_server` looks for.
@@ -237,53 +221,6 @@ def _model_cards(
     parent = cards.get(str(card.get("parent")), {})
     base = str((parent or card)["id"])
     return card, parent, frozenset(name for name, each in cards.items() if each.get("parent") == base)
-
-
-def _max_context(of_server: Any, given: int | None) -> int:
-    if given is None and not isinstance(of_server, int):
-        raise _must_be_passed("max_context", "the server does not say how long its context is")
-    if given is not None and isinstance(of_server, int) and given > of_server:
-        raise InvalidRequestError(
-            f"max_context: the server's context is {of_server} tokens, got {given}", field="max_context"
-        )
-    return of_server if given is None else given
-
-
-def _config(model: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return the model's configuration; None and the reason if it cannot be read."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code), ""
-    except (OSError, ValueError) as error:
-        return None, why_unreadable(error)
-
-
-def _tokenizer(hints: ModelHints, model: str, trusted: bool) -> Any:
-    given = hints.tokenizer
-    if given is not None and not isinstance(given, (str, os.PathLike)):
-        return given
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            given or model, trust_remote_code=trusted if given is None else hints.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        if given is not None:
-            raise
-        raise _must_be_passed(
-            "tokenizer", f"the tokenizer of the server's model {model!r} {why_unreadable(error)}"
-        ) from error
-
-
-def _generation_config(model: str) -> Any:
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(model)
-    except (OSError, ValueError):
-        return None
 
 
 def _must_be_passed(field: str, why: str) -> InvalidRequestError:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import math
 import re
-import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 from corelm.spec import Deadline
-from corelm_engine_kit import RowError, TransientError, only_choice
+from corelm_engine_kit import RowError, TransientError, decoded, only_choice
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
-from vllm_backend.protocol_http import COMPLETIONS, NEUTRAL, is_reply_to
+from vllm_backend.protocol_http import NEUTRAL
 from vllm_backend.top_ids import MOST_CANDIDATES, MOST_IDS
 
 if TYPE_CHECKING:
-    from corelm_engine_kit import HttpClient
+    from corelm_engine_kit import HttpEngine, Payload
 
 #: Sends completion requests and returns the choice of each.
 Send = Callable[[list[dict[str, Any]]], list[Any]]
 LogprobsMode = Literal["raw", "processed"]
+LOGPROBS_MODES: dict[str, LogprobsMode] = {"raw": "raw", "processed": "processed"}
 
 #: How many candidates to ask for: the most that servers allow by default, then the most that OpenAI's allow.
 CANDIDATES = (20, 5)
@@ -44,12 +43,11 @@ ANSWER_TOKENS = 8
 ATTEMPTS = 3
 
 
-def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None, deadline: Deadline) -> ServerInfo:
-    """Return `info` with the generation mode, the candidates and the seeds that the server's answers show.
+def probe_server(server: HttpEngine, mode: LogprobsMode | None, deadline: Deadline) -> ServerInfo:
+    """Return the server's `info` with the generation mode, the candidates and the seeds that its answers show.
 
     Args:
-        client: sends to the server.
-        info: what the server says about itself.
+        server: what is known so far is what it says about itself.
         mode: the log-probs that it returns for sampled tokens, if the caller knows; None to find out.
         deadline: the end of opening.
 
@@ -57,26 +55,18 @@ def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None
         TimeoutError: the deadline has passed.
         EngineError: the server's completions lack a field that was asked for, or its log-probs cannot be told apart.
     """
+    client, info = server.client, server.info
     prompt = info.tokenizer(["The"], add_special_tokens=False)["input_ids"][0]
     masks = sampling_masks.offered(client, info.routes, info.name, prompt, deadline.left())
 
     def send(requests: list[dict[str, Any]]) -> list[Any]:
         if masks:
             requests = [sampling_masks.accepted({**NEUTRAL, **each}, info.capabilities.vocab_size) for each in requests]
-        payloads = [
-            {**NEUTRAL, **request, "model": info.name, "request_id": f"probe-{uuid.uuid4().hex}"}
-            for request in requests
-        ]
-        entries = client.post_each(
-            COMPLETIONS,
-            payloads,
-            names=["probe"] * len(payloads),
-            is_reply_to=is_reply_to,
-            timeout=deadline.left(),
-        )
+        payloads = [{**NEUTRAL, **request, "model": info.name} for request in requests]
+        entries = server.post_rows(payloads, ["probe"] * len(payloads), deadline, decode=decoded)
         for payload, entry in zip(payloads, entries, strict=True):
             if isinstance(entry, CoreLMError):
-                raise _explained(client, info, payload, entry, deadline)
+                raise _explained(server, payload, entry, deadline)
         return [only_choice(entry) for entry in entries]
 
     try:
@@ -103,20 +93,18 @@ def probe_server(client: HttpClient, info: ServerInfo, mode: LogprobsMode | None
     return replace(info, capabilities=capabilities, candidates=candidates)
 
 
-def _explained(
-    client: HttpClient, info: ServerInfo, payload: dict[str, Any], error: CoreLMError, deadline: Deadline
-) -> CoreLMError:
+def _explained(server: HttpEngine, payload: Payload, error: CoreLMError, deadline: Deadline) -> CoreLMError:
     """Return the error for a request that the server does not answer. It says what to type if that can be found out."""
     if not isinstance(error, TransientError):
         return error
-    if error.status == 500 and sampling_masks.ROUTE not in info.routes:
+    if error.status == 500 and sampling_masks.ROUTE not in server.info.routes:
         # A server with this option answers 500, without a word, to requests that truncate nothing.
-        truncating = sampling_masks.accepted(payload, info.capabilities.vocab_size)
-        with suppress(CoreLMError):
-            client.post(COMPLETIONS, truncating, timeout=deadline.left())
+        truncating = sampling_masks.accepted(payload, server.capabilities.vocab_size)
+        (entry,) = server.post_rows([truncating], ["probe"], deadline)
+        if not isinstance(entry, CoreLMError):
             return EngineError(
-                f"{client.base_url}: the server runs with --return-sampling-mask, which needs a route that it lacks: "
-                "start it with --enable-scale-out as well, or without --return-sampling-mask",
+                f"{server.client.base_url}: the server runs with --return-sampling-mask, which needs a route that it "
+                "lacks: start it with --enable-scale-out as well, or without --return-sampling-mask",
                 usable=True,
             )
     return error.final()

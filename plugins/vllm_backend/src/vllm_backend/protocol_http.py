@@ -7,34 +7,28 @@ reply does not fit fails alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import (
     GenerateRequest,
-    GenerateResult,
     RowAnswer,
     RowFailure,
     RowScores,
     SamplingParams,
     ScoreRequest,
-    ScoreResult,
     StopStrings,
-    generate_result,
-    score_result,
 )
 from corelm_engine_kit import (
-    ABORTED,
+    Payload,
+    ReplyStreams,
     RowError,
-    RowStreams,
-    Streamed,
+    SoFar,
     checked_argmax,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
     only_choice,
-    row_outcome,
 )
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
@@ -42,8 +36,6 @@ from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, cached_to
 from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
 from vllm_backend.top_ids import wanted
 from vllm_backend.top_ids_http import answer_top, most_probable, prompt_top
-
-Payload = dict[str, Any]
 
 COMPLETIONS = "/v1/completions"
 #: What the server puts before the id of a request to name it.
@@ -95,93 +87,65 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
     return payloads
 
 
-def generation_result(
-    request: GenerateRequest,
-    payloads: Sequence[Payload],
-    entries: Sequence[Any],
-    info: ServerInfo,
-    streams: RowStreams | None = None,
-) -> GenerateResult:
-    """Return the answers in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them.
+class AnswerStreams(ReplyStreams):
+    """The streams of a call. Each event of a server has the tokens that are new.
 
     Args:
-        streams: what was streamed of each row. It is the answer of a row that was aborted without a reply.
+        request: the call.
+        payloads: what was posted, by row.
+        info: what is known about the server.
+        parse: ``parse(row, reply, aborted)`` returns the answer in a whole reply.
     """
-    stops = StopStrings.of_rows(request, info.tokenizer)
 
-    def outcome(row: int, entry: Any) -> RowAnswer | RowFailure:
-        if entry is ABORTED and streams is not None:
-            # What was reported of its other ids may be wrong, which is an error of this row alone.
-            return row_outcome(row, lambda number, _: streams.aborted(number))
-        return row_outcome(
-            entry, lambda reply, aborted: _row_answer(reply, aborted, payloads[row], request, stops[row], info)
+    def __init__(
+        self,
+        request: GenerateRequest,
+        payloads: Sequence[Payload],
+        info: ServerInfo,
+        parse: Callable[[int, Any, bool], RowAnswer],
+    ) -> None:
+        super().__init__(request, info.tokenizer)
+        self._request, self._payloads, self._info, self._parse = request, payloads, info, parse
+        self._count = wanted(request, info.candidates)
+        self._checked = [0] * len(payloads)
+
+    def joined(self, reply: Any, event: Any) -> Any:
+        """Return the completion so far with one more event.
+
+        Raises:
+            RowError: the event is not part of a completion with one choice.
+        """
+        if isinstance(event, dict) and event.get("choices") == []:
+            # The usage, which a server may be set to send.
+            return {**reply, "usage": event.get("usage")} if isinstance(reply, dict) else reply
+        choice = only_choice(event)
+        if reply is None:
+            return event
+        whole = only_choice(reply)
+        if "token_ids" in whole:
+            whole["token_ids"] += choice.get("token_ids") or []
+        if isinstance(whole.get("logprobs"), dict):
+            new = choice.get("logprobs") or {}
+            for name in ("tokens", "token_logprobs", *({"top_logprobs"} & whole["logprobs"].keys())):
+                whole["logprobs"][name] += new.get(name) or []
+        for name in ("finish_reason", "stop_reason"):
+            whole[name] = choice.get(name)
+        return reply
+
+    def read(self, row: int, reply: Any) -> RowAnswer | SoFar | None:
+        choice, request, size = only_choice(reply), self._request, self._info.capabilities.vocab_size
+        reason = choice.get("finish_reason")
+        if reason is not None:
+            return self._parse(row, reply, False) if reason in ("stop", "length") else None
+        # Only what is new is checked: with the whole answer, each token would cost as much as all before it.
+        ids, before = choice["token_ids"], self._checked[row]
+        limit = self._payloads[row]["max_tokens"] - before
+        self._checked[row] += len(checked_ids(ids[before:], vocab_size=size, limit=limit))
+        return SoFar(
+            ids,
+            lambda first, end: _logprobs_between(choice, ids, request, first, end),
+            lambda told: {"top": answer_top(choice, request, ids[:told], self._count, size)},
         )
-
-    return generate_result(request, [outcome(row, entry) for row, entry in enumerate(entries)])
-
-
-def counted(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any], None] | None:
-    """Return a function that tells `on_answer` about a row and its reply; None for a request that shows no progress."""
-    if on_answer is None:
-        return None
-    return lambda row, reply: on_answer(row, len(only_choice(reply)["token_ids"]))
-
-
-def renumbered(tell: Callable[[int, Any], None], rows: Sequence[int]) -> Callable[[int, Any], None]:
-    """Return `tell` for requests of which number i belongs to row ``rows[i]``."""
-    return lambda number, reply: tell(rows[number], reply)
-
-
-def joined(reply: Any, event: Any) -> Any:
-    """Return the completion that a streamed reply has become with one more event; see `Streamed`.
-
-    Raises:
-        RowError: the event is not part of a completion with one choice.
-    """
-    if isinstance(event, dict) and event.get("choices") == []:
-        # The usage, which a server may be set to send.
-        return {**reply, "usage": event.get("usage")} if isinstance(reply, dict) else reply
-    choice = only_choice(event)
-    if reply is None:
-        return event
-    whole = only_choice(reply)
-    if "token_ids" in whole:
-        whole["token_ids"] += choice.get("token_ids") or []
-    if isinstance(whole.get("logprobs"), dict):
-        new = choice.get("logprobs") or {}
-        for name in ("tokens", "token_logprobs", *({"top_logprobs"} & whole["logprobs"].keys())):
-            whole["logprobs"][name] += new.get(name) or []
-    for name in ("finish_reason", "stop_reason"):
-        whole[name] = choice.get(name)
-    return reply
-
-
-def row_streams(request: GenerateRequest, payloads: Sequence[Payload], info: ServerInfo) -> tuple[RowStreams, Streamed]:
-    """Return what streams the rows of a request, and what the client does with their events."""
-    count, vocab_size = wanted(request, info.candidates), info.capabilities.vocab_size
-    streams = RowStreams(request, info.tokenizer)
-    stops = StopStrings.of_rows(request, info.tokenizer)
-    seen = [0] * len(payloads)
-
-    def tell(row: int, reply: Any) -> None:
-        # A reply that does not fit its request is left to `generation_result`, which says why.
-        with suppress(RowError):
-            choice = only_choice(reply)
-            if choice.get("finish_reason") in ("stop", "length"):
-                streams.end(row, _row_answer(reply, False, payloads[row], request, stops[row], info))
-            elif choice.get("finish_reason") is None:
-                # Only what is new is checked: with the whole answer, each token would cost as much as all before it.
-                ids, payload = choice["token_ids"], payloads[row]
-                new = checked_ids(ids[seen[row] :], vocab_size=vocab_size, limit=payload["max_tokens"] - seen[row])
-                seen[row] += len(new)
-                streams.tell(
-                    row,
-                    ids,
-                    lambda first, end: _logprobs_between(choice, ids, request, first, end),
-                    lambda told: {"top": answer_top(choice, request, ids[:told], count, vocab_size)},
-                )
-
-    return streams, Streamed(joined, tell)
 
 
 def _check_engine_kwargs(engine_kwargs: Mapping[str, Any], info: ServerInfo) -> None:
@@ -209,9 +173,14 @@ def _min_tokens(request: GenerateRequest, info: ServerInfo) -> int:
     return 0
 
 
-def _row_answer(
+def row_answer(
     reply: Any, aborted: bool, payload: Payload, request: GenerateRequest, stops: StopStrings, info: ServerInfo
 ) -> RowAnswer:
+    """Return the answer in the reply to `payload`.
+
+    Raises:
+        RowError: the reply does not fit the request.
+    """
     choice = only_choice(reply)
     ids = _answer_ids(choice, payload, info)
     reason = _finish_reason(choice, ids, payload, aborted, stops)
@@ -309,25 +278,25 @@ def scoring_requests(request: ScoreRequest) -> dict[int, Payload]:
     return payloads
 
 
-def scoring_result(
-    request: ScoreRequest, payloads: Mapping[int, Payload], entries: Sequence[Any], info: ServerInfo
-) -> ScoreResult:
-    """Return the scores in `entries`, the server's replies to `payloads` as `HttpClient.post_each` returns them."""
+def row_scores(reply: Any, payload: Payload, request: ScoreRequest, info: ServerInfo) -> RowScores | RowFailure:
+    """Return the scores in the reply to `payload`: of all ids but the first one, or of the very last one.
 
-    def outcome(entry: Any, payload: Payload) -> RowScores | RowFailure:
-        parse = _row_top if request.top_k else _row_scores
-        return row_outcome(entry, lambda reply, aborted: parse(reply, payload, info, request.return_argmax))
-
-    return score_result(request, dict(zip(payloads, map(outcome, entries, payloads.values()), strict=True)))
-
-
-def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: bool) -> RowScores | RowFailure:
-    """Return the scores of the row's last ids: of all but the first one, or of the very last one."""
+    Raises:
+        RowError: the reply does not fit the request.
+    """
     choice = only_choice(reply)
     if choice.get("finish_reason") == "abort":
         return RowFailure("the request was aborted", aborted=True)
+    sampled = _answer_ids(choice, payload, info)
+    if request.top_k:
+        return _row_top(choice, payload, info, request.return_argmax)
+    return _row_scores(choice, sampled, payload, info, request.return_argmax)
+
+
+def _row_scores(
+    choice: Any, sampled_ids: list[int], payload: Payload, info: ServerInfo, with_argmax: bool
+) -> RowScores:
     prompt, (last,) = payload["prompt"], payload["logprob_token_ids"]
-    sampled_ids = _answer_ids(choice, payload, info)
     before_last: Sequence[Any] = []
     best: list[tuple[int, Any]] = []
     if "prompt_logprobs" in payload:
@@ -350,12 +319,9 @@ def _row_scores(reply: Any, payload: Payload, info: ServerInfo, with_argmax: boo
     return RowScores(logprobs, checked_argmax(argmax, of_argmax, [*prompt[1:], last][-len(logprobs) :], logprobs))
 
 
-def _row_top(reply: Any, payload: Payload, info: ServerInfo, with_argmax: bool) -> RowScores | RowFailure:
-    """Return the scores of all ids but the first one, with the most probable ids. The prompt is the whole row."""
-    choice, prompt = only_choice(reply), payload["prompt"]
-    if choice.get("finish_reason") == "abort":
-        return RowFailure("the request was aborted", aborted=True)
-    _answer_ids(choice, payload, info)
+def _row_top(choice: Any, payload: Payload, info: ServerInfo, with_argmax: bool) -> RowScores:
+    """Return the scores with the most probable ids. The prompt is the whole row."""
+    prompt = payload["prompt"]
     positions = _positions(choice, prompt)
     logprobs = checked_logprobs(prompt_logprobs(prompt[1:], positions), len(prompt) - 1)
     top = prompt_top(positions[1:], payload["prompt_logprobs"], info.capabilities.vocab_size)

@@ -16,14 +16,12 @@ import torch
 
 from corelm.errors import BackendTimeoutError, CapabilityError, CoreLMError, EngineError
 from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest, ScoreResult
-from corelm_engine_kit import PartialReply, RowError, checked_logprobs
+from corelm_engine_kit import Payload, RowError, checked_logprobs
 from vllm_backend.replies import LABEL, labels
 from vllm_backend.sampling import COLDEST, HONOURED
 
 if TYPE_CHECKING:
     from corelm_engine_kit import HttpClient
-
-Payload = dict[str, Any]
 
 #: The route whose replies have the ids, if the server was started with ``--enable-scale-out``.
 ROUTE = "/inference/v1/generate"
@@ -120,15 +118,13 @@ def names_request(payload: Payload, reply: Mapping[str, Any]) -> bool:
     return bool(reply.get("request_id") == f"{ID_PREFIX}{payload['request_id']}")
 
 
-def as_completion(entry: Any) -> Any:
-    """Return an entry of `HttpClient.post_each` as if the completions' route had answered, with `sampling_mask`.
+def as_completion(reply: Any) -> Any:
+    """Return a reply as if the completions' route had answered, with `sampling_mask`.
 
     What is not built as expected is left as it is: the parser of completions says what is wrong with it.
     """
-    if isinstance(entry, PartialReply):
-        return replace(entry, reply=as_completion(entry.reply))
     try:
-        (choice,) = entry["choices"]
+        (choice,) = reply["choices"]
         content = choice["logprobs"]["content"]
         logprobs = {
             "tokens": labels([each["token_id"] for each in content]),
@@ -137,45 +133,39 @@ def as_completion(entry: Any) -> Any:
                 {f"{LABEL}{one['token_id']}": one["logprob"] for one in each["top_logprobs"]} for each in content
             ],
         }
-        return {**entry, "choices": [{**choice, "logprobs": logprobs}]}
+        return {**reply, "choices": [{**choice, "logprobs": logprobs}]}
     except (AttributeError, KeyError, TypeError, ValueError):
-        return entry
+        return reply
 
 
 # The mass ------------------------------------------------------------------------------------------------------------
 
 
-def scores_wanted(
-    request: GenerateRequest, entries: Sequence[Any], timeout: float | None
-) -> tuple[list[int], ScoreRequest]:
-    """Return the rows that have tokens, and the request for the model's own log-probs of these.
+def scores_wanted(request: GenerateRequest, replies: Mapping[int, Any], timeout: float | None) -> ScoreRequest:
+    """Return the request for the model's own log-probs of the answers' tokens. Answers without any are left out.
 
     Args:
         request: asks for the answers.
-        entries: the answers, as `as_completion` returns them.
+        replies: the answers by row, as `as_completion` returns them.
         timeout: seconds for the scores.
     """
-    rows, sequences, starts = [], [], []
-    for row, (prompt, entry) in enumerate(zip(request.prompts.tolist(), entries, strict=True)):
-        if ids := _ids(entry):
-            rows.append(row)
-            sequences.append([*prompt, *ids])
-            starts.append(len(prompt))
-    return rows, ScoreRequest(
-        sequences=Ragged.from_list(sequences),
-        score_from=torch.tensor(starts, dtype=torch.int64),
+    prompts = request.prompts.tolist()
+    answers = {row: ids for row, reply in replies.items() if (ids := _ids(reply))}
+    return ScoreRequest(
+        sequences=Ragged.from_list([[*prompts[row], *ids] for row, ids in answers.items()]),
+        score_from=torch.tensor([len(prompts[row]) for row in answers], dtype=torch.int64),
         temperature=1.0,
         return_logits=False,
         grad=False,
         device=None,
-        request_ids=tuple(request.request_ids[row] for row in rows),
+        request_ids=tuple(request.request_ids[row] for row in answers),
         timeout=timeout,
         adapter=request.adapter,
     )
 
 
-def put_masses(entries: Sequence[Any], rows: Sequence[int], scores: ScoreResult, version: str | None) -> None:
-    """Write into the choices of these rows what their tokens' own log-probs are, or why that is not known.
+def put_masses(replies: Mapping[int, Any], scores: ScoreResult, version: str | None) -> None:
+    """Write into the replies of `scores_wanted` what their tokens' own log-probs are, or why that is not known.
 
     Args:
         version: the label of the weights that the answers are of; None for the backend's own.
@@ -190,9 +180,12 @@ def put_masses(entries: Sequence[Any], rows: Sequence[int], scores: ScoreResult,
             "the mass of the kept ids is not known; repeat the call",
             usable=True,
         )
-    errors = scores.errors or ("",) * len(rows)
-    for row, values, scored, error in zip(rows, scores.logprobs.split(), scores.scored.split(), errors, strict=True):
-        _choice(entries[row]).update(own_logprobs=values[scored].tolist(), unscored=error)
+    answers = [reply for reply in replies.values() if _ids(reply)]
+    errors = scores.errors or ("",) * len(answers)
+    for reply, values, scored, error in zip(
+        answers, scores.logprobs.split(), scores.scored.split(), errors, strict=True
+    ):
+        reply["choices"][0].update(own_logprobs=values[scored].tolist(), unscored=error)
 
 
 def kept_of(choice: Mapping[str, Any], ids: Sequence[int]) -> tuple[list[list[int]], list[float]]:
@@ -221,16 +214,10 @@ def kept_of(choice: Mapping[str, Any], ids: Sequence[int]) -> tuple[list[list[in
     return sets[:count], [min(0.0, whole - part) for whole, part in zip(own, among, strict=True)]
 
 
-def _choice(entry: Any) -> dict[str, Any]:
-    reply = entry.reply if isinstance(entry, PartialReply) else entry
-    choice: dict[str, Any] = reply["choices"][0]
-    return choice
-
-
-def _ids(entry: Any) -> list[int]:
+def _ids(reply: Any) -> list[int]:
     """Return the tokens of an answer; none if it has no list of ids."""
     try:
-        ids = _choice(entry)["token_ids"]
+        ids = reply["choices"][0]["token_ids"]
     except (IndexError, KeyError, TypeError):
         return []
     return ids if isinstance(ids, list) and {*map(type, ids)} <= {int} else []

@@ -6,72 +6,82 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
+    Adapter,
+    CloseRequest,
     Deadline,
     GenerateRequest,
     GenerateResult,
+    RowAnswer,
+    RowFailure,
+    RowScores,
     ScoreRequest,
     ScoreResult,
     SleepRequest,
+    StopStrings,
     WakeRequest,
     WeightUpdate,
-    opening_within,
+    generate_result,
+    hookimpl,
+    score_result,
 )
-from corelm_engine_kit import ABORTED, InFlight, Streamed, WeightGroup, local_checkpoint, raise_if_none_was_served
+from corelm_engine_kit import (
+    HttpClient,
+    HttpEngine,
+    HttpOptions,
+    ModelHints,
+    Payload,
+    ReplyStreams,
+    WeightGroup,
+    local_checkpoint,
+    only_choice,
+    row_outcome,
+)
 from vllm_backend import protocol_http as protocol
-from vllm_backend import replies, sampling_masks
-from vllm_backend.adapters import ServerAdapters
-from vllm_backend.capabilities_http import ModelHints, ServerInfo, read_server
-from vllm_backend.lanes import Lanes, Turn, lane_of, together
-from vllm_backend.probing import LogprobsMode, probe_server
-from vllm_backend.protocol_http import Payload
+from vllm_backend import replies, sampling_masks, weights
+from vllm_backend.adapters import server_adapters
+from vllm_backend.capabilities_http import ServerInfo, read_server
+from vllm_backend.lanes import Lanes, lane_of, together
+from vllm_backend.probing import LOGPROBS_MODES, probe_server
 from vllm_backend.signs import SIGN
 from vllm_backend.weight_channel import ANSWER_TIMEOUT, WeightChannel, require_transfer
 
-if TYPE_CHECKING:
-    from corelm_engine_kit import HttpClient
+T = TypeVar("T")
 
 #: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
 ABORT_TIMEOUT = 10.0
-#: Seconds that the server may take to say that it is healthy.
-HEALTH_TIMEOUT = 5.0
-#: Seconds that reading and probing a server may take. The first request that a server gets may make it compile.
-OPEN_TIMEOUT = 300.0
 
 
-class VLLMServer:
+class VLLMServer(HttpEngine):
     """One model of a server. Any number of threads may call at once; each row is one HTTP request.
 
     The client retries rows, so that a server which is restarted during a call still serves them.
 
     Attributes:
-        capabilities: what the backend declares.
-        tokenizer: the model's tokenizer.
         checkpoint: the folder on this machine with the model's safetensors; None where they are not on this machine.
         channel: sends tensors to the server's workers; None if the server takes weights from a folder only.
     """
 
+    requires_api = ">=1,<2"
+    rows_path, id_field, health_path = protocol.COMPLETIONS, "request_id", "/health"
     takes_state_dict: Literal[False] = False
+    info: ServerInfo
 
-    def __init__(
-        self, client: HttpClient, info: ServerInfo, deadline: Deadline, group: WeightGroup | None = None
-    ) -> None:
-        self.capabilities = info.capabilities
-        self.tokenizer, self.reasons = info.tokenizer, info.reasons
+    def __init__(self, client: HttpClient, info: ServerInfo, group: WeightGroup | None = None) -> None:
+        super().__init__(client, info)
         self.channel = None if group is None else WeightChannel(client, group)
-        self._client = client
-        self._info = info
-        self._in_flight = InFlight()
+        # Without the route, closing the connection aborts a request, and what it has generated so far is lost.
+        self.ends_rows = "/abort_requests" in info.routes
         # Which of vLLM's runners a server has is not known. Calls of other clients cannot be kept apart.
         self._lanes = Lanes()
-        self._adapters = ServerAdapters(client, info, self.health)
-        self._initial_version = self._weight_version(deadline.left())
+        self._adapters = server_adapters(client, info, self.serves)
+        self._initial_version: str | None = None
         self._loaded_version: str | None = None
         self._asleep = False
 
@@ -79,122 +89,193 @@ class VLLMServer:
     def connect(
         cls,
         base_url: str,
-        *,
-        model: str | None = None,
-        tokenizer: Any = None,
-        vocab_size: int | None = None,
-        max_context: int | None = None,
-        logprobs_mode: LogprobsMode | None = None,
-        api_key: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        connect_timeout: float = 10.0,
-        read_timeout: float = 600.0,
-        max_in_flight: int | None = None,
-        max_retries: int = 5,
-        open_timeout: float = OPEN_TIMEOUT,
+        hints: ModelHints,
+        http: HttpOptions,
+        logprobs_mode: str | None = None,
         weight_group: WeightGroup | str | None = None,
-        trust_remote_code: bool = False,
     ) -> VLLMServer:
-        """Find out what the server at `base_url` serves and what it can do.
-
-        Args:
-            base_url: ``http://host:port``, with or without ``/v1`` at the end.
-            model: the name of one of the server's models; None if it has only one.
-            tokenizer: a tokenizer, or the folder or hub name of one; None for the model's own, if its files can be read
-                on this machine.
-            vocab_size: None to read the model's configuration, if it can be read on this machine.
-            max_context: None for the server's limit; it may be lower.
-            logprobs_mode: None to find out with a few short requests.
-            api_key: None for the environment variable VLLM_API_KEY, if it is set.
-            headers: sent with every request; see `corelm_engine_kit.HttpClient`.
-            connect_timeout: see `corelm_engine_kit.HttpClient`.
-            read_timeout: see `corelm_engine_kit.HttpClient`.
-            max_in_flight: see `corelm_engine_kit.HttpClient`.
-            max_retries: see `corelm_engine_kit.HttpClient`.
-            open_timeout: seconds for all requests that find out what the server can do.
-            weight_group: where the server's workers join this process, to be sent tensors over NCCL; None to load
-                weights from a folder only.
-            trust_remote_code: allow Python code that comes with the tokenizer, or with the model's configuration. Only
-                from a folder or repository that `tokenizer` or `model` names: a server must not choose which code runs.
+        """Find out what the server at `base_url` serves and what it can do. For the arguments see `VLLMBackend.open`.
 
         Raises:
             InvalidRequestError: an argument is wrong, or one is missing that the server does not say.
-            BackendTimeoutError: the server does not answer within `open_timeout`.
+            BackendTimeoutError: the server does not answer within ``open_timeout``.
             EngineError: no server answers, it is not vLLM, or its kind of log-probs cannot be found out.
         """
-        from corelm_engine_kit import HttpClient
-
         group = WeightGroup.given(weight_group)
-        if logprobs_mode not in (None, "raw", "processed"):
+        if logprobs_mode is not None and logprobs_mode not in LOGPROBS_MODES:
             raise InvalidRequestError(
                 f"logprobs_mode: with base_url it is 'raw' or 'processed', got {logprobs_mode!r}", field="logprobs_mode"
             )
-        client = HttpClient(
-            base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url,
-            api_key,
-            key_variable="VLLM_API_KEY",
-            headers=headers,
-            connect_timeout=connect_timeout,
-            read_timeout=read_timeout,
-            sign=SIGN,
-            max_in_flight=max_in_flight,
-            max_retries=max_retries,
-        )
-        hints = ModelHints(
-            name=model,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            max_context=max_context,
-            trust_remote_code=trust_remote_code,
-        )
+        client = http.client(base_url, "VLLM_API_KEY", sign=SIGN)
         try:
-            with opening_within(open_timeout, client.base_url) as deadline, client.secrets.masking_errors():
-                info = probe_server(client, read_server(client, hints, deadline), logprobs_mode, deadline)
+            with http.opening(client) as deadline:
+                server = cls(client, read_server(client, hints, deadline), group)
+                server.info = probe_server(server, LOGPROBS_MODES.get(logprobs_mode or ""), deadline)
                 if group is not None:
-                    require_transfer(info.weight_transfer)
-                return cls(client, info, deadline, group)
+                    require_transfer(server.info.weight_transfer)
+                server._initial_version = server._weight_version(deadline.left())
+                return server
         except BaseException:
             client.close()
             raise
 
     @property
-    def checkpoint(self) -> Path | None:
-        return local_checkpoint(self._info.model)
+    def reasons(self) -> Mapping[str, str]:
+        return self.info.reasons
 
+    @property
+    def checkpoint(self) -> Path | None:
+        return local_checkpoint(self.info.model)
+
+    # Rows ------------------------------------------------------------------------------------------------------------
+
+    @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        model, deadline = self._adapters.model(request.adapter), Deadline(request.timeout)
-        payloads = protocol.generation_requests(request, self._info)
-        streams = streamed = None
-        # The ids that tokens were drawn from come with whole answers only.
-        if request.on_tokens is not None and not request.return_support:
-            streams, streamed = protocol.row_streams(request, payloads, self._info)
-        answered = protocol.counted(request.on_answer)
-        sent = [sampling_masks.request_of(each) for each in payloads] if request.return_support else payloads
-        with self._lanes.entered(lane_of(request), request.timeout, request.request_ids) as turn:
-            entries, version = self._post_left(turn, sent, request.request_ids, model, streamed, answered)
+        deadline = Deadline(request.timeout)
+        payloads = protocol.generation_requests(request, self.info)
+        stops = StopStrings.of_rows(request, self.tokenizer)
+
+        def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
+            return protocol.row_answer(reply, aborted, payloads[row], request, stops[row], self.info)
+
         if request.return_support:
-            entries = [sampling_masks.as_completion(entry) for entry in entries]
-            rows, unscored = sampling_masks.scores_wanted(request, entries, deadline.left())
-            if rows:
-                sampling_masks.put_masses(entries, rows, self.score(unscored), version)
-        result = self._client.secrets.masked_result(
-            protocol.generation_result(request, payloads, entries, self._info, streams)
-        )
+            rows, version = self._with_masses(request, payloads, parse, deadline)
+        else:
+            streams = None
+            if request.on_tokens is not None:
+                streams = protocol.AnswerStreams(request, payloads, self.info, parse)
+            rows, version = self._serve(request, dict(enumerate(payloads)), parse, streams)
+        result = self.client.secrets.masked_result(generate_result(request, list(rows.values())))
         return result if version is None else replace(result, weight_versions=(version,) * len(payloads))
 
-    def score(self, request: ScoreRequest) -> ScoreResult:
-        model = self._adapters.model(request.adapter)
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         payloads = protocol.scoring_requests(request)
-        names = [request.request_ids[number] for number in payloads]
-        with self._lanes.entered(lane_of(request), request.timeout, names) as turn:
-            entries, version = self._post_left(turn, list(payloads.values()), names, model)
-        result = self._client.secrets.masked_result(protocol.scoring_result(request, payloads, entries, self._info))
+
+        def parse(row: int, reply: Any, aborted: bool) -> RowScores | RowFailure:
+            return protocol.row_scores(reply, payloads[row], request, self.info)
+
+        rows, version = self._serve(request, payloads, parse)
+        result = score_result(request, rows)
         return result if version is None else replace(result, weight_versions=(version,) * len(request.sequences))
+
+    def _with_masses(
+        self,
+        request: GenerateRequest,
+        payloads: Sequence[Payload],
+        parse: Callable[[int, Any, bool], RowAnswer],
+        deadline: Deadline,
+    ) -> tuple[dict[int, RowAnswer | RowFailure], str | None]:
+        """Return the answers with the ids that tokens were drawn from, which come with whole answers only, and the mass
+        of these, for which the answers are scored.
+        """
+        sent = {row: sampling_masks.request_of(payload) for row, payload in enumerate(payloads)}
+
+        def completion(row: int, reply: Any, aborted: bool) -> tuple[Any, bool] | RowFailure:
+            return sampling_masks.as_completion(reply), aborted
+
+        found, version = self._serve(request, sent, completion)
+        completions = {row: each[0] for row, each in found.items() if not isinstance(each, RowFailure)}
+        unscored = sampling_masks.scores_wanted(request, completions, deadline.left())
+        if len(unscored.sequences):
+            sampling_masks.put_masses(completions, self.score_logprobs(unscored), version)
+
+        def outcome(row: int, each: tuple[Any, bool] | RowFailure) -> RowAnswer | RowFailure:
+            if isinstance(each, RowFailure):
+                return each
+            reply, aborted = each
+            return row_outcome(reply, lambda whole, _: parse(row, whole, aborted))
+
+        return {row: outcome(row, each) for row, each in found.items()}, version
+
+    def _serve(
+        self,
+        request: GenerateRequest | ScoreRequest,
+        payloads: Mapping[int, Payload],
+        parse: Callable[[int, Any, bool], T | RowFailure],
+        streams: ReplyStreams | None = None,
+    ) -> tuple[dict[int, T | RowFailure], str | None]:
+        """Return what `map_rows` returns, and the server's weight version where it is not the backend's.
+
+        Raises:
+            EngineError: no row was served, because the server does not serve; or the weights have changed.
+            TimeoutError: the time is over.
+        """
+        model = self._model(request.adapter)
+        names = [request.request_ids[row] for row in payloads]
+        with self._lanes.entered(lane_of(request), request.timeout, names) as turn:
+            # What was aborted while the call waited for its turn is not sent.
+            gone = RowFailure("the request was aborted", aborted=True)
+            left = {
+                row: gone if request.request_ids[row] in turn.aborted else {**payload, "model": model}
+                for row, payload in payloads.items()
+            }
+            if all(each is gone for each in left.values()):
+                return dict.fromkeys(left, gone), None
+            deadline = Deadline(turn.timeout)
+            before = self._weight_version(deadline.left())
+            rows = self.map_rows(replace(request, timeout=deadline.left()), left, parse, streams)
+            after = self._weight_version(deadline.left())
+        with self.client.secrets.masking_errors():
+            self._check_weight_versions(before, after)
+        return rows, None if after in (self._initial_version, self._loaded_version) else after
+
+    def post_rows(
+        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, path: str = "", **options: Any
+    ) -> list[Any]:
+        """Post requests in the form that the server accepts, to the route that they are for."""
+        if self.capabilities.return_support:
+            payloads = [sampling_masks.accepted(payload, self.capabilities.vocab_size) for payload in payloads]
+        alone = self.info.scores_alone and any("prompt_logprobs" in payload for payload in payloads)
+        path = sampling_masks.ROUTE if payloads and sampling_masks.is_for_route(payloads[0]) else self.rows_path
+        options = {"decode": replies.decoder(payloads), **options}
+        entries: list[Any] = []
+        for rows in together(len(payloads), alone):
+            entries += super().post_rows(payloads[rows], names[rows], deadline, path, **options)
+        return entries
+
+    def is_reply_to(self, payload: Payload, reply: Any) -> bool:
+        return protocol.is_reply_to(payload, reply)
+
+    def count_tokens(self, reply: Any) -> int:
+        return len(only_choice(reply)["token_ids"])
+
+    def end_rows(self, ids: Sequence[str]) -> None:
+        named = [f"{protocol.ID_PREFIX}{each}-0" for each in ids]
+        if self.capabilities.return_support:
+            named += [f"{sampling_masks.ID_PREFIX}{each}" for each in ids]
+        # An empty list would abort every request of the server.
+        if named:
+            self.client.post("/abort_requests", {"request_ids": named}, timeout=ABORT_TIMEOUT)
+
+    @hookimpl
+    def abort(self, request: AbortRequest) -> bool:
+        self._lanes.abort(request.request_ids)
+        return bool(super().abort(request))
+
+    @hookimpl
+    def close(self, request: CloseRequest) -> bool:
+        if self.channel is not None:
+            self.channel.close()
+        return bool(super().close(request))
+
+    def _model(self, adapter: Adapter) -> str:
+        """Return the name of the model that answers requests with this adapter."""
+        if adapter:
+            return self._adapters.server_name(adapter)
+        return self.info.name if adapter is None else self.info.base_name
+
+    # Weights and memory ----------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        weights.load(self, request)
+        return True
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         """Load the safetensors in `folder`, which the server must see at the same path."""
         with self._new_weights(request):
-            self._client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            self.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
 
     def reload_tensors(
         self, pairs: Iterable[tuple[str, Tensor]], some: Iterable[Tensor], request: WeightUpdate
@@ -206,7 +287,7 @@ class VLLMServer:
             some: tensors of `pairs` that can be looked at before.
         """
         assert self.channel is not None
-        with self._client.secrets.masking_errors():
+        with self.client.secrets.masking_errors():
             # A server that was restarted, or that another client has changed, has left the group.
             again = self._weight_version(ANSWER_TIMEOUT) != self._loaded_version
             self.channel.join(some, again=again)
@@ -215,8 +296,8 @@ class VLLMServer:
 
     def load_adapter(self, request: WeightUpdate) -> None:
         """Load, replace or unload an adapter. Errors are those of `ServerAdapters.update`."""
-        with self._client.secrets.masking_errors():
-            self._adapters.update(request, local_checkpoint(self._info.files))
+        with self.client.secrets.masking_errors():
+            self._adapters.update(request)
 
     def forget(self, request: WeightUpdate) -> None:
         """Forget what was computed with the old weights: their owner has changed them in the server."""
@@ -226,136 +307,41 @@ class VLLMServer:
     @contextmanager
     def _new_weights(self, request: WeightUpdate) -> Iterator[None]:
         """Have the ``with`` block load weights, then empty the prefix cache and give the weights their name."""
-        with self._client.secrets.masking_errors(), self._paused("wait" if request.when == "drain" else "abort"):
+        with self.client.secrets.masking_errors(), self._paused("wait" if request.when == "drain" else "abort"):
             # If anything fails, the server's version stays different from this one, and every later call fails.
             self._loaded_version = request.version
             self._set_weight_version("being loaded")
             yield
-            reply = self._client.post("/reset_prefix_cache", {}, retry=True)
+            reply = self.client.post("/reset_prefix_cache", {}, retry=True)
             if reply != {"success": True}:
                 raise EngineError(f"the server kept its prefix cache, which belongs to the old weights: {reply}")
             self._set_weight_version(request.version)
 
-    def sleep(self, request: SleepRequest) -> None:
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
         """Free the memory of the server's GPUs. Requests of other clients wait until it is awake."""
         self._asleep = True
         mode = "wait" if request.when == "drain" else "abort"
         try:
-            self._client.post(f"/sleep?level={request.level}&mode={mode}", {}, retry=True)
+            self.client.post(f"/sleep?level={request.level}&mode={mode}", {}, retry=True)
         except InvalidRequestError:
             # It was refused, so the next update has to resume the server.
             self._asleep = False
             raise
-
-    def wake(self, request: WakeRequest) -> None:
-        """Take the memory again."""
-        self._client.post("/wake_up?" + "&".join(f"tags={tag}" for tag in sorted(request.tags)), {})
-        self._asleep = not request.last
-
-    def health(self, timeout: float | None = None) -> bool:
-        """Return whether the server answers within `timeout` seconds, and within five."""
-        return self._client.answers("/health", min(HEALTH_TIMEOUT, timeout or HEALTH_TIMEOUT))
-
-    def abort(self, request: AbortRequest) -> bool:
-        self._lanes.abort(request.request_ids)
-        # Looked up once: a request of the same name that begins later is another one.
-        ids = self._in_flight.ids(request.request_ids)
-        named = [f"{protocol.ID_PREFIX}{request_id}-0" for request_id in ids]
-        if self.capabilities.return_support:
-            named += [f"{sampling_masks.ID_PREFIX}{request_id}" for request_id in ids]
-
-        def tell() -> None:
-            self._client.post("/abort_requests", {"request_ids": named}, timeout=ABORT_TIMEOUT)
-
-        # Without the route, closing the connection aborts a request, and what it has generated so far is lost. An empty
-        # list of ids would abort every request of the server.
-        has_route = "/abort_requests" in self._info.routes
-        self._client.abort(ids, tell=tell if named and has_route else None)
         return True
 
-    def close(self) -> None:
-        if self.channel is not None:
-            self.channel.close()
-        self._client.close()
-
-    # Requests --------------------------------------------------------------------------------------------------------
-
-    def _post_left(
-        self,
-        turn: Turn,
-        payloads: Sequence[Payload],
-        names: Sequence[str],
-        model: str,
-        streamed: Streamed | None = None,
-        answered: Callable[[int, Any], None] | None = None,
-    ) -> tuple[list[Any], str | None]:
-        """Do what `_post` does for the rows that were not aborted while the call waited for its turn."""
-        rows = [row for row, name in enumerate(names) if name not in turn.aborted]
-        if len(rows) == len(names):
-            return self._post(payloads, names, turn.timeout, model, streamed, answered)
-        if streamed is not None:
-            streamed = replace(streamed, tell=protocol.renumbered(streamed.tell, rows))
-        if answered is not None:
-            answered = protocol.renumbered(answered, rows)
-        some, their_names = [payloads[row] for row in rows], [names[row] for row in rows]
-        found, version = self._post(some, their_names, turn.timeout, model, streamed, answered)
-        entries: list[Any] = [ABORTED] * len(names)
-        for row, entry in zip(rows, found, strict=True):
-            entries[row] = entry
-        return entries, version
-
-    def _post(
-        self,
-        payloads: Sequence[Payload],
-        names: Sequence[str],
-        timeout: float | None,
-        model: str,
-        streamed: Streamed | None = None,
-        answered: Callable[[int, Any], None] | None = None,
-    ) -> tuple[list[Any], str | None]:
-        """Return an entry for every payload, and the server's weight version where it is not the backend's.
-
-        Raises:
-            EngineError: no row was served, because the server does not serve; or the weights have changed.
-            TimeoutError: the time is over.
-        """
-        if not payloads:
-            return [], None
-        deadline = Deadline(timeout)
-        before = self._weight_version(deadline.left())
-        if self.capabilities.return_support:
-            payloads = [sampling_masks.accepted(payload, self.capabilities.vocab_size) for payload in payloads]
-        with self._in_flight.named(names) as ids:
-            requests = [
-                {**payload, "model": model, "request_id": request_id}
-                for payload, request_id in zip(payloads, ids, strict=True)
-            ]
-            alone = self._info.scores_alone and any("prompt_logprobs" in payload for payload in payloads)
-            entries: list[Any] = []
-            for rows in together(len(ids), alone):
-                entries += self._client.post_each(
-                    sampling_masks.ROUTE if sampling_masks.is_for_route(payloads[0]) else protocol.COMPLETIONS,
-                    requests[rows],
-                    names=ids[rows],
-                    is_reply_to=protocol.is_reply_to,
-                    timeout=deadline.left(),
-                    streamed=streamed,
-                    answered=answered,
-                    decode=replies.decoder(payloads),
-                )
-        raise_if_none_was_served(entries, lambda: self.health(deadline.left()))
-        after = self._weight_version(deadline.left())
-        with self._client.secrets.masking_errors():
-            self._check_weight_versions(before, after)
-        return entries, None if after in (self._initial_version, self._loaded_version) else after
-
-    # Weights ---------------------------------------------------------------------------------------------------------
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        """Take the memory again."""
+        self.client.post("/wake_up?" + "&".join(f"tags={tag}" for tag in sorted(request.tags)), {})
+        self._asleep = not request.last
+        return True
 
     def _weight_version(self, timeout: float | None = None) -> str | None:
         """Return the server's name for its weights; None if it has no route for it."""
-        if "/weight_info" not in self._info.routes:
+        if "/weight_info" not in self.info.routes:
             return None
-        return str(self._client.get("/weight_info", timeout=timeout).get("weight_version"))
+        return str(self.client.get("/weight_info", timeout=timeout).get("weight_version"))
 
     def _check_weight_versions(self, before: str | None, after: str | None) -> None:
         if self._loaded_version is not None and after != self._loaded_version:
@@ -374,7 +360,7 @@ class VLLMServer:
     @contextmanager
     def _paused(self, mode: str) -> Iterator[None]:
         """Keep the server from running requests of any client, so that no answer is made with two sets of weights."""
-        self._client.post(f"/pause?mode={mode}", {}, retry=True)
+        self.client.post(f"/pause?mode={mode}", {}, retry=True)
         try:
             yield
         except BaseException:
@@ -387,7 +373,7 @@ class VLLMServer:
     def _resume(self, timeout: float | None = None) -> None:
         # A server without its KV cache has nothing to run requests with; waking it resumes them.
         if not self._asleep:
-            self._client.post("/resume", {}, retry=True, timeout=timeout)
+            self.client.post("/resume", {}, retry=True, timeout=timeout)
 
     def _set_weight_version(self, version: str) -> None:
-        self._client.post("/update_weight_version", {"new_version": version}, retry=True)
+        self.client.post("/update_weight_version", {"new_version": version}, retry=True)

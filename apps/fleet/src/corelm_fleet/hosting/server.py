@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from corelm.application import OUT_OF_TURN, DefaultHooks, open_plugin, registered
+from corelm.application import OUT_OF_TURN, Hooks, open_plugin, to_containers
 from corelm.errors import CapabilityError
 from corelm.spec import AbortRequest, Capabilities, CloseRequest
 from corelm_fleet.hosting.failures import Failure
@@ -81,24 +81,24 @@ class EngineServer:
     """
 
     def __init__(self, engine: Any, name: str, wrappers: Sequence[object] = ()) -> None:
-        capabilities, self._hooks = registered(engine, name, wrappers)
+        hooks = Hooks.of(engine, name, wrappers)
+        capabilities, self._hooks = hooks.capabilities, hooks.calls
         self._reasons = dict(getattr(engine, "reasons", {}))
-        if len(self._hooks.to_containers.get_hookimpls()) > 1:
+        if hooks.calls["to_containers"] is not to_containers:
             raise CapabilityError(
                 f"backend {name!r} makes its own containers, which cannot leave its process; open it without python=",
                 capability="to_containers",
             )
         self._capabilities = capabilities
-        self._tokenizer = TokenizerServer(engine.tokenizer, lambda request: self._hooks.tokenize(request=request))
+        self._tokenizer = TokenizerServer(engine.tokenizer, self._hooks["tokenize"])
         # An engine that takes updates in flight lets them, and their canary, in by itself.
         at_once = capabilities.concurrent_calls or capabilities.updates_in_flight
         self._turn: AbstractContextManager[object] = nullcontext() if at_once else threading.RLock()
         # Encoding changes the encoder's settings. An engine with its own `tokenize` is entered. Rendering and decoding
         # wait for nothing: a chat template may take seconds.
-        default = all(isinstance(each.plugin, DefaultHooks) for each in self._hooks.tokenize.get_hookimpls())
         encoding = threading.RLock()
         self._tokenizer_turns: dict[str, AbstractContextManager[object]] = {
-            "encode": encoding if default else self._turn,
+            "encode": encoding if "tokenize" in hooks.by_core else self._turn,
             "method": encoding,
             "set": encoding,
         }
@@ -118,7 +118,7 @@ class EngineServer:
         return Opened(
             capabilities=replace(self._capabilities, gradients=False, weight_stream=False),
             copied=self._tokenizer.copied_attributes(),
-            hooks=frozenset(name for name in ("health", "close") if getattr(self._hooks, name).get_hookimpls()),
+            hooks=frozenset(self._hooks.keys() & {"health", "close"}),
             reasons=self._reasons,
         )
 
@@ -152,9 +152,9 @@ class EngineServer:
         """Abort all calls and close the engine, for a caller that is gone."""
         for number in list(self._under_way):
             self.forget(number)
-        if self._hooks.close.get_hookimpls() and not self._closed:
+        if "close" in self._hooks and not self._closed:
             with self._turn, suppress(Exception):
-                self._hooks.close(request=CloseRequest())
+                self._hooks["close"](CloseRequest())
 
     def _serve(self, number: Hashable, call: Call, answer: Answer, tell: Tell) -> None:
         try:
@@ -170,14 +170,14 @@ class EngineServer:
         (request,) = call.args
         if call.callbacks:
             request = replace(request, **{name: partial(_told, tell, name) for name in call.callbacks})
-        hook = getattr(self._hooks, call.name)
+        hook = self._hooks[call.name]
         if call.name in OUT_OF_TURN:
-            return hook(request=request)
+            return hook(request)
         with self._turn:
             if number in self._forgotten:
                 raise TimeoutError("the caller has stopped waiting")
             self._closed = self._closed or call.name == "close"
-            return hook(request=request)
+            return hook(request)
 
     def _of_tokenizer(self, call: Call) -> Any:
         with self._tokenizer_turns.get(call.name, nullcontext()):
@@ -190,7 +190,7 @@ class EngineServer:
             # An abort that reaches the engine before its request does is lost, so it is repeated.
             while names := [name for number in list(self._forgotten) for name in self._under_way.get(number, ())]:
                 with suppress(Exception):
-                    self._hooks.abort(request=AbortRequest(request_ids=tuple(names)))
+                    self._hooks["abort"](AbortRequest(request_ids=tuple(names)))
                 time.sleep(_ABORT_AGAIN)
 
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from corelm.backend.encoding import Encoder
 from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.rendering.encoding import Encoder
 from corelm.spec import (
     AbortRequest,
     CloseRequest,

@@ -33,7 +33,7 @@ def header_of(engine: OpenEngine, model: str, core: str) -> dict[str, Any]:
         "software": engine.software,
         # The tokenizer's EOS counts for an engine that declares none, and a replay need not have the tokenizer.
         "capabilities": {**declared, "eos_token_ids": sorted(engine.eos_token_ids), "gradients": False},
-        "tells_weights": engine.hooks.implements("weights_state"),
+        "tells_weights": engine.implements("weights_state"),
         "tokenizer": tokenizer_facts(engine.tokenizer),
     }
 

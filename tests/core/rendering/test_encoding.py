@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from corelm import Backend, Ragged, hookimpl
-from corelm.backend.encoding import Encoder
 from corelm.errors import EngineError
+from corelm.rendering.encoding import Encoder
 from corelm.spec.records import TokenizeRequest, TokenizeResult
 from helpers.each import each, examples
 from helpers.fakes import Fake

@@ -9,6 +9,7 @@ counts bytes instead (`ByteCounts`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,10 +36,14 @@ _PROBE = "One, a  b\n\n    if x:\t1,234 \u00e9\u00df \u4e2d\u6587 \U0001f600\r\n
 
 
 class Encoder:
-    """Encodes texts with `tokenizer`, a callable that returns a mapping with `input_ids`, as in transformers."""
+    """Encodes texts with `tokenizer`, a callable that returns a mapping with `input_ids`, as in transformers.
+
+    One thread encodes at a time, because encoding changes the tokenizer's settings.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._lock = threading.RLock()
         #: The size of the vocabulary, and the byte counts made for it.
         self._byte_counts_cache: tuple[int, ByteCounts | None] = (-1, None)
 
@@ -46,7 +51,8 @@ class Encoder:
         texts = list(request.texts)
         if not texts:
             return TokenizeResult(ids=Ragged.from_list([]))
-        return self._by_call(request, texts) if self._rust is None else self._by_rust(request, texts)
+        with self._lock:
+            return self._by_call(request, texts) if self._rust is None else self._by_rust(request, texts)
 
     @cached_property
     def _rust(self) -> Any:
