@@ -30,18 +30,17 @@ from .backend.registry import scan as scan
 from .backend.seeds import answer_seeds as answer_seeds
 from .backend.skipping import renumbered as renumbered
 from .containers.assemble import assemble as assemble
-from .containers.assemble import non_tensors as non_tensors
 from .containers.classes import as_provenance as as_provenance
 from .containers.fields import COUNTS as COUNTS
 from .containers.fields import SETS as SETS
 from .containers.fields import flat as flat
 from .containers.fields import objects as objects
-from .containers.keys import list_keys as list_keys
 from .containers.reading import CONTAINERS as CONTAINERS
 from .containers.reading import Path as Path
 from .containers.reading import TokenColumns as TokenColumns
 from .containers.reading import carries_sets as carries_sets
 from .containers.reading import entries as entries
+from .containers.reading import list_keys as list_keys
 from .containers.reading import masks_of as masks_of
 from .containers.reading import provenance_of_rows as provenance_of_rows
 from .containers.reading import token_lengths as token_lengths
@@ -67,3 +66,4 @@ from .rendering.segments import Segment as Segment
 from .rendering.segments import segments_of as segments_of
 from .rendering.segments import special_tokens as special_tokens
 from .rendering.template import Template as Template
+from .tensors.lazy_rows import non_tensors as non_tensors

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from corelm.errors import CapabilityError, InvalidRequestError, Problems
+from corelm.spec.answer_text import skipped_texts
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Mode
 from corelm.spec.sampling import SamplingParams
-from corelm.spec.stop_strings import skipped_texts
 from corelm.tensors.ragged import Ragged, value_range
 from corelm.validate import one_of, shown
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import EngineError, spelled_out
+from corelm.spec.answer_text import StopStrings
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import (
@@ -29,7 +30,6 @@ from corelm.spec.records import (
     ScoreResult,
     TokenizeResult,
 )
-from corelm.spec.stop_strings import StopStrings
 from corelm.spec.version_runs import check_runs
 from corelm.tensors.ragged import Ragged, unreadable, value_range
 from corelm.tensors.token_sets import TokenSets

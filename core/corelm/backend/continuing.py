@@ -20,10 +20,10 @@ from corelm.backend.engine import OpenEngine
 from corelm.backend.seeds import continued_seeds, seeds_of_call
 from corelm.backend.skipping import ServedRows
 from corelm.errors import Problems, ProvenanceMismatchError, refuse
+from corelm.spec.answer_text import StopStrings
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
-from corelm.spec.stop_strings import StopStrings
 from corelm.spec.version_runs import backward, renamed, run_problems, with_runs
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets

@@ -7,11 +7,11 @@ right. Rows: each row keeps its length, and rows are stacked lazily. `ContainerR
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
+from tensordict import NonTensorData, TensorClass, TensorDict
 from torch import Tensor
 
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
@@ -20,7 +20,7 @@ from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
-from corelm.tensors.lazy_rows import Field, Shape, lazy_objects, lazy_rows
+from corelm.tensors.lazy_rows import Field, Shape, lazy_rows, non_tensors
 from corelm.tensors.ragged import Ragged
 
 #: The fields of a request with one value, or k of them, per token, which go into `log_probs` next to the numbers, and
@@ -31,6 +31,7 @@ ABOUT_IDS = {
     "top_logprobs": "top_log_probs",
     "tail_log_mass": "tail_log_mass",
 }
+_PER_ROW = ("greedy", "retokenized", "finish_reasons", "errors", "provenance")
 _PER_TOKEN = ("logprobs", "scored", "argmax", "assistant", "kept_ids", *ABOUT_IDS)
 
 C = TypeVar("C", bound=TensorClass)
@@ -48,12 +49,9 @@ def assemble(request: ContainerRequest) -> TensorDict:
     """
     _check(request)
     shape, tokens, wanted = tuple(request.batch_size), request.tokens, request.fields
-    layout: dict[str, Any] = {"columns": None, "padded": request.pad_output, "pad_id": request.pad_id}
+    layout: dict[str, Any] = {"columns": None, "pad_id": request.pad_id}
     if request.pad_output:
         layout["columns"] = request.columns or dense_columns(tokens)
-    elif 0 in shape:
-        # A stack needs at least one row. No rows are stored like dense ones, but not marked as padded.
-        layout["columns"] = dense_columns(tokens)
     answered = None
     if tokens.prompt is not None and tokens.response is not None:
         answered = tokens.prompt.join_mask(tokens.response).to(tokens.full.values.device)
@@ -94,7 +92,6 @@ def container(
     shape: Shape,
     *,
     columns: Columns | None,
-    padded: bool = True,
     pad_id: int = 0,
     split: bool = False,
 ) -> C:
@@ -102,7 +99,6 @@ def container(
 
     Args:
         columns: where the tokens are in dense fields; None for a container that is not padded.
-        padded: whether dense fields are marked as such.
         pad_id: the id in the pads of `Tokens`.
         split: whether to cut a dense `prompt` and `response` from `full`, if `columns` is split.
     """
@@ -112,8 +108,7 @@ def container(
     if split and columns.prompt_width is not None:
         full, width = dense["full"], columns.prompt_width
         dense = {"prompt": full[..., :width].clone(), "response": full[..., width:].clone(), **dense}
-    if padded:
-        dense["padded"] = NonTensorData(True, batch_size=shape)
+    dense["padded"] = NonTensorData(True, batch_size=shape)
     return cls.from_tensordict(TensorDict(dense, batch_size=shape))
 
 
@@ -148,14 +143,6 @@ def dense_columns(tokens: Parts[Ragged]) -> Columns:
         return Columns(tokens.full.mask("right"), None)
     prompt = tokens.prompt.mask("left")
     return Columns(torch.cat([prompt, tokens.response.mask("right")], -1), prompt.shape[-1])
-
-
-def non_tensors(values: Sequence[Any], shape: Shape) -> NonTensorData | NonTensorStack:
-    """Wrap one Python object per row, in C order of the batch `shape`."""
-    if 0 in shape:
-        # An empty stack can be neither saved nor indexed; a single NonTensorData with an empty batch can.
-        return NonTensorData([], batch_size=shape)
-    return lazy_objects(values, shape)
 
 
 def is_integer(values: Tensor) -> bool:
@@ -207,25 +194,19 @@ def _check(request: ContainerRequest) -> None:
     for name in sorted(request.fields):
         if data.get(name) is None:
             raise InvalidRequestError(f"{name!r} is in fields, but the request has no data for it", field=name)
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {name: getattr(request, name) for name in _PER_ROW}
     for name, parts in (("tokens", tokens), ("texts", request.texts), ("chats", request.chats)):
         if parts is not None:
             given |= {f"{name}.prompt": parts.prompt, f"{name}.response": parts.response, f"{name}.full": parts.full}
-    for name in ("greedy", "retokenized", "finish_reasons", "errors", "provenance", *_PER_TOKEN):
-        given[name] = getattr(request, name)
     for name, values in given.items():
-        if values is None or isinstance(values, Provenance):
-            continue
-        found = len(getattr(values, "lengths", values))
-        if found != count:
+        if values is not None and not isinstance(values, Provenance) and len(values) != count:
             raise InvalidRequestError(
-                f"{name} has {found} rows, but a batch of {tuple(request.batch_size)} has {count}", field=name
+                f"{name} has {len(values)} rows, but a batch of {tuple(request.batch_size)} has {count}", field=name
             )
-    lengths = {name: given[name].lengths for name in _PER_TOKEN if given[name] is not None}
+    for name in _PER_TOKEN:
+        if (rows := getattr(request, name)) is not None:
+            must_have_lengths(rows.lengths, full.lengths, name)
     if tokens.prompt is not None and tokens.response is not None:
-        lengths["prompt and response"] = tokens.prompt.lengths + tokens.response.lengths
+        must_have_lengths(tokens.prompt.lengths + tokens.response.lengths, full.lengths, "prompt and response")
     if request.columns is not None and request.pad_output:
-        lengths["columns"] = request.columns.mask.sum(-1).cpu()
-    for name, each in lengths.items():
-        if not torch.equal(each, full.lengths):
-            must_have_lengths(each, full.lengths, name)
+        must_have_lengths(request.columns.mask.sum(-1).cpu(), full.lengths, "columns")

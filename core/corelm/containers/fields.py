@@ -71,8 +71,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
     def decorate(cls: Any) -> Any:
         by_name = {name: readers.get(name, default) for name in cls.__dataclass_fields__}
         # tensordict writes its own versions into every TensorClass once the class body is done, so these come after.
-        make, get_attribute, get_item = cls.__init__, cls.__getattr__, cls.__getitem__
-        set_field, select_fields = cls.set, cls._select
+        make, get_item, set_field, select_fields = cls.__init__, cls.__getitem__, cls.set, cls._select
 
         def __init__(self: Any, *args: Any, **fields: Any) -> None:
             for name, value in fields.items():
@@ -86,12 +85,6 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
                 if by_name.get(name) is strings:
                     fields[name] = _listed(value)
             make(self, *args, **fields)
-
-        def __getattr__(self: Any, name: str) -> Any:
-            try:
-                return get_attribute(self, name)
-            except AttributeError as error:
-                raise AttributeError(f"{cls.__name__} has no {name!r}; its fields are {', '.join(by_name)}") from error
 
         def __getitem__(self: Any, index: Any) -> Any:
             try:
@@ -115,7 +108,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
         def select(self: Any, *keys: Any, **options: Any) -> Any:
             return select_fields(self, *keys, *(EXPLAINING & set(self.keys())), **options)
 
-        cls.__init__, cls.__getattr__, cls.__getitem__, cls.set = __init__, __getattr__, __getitem__, set_rows
+        cls.__init__, cls.__getitem__, cls.set = __init__, __getitem__, set_rows
         # A TensorDict that selects ("tokens", "full") calls `_select` of its Tokens.
         cls.select = cls._select = select
         for name, reader in by_name.items():
@@ -126,31 +119,12 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[C], C]:
 
 
 def short(container: Any) -> str:
-    """Return the ``repr`` of a container: its rows, and its fields with the numbers of values in a row.
-
-    The numbers are left out where a row would have to be made, or read, for them.
-    """
-    td, count = container._tensordict, math.prod(container.batch_size)
-    source = flat_source(td)
-    shown = []
-    for name in td.keys():
-        if name in ("padded", "provenance", *KEPT, *TOP):
-            continue
-        value = source.fields[name] if isinstance(source, FlatRows) else None
-        if isinstance(value, Ragged) and len(value):
-            low, high = int(value.lengths.min()), int(value.lengths.max())
-            name += f" {low:,}" if low == high else f" {low:,}–{high:,}"
-        elif (
-            isinstance(td, TensorDict)
-            and isinstance(value := td.get(name), Tensor)
-            and value.ndim
-            and not value.is_nested
-        ):
-            name += f" {value.shape[-1]:,}"
-        shown.append(name)
+    """Return the ``repr`` of a container: its rows and the names of its fields. Makes no rows."""
+    count = math.prod(container.batch_size)
     rows = f"{count:,} row{'' if count == 1 else 's'}"
     rows += f" as {tuple(container.batch_size)}" if len(container.batch_size) > 1 else ""
-    return f"{type(container).__name__}({rows}: {', '.join(shown)})"
+    names = [name for name in container.keys() if name not in ("padded", "provenance")]
+    return f"{type(container).__name__}({rows}: {', '.join(names)})"
 
 
 # Readers -------------------------------------------------------------------------------------------------------------
@@ -297,12 +271,14 @@ def must_be_of_one_width(row_values: Sequence[Tensor], key: NestedKey) -> None:
             )
 
 
-def must_have_lengths(found: Tensor, wanted: Tensor, name: str) -> None:
-    """Refuse rows of a field that do not have the lengths of the tokens. int64[rows] each."""
+def must_have_lengths(found: Tensor, wanted: Tensor, name: str, of: str = "tokens") -> None:
+    """Refuse rows of a field that do not have the lengths of the tokens, or of what `of` names. int64[rows] each."""
+    if torch.equal(found, wanted):
+        return
     if len(found) != len(wanted):
         raise InvalidRequestError(f"{name}: has {len(found)} rows, but the tokens have {len(wanted)}", field=name)
     differ = (found != wanted).nonzero().flatten().tolist()
-    refuse({row: f"{int(found[row])} values for {int(wanted[row])} tokens" for row in differ}, name)
+    refuse({row: f"{int(found[row])} values for {int(wanted[row])} {of}" for row in differ}, name)
 
 
 def _without_rows(td: TensorDictBase, batch_size: torch.Size) -> TensorDict:

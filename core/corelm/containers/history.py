@@ -13,7 +13,7 @@ from corelm.errors import InvalidRequestError, refuse
 from corelm.rendering.chatml import read_chatml
 from corelm.rendering.template import Template, check_encodable, map_chats
 from corelm.spec.message import Chat, Message
-from corelm.tensors.lazy_rows import FlatObjects, Shape, flat_source, lazy_objects, nested
+from corelm.tensors.lazy_rows import FlatObjects, Shape, flat_source, nested, non_tensors
 from corelm.validate import as_list, invalid, read_once
 
 
@@ -63,26 +63,20 @@ class History(TensorClass["nocast"]):
         Raises:
             InvalidRequestError: a text is not ChatML; `rows` are the texts at fault.
         """
+        flat, shape = unnested(
+            texts, lambda one: not isinstance(as_list(one), list), "texts in ChatML", "texts", "texts"
+        )
         problems: dict[int, str] = {}
-        count = 0
-
-        def read(value: Any) -> Any:
-            nonlocal count
-            value = as_list(value)
-            if isinstance(value, list):
-                return [read(item) for item in value]
-            count += 1
+        chats: list[list[dict[str, Any]]] = []
+        for row, text in enumerate(flat):
             try:
-                if not isinstance(value, str):
-                    raise ValueError(f"expected a str, got {type(value).__name__}{read_once(value)}")
-                return read_chatml(value)
+                if not isinstance(text, str):
+                    raise ValueError(f"expected a str, got {type(text).__name__}{read_once(text)}")
+                chats.append(read_chatml(text))
             except ValueError as error:
-                problems[count - 1] = str(error)
-                return []
-
-        chats = read(texts)
+                problems[row] = str(error)
         refuse(problems, "texts")
-        return cls.of([chats], ()) if isinstance(as_list(texts), str) else cls.from_chats(chats)
+        return cls.of(chats, shape)
 
     @property
     def chats(self) -> tuple[Chat, ...]:
@@ -205,7 +199,7 @@ def _stack(chats: list[Chat], shape: tuple[int, ...]) -> NonTensorData | NonTens
     if not chats:
         # An empty stack can be neither concatenated nor memmapped; a NonTensorData with an empty batch can.
         return NonTensorData(None, batch_size=shape)
-    return lazy_objects(_Conversations(chats), shape)
+    return non_tensors(_Conversations(chats), shape)
 
 
 def _copy(message: Message) -> Message:

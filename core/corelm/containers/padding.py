@@ -13,12 +13,13 @@ from torch import Tensor
 from corelm.containers.assemble import container, dense_columns
 from corelm.containers.classes import LogProbs, Masks, PerToken
 from corelm.containers.fields import SETS, must_have_lengths, row_objects
-from corelm.containers.keys import key_parts, list_keys
 from corelm.containers.reading import (
     PER_TOKEN,
     Path,
     as_per_token,
     dense_mask,
+    key_parts,
+    list_keys,
     masks_of,
     ragged,
     row_lengths,
@@ -196,7 +197,7 @@ class _Layout:
             for name in {"prompt", "response", "full", "all_attention_mask"} & set(value.keys()) - lengths.keys():
                 lengths[name] = row_lengths(held, (*path, name), masks=masks)
             if "all_response_mask" in value.keys() and "marked" not in lengths:
-                lengths["marked"] = _count(ragged(held, (*path, "all_response_mask"), masks=masks))
+                lengths["marked"] = ragged(held, (*path, "all_response_mask"), masks=masks).sums()
             if before is None and (mask := dense_mask(value)) is not None:
                 before = mask.reshape(value.batch_size.numel(), mask.shape[-1]).cpu()
         prompt, response = lengths.get("prompt"), lengths.get("response", lengths.get("marked"))
@@ -242,29 +243,21 @@ def _laid_out(held: TensorDictBase, path: Path, layout: _Layout, pad_output: boo
         InvalidRequestError: rows do not have the lengths of the tokens.
     """
     given, shape, masks = held.get(path), tuple(held.batch_size), masks_of(held, path)
-    # No rows are stored like dense ones, but not marked as padded.
-    dense = pad_output or 0 in shape
     fields: dict[str, Any] = {}
     for name in given.keys():
         if name not in ("padded", "provenance"):
             fields[name] = values = ragged(held, (*path, name), masks=masks)
-            if dense and name != SETS:
+            if pad_output and name != SETS:
                 must_have_lengths(values.lengths, layout.lengths_of(name), ".".join((*path, name)))
     labels = row_objects(given._tensordict, "provenance") if isinstance(given, LogProbs) else []
     if any(labels):
         fields["provenance"] = labels
-    columns = layout.columns if dense else None
-    made = container(type(given), fields, shape, columns=columns, padded=pad_output, pad_id=pad_id)
+    made = container(type(given), fields, shape, columns=layout.columns if pad_output else None, pad_id=pad_id)
     return made.full if isinstance(made, PerToken) and pad_output else made
 
 
 def _marks(lengths: Tensor) -> Ragged:
     return Ragged.full(lengths, True, torch.bool)
-
-
-def _count(flags: Ragged) -> Tensor:
-    """Return how many values of each row are True."""
-    return torch.zeros_like(flags.lengths).index_add_(0, flags.row_index, flags.values.cpu().long())
 
 
 def _refuse_unnamed(found: Mapping[Path, Any], layouts: Mapping[Path, _Layout], dims: int, pad_output: bool) -> None:

@@ -23,6 +23,7 @@ from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Te
 from corelm.containers.fields import (
     COUNTS,
     SETS,
+    TOP,
     WIDE,
     flat,
     must_be_of_one_width,
@@ -31,18 +32,50 @@ from corelm.containers.fields import (
     rows,
 )
 from corelm.containers.history import History
-from corelm.containers.keys import key_parts, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import FlatRows, flat_source
-from corelm.tensors.masks import as_mask
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, as_mask
 from corelm.tensors.token_sets import TokenSets
 
 Path = tuple[str, ...]
 
 PER_TOKEN = (Tokens, Masks, LogProbs, PerToken)
 CONTAINERS = (*PER_TOKEN, Text, ChatHistory, History)
+
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+
+
+def key_parts(key: NestedKey) -> tuple[str, ...]:
+    """Return the key as a tuple: ``"tokens"`` and ``("tokens",)`` are the same key."""
+    return key if isinstance(key, tuple) else (key,)
+
+
+def list_keys(td: TensorDictBase) -> str:
+    """Return all keys of `td`, sorted, for an error message: ``"log_probs, log_probs.full, reward"``."""
+    return ", ".join(sorted(".".join(key_parts(key)) for key in td.keys(include_nested=True))) or "nothing"
+
+
+def next_or_root(td: TensorDictBase) -> TensorDictBase:
+    """Return ``td["next"]`` if it exists, else `td`: the TensorDict that holds rewards and receives results."""
+    return td.get("next") if "next" in td.keys() else td
+
+
+def find_entry(td: TensorDictBase, key: NestedKey, first: TensorDictBase | None = None) -> tuple[Any, TensorDictBase]:
+    """Return an entry and the TensorDict that holds it.
+
+    `first` is searched first, if given, then ``next``, then the root: a policy writes its log-probs before the step,
+    an environment writes its rewards after it.
+
+    Raises:
+        MissingKeyError: none of them has the key.
+    """
+    for holder in [*([] if first is None else [first]), next_or_root(td), td]:
+        if key in holder.keys(include_nested=True):
+            return holder.get(key), holder
+    shown = key_parts(key)[0] if len(key_parts(key)) == 1 else key
+    raise MissingKeyError(f"the TensorDict has no {shown!r}; it has: {list_keys(td)}", field=str(shown))
 
 
 # One field -----------------------------------------------------------------------------------------------------------
@@ -155,8 +188,7 @@ def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: Neste
             field=f"{name}.{SETS}",
         )
     counts, ids = (ragged(td, (*path, field), masks=masks) for field in (COUNTS, SETS))
-    numbers = counts.values.cpu().long()
-    totals = torch.zeros_like(counts.lengths).index_add_(0, counts.row_index, numbers)
+    numbers, totals = counts.values.cpu(), counts.sums()
     problems = {
         row: f"the counts add up to {int(totals[row])}, but {SETS} holds {int(ids.lengths[row])} ids"
         for row in (totals != ids.lengths).nonzero().flatten().tolist()
@@ -165,6 +197,14 @@ def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: Neste
         problems[int(counts.row_index[at])] = f"position {int(counts.positions[at])}: the count is {int(numbers[at])}"
     refuse(problems, f"{name}.{COUNTS}")
     return TokenSets.from_flat(ids, counts)
+
+
+def about_ids(td: TensorDictBase, path: Path, masks: Path) -> dict[str, Ragged | TokenSets]:
+    """Return what the log-probs at `path` say about ids, by field and as long as the tokens."""
+    held = td.get(path)
+    found: dict[str, Any] = {SETS: token_sets(td, path, masks=masks)} if carries_sets(held) else {}
+    names = [name for name in ("kept_log_mass", *TOP) if name in held.keys()]
+    return found | {name: ragged(td, (*path, name), masks=masks) for name in names}
 
 
 def carries_sets(log_probs: LogProbs) -> bool:

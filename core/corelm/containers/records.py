@@ -12,20 +12,19 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
-from corelm.containers.fields import SETS, TOP, flat, objects
+from corelm.containers.fields import flat, objects
 from corelm.containers.history import History
 from corelm.containers.reading import (
     CONTAINERS,
     Path,
     TokenColumns,
-    carries_sets,
+    about_ids,
     masks_of,
     must_have_batch,
     provenance_of_rows,
     ragged,
     scan,
     token_ids,
-    token_sets,
 )
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.tensors.ragged import Ragged, unreadable
@@ -213,9 +212,9 @@ def _log_prob_columns(held: TensorDictBase, path: Path, log_probs: LogProbs) -> 
         scored, before = both.slice(start, both.lengths), both.slice(torch.zeros_like(start), start)
     numbers = _scored_only(values.tolist(), scored)
     columns: Columns = {key: numbers}
-    for field, rows in _about_ids(held, path, log_probs).items():
+    for field, rows in about_ids(held, path, masks).items():
         # They are as long as all tokens, of which the response is the end.
-        last = [row[len(row) - len(own) :] for row, own in zip(rows, numbers, strict=True)]
+        last = [row[len(row) - len(own) :] for row, own in zip(rows.tolist(), numbers, strict=True)]
         columns[_named(path, "log_probs", field)] = _scored_only(last, scored)
     counted = [[number for number in row if number is not None] for row in numbers]
     columns[f"{key}_sum"] = [math.fsum(row) if row else None for row in counted]
@@ -228,17 +227,6 @@ def _log_prob_columns(held: TensorDictBase, path: Path, log_probs: LogProbs) -> 
             found = [None if label is None else _plain(getattr(label, attribute), key) for label in labels]
             columns[_named(path, "log_probs", attribute)] = found
     return columns
-
-
-def _about_ids(held: TensorDictBase, path: Path, log_probs: LogProbs) -> dict[str, list[list[Any]]]:
-    """Return what the log-probs say about ids: per row, per token."""
-    masks, found = masks_of(held, path), {}
-    if carries_sets(log_probs):
-        found[SETS] = token_sets(held, path, masks=masks).tolist()
-    for name in ("kept_log_mass", *TOP):
-        if name in log_probs.keys():
-            found[name] = ragged(held, (*path, name), masks=masks).tolist()
-    return found
 
 
 def _scored_only(rows: list[list[Any]], scored: Ragged) -> list[list[Any]]:
@@ -308,8 +296,8 @@ def _token_records(td: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
         own, path = key == "log_probs", tuple(key.split("."))
         columns["log_prob" if own else key] = flat(_scored_only(values.tolist(), scored))
         columns["scored" if own else f"{key}_scored"] = scored.values.tolist()
-        for name, rows in _about_ids(td, path, td.get(path)).items():
-            flat_rows = [value for row in _scored_only(rows, scored) for value in row]
+        for name, rows in about_ids(td, path, masks_of(td, path)).items():
+            flat_rows = [value for row in _scored_only(rows.tolist(), scored) for value in row]
             columns[name if own else f"{key}_{name}"] = flat_rows
     if found.assistant is not None:
         columns["assistant"] = found.assistant.values.tolist()

@@ -11,14 +11,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from corelm.containers.assemble import ABOUT_IDS, assemble, non_tensors
+from corelm.containers.assemble import ABOUT_IDS, assemble
 from corelm.containers.classes import LogProbs, Tokens
 from corelm.containers.fields import SETS
-from corelm.containers.keys import list_keys
-from corelm.containers.reading import carries_sets, provenance_of_rows, ragged, token_sets
+from corelm.containers.reading import about_ids, list_keys, provenance_of_rows, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
 from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, Parts
+from corelm.tensors.lazy_rows import non_tensors
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
@@ -139,10 +139,8 @@ class _Turn:
         provenances: tuple[Provenance | None, ...] = (None,) * len(full)
         if isinstance(log_probs, LogProbs):
             scored = ragged(td, ("log_probs", "scored_mask")).values.cpu()
-            names = ("full", *(_FIELDS.keys() - {"full", SETS}) & set(log_probs.keys()))
-            values = {name: ragged(td, ("log_probs", name)).to("cpu") for name in names}
-            if carries_sets(log_probs):
-                values[SETS] = token_sets(td).to("cpu")
+            values = {"full": ragged(td, ("log_probs", "full")), **about_ids(td, ("log_probs",), ("masks",))}
+            values = {name: rows.to("cpu") for name, rows in values.items()}
             provenances = provenance_of_rows(log_probs, len(full))
         return cls(full=full, prompt_lengths=prompt.lengths, scored=scored, values=values, provenances=provenances)
 

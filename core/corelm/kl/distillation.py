@@ -8,8 +8,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from corelm.containers.fields import TOP, must_have_lengths
-from corelm.containers.keys import find_entry, key_parts, next_or_root
-from corelm.containers.reading import provenance_of_rows, ragged
+from corelm.containers.reading import find_entry, key_parts, next_or_root, provenance_of_rows, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.kl.divergences import Divergence, Terms, TopLogProbs, top_k_divergence
 from corelm.kl.estimators import Reduction, aggregate

@@ -38,7 +38,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from corelm.tensors.log_probs import log_probs
+from corelm.tensors.categorical import log_probs
 from corelm.tensors.ragged import Ragged
 from corelm.validate import count, invalid, one_of
 

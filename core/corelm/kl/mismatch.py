@@ -24,13 +24,12 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from corelm.containers.classes import PerToken
-from corelm.containers.keys import key_parts, next_or_root
-from corelm.containers.reading import provenance_of_rows
+from corelm.containers.reading import key_parts, next_or_root, provenance_of_rows
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
 from corelm.kl.pairs import Pair, PairKeys, TokenLayout, find_log_probs, read_pair
 from corelm.spec.version_runs import backward, counts_of, run_problems
-from corelm.tensors.masks import as_mask
+from corelm.tensors.ragged import as_mask
 from corelm.validate import as_list, invalid, number, one_of, shown
 
 Level = Literal["token", "sequence"]

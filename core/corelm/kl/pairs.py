@@ -18,13 +18,19 @@ from torch import Tensor
 
 from corelm.containers.classes import LogProbs, Masks, PerToken
 from corelm.containers.fields import COUNTS, WIDE, must_have_lengths
-from corelm.containers.keys import find_entry, key_parts
-from corelm.containers.reading import carries_sets, provenance_of_rows, ragged, row_lengths, token_sets
+from corelm.containers.reading import (
+    carries_sets,
+    find_entry,
+    key_parts,
+    provenance_of_rows,
+    ragged,
+    row_lengths,
+    token_sets,
+)
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
 from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import lazy_rows
-from corelm.tensors.masks import as_mask
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, as_mask
 from corelm.tensors.token_sets import TokenSets
 
 _SUPPORT_ADVICE = (
@@ -216,8 +222,6 @@ class TokenLayout:
         """Return flat values in the layout of the tokens: a dense tensor, or a `PerToken` of rows."""
         if self.padded:
             return self.dense(values, filler)
-        if 0 in self.batch:
-            return PerToken.from_tensordict(TensorDict({"full": values.reshape(*self.batch, 0)}, batch_size=self.batch))
         return PerToken.from_tensordict(lazy_rows({"full": self.ragged(values)}, self.batch))
 
 

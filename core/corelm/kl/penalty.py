@@ -14,7 +14,7 @@ from torch import Tensor
 
 from corelm.containers.classes import PerToken
 from corelm.containers.fields import flat, rows
-from corelm.containers.keys import list_keys, next_or_root
+from corelm.containers.reading import list_keys, next_or_root
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, level_of_caller, refuse
 from corelm.kl.estimators import ESTIMATORS, Estimator, shape_of
 from corelm.kl.pairs import PairKeys, TokenLayout, read_pair

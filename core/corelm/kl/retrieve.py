@@ -10,8 +10,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from corelm.containers.classes import LogProbs, Tokens
 from corelm.containers.fields import rows
-from corelm.containers.keys import find_entry, key_parts, next_or_root
-from corelm.containers.reading import carries_sets, provenance_of_rows
+from corelm.containers.reading import carries_sets, find_entry, key_parts, next_or_root, provenance_of_rows
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl.estimators import Estimator
 from corelm.kl.pairs import container_key

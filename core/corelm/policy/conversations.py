@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 
 from corelm.backend.backend import Backend
 from corelm.backend.skipping import renumbered
-from corelm.containers.keys import key_parts
+from corelm.containers.reading import key_parts
 from corelm.errors import InvalidRequestError, Problems, TemplateError
 from corelm.policy.rows import find_value
 from corelm.rendering.render import RenderedChats, render

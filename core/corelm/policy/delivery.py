@@ -19,8 +19,7 @@ from corelm import validate
 from corelm.backend.backend import Backend
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens
 from corelm.containers.fields import TOP, flat
-from corelm.containers.keys import key_parts
-from corelm.containers.reading import carries_sets, provenance_of_rows, ragged, token_sets
+from corelm.containers.reading import carries_sets, key_parts, provenance_of_rows, ragged, token_sets
 from corelm.errors import InvalidRequestError, refuse, spelled_out
 from corelm.policy.options import Keys, PolicyOptions
 from corelm.policy.outputs import ABOUT_IDS

@@ -23,7 +23,7 @@ from corelm.backend.backend import Backend
 from corelm.backend.skipping import ServedRows
 from corelm.containers.classes import ChatHistory, Text, Tokens
 from corelm.containers.history import History
-from corelm.containers.keys import key_parts, list_keys
+from corelm.containers.reading import key_parts, list_keys
 from corelm.errors import (
     InvalidRequestError,
     MissingKeyError,

@@ -23,11 +23,10 @@ from corelm.policy.rows import InputRows
 from corelm.rendering.encoding import decoded
 from corelm.rendering.response_parsers import NamedParser, parser_named
 from corelm.rendering.segments import special_tokens
-from corelm.spec.left_context import HALF_CHARACTER
+from corelm.spec.answer_text import HALF_CHARACTER, text_before_stop
 from corelm.spec.message import Message
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
-from corelm.spec.stop_strings import text_before_stop
 from corelm.tensors.ragged import Ragged
 
 _log = logging.getLogger(__name__)

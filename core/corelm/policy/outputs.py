@@ -10,13 +10,12 @@ from tensordict import TensorDictBase
 from corelm.backend.backend import Backend
 from corelm.containers.classes import LogProbs, Tokens
 from corelm.containers.fields import objects
-from corelm.containers.keys import list_keys
-from corelm.containers.reading import carries_sets, provenance_of_rows, ragged, token_sets
+from corelm.containers.reading import carries_sets, list_keys, provenance_of_rows, ragged, token_sets
 from corelm.errors import MissingKeyError, Problems, ProvenanceMismatchError, refuse
 from corelm.policy.messages import AnswerReader, answer_texts
 from corelm.policy.options import PolicyOptions
 from corelm.policy.rows import InputRows, provenance_of_scores
-from corelm.spec.left_context import HALF_CHARACTER
+from corelm.spec.answer_text import HALF_CHARACTER
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.version_runs import with_runs

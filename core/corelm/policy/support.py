@@ -9,8 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from corelm.containers.classes import LogProbs, Masks
-from corelm.containers.keys import find_entry, key_parts
-from corelm.containers.reading import provenance_of_rows, token_sets
+from corelm.containers.reading import find_entry, key_parts, provenance_of_rows, token_sets
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.policy.options import PolicyOptions
 from corelm.policy.rows import InputRows, ScoredSupport

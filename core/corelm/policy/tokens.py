@@ -20,13 +20,11 @@ from corelm.backend.arguments import refuse_pads, refuse_unreadable, rows_of_ids
 from corelm.backend.backend import Backend
 from corelm.containers.classes import Masks, Tokens
 from corelm.containers.fields import rows
-from corelm.containers.keys import list_keys
-from corelm.containers.reading import ragged
+from corelm.containers.reading import list_keys, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.policy.rows import InputRows, find_value
 from corelm.spec.records import Columns
-from corelm.tensors.masks import as_mask, not_a_mask
-from corelm.tensors.ragged import Ragged, as_tensor, unreadable
+from corelm.tensors.ragged import Ragged, as_mask, as_tensor, not_a_mask, unreadable
 from corelm.validate import as_list, invalid, shown
 
 Key = tuple[str, ...]

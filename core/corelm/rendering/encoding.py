@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.spec.left_context import LeftContexts
+from corelm.spec.answer_text import LeftContexts
 from corelm.spec.records import TokenizeRequest, TokenizeResult
 from corelm.tensors.ragged import Ragged
 

@@ -1,6 +1,28 @@
-"""`AnswerTexts`: the text of answers whose tokens arrive little by little, in pieces that are never taken back.
+"""The text of answers: what ids add to the text before them, where stop strings end it, and how it is streamed.
 
-The pieces of an answer, joined, are the text that a result gives for all of its ids. So a piece is held back
+`LeftContexts`: some decoders make another text of ids that stand alone: those of SentencePiece drop the first space of
+a text, and a character may have bytes on both sides. So an answer is decoded together with the end of its prompt.
+
+`StopStrings` has the rule for every backend:
+
+- A stop string ends an answer with the token that completes it. That token stays in the ids; the text ends before the
+  stop string.
+- One that was complete before the answer had ``min_new_tokens`` tokens does not count, then or later.
+- Text is what the ids decode to after those of the prompt; see `StopStrings.after`. With ``skip_special_tokens`` a
+  special token adds none, so a stop string may stretch across it, and one that contains a special token could never be
+  found. Core refuses the latter; see `skipped_texts`.
+- No stop string counts in the reasoning of an answer (`SamplingParams.reasoning_marks`).
+- A token may end in the middle of a character. The decoder shows such a piece as U+FFFD until the next token completes
+  it, so U+FFFD at the end of a text is not yet text.
+
+Choose by how the engine works:
+
+- It samples in this process, step by step: `StopStrings.watch`, one watch for each answer.
+- It returns whole answers: `StopStrings.first_end`, or `StopStrings.occurs_in` to confirm that it stopped for one.
+- Only the text is needed: `text_before_stop`.
+
+`AnswerTexts`: the text of answers whose tokens arrive little by little, in pieces that are never taken back. The
+pieces of an answer, joined, are the text that a result gives for all of its ids. So a piece is held back
 
 - while its last character may be incomplete: a token may end in the middle of a character;
 - while it may be the beginning of a stop string, which would not be part of the text;
@@ -10,14 +32,328 @@ The pieces of an answer, joined, are the text that a result gives for all of its
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from corelm.spec.left_context import HALF_CHARACTER, decoder_after
+from corelm.spec.records import GenerateRequest
 from corelm.spec.sampling import SamplingParams
-from corelm.spec.stop_strings import StopStrings, text_before_stop
 
 _log = logging.getLogger(__name__)
+
+#: Ids to text, with ``skip_special_tokens`` already decided: of one row, and of several.
+Decode = Callable[[list[int]], str]
+DecodeRows = Callable[[list[list[int]]], Sequence[str]]
+
+#: What an incomplete character decodes to.
+HALF_CHARACTER = "\ufffd"
+#: As many ids before a text change what it decodes to, unless they have no text, or begin within a character.
+_CONTEXT = 16
+
+
+class LeftContexts:
+    """Decodes rows of ids, each after other ids.
+
+    An incomplete character at the end of these other ids counts as text of the row: the row may complete it.
+
+    Args:
+        decode_rows: returns the texts of rows.
+        before: the ids before each row, for example its prompt; a row without any is decoded by itself.
+    """
+
+    def __init__(self, decode_rows: DecodeRows, before: Sequence[Sequence[int]]) -> None:
+        self._decode_rows = decode_rows
+        self._contexts = [list(ids[-_CONTEXT:]) for ids in before]
+        leads = list(decode_rows(self._contexts))
+        for row, (ids, lead) in enumerate(zip(before, leads, strict=True)):
+            if len(ids) > _CONTEXT and (not lead or HALF_CHARACTER in lead):
+                self._contexts[row] = list(ids)
+                (leads[row],) = decode_rows([list(ids)])
+        self._leads = [lead.rstrip(HALF_CHARACTER) for lead in leads]
+
+    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Return what each row adds to the text of the ids before it."""
+        wholes = self._decode_rows([[*ids, *row] for ids, row in zip(self._contexts, rows, strict=True)])
+        found = []
+        for row, lead, whole in zip(rows, self._leads, wholes, strict=True):
+            if not whole.startswith(lead):
+                # The decoder has changed the text before, for example a space before a comma.
+                lead, (whole,) = "", self._decode_rows([list(row)])
+            found.append(whole[len(lead) :] if row else "")
+        return found
+
+
+def decoder_after(decode: Decode, before: Sequence[int]) -> Decode:
+    """Return a decoder of ids that follow the ids `before`, which it reads when it is first used."""
+    if not before:
+        return decode
+    contexts: LeftContexts | None = None
+
+    def decode_after(ids: list[int]) -> str:
+        nonlocal contexts
+        contexts = contexts or LeftContexts(lambda rows: [decode(row) for row in rows], [before])
+        return contexts.texts([ids])[0]
+
+    return decode_after
+
+
+# Stop strings ---------------------------------------------------------------------------------------------------------
+
+#: So many ids of space may be between the mark that begins reasoning and the end of a prompt.
+_SPACES = 8
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """The stop strings of one request.
+
+    >>> letters = StopStrings(("cd",), lambda ids: "".join(chr(97 + i) for i in ids))
+    >>> letters.first_end([0, 1, 2, 3, 4])
+    4
+
+    Attributes:
+        stops: the strings, none of them empty. Without any, nothing ends an answer.
+        decode: returns the text of some ids.
+        min_new_tokens: a string that is complete earlier does not count.
+        reasoning: finds the reasoning of an answer, in which no string counts; None for no such rule.
+    """
+
+    stops: tuple[str, ...]
+    decode: Decode
+    min_new_tokens: int = 0
+    reasoning: Reasoning | None = None
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, tokenizer: Any) -> StopStrings:
+        """Return the stop strings of `sampling`, to be found in what `tokenizer` decodes.
+
+        Args:
+            tokenizer: has ``decode(ids, skip_special_tokens=...)``, as those of transformers do.
+        """
+
+        def decode(ids: list[int], skip: bool = sampling.skip_special_tokens) -> str:
+            text: str = tokenizer.decode(ids, skip_special_tokens=skip)
+            return text
+
+        reasoning = None
+        if sampling.reasoning_marks and sampling.stop:
+            # Marks may be special tokens.
+            begin, end = sampling.reasoning_marks
+            reasoning = Reasoning(begin, end, partial(decode, skip=False))
+        return cls(sampling.stop, decode, sampling.min_new_tokens, reasoning)
+
+    @classmethod
+    def of_rows(cls, request: GenerateRequest, tokenizer: Any) -> list[StopStrings]:
+        """Return the stop strings of each row of a request."""
+        stops = cls.of(request.sampling, tokenizer)
+        if not stops.stops:
+            return [stops] * len(request.prompts)
+        return [stops.after(prompt) for prompt in request.prompts.tolist()]
+
+    def after(self, prompt: Sequence[int]) -> StopStrings:
+        """Return the same for answers to a prompt: some decoders drop a space where the ids before it are missing."""
+        if not self.stops:
+            return self
+        reasoning = None if self.reasoning is None else self.reasoning.after(prompt)
+        return replace(self, decode=decoder_after(self.decode, prompt), reasoning=reasoning)
+
+    def first_end(self, ids: Sequence[int]) -> int | None:
+        """Return the length of the answer up to and including the token that completes the first stop string.
+
+        None if `ids` completes no stop string. Decodes about log2(len(ids)) times.
+        """
+        least = max(1, self.min_new_tokens)
+        if self.stops and self.reasoning is not None:
+            least = max(least, self.reasoning.length(ids) + 1)
+        if not self.stops or len(ids) < least:
+            return None
+        before = self.decode(list(ids[: least - 1])) if least > 1 else ""
+
+        def stopped(length: int) -> bool:
+            return self._completed(self.decode(list(ids[:length])), before)
+
+        if not stopped(len(ids)):
+            return None
+        # The text of a longer answer starts with that of a shorter one, so the first length is found by halving.
+        lengths = range(least, len(ids) + 1)
+        return lengths[bisect_left(lengths, True, key=stopped)]
+
+    def occurs_in(self, ids: Sequence[int]) -> bool:
+        """Return whether any stop string is in the text of an answer, wherever it begins and ends."""
+        text = self.decode(list(ids)) if self.stops else ""
+        if self.stops and self.reasoning is not None:
+            text = text[len(self.decode(list(ids[: self.reasoning.length(ids)]))) :]
+        return any(stop in text for stop in self.stops)
+
+    def ends_in_half_a_character(self, ids: Sequence[int]) -> bool:
+        """Return whether an answer ends in the middle of a character. An engine may then hold its last text back."""
+        return self.decode(list(ids)).endswith(HALF_CHARACTER)
+
+    def watch(self) -> StopStringWatch:
+        """Return a watch for one answer that is generated token by token."""
+        return StopStringWatch(self)
+
+    def _completed(self, text: str, before: str) -> bool:
+        """Whether some stop string ends in the part that `text` has in addition to `before`."""
+        return any(stop in text[_search_start(before, stop) :] for stop in self.stops)
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """The reasoning with which an answer begins, or goes on if its prompt ends with the mark that begins it.
+
+    Attributes:
+        begin: the text before the reasoning.
+        end: the text after it.
+        decode: returns the text of some ids, special tokens included.
+        begun: whether the prompt has begun it.
+    """
+
+    begin: str
+    end: str
+    decode: Decode
+    begun: bool = False
+
+    def after(self, prompt: Sequence[int]) -> Reasoning:
+        """Return the same for answers to a prompt."""
+        end = self.decode(list(prompt[-len(self.begin.encode()) - _SPACES :])).rstrip()
+        return replace(self, begun=end.endswith(self.begin), decode=decoder_after(self.decode, prompt))
+
+    def length(self, ids: Sequence[int]) -> int:
+        """Return how many ids at the beginning of an answer are reasoning, and the marks around it."""
+        text = self.decode(list(ids))
+        end = self._end(text)
+        if end is None:
+            return len(ids)
+        # The text of a longer answer starts with that of a shorter one.
+        return bisect_left(range(len(ids)), end, key=lambda length: len(self.decode(list(ids[:length]))))
+
+    def _end(self, text: str) -> int | None:
+        """Return where the reasoning in a text ends; None if it goes on."""
+        at, begun = 0, self.begun
+        # gpt-oss may write several parts.
+        while begun or self.begins(text[at:]):
+            end = text.find(self.end, at)
+            if end < 0:
+                return None
+            at, begun = end + len(self.end), False
+        return at
+
+    def begins(self, text: str) -> bool | None:
+        """Return whether a text begins with reasoning; None if that is still open."""
+        text, beginnings = text.lstrip(), (self.begin, f"<|start|>assistant{self.begin}")
+        if text.startswith(beginnings):
+            return True
+        return None if any(each.startswith(text) for each in beginnings) else False
+
+
+class StopStringWatch:
+    """Watches one answer grow; made by `StopStrings.watch`.
+
+    It keeps only as many of the latest ids as a stop string can stretch across, so that a step takes the same time
+    however long the answer is.
+    """
+
+    def __init__(self, stop_strings: StopStrings) -> None:
+        self._stop_strings = stop_strings
+        self._reasoning, self._head = stop_strings.reasoning, list[int]()
+        self._end_of_reasoning = self._mark() if self._reasoning is not None and self._reasoning.begun else None
+        self._length = 0
+        self._tail: list[int] = []
+        # A token in the tail is at least one byte. The margin is for decoders that treat the start of a text
+        # differently.
+        self._window = max((len(stop.encode()) for stop in stop_strings.stops), default=0) + 4
+
+    def completed_by(self, token: int) -> bool:
+        """Add the next token of the answer. Return whether it completes a stop string that counts."""
+        self._length += 1
+        if not self._stop_strings.stops:
+            return False
+        counts = not self._is_reasoning(token) and self._length >= self._stop_strings.min_new_tokens
+        before = self._stop_strings.decode(self._tail)
+        self._tail.append(token)
+        text = self._stop_strings.decode(self._tail)
+        if text == before and not text.endswith(HALF_CHARACTER):
+            # The token adds no text, so it must not use up the window.
+            self._tail.pop()
+        del self._tail[: -self._window]
+        return counts and self._stop_strings._completed(text, before)
+
+    def _is_reasoning(self, token: int) -> bool:
+        """Return whether the next token is of the reasoning, or the mark that ends it."""
+        if self._reasoning is None:
+            return False
+        if self._end_of_reasoning is None:
+            self._head.append(token)
+            begins = self._reasoning.begins(self._reasoning.decode(self._head))
+            if begins:
+                self._end_of_reasoning = self._mark()
+            elif begins is not None:
+                self._reasoning = None
+            return bool(begins)
+        if self._end_of_reasoning.completed_by(token):
+            self._end_of_reasoning, self._head = None, []
+        return True
+
+    def _mark(self) -> StopStringWatch:
+        assert self._reasoning is not None
+        return StopStrings((self._reasoning.end,), self._reasoning.decode).watch()
+
+
+def skipped_texts(tokenizer: Any) -> frozenset[str]:
+    """Return the texts of all tokens that `tokenizer` leaves out with ``skip_special_tokens``.
+
+    These are the special tokens that have a name and all others that were added as special tokens. Some tokenizers
+    name only a few of theirs.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = {token.content for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ()))
+    return frozenset(texts - {""})
+
+
+def stops_without_specials(sampling: SamplingParams, tokenizer: Any) -> tuple[str, ...]:
+    """Return the stop strings of `sampling` for which an engine stops at the right token even if it looks for them in a
+    text that has the special tokens.
+
+    The text of an answer may have none, so such an engine would also stop for a string that is a piece of a special
+    token, or that is in the reasoning, where none counts. The plugin has to find the others in the ids.
+    """
+    if sampling.reasoning_marks:
+        return ()
+    skipped = skipped_texts(tokenizer) if sampling.stop and sampling.skip_special_tokens else ()
+    return tuple(stop for stop in sampling.stop if not any(_may_overlap(stop, text) for text in skipped))
+
+
+def _may_overlap(stop: str, text: str) -> bool:
+    """Return whether a place where `stop` occurs may share a character with a place where `text` does."""
+    shifted = range(1, min(len(stop), len(text)))
+    return stop in text or text in stop or any(stop[:n] == text[-n:] or stop[-n:] == text[:n] for n in shifted)
+
+
+def text_before_stop(text: str, before: str, stops: Sequence[str]) -> str:
+    """Return `text` up to the first stop string that its last token completed, or all of it if there is none.
+
+    A stop string that was complete earlier (within ``min_new_tokens``) did not end the answer and stays.
+
+    >>> text_before_stop("a. b. c", "a. b", ["."])
+    'a. b'
+
+    Args:
+        text: the answer. before: the answer without its last token.
+    """
+    found = [at for stop in stops if (at := text.find(stop, _search_start(before, stop))) >= 0]
+    return text[: min(found)] if found else text
+
+
+def _search_start(before: str, stop: str) -> int:
+    """The first place where `stop` can begin and still end later than `before` does."""
+    # The next token may turn half a character into a whole one, which is then new text.
+    return max(0, len(before.rstrip(HALF_CHARACTER)) - len(stop) + 1)
+
+
+# Streamed texts -------------------------------------------------------------------------------------------------------
 
 #: After this many tokens the beginning of an answer is no longer decoded again with every token. The last few of them
 #: are, because a token's text depends on the tokens before it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -10,14 +9,12 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from corelm.spec.records import SLEEP_LEVELS
-from corelm.spec.sampling import EVERY_ENGINE, FIELDS
-from corelm.validate import did_you_mean, flag, invalid, is_bool, shown
+from corelm.spec.sampling import EVERY_ENGINE, FIELDS, LARGEST
+from corelm.validate import count, did_you_mean, flag, invalid, shown, token_ids
 
 Range = tuple[float, float]
 GenerationMode = Literal["raw", "processed", "scaled"]
 
-#: The largest vocabulary and context. Lengths and ids are int64, and sums over a batch of them must stay in range.
-_LARGEST = 2**31 - 1
 #: Sampling parameters whose values are not numbers, so that they have no range.
 _WITHOUT_RANGE = frozenset({"stop", "early_stopping", "engine_kwargs"})
 #: What `score_logprobs` can do in addition to scoring.
@@ -118,13 +115,13 @@ class Capabilities:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        put("vocab_size", _size("vocab_size", self.vocab_size))
+        put("vocab_size", count("vocab_size", self.vocab_size, 1, LARGEST))
         if self.max_context is not None:
-            put("max_context", _size("max_context", self.max_context, "; None means that there is no limit"))
+            put("max_context", count("max_context", self.max_context, 1, LARGEST))
         if self.eos_token_ids is not None:
             put("eos_token_ids", _ids(self.eos_token_ids, self.vocab_size))
         for name in ("score_top_k", "top_logprobs"):
-            put(name, _count(name, getattr(self, name)))
+            put(name, count(name, getattr(self, name), 0, LARGEST))
         put("sampling", _parameters(self.sampling))
         put("generation_modes", _modes(self.generation_modes))
         put("sleep_levels", _levels(self.sleep_levels))
@@ -154,33 +151,11 @@ class Capabilities:
         return partial(Capabilities, **{**values, "sampling": dict(self.sampling)}), ()
 
 
-def _size(name: str, given: Any, hint: str = "") -> int:
-    value = _integer(given)
-    if value is None or not 1 <= value <= _LARGEST:
-        raise invalid(name, f"expected a whole number from 1 to {_LARGEST}, got {shown(given)}{hint}")
-    return value
-
-
-def _count(name: str, given: Any) -> int:
-    value = _integer(given)
-    if value is None or not 0 <= value <= _LARGEST:
-        raise invalid(name, f"expected a whole number from 0 to {_LARGEST}, got {shown(given)}; 0 means none")
-    return value
-
-
-def _integer(given: Any) -> int | None:
-    try:
-        return None if is_bool(given) else operator.index(given)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
 def _ids(given: Any, vocab_size: int) -> frozenset[int]:
-    for token in _members("eos_token_ids", given, "a set of token ids"):
-        value = _integer(token)
-        if value is None or not 0 <= value < vocab_size:
-            raise invalid("eos_token_ids", f"expected ids from 0 to {vocab_size - 1}, got {shown(token)}")
-    return frozenset(operator.index(token) for token in given)
+    ids = token_ids("eos_token_ids", tuple(_members("eos_token_ids", given, "a set of token ids")))
+    if ids and max(ids) >= vocab_size:
+        raise invalid("eos_token_ids", f"expected ids from 0 to {vocab_size - 1}, got {shown(max(ids))}")
+    return frozenset(ids)
 
 
 def _parameters(given: Any) -> Mapping[str, Range | None]:
@@ -213,16 +188,15 @@ def _modes(given: Any) -> frozenset[GenerationMode]:
     known = get_args(GenerationMode)
     for mode in _members("generation_modes", given, 'a set, as in frozenset({"raw"})'):
         if mode not in known:
-            hint = did_you_mean(mode, known) or f"; known modes: {', '.join(map(repr, known))}"
-            raise invalid("generation_modes", f"unknown mode {shown(mode)}{hint}")
+            raise invalid("generation_modes", f"unknown mode {shown(mode)}; known modes: {', '.join(known)}")
     return frozenset(given)
 
 
 def _levels(given: Any) -> frozenset[int]:
-    for level in _members("sleep_levels", given, "a set, as in frozenset({1, 2})"):
-        if _integer(level) not in SLEEP_LEVELS:
-            raise invalid("sleep_levels", f"expected levels out of {shown(SLEEP_LEVELS)}, got {shown(level)}")
-    return frozenset(operator.index(level) for level in given)
+    levels = frozenset(_members("sleep_levels", given, "a set, as in frozenset({1, 2})"))
+    if not levels <= {*SLEEP_LEVELS} or not {*map(type, levels)} <= {int}:
+        raise invalid("sleep_levels", f"expected levels out of {shown(SLEEP_LEVELS)}, got {shown(given)}")
+    return levels
 
 
 def _members(name: str, given: Any, expected: str) -> Iterable[Any]:

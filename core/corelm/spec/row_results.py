@@ -11,12 +11,81 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.spec.top_ids import TopIds
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopIds:
+    """The most probable ids at the positions of one row, the most probable first.
+
+    Attributes:
+        ids: int64[positions, k]; -1 where fewer than k ids have a probability.
+        logprobs: float32[positions, k]; -inf where the id is -1.
+        tail: float32[positions]: the log of the probability that all other ids have together.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    tail: Tensor
+
+    @classmethod
+    def of(cls, found: Sequence[Mapping[int, float]], k: int) -> TopIds:
+        """Build from the log-probs by id of each position, of which only the k largest are kept.
+
+        >>> top = TopIds.of([{7: -0.7, 3: -0.2, 9: -5.0}, {4: 0.0}], 2)
+        >>> top.ids.tolist()
+        [[3, 7], [4, -1]]
+        """
+        best = [sorted(each.items(), key=lambda pair: -pair[1])[:k] for each in found]
+        rows = [pairs + [(-1, -torch.inf)] * (k - len(pairs)) for pairs in best]
+        ids = torch.tensor([[token for token, _ in row] for row in rows], dtype=torch.int64).reshape(-1, k)
+        values = torch.tensor([[value for _, value in row] for row in rows], dtype=torch.float64).reshape(-1, k)
+        ids[values == -torch.inf] = -1
+        # Where fewer ids than were asked for have a probability, nothing is left for others.
+        tail = log_tail_mass(values).masked_fill((ids == -1).any(-1), -torch.inf)
+        return cls(ids, values.float(), tail)
+
+    @classmethod
+    def nothing(cls, positions: int, k: int) -> TopIds:
+        """Return what stands at positions of which nothing is known: no ids, and log-probs of 0.0."""
+        return cls(torch.full((positions, k), -1), torch.zeros(positions, k), torch.zeros(positions))
+
+    @staticmethod
+    def cat(parts: Sequence[TopIds], k: int) -> TopIds:
+        """Return the positions of all `parts`, one part after another."""
+        parts = [TopIds.nothing(0, k), *parts]
+        return TopIds(*(torch.cat(column) for column in zip(*(part.columns for part in parts), strict=True)))
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`ids`, `logprobs` and `tail`."""
+        return self.ids, self.logprobs, self.tail
+
+    def fields(self, lengths: Tensor, device: torch.device) -> dict[str, Ragged]:
+        """Return the fields of a result, if these are the positions of rows of such `lengths`."""
+        names = ("top_ids", "top_logprobs", "tail_log_mass")
+        return {name: Ragged(each, lengths).to(device) for name, each in zip(names, self.columns, strict=True)}
+
+
+def log_tail_mass(logprobs: Tensor) -> Tensor:
+    """Return the log of the probability that the ids which are not among the given ones have together.
+
+    For engines that report the log-probs of some ids only. Those are rounded, so the result is only as good as their
+    sum: a tail of 1e-6 may be off by a tenth. It is -inf if their probabilities add up to 1 or, by rounding, to more.
+
+    Args:
+        logprobs: float[..., k].
+
+    Returns:
+        float32[...].
+    """
+    mass = logprobs.double().exp().sum(-1)
+    return torch.log1p(-mass.clamp(max=1.0)).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +153,29 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
     errors: list[str] = []
     for row in rows:
         failed = row if isinstance(row, RowFailure) else None
-        answers.append(row if isinstance(row, RowAnswer) else _no_answer(row))
+        answers.append(row if isinstance(row, RowAnswer) else RowAnswer([], [], "abort" if row.aborted else "error"))
         errors.append("" if failed is None or failed.aborted else failed.why)
     device = request.prompts.values.device
-    logprobs = None
+    ids = Ragged.from_list([answer.ids for answer in answers])
+    logprobs = kept_ids = mass = None
+    top: dict[str, Ragged] = {}
     if request.logprobs != "none":
         logprobs = Ragged.from_list([answer.logprobs for answer in answers], torch.float32).to(device)
+    if request.return_support:
+        kept_ids = TokenSets.from_list([[sorted(ids) for ids in answer.kept_ids] for answer in answers]).to(device)
+        mass = Ragged.from_list([answer.kept_log_mass for answer in answers], torch.float32).to(device)
+    if k := request.top_logprobs:
+        found = [answer.top for answer in answers if answer.top is not None]
+        top = TopIds.cat(found, k).fields(ids.lengths, device)
     return GenerateResult(
-        ids=Ragged.from_list([answer.ids for answer in answers]).to(device),
+        ids=ids.to(device),
         logprobs=logprobs,
         finish_reasons=tuple([answer.finish_reason for answer in answers]),
         errors=tuple(errors) if any(errors) else None,
         cached_tokens=_cached_tokens(request, answers),
-        **_kept(request, answers),
-        **_top_of_answers(request, answers),
+        kept_ids=kept_ids,
+        kept_log_mass=mass,
+        **top,
         **Provenance.label(request.logprobs, request.sampling),
     )
 
@@ -122,29 +200,6 @@ def _cached_tokens(request: GenerateRequest, answers: Sequence[RowAnswer]) -> tu
     lengths = request.prompts.lengths.tolist()
     # An engine that interrupts a request and goes on later finds some of the answer in its cache as well.
     return tuple(None if count is None else min(count, length) for count, length in zip(counts, lengths, strict=True))
-
-
-def _kept(request: GenerateRequest, answers: Sequence[RowAnswer]) -> dict[str, Any]:
-    if not request.return_support:
-        return {}
-    device = request.prompts.values.device
-    kept = TokenSets.from_list([[sorted(ids) for ids in answer.kept_ids] for answer in answers])
-    mass = Ragged.from_list([answer.kept_log_mass for answer in answers], torch.float32)
-    return {"kept_ids": kept.to(device), "kept_log_mass": mass.to(device)}
-
-
-def _top_of_answers(request: GenerateRequest, answers: Sequence[RowAnswer]) -> dict[str, Any]:
-    k = request.top_logprobs
-    if not k:
-        return {}
-    found = [TopIds.nothing(0, k) if answer.top is None else answer.top for answer in answers]
-    lengths = torch.tensor([len(top.ids) for top in found], dtype=torch.int64)
-    return _laid_out(TopIds.cat(found, k), lengths, request.prompts.values.device)
-
-
-def _laid_out(top: TopIds, lengths: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    values = {"top_ids": top.ids, "top_logprobs": top.logprobs, "tail_log_mass": top.tail}
-    return {name: Ragged(each, lengths).to(device) for name, each in values.items()}
 
 
 def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailure]) -> ScoreResult:
@@ -172,39 +227,37 @@ def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailur
     errors = [""] * len(sequences)
     for number, found in rows.items():
         first, end = sequences.offsets[number : number + 2].tolist()
-        if isinstance(found, RowFailure):
-            errors[number] = found.why
-            continue
         asked = max(0, end - first - starts[number])
-        count = len(found.logprobs)
-        if count < asked:
-            errors[number] = f"the engine returned {count} log-probs, but {asked} were asked for"
+        why = found.why if isinstance(found, RowFailure) else _lacking(found, asked, request.return_argmax, k)
+        if isinstance(found, RowFailure) or why:
+            errors[number] = why
             continue
+        at, before = slice(end - asked, end), len(found.logprobs) - asked
+        values[at] = Ragged.from_list([found.logprobs[before:]], torch.float32).values
+        scored[at] = True
         if argmax is not None:
-            if len(found.argmax) != count:
-                errors[number] = f"the engine returned {len(found.argmax)} most probable ids for {count} log-probs"
-                continue
-            argmax[end - asked : end] = Ragged.from_list([found.argmax[count - asked :]]).values
-        if top is not None:
-            if found.top is None or len(found.top.ids) != count:
-                given = 0 if found.top is None else len(found.top.ids)
-                errors[number] = f"the engine returned the most probable ids of {given} tokens for {count} log-probs"
-                continue
-            top.ids[end - asked : end] = found.top.ids[count - asked :]
-            top.logprobs[end - asked : end] = found.top.logprobs[count - asked :]
-            top.tail[end - asked : end] = found.top.tail[count - asked :]
-        values[end - asked : end] = Ragged.from_list([found.logprobs[count - asked :]], torch.float32).values
-        scored[end - asked : end] = True
+            argmax[at] = Ragged.from_list([found.argmax[before:]]).values
+        if top is not None and found.top is not None:
+            for column, given in zip(top.columns, found.top.columns, strict=True):
+                column[at] = given[before:]
     device = request.device or sequences.values.device
     return ScoreResult(
         logprobs=Ragged(values, sequences.lengths).to(device),
         scored=Ragged(scored, sequences.lengths).to(device),
         argmax=None if argmax is None else Ragged(argmax, sequences.lengths).to(device),
         errors=tuple(errors) if any(errors) else None,
-        **({} if top is None else _laid_out(top, sequences.lengths, device)),
+        **({} if top is None else top.fields(sequences.lengths, device)),
         **Provenance.label_of_scores(request.temperature, truncated=request.support is not None),
     )
 
 
-def _no_answer(failure: RowFailure) -> RowAnswer:
-    return RowAnswer([], [], "abort" if failure.aborted else "error")
+def _lacking(found: RowScores, asked: int, return_argmax: bool, k: int) -> str:
+    """Return what the scores of a row lack of what was asked for; "" if nothing."""
+    count, tops = len(found.logprobs), 0 if found.top is None else len(found.top.ids)
+    if count < asked:
+        return f"the engine returned {count} log-probs, but {asked} were asked for"
+    if return_argmax and len(found.argmax) != count:
+        return f"the engine returned {len(found.argmax)} most probable ids for {count} log-probs"
+    if k and tops != count:
+        return f"the engine returned the most probable ids of {tops} tokens for {count} log-probs"
+    return ""

@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
-from corelm.validate import count, did_you_mean, factor, flag, invalid, is_index, number, shown, token_ids, unencodable
+from corelm.validate import (
+    count,
+    did_you_mean,
+    factor,
+    flag,
+    invalid,
+    is_index,
+    number,
+    shown,
+    token_ids,
+    unencodable,
+)
 
 ALIASES = {
     "max_tokens": "max_new_tokens",
@@ -251,8 +262,8 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     found = (value,) if isinstance(value, str) else () if value is None else value
     try:
-        texts = tuple(found) if isinstance(found, Iterable) else (found,)
-    except Exception:  # the object's own methods may raise anything
+        texts = tuple(found) if isinstance(found, Iterable) else (None,)
+    except Exception:
         texts = (None,)
     if not all(isinstance(text, str) and text for text in texts):
         raise invalid(name, f"expected strings of at least one character, got {shown(value)}")
@@ -332,15 +343,12 @@ def _foreign(value: Any) -> str:
     kind = type(value)
     set_here = getattr(value, "to_diff_dict", None)
     if kind.__name__ == "GenerationConfig" and callable(set_here):
-        # transformers decodes greedily unless it is told to sample.
+        # transformers decodes greedily unless it is told to sample, and then ignores how to sample.
         given = {"do_sample": False, **set_here()}
-        known = {name: each for name, each in given.items() if ALIASES.get(name, name) in FIELDS and each is not None}
-        ignored = [name for name in _SAMPLED if name in known] if not known["do_sample"] else []
-        known = {name: each for name, each in known.items() if name not in ignored}
-        hint = f". It sets do_sample=False, so transformers ignores its {', '.join(ignored)}" if ignored else ""
-        if ignored and "do_sample" not in set_here():
-            hint = f". transformers ignores its {', '.join(ignored)}, because it does not set do_sample=True"
-        return f"a GenerationConfig; pass a dict of what it sets: {known}{hint}"
+        ignored = () if given["do_sample"] else _SAMPLED
+        given = {name: each for name, each in given.items() if each is not None and name not in ignored}
+        known = {name: each for name, each in given.items() if ALIASES.get(name, name) in FIELDS}
+        return f"a GenerationConfig; pass a dict of what it sets: {known}"
     if kind.__name__ == "SamplingParams":
         return f"the SamplingParams of {kind.__module__.partition('.')[0]}; pass a dict of the parameters that you set"
     return shown(value)

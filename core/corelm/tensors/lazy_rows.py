@@ -1,7 +1,7 @@
 """Stacks of tensordict that make their rows on first use.
 
 A row costs one tensor with its own storage for every field, and a TensorDict around them: 15 to 20 µs for tokens, masks
-and log-probs. Much of what is done with a batch needs no rows. So `lazy_rows` and `lazy_objects` return a stack that
+and log-probs. Much of what is done with a batch needs no rows. So `lazy_rows` and `non_tensors` return a stack that
 holds only the flat values its rows will be made from. It answers for its shape and its keys, and `flat_source` gives
 the flat values to code that can read them. Whatever else tensordict does with a stack reads its state, which is not
 there yet: `__getattr__` then makes the rows, and the stack becomes an ordinary one.
@@ -9,14 +9,13 @@ there yet: `__getattr__` then makes the rows, and the stack becomes an ordinary 
 
 from __future__ import annotations
 
-import reprlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -62,19 +61,26 @@ class FlatRows:
         each = (dict(zip(self.fields, row, strict=True)) for row in zip(*columns, strict=True))
         return _stacked([TensorDict(row, batch_size=()) for row in each], self.shape, LazyStackedTensorDict)
 
-    def objects(self, name: str) -> Sequence[Any]:
-        """Return the objects of a field that holds no tensors. None stands for rows without the field."""
-        field = self.fields.get(name)
-        return (None,) if field is None or isinstance(field, Ragged) else field
+
+def lazy_rows(fields: Mapping[str, Field], shape: Shape) -> TensorDictBase:
+    """Return a lazy stack of one TensorDict a row. Do not modify `fields` afterwards."""
+    if 0 not in shape:
+        return _lazy(LazyStackedTensorDict, FlatRows(fields, shape))
+    # A stack needs at least one row.
+    empty = {
+        name: rows.values.reshape(*shape, 0, *rows.values.shape[1:])
+        if isinstance(rows, Ragged)
+        else non_tensors(rows, shape)
+        for name, rows in fields.items()
+    }
+    return TensorDict(empty, batch_size=shape)
 
 
-def lazy_rows(fields: Mapping[str, Field], shape: Shape) -> LazyStackedTensorDict:
-    """Return a lazy stack of one TensorDict a row. `shape` has at least one row. Do not modify `fields` afterwards."""
-    return _lazy(LazyStackedTensorDict, FlatRows(fields, shape))
-
-
-def lazy_objects(values: Sequence[Any], shape: Shape) -> NonTensorData | NonTensorStack:
-    """Return a stack of one Python object a row. `shape` has at least one row. Do not modify `values` afterwards."""
+def non_tensors(values: Sequence[Any], shape: Shape) -> NonTensorData | NonTensorStack:
+    """Return a stack of one Python object a row, in C order of `shape`. Do not modify `values` afterwards."""
+    if 0 in shape:
+        # An empty stack can be neither saved nor indexed; a NonTensorData with an empty batch can.
+        return NonTensorData([], batch_size=shape)
     return _lazy(NonTensorStack, FlatObjects(values, shape))
 
 
@@ -123,16 +129,6 @@ def _lazy_class(ordinary: Any) -> Any:
             if isinstance(source, FlatObjects) and not options:
                 return nested(iter(source.values), source.shape)
             return ordinary.tolist(self, **options)
-
-        def __repr__(self) -> str:
-            source = flat_source(self)
-            if source is None:
-                return ordinary.__repr__(self)
-            if isinstance(source, FlatRows):
-                shown = f"fields: {', '.join(source.fields)}"
-            else:
-                shown = reprlib.repr([source.values[row] for row in range(min(7, len(source.values)))])
-            return f"{ordinary.__name__}({shown}, batch_size={self.batch_size})"
 
     # The names that tensordict prints, and writes into memory-mapped files.
     Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = ordinary.__name__, ordinary.__name__, ordinary.__module__

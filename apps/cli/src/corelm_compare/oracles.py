@@ -13,7 +13,7 @@ from torch import Tensor
 from corelm.application import Encoder, render
 from corelm.errors import CoreLMError, TemplateError
 from corelm.spec import Message, TokenizeRequest, TokenizeResult
-from corelm.tensors.log_probs import log_probs
+from corelm.tensors.categorical import log_probs
 from corelm_engine_kit.eos import eos_token_ids
 from corelm_testing.plain_oracle import PlainOracle
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CoreLMError
-from corelm.tensors.log_probs import log_probs
+from corelm.tensors.categorical import log_probs
 from corelm_compare.cases import Case, Prediction, cause_of, judge
 from corelm_compare.findings import Findings
 from corelm_compare.oracles import Oracle, chosen

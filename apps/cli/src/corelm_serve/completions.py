@@ -8,7 +8,7 @@ from contextlib import ExitStack, aclosing
 from typing import Any
 
 from corelm.spec import GenerateResult
-from corelm.spec.left_context import HALF_CHARACTER
+from corelm.spec.answer_text import HALF_CHARACTER
 from corelm_interop.openai_answers import Answer, ScoredPrompt, scored_prompts
 from corelm_interop.openai_logprobs import CompletionLogprobs
 from corelm_serve.completion_request import CompletionAsk

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm import Backend
-from corelm.tensors.log_probs import log_probs
+from corelm.tensors.categorical import log_probs
 from corelm.validate import count, invalid, shown, token_ids
 
 #: A sequence of token ids.

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from corelm.spec.left_context import HALF_CHARACTER, Decode, decoder_after
+from corelm.spec.answer_text import HALF_CHARACTER, Decode, decoder_after
 from corelm_interop.openai_answers import ScoredPrompt, Top
 from corelm_interop.token_texts import TokenText, TokenTexts
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corelm.spec.left_context import HALF_CHARACTER
+from corelm.spec.answer_text import HALF_CHARACTER
 
 #: A space at the beginning of a token of SentencePiece.
 _SPACE = "▁"

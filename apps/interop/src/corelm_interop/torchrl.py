@@ -17,7 +17,7 @@ from corelm import Keys, LLMPolicy, LogProbs, MaskedCategorical, Masks, PolicyOp
 from corelm.application import carries_sets, find_value, list_keys
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
 from corelm.spec import Provenance
-from corelm.tensors.masks import as_mask
+from corelm.tensors.ragged import as_mask
 from corelm.validate import invalid
 
 try:

@@ -10,7 +10,7 @@ import torch
 
 from corelm import Backend
 from corelm.errors import CapabilityError
-from corelm.tensors.log_probs import log_probs
+from corelm.tensors.categorical import log_probs
 from corelm_testing.base import ConformanceBase, needs, not_applicable
 from corelm_testing.reference import LONGEST, OPENINGS, seeded
 from corelm_testing.trials import DECLARABLE, TRIALS, in_range, legal, use

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm.errors import described
-from corelm.tensors.log_probs import log_probs
+from corelm.tensors.categorical import log_probs
 from corelm.validate import invalid
 
 #: The noise of other weights, relative to the spread of each parameter: the distributions change, and stay as wide.
