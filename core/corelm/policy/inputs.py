@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -168,25 +169,29 @@ class InputReader:
     def _texts(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
         held, name = find_value(td, self._top), self._names[part]
         if part == "full" and isinstance(held, (Text, TensorDictBase)) and _are_completions(held.keys()):
-            return self._completions(td, held, _with_one_bos(backend))
-        texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
+            return self._completions(td, held, partial(_with_one_bos, backend))
+        if not isinstance(held, (Text, TensorDictBase)):
+            held = as_list(held)
+        if type(held) is list and {*map(type, held)} == {str}:
+            texts, shape = held, (len(held),)
+        else:
+            texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
         if isinstance(held, Text):
             # Empty nested lists do not show their shape.
             shape = tuple(held.batch_size)
             if len(texts) != math.prod(shape):
                 raise invalid(name, f"{len(texts)} texts do not fill a batch of shape {shape}")
-        problems = not_texts(texts)
+        _must_be_batch_of(td, shape, name)
+        if not (problems := not_texts(texts)):
+            ids = _with_one_bos(backend, texts, **self._tokenizing).ids
+            return InputRows(batch_size=shape, ids=ids, texts=tuple(texts))
         if not self._skips:
             refuse(problems, name)
-        _must_be_batch_of(td, shape, name)
-        tokenize = _with_one_bos(backend)
-        if not problems:
-            return InputRows(batch_size=shape, ids=tokenize(texts, **self._tokenizing).ids, texts=tuple(texts))
         read = ServedRows.without(problems, len(texts))
         good = [text for row, text in enumerate(texts) if row not in problems]
         return InputRows(
             batch_size=shape,
-            ids=read.ragged(tokenize(good, **self._tokenizing).ids),
+            ids=read.ragged(_with_one_bos(backend, good, **self._tokenizing).ids),
             texts=read.values(good, ""),
             problems=problems,
         )
@@ -330,7 +335,7 @@ class InputReader:
             return False
         if [one + other for one, other in zip(prompts, responses, strict=True)] != [read.texts[row] for row in rows]:
             return False
-        if _differing_rows(parts.prompt.select(rows), _with_one_bos(backend)(prompts, **self._tokenizing).ids):
+        if _differing_rows(parts.prompt.select(rows), _with_one_bos(backend, prompts, **self._tokenizing).ids):
             return False
         assert parts.response is not None
         decoded = (
@@ -425,29 +430,24 @@ def _leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
     return [leaf for flat, _ in parts for leaf in flat], (len(value), *(shapes.pop() if shapes else ()))
 
 
-def _with_one_bos(backend: Backend) -> Tokenize:
-    """Return what tokenizes texts for a backend. A text that begins with the BOS itself, as rendered prompts and
-    `text.full` do, gets no second one.
-    """
-    bos = getattr(backend.tokenizer, "bos_token_id", None)
+def _with_one_bos(backend: Backend, texts: Sequence[str], **options: Any) -> TokenizeResult:
+    """Tokenize texts. One that begins with the BOS itself, as rendered prompts and `text.full` do, gets no second."""
+    batch = backend.tokenize(texts, **options)
+    bos = getattr(backend.engine.tokenizer, "bos_token_id", None)
     if bos is None:
-        return backend.tokenize
-
-    def tokenize(texts: Sequence[str], **options: Any) -> TokenizeResult:
-        batch = backend.tokenize(texts, **options)
-        starts, lengths, values = batch.ids.offsets[:-1], batch.ids.lengths, batch.ids.values
-        long = (lengths > 1).nonzero()[:, 0]
-        twice = long[(values[starts[long]] == bos) & (values[starts[long] + 1] == bos)]
-        if not len(twice):
-            return batch
-        drop = torch.zeros_like(lengths)
-        drop[twice] = 1
-        kept = torch.ones_like(values, dtype=torch.bool)
-        kept[starts[twice]] = False
-        offsets = None if batch.offsets is None else batch.offsets[kept]
-        return replace(batch, ids=batch.ids.slice(drop, lengths), offsets=offsets)
-
-    return tokenize
+        return batch
+    values, lengths = batch.ids.values, batch.ids.lengths
+    if not bool(((values[1:] == bos) & (values[:-1] == bos)).any()):
+        return batch
+    starts = batch.ids.offsets[:-1]
+    long = (lengths > 1).nonzero()[:, 0]
+    twice = long[(values[starts[long]] == bos) & (values[starts[long] + 1] == bos)]
+    drop = torch.zeros_like(lengths)
+    drop[twice] = 1
+    kept = torch.ones_like(values, dtype=torch.bool)
+    kept[starts[twice]] = False
+    offsets = None if batch.offsets is None else batch.offsets[kept]
+    return replace(batch, ids=batch.ids.slice(drop, lengths), offsets=offsets)
 
 
 def _differing_rows(there: Ragged, ours: Ragged) -> Problems:

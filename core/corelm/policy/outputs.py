@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from operator import add
 from typing import Any
 
 import torch
@@ -280,10 +281,11 @@ def generated(
             if rows.begun is not None:
                 pairs = zip(rows.chats, rows.begun, strict=True)
                 asked_before = tuple([chat if turn is None else chat[:-1] for chat, turn in pairs])
-            chats = Parts(rows.chats, replies, _joined(asked_before, replies))
+            chats = Parts(rows.chats, replies, tuple(map(add, asked_before, replies)))
         if "text" in fields:
             after = said if rows.chats is None else answer_texts(batch, sampling, backend, rows.ids)
-            texts = Parts(asked, said, _joined(_without_half(asked, batch.ids), after))
+            whole = tuple(map(add, _without_half(asked, batch.ids), after))
+            texts = Parts(asked, said, whole)
     # True where the answers are: those positions are scored, and they are the assistant's.
     answered = rows.ids.join_mask(batch.ids)
     assistant = answered
@@ -385,10 +387,6 @@ def _without_half(prompts: tuple[str, ...], answers: Ragged) -> tuple[str, ...]:
     """Return the texts of prompts without an incomplete character at the end: an answer's text begins with it."""
     pairs = zip(prompts, answers.lengths.tolist(), strict=True)
     return tuple([text.rstrip(HALF_CHARACTER) if length else text for text, length in pairs])
-
-
-def _joined(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([a + b for a, b in zip(first, second, strict=True)])
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
