@@ -172,6 +172,7 @@ class InputReader:
             return self._completions(td, held, partial(_with_one_bos, backend))
         if not isinstance(held, (Text, TensorDictBase)):
             held = as_list(held)
+        shape: tuple[int, ...]
         if type(held) is list and {*map(type, held)} == {str}:
             texts, shape = held, (len(held),)
         else:

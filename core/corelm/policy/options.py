@@ -317,7 +317,7 @@ class PolicyOptions:
 
 
 OPTIONS = tuple(option.name for option in dataclasses.fields(PolicyOptions))
-_DEFAULTS = {option.name: option.default for option in dataclasses.fields(PolicyOptions)}
+_DEFAULTS: dict[str, Any] = {option.name: option.default for option in dataclasses.fields(PolicyOptions)}
 
 
 def _refuse_unknown(given: Mapping[str, Any], sampling: SamplingParams) -> None:
