@@ -375,7 +375,7 @@ class InputReader:
 def _wrong(name: str, expected: str, value: Any) -> InvalidRequestError:
     kind, advice = type(value), read_once(value)
     if kind.__module__.partition(".")[0] == "torchrl":
-        advice = "; convert it with corelm_interop.torchrl.from_torchrl, or use corelm_interop.torchrl.EnvPolicy"
+        advice = f" of {kind.__module__}; convert it with corelm_interop.torchrl.from_torchrl, or use its EnvPolicy"
     return invalid(name, f"expected {expected}, got {kind.__name__}{advice}")
 
 
