@@ -49,11 +49,12 @@ from .containers.turns import SampledPart as SampledPart
 from .containers.turns import disagreement as disagreement
 from .containers.turns import provenance_of_parts as provenance_of_parts
 from .opening import OpenOne as OpenOne
-from .policy.conversations import ChatRenderer as ChatRenderer
+from .policy.inputs import final_turns as final_turns
+from .policy.inputs import render_chats as render_chats
 from .policy.messages import AnswerReader as AnswerReader
 from .policy.messages import answer_texts as answer_texts
 from .policy.messages import whole_texts as whole_texts
-from .policy.mistakes import checked_backend as checked_backend
+from .policy.policy import checked_backend as checked_backend
 from .policy.rows import InputRows as InputRows
 from .policy.rows import find_value as find_value
 from .policy.rows import last_tokens as last_tokens

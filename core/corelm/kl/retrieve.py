@@ -15,8 +15,8 @@ from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm.kl.estimators import Estimator
 from corelm.kl.pairs import container_key
 from corelm.kl.penalty import KLComputation, KLController
-from corelm.policy.delivery import refuse_other_provenance
 from corelm.policy.options import Keys
+from corelm.policy.outputs import refuse_other_provenance
 from corelm.policy.policy import LLMPolicy
 from corelm.spec.provenance import Provenance
 from corelm.validate import flag

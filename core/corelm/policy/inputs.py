@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from corelm.backend.arguments import not_texts
 from corelm.backend.backend import Backend
-from corelm.backend.skipping import ServedRows
+from corelm.backend.skipping import ServedRows, renumbered
 from corelm.containers.classes import ChatHistory, Text, Tokens
 from corelm.containers.history import History
 from corelm.containers.reading import key_parts, list_keys
@@ -34,26 +35,18 @@ from corelm.errors import (
     level_of_caller,
     refuse,
 )
-from corelm.policy.conversations import ChatRenderer, tools_of
-from corelm.policy.mistakes import input_hint, kind_of
 from corelm.policy.options import PolicyOptions
 from corelm.policy.rows import InputRows, find_value
-from corelm.policy.tokens import (
-    REPEAT,
-    MaskKeys,
-    find_input_ids,
-    mask_next_to,
-    nested_field,
-    read_ids,
-    with_full,
-)
+from corelm.policy.tokens import REPEAT, MaskKeys, input_ids_of, mask_next_to, nested_field, read_ids, with_full
 from corelm.rendering.completions import NO_COMPLETION, NO_PROMPT, encode_completions
-from corelm.rendering.render import Tokenize
+from corelm.rendering.render import RenderedChats, Tokenize, render
+from corelm.spec.message import Chat, Message
 from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
-from corelm.validate import as_list, invalid
+from corelm.validate import as_list, invalid, read_once, shown
 
 Part = Literal["prompt", "full"]
+Tools = list[Any] | None
 
 
 class InputReader:
@@ -111,50 +104,62 @@ class InputReader:
     # Conversations ---------------------------------------------------------------------------------------------------
 
     def _chats(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
-        options = self._options
-        history = self._value(td, find_value(td, self._top), part, self._names[part], bare=History)
+        options, name = self._options, self._names[part]
+        history = self._value(td, find_value(td, self._top), part, name, bare=History)
         if not isinstance(history, History):
-            raise _wrong(self._names[part], "a History (see History.from_chats)", history)
-        shape = tuple(history.batch_size)
-        _must_be_batch_of(td, shape, self._names[part])
-        apply = ChatRenderer(
-            backend=backend,
-            prompt=part == "prompt",
-            continue_final_message=options.continue_final_message,
-            prefer_tokens=options.prefer_tokens,
-            template_kwargs=options.template_kwargs,
-            options={"chat_template": options.chat_template, "want_assistant": want_assistant},
-        )
-        chats, rendered = history.chats, None
-        tools, bad_tools = tools_of(td, options.tools_key, shape)
-        begun, problems = apply.begin(chats)
-        if not self._skips:
-            refuse(bad_tools, ".".join(key_parts(options.tools_key or ())))
-            refuse(problems, self._names[part])
-        problems |= bad_tools
+            raise _wrong(name, "a History (see History.from_chats)", history)
+        shape, chats = tuple(history.batch_size), history.chats
+        _must_be_batch_of(td, shape, name)
+        tools: list[Tools] | None = None
+        begun: list[Message | None] | None = None
+        problems: Problems = {}
+        if options.tools_key is not None and (given := find_value(td, options.tools_key)) is not None:
+            tools, problems = _tools_of(given, ".".join(key_parts(options.tools_key)), shape)
+            if not self._skips:
+                refuse(problems, ".".join(key_parts(options.tools_key)))
+        if options.continue_final_message and part == "prompt":
+            begun, bad = final_turns(chats, backend.eos_token_ids if options.prefer_tokens else None)
+            if not self._skips:
+                refuse(bad, name)
+            problems = bad | problems
+            begun = begun if any(turn is not None for turn in begun) else None
+        rendered = None
         while rendered is None:
-            served = [row for row in range(len(chats)) if row not in problems]
-            own = None if tools is None else [tools[row] for row in served]
+            served = [row for row in range(len(chats)) if row not in problems] if problems else range(len(chats))
             try:
-                rendered = apply([chats[row] for row in served], own, [begun[row] for row in served])
+                rendered = render_chats(
+                    backend,
+                    [chats[row] for row in served] if problems else chats,
+                    None if tools is None else [tools[row] for row in served],
+                    None if begun is None else [begun[row] for row in served],
+                    prompt=part == "prompt",
+                    prefer_tokens=options.prefer_tokens,
+                    template_kwargs=options.template_kwargs,
+                    chat_template=options.chat_template,
+                    want_assistant=want_assistant,
+                )
             except (InvalidRequestError, TemplateError) as error:
                 if not self._skips or not error.problems:
                     raise
                 # Conversations are refused for several reasons, each with an error of its own.
                 problems |= {served[row]: what for row, what in error.problems.items()}
-        read = ServedRows.without(problems, len(chats))
+        ids, texts, assistant = rendered.ids, rendered.texts, rendered.assistant
+        if problems:
+            read = ServedRows.without(problems, len(chats))
+            ids, texts = read.ragged(ids), read.values(texts, "")
+            assistant = None if assistant is None else read.ragged(assistant)
         retokenized = None
         if not options.prefer_tokens:
-            sampled = {row for row in served if any(turn.token_ids is not None for turn in chats[row])}
-            retokenized = tuple(row in sampled for row in range(len(chats)))
+            sampled = [any(turn.token_ids is not None for turn in chat) for chat in chats]
+            retokenized = tuple(some and row not in problems for row, some in enumerate(sampled))
         return InputRows(
             batch_size=shape,
-            ids=read.ragged(rendered.ids),
-            texts=read.values(rendered.texts, ""),
+            ids=ids,
+            texts=texts,
             chats=chats,
-            begun=tuple(begun) if any(turn is not None for turn in begun) else None,
+            begun=None if begun is None else tuple(begun),
             tools=None if tools is None else tuple(tools),
-            assistant=None if rendered.assistant is None else read.ragged(rendered.assistant),
+            assistant=assistant,
             retokenized=retokenized,
             problems=problems,
         )
@@ -164,22 +169,30 @@ class InputReader:
     def _texts(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
         held, name = find_value(td, self._top), self._names[part]
         if part == "full" and isinstance(held, (Text, TensorDictBase)) and _are_completions(held.keys()):
-            return self._completions(td, held, _with_one_bos(backend))
-        texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
+            return self._completions(td, held, partial(_with_one_bos, backend))
+        if not isinstance(held, (Text, TensorDictBase)):
+            held = as_list(held)
+        shape: tuple[int, ...]
+        if type(held) is list and {*map(type, held)} == {str}:
+            texts, shape = held, (len(held),)
+        else:
+            texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
         if isinstance(held, Text):
             # Empty nested lists do not show their shape.
             shape = tuple(held.batch_size)
             if len(texts) != math.prod(shape):
                 raise invalid(name, f"{len(texts)} texts do not fill a batch of shape {shape}")
-        problems = not_texts(texts)
+        _must_be_batch_of(td, shape, name)
+        if not (problems := not_texts(texts)):
+            ids = _with_one_bos(backend, texts, **self._tokenizing).ids
+            return InputRows(batch_size=shape, ids=ids, texts=tuple(texts))
         if not self._skips:
             refuse(problems, name)
-        _must_be_batch_of(td, shape, name)
         read = ServedRows.without(problems, len(texts))
-        good = [text for row, text in enumerate(texts) if row not in problems] if problems else texts
+        good = [text for row, text in enumerate(texts) if row not in problems]
         return InputRows(
             batch_size=shape,
-            ids=read.ragged(_with_one_bos(backend)(good, **self._tokenizing).ids),
+            ids=read.ragged(_with_one_bos(backend, good, **self._tokenizing).ids),
             texts=read.values(good, ""),
             problems=problems,
         )
@@ -239,7 +252,7 @@ class InputReader:
         completions = part == "full" and _are_completions(fields)
         if completions:
             held = with_full(held, ".".join(top))
-        if own_key and (batch := find_input_ids(td, top, held, part)) is not None:
+        if own_key and (batch := input_ids_of(td, top, held, part)) is not None:
             holder, top = batch
             name, own_key = ".".join(top), False
             held, plain, in_rows, fields = find_value(holder, top), False, False, set()
@@ -323,7 +336,7 @@ class InputReader:
             return False
         if [one + other for one, other in zip(prompts, responses, strict=True)] != [read.texts[row] for row in rows]:
             return False
-        if _differing_rows(parts.prompt.select(rows), _with_one_bos(backend)(prompts, **self._tokenizing).ids):
+        if _differing_rows(parts.prompt.select(rows), _with_one_bos(backend, prompts, **self._tokenizing).ids):
             return False
         assert parts.response is not None
         decoded = (
@@ -343,7 +356,7 @@ class InputReader:
             held = as_list(held)
         if held is None:
             raise MissingKeyError(
-                f"the TensorDict has no {name!r}; it has: {list_keys(td)}{input_hint(td, mode, part)}", field=name
+                f"the TensorDict has no {name!r}; it has: {list_keys(td)}{_input_hint(td, mode, part)}", field=name
             )
         if isinstance(held, bare):
             return held
@@ -360,7 +373,28 @@ class InputReader:
 
 
 def _wrong(name: str, expected: str, value: Any) -> InvalidRequestError:
-    return invalid(name, f"expected {expected}, got {kind_of(value)}")
+    kind, advice = type(value), read_once(value)
+    if kind.__module__.partition(".")[0] == "torchrl":
+        advice = f" of {kind.__module__}; convert it with corelm_interop.torchrl.from_torchrl, or use its EnvPolicy"
+    return invalid(name, f"expected {expected}, got {kind.__name__}{advice}")
+
+
+def _input_hint(td: TensorDictBase, mode: str, part: str) -> str:
+    """Return how to read a column that data sets and tokenizers have; "" if `td` has none."""
+    columns = ("messages", *(("prompt",) if part == "prompt" else ()), "text", "input_ids")
+    name = next((name for name in columns if name in td.keys()), "")
+    first = find_value(td, name) if name else None
+    while isinstance(first := as_list(first), list) and first:
+        first = first[0]
+    if isinstance(first, Mapping) and "role" in first:
+        also = "" if mode == "history" else ", and give the policy input_mode='history'"
+        return f"; {name!r} holds conversations: pass TensorDict(history=History.from_chats({name})){also}"
+    if not isinstance(first, str) and name != "input_ids":
+        return ""
+    kind, what = ("text", "texts") if isinstance(first, str) else ("tokens", "token ids")
+    options = [] if kind == mode else [f"input_mode={kind!r}"]
+    options += [f"input_key={name!r}"] if name in ("messages", "prompt") else []
+    return f"; {name!r} holds {what}: give the policy {', '.join(options)}" if options else ""
 
 
 def _must_be_batch_of(td: TensorDictBase, found: tuple[int, ...], name: str) -> None:
@@ -388,7 +422,7 @@ def _leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
     value = as_list(value)
     if not isinstance(value, list):
         return [value], ()
-    if all(isinstance(item, str) for item in value):
+    if {*map(type, value)} <= {str}:
         return value, (len(value),)
     parts = [_leaves(item) for item in value]
     shapes = {shape for _, shape in parts}
@@ -397,29 +431,24 @@ def _leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
     return [leaf for flat, _ in parts for leaf in flat], (len(value), *(shapes.pop() if shapes else ()))
 
 
-def _with_one_bos(backend: Backend) -> Tokenize:
-    """Return what tokenizes texts for a backend. A text that begins with the BOS itself, as rendered prompts and
-    `text.full` do, gets no second one.
-    """
-    bos = getattr(backend.tokenizer, "bos_token_id", None)
+def _with_one_bos(backend: Backend, texts: Sequence[str], **options: Any) -> TokenizeResult:
+    """Tokenize texts. One that begins with the BOS itself, as rendered prompts and `text.full` do, gets no second."""
+    batch = backend.tokenize(texts, **options)
+    bos = getattr(backend.engine.tokenizer, "bos_token_id", None)
     if bos is None:
-        return backend.tokenize
-
-    def tokenize(texts: Sequence[str], **options: Any) -> TokenizeResult:
-        batch = backend.tokenize(texts, **options)
-        starts, lengths, values = batch.ids.offsets[:-1], batch.ids.lengths, batch.ids.values
-        long = (lengths > 1).nonzero()[:, 0]
-        twice = long[(values[starts[long]] == bos) & (values[starts[long] + 1] == bos)]
-        if not len(twice):
-            return batch
-        drop = torch.zeros_like(lengths)
-        drop[twice] = 1
-        kept = torch.ones_like(values, dtype=torch.bool)
-        kept[starts[twice]] = False
-        offsets = None if batch.offsets is None else batch.offsets[kept]
-        return replace(batch, ids=batch.ids.slice(drop, lengths), offsets=offsets)
-
-    return tokenize
+        return batch
+    values, lengths = batch.ids.values, batch.ids.lengths
+    if not bool(((values[1:] == bos) & (values[:-1] == bos)).any()):
+        return batch
+    starts = batch.ids.offsets[:-1]
+    long = (lengths > 1).nonzero()[:, 0]
+    twice = long[(values[starts[long]] == bos) & (values[starts[long] + 1] == bos)]
+    drop = torch.zeros_like(lengths)
+    drop[twice] = 1
+    kept = torch.ones_like(values, dtype=torch.bool)
+    kept[starts[twice]] = False
+    offsets = None if batch.offsets is None else batch.offsets[kept]
+    return replace(batch, ids=batch.ids.slice(drop, lengths), offsets=offsets)
 
 
 def _differing_rows(there: Ragged, ours: Ragged) -> Problems:
@@ -443,3 +472,140 @@ def _differing_splits(there: Tensor | None, ours: Tensor | None) -> Problems:
         return {0: "the tokens that are there are not split into prompt and response"}
     pairs = enumerate(zip(there.tolist(), ours.tolist(), strict=True))
     return {row: f"the prompt has {one} tokens there, {other} were read" for row, (one, other) in pairs if one != other}
+
+
+# Conversations --------------------------------------------------------------------------------------------------------
+
+
+def _tools_of(given: Any, field: str, shape: tuple[int, ...]) -> tuple[list[Tools], Problems]:
+    """Return the tools of each conversation, flat, and the rows whose tools cannot be read.
+
+    Raises:
+        InvalidRequestError: there is not one list of tools, or None, for each conversation.
+    """
+
+    def flat(one: Any, sizes: tuple[int, ...]) -> list[Any]:
+        if not sizes:
+            return [one]
+        one = as_list(one)
+        shared = isinstance(one, list) and one and all(isinstance(each, Mapping) or callable(each) for each in one)
+        if shared or not isinstance(one, list) or len(one) != sizes[0]:
+            found = f"{len(one)} of them" if isinstance(one, list) else type(one).__name__
+            advice = "if it holds something else, give the policy tools_key=None"
+            if shared or isinstance(one, Mapping):
+                found = "the tools themselves"
+                advice = "if all conversations have these, give the policy template_kwargs={'tools': […]} instead"
+            raise InvalidRequestError(
+                f"{field}: expected a list of tools, or None, for each of the {shape} conversations, got {found}; "
+                f"{advice}",
+                field=field,
+            )
+        return [leaf for part in one for leaf in flat(part, sizes[1:])]
+
+    found = [as_list(one) for one in flat(given, shape)]
+    problems: Problems = {row: what for row, one in enumerate(found) if (what := _not_tools(one))}
+    # Tensordict's own lists are not JSON, and some templates write tools as JSON.
+    good = [None if one is None or row in problems else [dict(each) for each in one] for row, one in enumerate(found)]
+    return good, problems
+
+
+def _not_tools(one: Any) -> str:
+    """Return why a conversation's tools cannot be read, and how to convert them; "" if they can."""
+    if one is None:
+        return ""
+    odd, where = one, ""
+    if isinstance(one, list):
+        odd, where = next(((each, "a list with ") for each in one if not isinstance(each, Mapping)), (None, ""))
+        if not where:
+            return ""
+    advice = ""
+    if isinstance(odd, str):
+        advice = "; if it is JSON, pass json.loads(…) of it"
+    elif callable(odd):
+        advice = "; pass transformers.utils.get_json_schema(…) of a function"
+    return f"expected a list of dicts or None, got {where}{shown(odd)}{advice}"
+
+
+def final_turns(chats: Sequence[Chat], eos_ids: Collection[int] | None) -> tuple[list[Message | None], Problems]:
+    """Return the assistant turn that ends each prompt, or None, and the prompts that cannot be continued.
+
+    Args:
+        eos_ids: what the ids of a sampled turn may end with, to be left out; None leaves out the ids.
+    """
+    begun: list[Message | None] = []
+    problems: Problems = {}
+    for row, chat in enumerate(chats):
+        last = chat[-1] if chat and chat[-1].role == "assistant" else None
+        if last is not None and (last.content is None or last.tool_calls):
+            problems[row] = "its last turn calls tools or has no text, so it cannot be continued; remove that turn"
+            last = None
+        if last is not None:
+            ids = None if eos_ids is None else last.token_ids
+            while ids and eos_ids and ids[-1] in eos_ids:
+                ids = ids[:-1]
+            last = replace(last, token_ids=ids)
+        begun.append(last)
+    return begun, problems
+
+
+def render_chats(
+    backend: Backend,
+    chats: Sequence[Chat],
+    tools: Sequence[Tools] | None = None,
+    begun: Sequence[Message | None] | None = None,
+    *,
+    prompt: bool,
+    template_kwargs: Mapping[str, Any],
+    **options: Any,
+) -> RenderedChats:
+    """Render conversations, as many at a time as are rendered in the same way.
+
+    Args:
+        backend: tokenizes and knows the special tokens.
+        tools: the tools of each conversation; None if no conversation has its own.
+        begun: for each conversation the turn that the answer continues, as `final_turns` returned it, or None.
+        prompt: whether the assistant's next turn, or the rest of its last one, is to be sampled.
+        template_kwargs: variables for the template, for all conversations.
+        options: the other arguments of `render`.
+
+    Raises:
+        InvalidRequestError, TemplateError: those of `render`; rows are numbered as in `chats`.
+    """
+
+    def alike(some: Sequence[Chat], own: Tools, turns: Sequence[Message | None] | None) -> RenderedChats:
+        if turns is not None:
+            some = [(*chat[:-1], turn) for chat, turn in zip(some, turns, strict=True) if turn is not None]
+        engine = backend.engine
+        return render(
+            some,
+            tokenizer=engine.tokenizer,
+            tokenize=backend.tokenize,
+            eos_ids=engine.eos_token_ids,
+            add_generation_prompt=prompt and turns is None,
+            continue_final_message=turns is not None,
+            template_kwargs=template_kwargs if own is None else {**template_kwargs, "tools": own},
+            **options,
+        )
+
+    if tools is None and begun is None:
+        return alike(chats, None, None)
+    tools, begun = tools or [None] * len(chats), begun or [None] * len(chats)
+    groups: dict[tuple[bool, str], list[int]] = {}
+    for row, own in enumerate(tools):
+        groups.setdefault((begun[row] is not None, "" if own is None else repr(own)), []).append(row)
+    parts = []
+    for (continues, _), rows in groups.items():
+        try:
+            turns = [begun[row] for row in rows] if continues else None
+            parts.append(alike([chats[row] for row in rows], tools[rows[0]], turns))
+        except (InvalidRequestError, TemplateError) as error:
+            raise renumbered(error, torch.tensor(rows)) from error
+    places = [row for rows in groups.values() for row in rows]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    texts = [text for part in parts for text in part.texts]
+    masks = [part.assistant for part in parts if part.assistant is not None]
+    return RenderedChats(
+        ids=Ragged.cat([part.ids for part in parts]).select(order),
+        assistant=Ragged.cat(masks).select(order) if len(masks) == len(parts) else None,
+        texts=tuple([texts[at] for at in order]),
+    )

@@ -19,6 +19,7 @@ import torch
 
 from corelm.backend.backend import Backend
 from corelm.errors import Problems, ResponseParserWarning, described, level_of_caller, spelled_out
+from corelm.policy.options import ResponseParser
 from corelm.policy.rows import InputRows
 from corelm.rendering.encoding import decoded
 from corelm.rendering.response_parsers import NamedParser, parser_named
@@ -34,9 +35,6 @@ _log = logging.getLogger(__name__)
 #: Characters that Unicode keeps for use inside programs.
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
 
-#: Turns an answer's text into a message, as a `Message` or a dict. The caller adds the ids.
-ResponseParser = Callable[[str], Message | Mapping[str, Any]]
-
 
 def answer_texts(
     batch: GenerateResult,
@@ -49,17 +47,18 @@ def answer_texts(
     Args:
         prompts: int64, the ids whose text each answer continues, as `InputRows.continued` has them; None for none.
     """
+    texts = batch.texts
+    if texts and not sampling.stop:
+        return texts
     rows = batch.ids.tolist()
     # The prompt of a row that failed may be illegal.
     before = None if prompts is None else [p if row else [] for p, row in zip(prompts.tolist(), rows, strict=True)]
-
-    def decode(rows: Sequence[list[int]]) -> list[str]:
-        return decoded(backend.tokenizer, rows, sampling.skip_special_tokens, before)
-
-    texts = batch.texts or tuple(decode(rows))
+    tokenizer, skip = backend.engine.tokenizer, sampling.skip_special_tokens
+    if not texts:
+        texts = tuple(decoded(tokenizer, rows, skip, before))
     if not sampling.stop:
         return texts
-    olds = decode([row[:-1] for row in rows])
+    olds = decoded(tokenizer, [row[:-1] for row in rows], skip, before)
     return tuple(
         text_before_stop(text, old, sampling.stop) if reason == "stop" else text
         for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)
@@ -79,27 +78,19 @@ class AnswerReader:
     tools: Sequence[Any] | None = ()
 
     @classmethod
-    def of(
-        cls, parser: ResponseParser | str | None, tools: Any, backend: Backend, *, opened_here: bool
-    ) -> AnswerReader:
+    def of(cls, parser: ResponseParser | str | None, tools: Any, backend: Backend) -> AnswerReader:
         """Return the reader for a policy's options.
 
         Args:
             parser: the name of a format, for one thing.
             tools: those in the policy's `template_kwargs`, for which anything may have been given.
             backend: has the tokenizer.
-            opened_here: whether to close the backend if there is no such parser, because its caller never sees it.
 
         Raises:
             InvalidRequestError: the tokenizer does not say how to parse answers.
             BackendNotInstalledError: transformers is missing.
         """
-        try:
-            found = parser_named(parser, backend.tokenizer) if isinstance(parser, str) else parser
-        except BaseException:
-            if opened_here:
-                backend.close()
-            raise
+        found = parser_named(parser, backend.tokenizer) if isinstance(parser, str) else parser
         return cls(parser=found, tools=() if tools is None else tools if isinstance(tools, (list, tuple)) else None)
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:

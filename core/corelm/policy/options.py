@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Literal
@@ -17,14 +17,17 @@ from corelm.backend.given_weights import checked_adapter
 from corelm.backend.skipping import OnError
 from corelm.batching.scheduling import Limits
 from corelm.containers.fields import KEPT, TOP
-from corelm.policy.messages import ResponseParser
+from corelm.containers.reading import key_parts
 from corelm.rendering.completions import Boundary
 from corelm.rendering.response_parsers import check_name
+from corelm.spec.message import Message
 from corelm.spec.provenance import Adapter, Mode
 from corelm.spec.sampling import ALIASES, FIELDS, NOT_OURS, SamplingParams
 
 Inplace = bool | Literal["empty"]
 InputMode = Literal["history", "text", "tokens"]
+#: Turns an answer's text into a message, as a `Message` or a dict. The caller adds the ids.
+ResponseParser = Callable[[str], Message | Mapping[str, Any]]
 #: Arguments of a tokenizer's `apply_chat_template` that the policy gives itself, and what to do instead.
 _NOT_FOR_TEMPLATES = {
     "continue_final_message": "give the policy continue_final_message=True",
@@ -32,12 +35,30 @@ _NOT_FOR_TEMPLATES = {
     "chat_template": "give the policy chat_template=…",
     "tokenize": "leave it out",
 }
-#: What to do instead of an option about ids that belongs to the other kind of policy.
-_ASKED_OTHERWISE = {
-    "return_support": "only sampling returns it; score over the ids of a sampler with support_key",
-    "top_logprobs": "only sampling takes it; pass top_k={} to score",
-    "top_k": 'only scoring takes it; pass top_logprobs={0}, or sampling_params={{"top_k": {0}}} to truncate',
-    "support_key": "only scoring reads it; leave it out, or pass generate=False",
+#: Options that only one kind of policy has, by the value of `generate` that they need, and what to do instead. A policy
+#: of the other kind refuses them, and `replace` resets those that were not given again.
+ONLY = {
+    True: {
+        "num_samples": "scoring samples nothing; leave it out, or pass generate=True",
+        "return_support": "only sampling returns it; score over the ids of a sampler with support_key",
+        "top_logprobs": "only sampling takes it; pass top_k={} to score",
+        "truncation": "scores of a part are not those of the whole; leave it out, or cut the sequences",
+        "response_parser": "scoring reads no answers; leave it out, or pass generate=True",
+        "continue_final_message": "scoring reads whole conversations, the last turn included; leave it out",
+    },
+    False: {
+        "return_argmax": "only scoring returns it; leave it out, or pass generate=False",
+        "top_k": 'only scoring takes it; pass top_logprobs={0}, or sampling_params={{"top_k": {0}}} to truncate',
+        "support_key": "only scoring reads it; leave it out, or pass generate=False",
+        "overwrite": "a new answer replaces an earlier one as it is; leave it out, or pass generate=False",
+        "completion_boundary": "only scoring reads completions; leave it out, or pass generate=False",
+    },
+}
+#: Options that one input mode has, and what the others lack.
+ONLY_IN = {
+    "return_history": ("history", "mode reads no history"),
+    "response_parser": ("history", "mode writes no messages"),
+    "attention_mask_key": ("tokens", "mode reads no mask"),
 }
 
 
@@ -94,11 +115,12 @@ class PolicyOptions:
             there and replace nothing (see `overwrite`). False returns a new TensorDict with the outputs alone; it is
             the default with `num_samples`. "empty" returns an empty copy of the one passed, filled with the
             outputs.
-        overwrite: whether scoring in place may replace log-probs of another provenance, tokens other than those that
-            were scored, and other values under the keys of the containers; by default, a call that would is refused.
+        overwrite: for scoring: whether scores in place may replace log-probs, tokens other than those that were scored,
+            and other values under the keys of the containers; by default, a call that would is refused.
         on_error: "raise" refuses a call with a bad row; "skip" serves the other rows and says in `errors`
             what was wrong.
-        truncation: what happens to a prompt that does not fit: "error", or "left" to drop its first tokens.
+        truncation: for generation: what happens to a prompt that does not fit: "error", or "left" to drop its first
+            tokens.
         device: where the results go; None for the device of the TensorDict, else the CPU.
         keys: where the containers are read and written.
         log_probs_key: where the log-probs are written, such as ``"ref_log_probs"``: short for
@@ -112,18 +134,18 @@ class PolicyOptions:
             for the tokenizer's own.
         template_kwargs: passed to the template.
         tokenizer_kwargs: `add_special_tokens` and `parse_special`, for tokenizing texts.
-        completion_boundary: how prompt and response of a `Text` become ids. "joint", as in lm-eval: whitespace at the
-            end of a prompt belongs to the response, both are tokenized as one text, and the response begins after as
-            many tokens as the prompt has alone. "separate", as in TRL 0.26's `DPOTrainer`: each by itself.
-        response_parser: turns an answer's text into the message that joins the history (tool calls, reasoning, …): the
-            name of a format, such as "hermes" (see `corelm.parser_named`), or a function of the text. If it raises, the
-            message holds the plain text, `errors` says why, and a `ResponseParserWarning` is shown. No answer is lost:
-            where warnings are errors, a line is logged instead.
-        continue_final_message: True continues a conversation that ends with an assistant turn: that turn is the
-            beginning of the answer. The message in the history is the whole turn, and `response_parser` gets its whole
-            text; the response of texts and tokens is what was sampled. Other conversations get a new turn. False
-            refuses a conversation that ends with an assistant turn; None samples a new turn after it, as environments
-            need whose rows end at different times.
+        completion_boundary: for scoring: how prompt and response of a `Text` become ids. "joint", as in lm-eval:
+            whitespace at the end of a prompt belongs to the response, both are tokenized as one text, and the response
+            begins after as many tokens as the prompt has alone. "separate", as in TRL 0.26's `DPOTrainer`: each by
+            itself.
+        response_parser: for generation: turns an answer's text into the message that joins the history (tool calls,
+            reasoning, …): the name of a format, such as "hermes" (see `corelm.parser_named`), or a function of the
+            text. If it raises, the message holds the plain text, `errors` says why, and a `ResponseParserWarning` is
+            shown. No answer is lost: where warnings are errors, a line is logged instead.
+        continue_final_message: for generation: True continues a conversation that ends with an assistant turn: that
+            turn is the beginning of the answer. The message in the history is the whole turn, and `response_parser`
+            gets its whole text; the response of texts and tokens is what was sampled. Other conversations get a new
+            turn. False samples a new turn after any conversation, as OpenAI-compatible servers do.
         adapter: the adapter that answers or scores: the name of one that ``backend.load_adapter`` has loaded, or False
             for the base weights alone. So ``policy.replace(adapter=False)`` is the reference of a policy with an
             adapter, in the same engine. None leaves the model as it is.
@@ -165,7 +187,7 @@ class PolicyOptions:
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     completion_boundary: Boundary = "joint"
     response_parser: ResponseParser | str | None = None
-    continue_final_message: bool | None = False
+    continue_final_message: bool = False
     tools_key: NestedKey | None = "tools"
     adapter: Adapter = None
 
@@ -178,33 +200,35 @@ class PolicyOptions:
         validate.one_of("truncation", self.truncation, ("error", "left"))
         validate.one_of("completion_boundary", self.completion_boundary, ("joint", "separate"))
         validate.one_of("inplace", self.inplace, (None, True, False, "empty"))
-        validate.flag("overwrite", self.overwrite)
-        validate.flag("return_argmax", self.return_argmax)
-        if self.return_argmax and self.generate:
-            raise validate.invalid("return_argmax", "only scoring returns it; leave it out, or pass generate=False")
-        self._check_ids()
+        for name in ("generate", "overwrite", "return_argmax", "return_support", "continue_final_message"):
+            validate.flag(name, getattr(self, name))
+        for name in ("top_logprobs", "top_k"):
+            self._set(name, validate.count(name, getattr(self, name)))
         self._settle_log_probs_key()
-        if self.return_history and self.input_mode != "history":
-            raise validate.invalid(
-                "return_history", f"{self.input_mode} mode reads no history; leave return_history out"
-            )
-        if self.response_parser is not None and self.input_mode != "history":
-            raise validate.invalid(
-                "response_parser",
-                f"{self.input_mode} mode writes no messages; leave it out, or pass input_mode='history'",
-            )
-        if not self.generate and not self.return_log_probs:
-            raise validate.invalid(
-                "return_log_probs", "scoring returns nothing but log-probs; leave out return_log_probs=False"
-            )
-        if self.attention_mask_key is not None and self.input_mode != "tokens":
-            raise validate.invalid(
-                "attention_mask_key", f"{self.input_mode} mode reads no mask; leave it out, or pass input_mode='tokens'"
-            )
+        self._settle_samples(SamplingParams.make(self.sampling_params))
+        for name, instead in ONLY[not self.generate].items():
+            if (value := getattr(self, name)) != _DEFAULTS[name]:
+                raise validate.invalid(name, instead.format(value))
+        for name, (mode, lacks) in ONLY_IN.items():
+            if getattr(self, name) and self.input_mode != mode:
+                raise validate.invalid(name, f"{self.input_mode} {lacks}; leave it out, or pass input_mode={mode!r}")
+        if not self.return_log_probs:
+            if not self.generate:
+                raise validate.invalid(
+                    "return_log_probs", "scoring returns nothing but log-probs; leave out return_log_probs=False"
+                )
+            for name in ("return_support", "top_logprobs"):
+                if getattr(self, name):
+                    raise validate.invalid(name, "it is written into the LogProbs; leave out return_log_probs=False")
+        if self.support_key is not None:
+            self._must_be_key("support_key", self.support_key)
+            if self.top_k:
+                raise validate.invalid(
+                    "top_k", "the most probable ids are those of the whole vocabulary; leave out top_k or support_key"
+                )
         # Copies, so that the caller's later changes to these dicts do not reach the policy.
         known = ("add_special_tokens", "parse_special")
         self._set("tokenizer_kwargs", validate.subset("tokenizer_kwargs", self.tokenizer_kwargs, known))
-        validate.one_of("continue_final_message", self.continue_final_message, (True, False, None))
         self._set("template_kwargs", dict(self.template_kwargs or {}))
         if self.response_parser is not None and not callable(self.response_parser):
             check_name(self.response_parser)
@@ -213,27 +237,6 @@ class PolicyOptions:
                 raise validate.invalid("template_kwargs", f"{name} is not a variable of the template; {instead}")
         self._set("device", validate.device(self.device))
         self._set("adapter", checked_adapter(self.adapter))
-        self._settle_samples(SamplingParams.make(self.sampling_params))
-
-    def _check_ids(self) -> None:
-        """Check what a policy is to say about other ids than those that were sampled or given."""
-        validate.flag("return_support", self.return_support)
-        for name in ("top_logprobs", "top_k"):
-            self._set(name, validate.count(name, getattr(self, name)))
-        sampled = {"return_support": self.return_support, "top_logprobs": self.top_logprobs}
-        scored = {"top_k": self.top_k, "support_key": self.support_key}
-        for name, value in scored.items() if self.generate else sampled.items():
-            if value:
-                raise validate.invalid(name, _ASKED_OTHERWISE[name].format(value))
-        asked = [name for name, value in (sampled | scored).items() if value]
-        if asked and not self.return_log_probs:
-            raise validate.invalid(asked[0], "it is written into the LogProbs; leave out return_log_probs=False")
-        if self.support_key is not None:
-            self._must_be_key("support_key", self.support_key)
-        if self.support_key is not None and self.top_k:
-            raise validate.invalid(
-                "top_k", "the most probable ids are those of the whole vocabulary; leave out top_k or support_key"
-            )
 
     def _settle_log_probs_key(self) -> None:
         """Keep the key of the log-probs in `keys`. It may be passed there or as an option; both then read the same."""
@@ -256,22 +259,18 @@ class PolicyOptions:
 
     def _settle_samples(self, sampling: SamplingParams) -> None:
         """Keep `num_samples` in one place. It may be passed as an option or inside `sampling_params`."""
-        samples = self.num_samples
+        samples, inside = self.num_samples, sampling.num_samples
         if samples is not None:
-            if sampling.num_samples not in (None, samples):
+            if inside not in (None, samples):
                 raise validate.invalid(
-                    "num_samples",
-                    f"given twice, as {samples} and in sampling_params as {sampling.num_samples}; leave one out",
+                    "num_samples", f"given twice, as {samples} and in sampling_params as {inside}; leave one out"
                 )
-            sampling = SamplingParams.make(sampling, num_samples=samples)
-        samples = sampling.num_samples
-        if samples is not None and not self.generate:
-            raise validate.invalid("num_samples", "scoring samples nothing; leave it out, or pass generate=True")
-        if samples is not None and self.inplace is True:
+            inside = SamplingParams.make(sampling, num_samples=samples).num_samples
+        if inside is not None and self.inplace is True:
             raise validate.invalid(
                 "inplace", "num_samples adds a batch dimension that the input does not have; pass inplace=False"
             )
-        self._set("num_samples", samples)
+        self._set("num_samples", inside)
         self._set("sampling_params", SamplingParams.make(sampling, num_samples=None))
 
     def _set(self, name: str, value: Any) -> None:
@@ -284,24 +283,20 @@ class PolicyOptions:
             TypeError: a policy has no option of that name.
         """
         _refuse_unknown(changes, self.sampling)
+        reset: set[str] = set()
         if "keys" in changes:
-            changes = {"log_probs_key": None, **changes}
+            reset.add("log_probs_key")
         elif "log_probs_key" in changes:
             changes = {"keys": dataclasses.replace(self.keys, log_probs=Keys().log_probs), **changes}
-        if any(changes.get(name, old) != old for name, old in self._reads.items()):
+        generate, mode = changes.get("generate", self.generate), changes.get("input_mode", self.input_mode)
+        if (generate, mode) != (self.generate, self.input_mode):
             # These keys hold the input of one mode, a prompt or a whole sequence.
-            changes = {"input_key": None, "attention_mask_key": None, **changes}
-        if changes.get("generate", self.generate) is not self.generate:
-            # What is said about ids is asked for differently.
-            changes = {"return_support": False, "top_logprobs": 0, "top_k": 0, "support_key": None, **changes}
-        if "sampling_params" in changes or changes.get("generate") is False:
-            # New sampling parameters bring their own number of samples, and scoring has none.
-            changes = {"num_samples": None, **changes}
-        return dataclasses.replace(self, **changes)
-
-    @property
-    def _reads(self) -> dict[str, Any]:
-        return {"input_mode": self.input_mode, "generate": self.generate}
+            reset |= {"input_key", "attention_mask_key"}
+            reset |= ONLY[not generate].keys() | {name for name, (only, _) in ONLY_IN.items() if only != mode}
+        if "sampling_params" in changes:
+            # New sampling parameters bring their own number of samples.
+            reset.add("num_samples")
+        return dataclasses.replace(self, **{name: _DEFAULTS[name] for name in reset} | changes)
 
     @functools.cached_property
     def sampling(self) -> SamplingParams:
@@ -322,6 +317,7 @@ class PolicyOptions:
 
 
 OPTIONS = tuple(option.name for option in dataclasses.fields(PolicyOptions))
+_DEFAULTS: dict[str, Any] = {option.name: option.default for option in dataclasses.fields(PolicyOptions)}
 
 
 def _refuse_unknown(given: Mapping[str, Any], sampling: SamplingParams) -> None:
@@ -330,31 +326,27 @@ def _refuse_unknown(given: Mapping[str, Any], sampling: SamplingParams) -> None:
     Args:
         given: options by name.
         sampling: the sampling parameters so far, which new ones would replace.
-
-    Raises:
-        TypeError: there is such an option.
     """
-    unknown = [name for name in given if name not in OPTIONS]
-    if unknown:
-        raise TypeError(f"a policy has no option {unknown[0]!r}; {_instead_of(unknown[0], given, sampling)}")
-
-
-def _instead_of(name: str, given: Mapping[str, Any], sampling: SamplingParams) -> str:
+    name = next((name for name in given if name not in OPTIONS), None)
+    if name is None:
+        return
     if name in {limit.name for limit in dataclasses.fields(Limits)}:
-        return f"give batching=Limits({name}=…)"
-    if ALIASES.get(name, name) in FIELDS:
-        neutral = SamplingParams()
-        kept = {field: getattr(sampling, field) for field in FIELDS}
-        kept = {field: value for field, value in kept.items() if value != getattr(neutral, field)}
+        instead = f"give batching=Limits({name}=…)"
+    elif ALIASES.get(name, name) in FIELDS:
+        kept = {field: value for field in FIELDS if (value := getattr(sampling, field)) != getattr(_NEUTRAL, field)}
         kept.pop("do_sample", None)
         meant = kept | {ALIASES.get(each, each): value for each, value in given.items() if each not in OPTIONS}
-        return f"it is a sampling parameter: give sampling_params={meant}"
-    if name in NOT_OURS:
-        return NOT_OURS[name]
-    near = validate.did_you_mean(name, OPTIONS).removeprefix("; ")
-    return near or f"options of the engine are given to get_backend; a policy has {', '.join(OPTIONS)}"
+        instead = f"it is a sampling parameter: give sampling_params={meant}"
+    elif name in NOT_OURS:
+        instead = NOT_OURS[name]
+    else:
+        instead = validate.did_you_mean(name, OPTIONS).removeprefix("; ") or (
+            f"options of the engine are given to get_backend; a policy has {', '.join(OPTIONS)}"
+        )
+    raise TypeError(f"a policy has no option {name!r}; {instead}")
 
 
+_NEUTRAL = SamplingParams()
 _made = PolicyOptions.__init__
 
 
@@ -369,12 +361,6 @@ def _make(self: PolicyOptions, **given: Any) -> None:
 PolicyOptions.__init__ = _make  # type: ignore[method-assign]
 
 
-def _about_ids(options: PolicyOptions) -> tuple[str, ...]:
-    """Return the fields of `LogProbs` about ids that every call writes."""
-    kept = KEPT if options.return_support else KEPT[:2] if options.support_key is not None else ()
-    return (*kept, *(TOP if options.top_k or options.top_logprobs else ()))
-
-
 def out_keys(options: PolicyOptions) -> list[NestedKey]:
     """Return the keys that every call writes.
 
@@ -382,29 +368,26 @@ def out_keys(options: PolicyOptions) -> list[NestedKey]:
     scored in place keeps its fields and gets no `full`, so that the next policy scores the same completions.
     """
     parts = ("prompt", "response", "full") if options.generate else ("full",)
-    masks = ["all_attention_mask"]
-    if options.generate:
-        masks.append("all_response_mask")
+    masks = ["all_attention_mask", *(["all_response_mask"] if options.generate else [])]
     if options.generate or options.input_mode == "history":
         masks.append("all_assistant_mask")
+    kept = KEPT if options.return_support else KEPT[:2] if options.support_key is not None else ()
+    top = TOP if options.top_k or options.top_logprobs else ()
     names = {
         "text": parts,
         "tokens": parts,
-        "masks": tuple(masks),
-        "log_probs": (*parts, "scored_mask", *_about_ids(options)),
+        "masks": masks,
+        "log_probs": (*parts, "scored_mask", *kept, *top),
         "history": parts,
     }
-    keys: list[NestedKey] = []
-    for name, inner in names.items():
-        if name in options.fields:
-            top = getattr(options.keys, name)
-            keys += [(*(top if isinstance(top, tuple) else (top,)), part) for part in inner]
-    if options.generate:
-        keys.append("finish_reason")
-    if options.return_argmax:
-        keys += ["argmax", "is_greedy"]
-    if options.generate or options.on_error == "skip":
-        keys.append("errors")
-    if options.input_mode == "history" and not options.prefer_tokens:
-        keys.append("retokenized")
+    keys: list[NestedKey] = [
+        (*key_parts(getattr(options.keys, name)), part)
+        for name, inner in names.items()
+        if name in options.fields
+        for part in inner
+    ]
+    keys += ["finish_reason"] if options.generate else []
+    keys += ["argmax", "is_greedy"] if options.return_argmax else []
+    keys += ["errors"] if options.generate or options.on_error == "skip" else []
+    keys += ["retokenized"] if options.input_mode == "history" and not options.prefer_tokens else []
     return keys

@@ -1,21 +1,31 @@
-"""From an engine's result and the rows it was asked about to a `ContainerRequest`, and from containers to answers."""
+"""From an engine's result to the containers in a TensorDict, and from these to answers that go on.
+
+Generating in place writes a new answer: its containers replace those of an earlier one. Scoring in place adds to what
+is there: fields that are there stay as they are, and missing ones are added. What cannot be put next to it (scores of
+other tokens, log-probs under a key that has some) is refused before the engine is asked.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+from operator import add
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from corelm.backend.backend import Backend
-from corelm.containers.classes import LogProbs, Tokens
-from corelm.containers.fields import objects
-from corelm.containers.reading import carries_sets, list_keys, provenance_of_rows, ragged, token_sets
-from corelm.errors import MissingKeyError, Problems, ProvenanceMismatchError, refuse
+from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens
+from corelm.containers.fields import flat, objects
+from corelm.containers.reading import carries_sets, key_parts, list_keys, provenance_of_rows, ragged, token_sets
+from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.policy.messages import AnswerReader, answer_texts
-from corelm.policy.options import PolicyOptions
-from corelm.policy.rows import InputRows, provenance_of_scores
+from corelm.policy.options import Keys, PolicyOptions
+from corelm.policy.rows import InputRows, find_value, provenance_of_scores
+from corelm.policy.tokens import nested_field
 from corelm.spec.answer_text import HALF_CHARACTER
+from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.version_runs import with_runs
@@ -31,27 +41,233 @@ ABOUT_IDS = {
     "top_log_probs": ("top_logprobs", 0.0),
     "tail_log_mass": ("tail_log_mass", 0.0),
 }
+_DEFAULT = Keys()
+_CONTAINERS: dict[str, Any] = {
+    "text": Text,
+    "tokens": Tokens,
+    "masks": Masks,
+    "log_probs": LogProbs,
+    "history": ChatHistory,
+}
+
+
+# Before the engine is asked ------------------------------------------------------------------------------------------
+
+
+def must_fit(td: TensorDictBase, batch_size: tuple[int, ...], options: PolicyOptions) -> None:
+    """Refuse a call whose results cannot go where `inplace` says, before anything is sampled."""
+    here = options.writes_in_place is True
+    if here and td.is_locked:
+        raise invalid("inplace", "the TensorDict is locked; unlock it, or pass inplace=False")
+    if tuple(td.batch_size) == batch_size:
+        return
+    rest = td.exclude(*_replaced_keys(td, options)) if here else td.empty()
+    try:
+        rest.batch_size = torch.Size(batch_size)
+    except RuntimeError as error:
+        raise invalid(
+            "inplace", f"the results' batch {batch_size} does not fit the input; pass inplace=False: {error}"
+        ) from error
+
+
+def _replaced_keys(td: TensorDictBase, options: PolicyOptions) -> list[NestedKey]:
+    """Return the key of a bare input, which the container that holds the input replaces."""
+    key = getattr(options.keys, options.input_mode)
+    merged = not options.generate and isinstance(find_value(td, key), _CONTAINERS[options.input_mode])
+    return [] if merged or options.input_key is not None else [key]
+
+
+def must_replace(td: TensorDictBase, options: PolicyOptions) -> None:
+    """Refuse generating in place if it would leave a container of an earlier answer next to the new one."""
+    for name, container in _CONTAINERS.items():
+        if name in options.fields or (name == "history" and options.input_mode != "history"):
+            continue
+        there = find_value(td, getattr(options.keys, name))
+        response = "all_response_mask" if name == "masks" else "response"
+        if isinstance(there, container) and response in there.keys():
+            raise invalid(
+                f"return_{name}",
+                f"{_dotted(options, name)!r} holds that of an earlier answer, which this call would not replace; leave "
+                f"return_{name}=False out, delete it from the TensorDict, or pass inplace=False",
+            )
+    _refuse_stale(td, options, "a new answer", answered=True)
+
+
+def _refuse_stale(td: TensorDictBase, options: PolicyOptions, new: str, *, answered: bool = False) -> None:
+    """Refuse a call that replaces tokens if it leaves containers that are as long as the old ones.
+
+    Args:
+        td: what the call writes into.
+        options: those of the policy.
+        new: what the call writes.
+        answered: whether to look only at log-probs of an earlier answer.
+    """
+    keys = options.keys
+    written = [getattr(keys, name) for name in options.fields]
+    # A policy that writes log-probs elsewhere leaves those of the sampler, which are under the default key.
+    looked_at = [_DEFAULT.log_probs] if keys.tokens == _DEFAULT.tokens else []
+    looked_at += [] if answered else [keys.tokens, keys.masks]
+    for key in looked_at:
+        there = None if key in written else find_value(td, key)
+        if isinstance(there, (LogProbs, Masks, Tokens)) and (not answered or "response" in there.keys()):
+            name = ".".join(key_parts(key))
+            raise invalid(
+                name,
+                f"it belongs to the tokens that are there, and would stay next to {new}; delete it from the "
+                "TensorDict, write it as well, or pass inplace=False",
+            )
+
+
+def must_keep(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> None:
+    """Refuse scoring in place if it would replace something that is there.
+
+    Raises:
+        InvalidRequestError: other tokens, log-probs, or values of other kinds are there.
+    """
+    if options.overwrite:
+        if rows.conflicts:
+            _refuse_stale(td, options, "scores of other tokens")
+        return
+    if rows.conflicts:
+        raise InvalidRequestError(
+            f"{_dotted(options, 'tokens')}: {spelled_out(rows.conflicts)}. Scores of other tokens are not put next to "
+            "them: another tokenizer or chat template made them, or the input was cut or has changed since. Pass "
+            'input_mode="tokens" to score the tokens that are there, id for id; or inplace=False; or write elsewhere: '
+            'keys=Keys(text="ref_text", tokens="ref_tokens", masks="ref_masks", log_probs="ref_log_probs"); or '
+            "overwrite=True to replace them",
+            field="tokens",
+            problems=rows.conflicts,
+        )
+    for name in sorted(options.fields):
+        there = find_value(td, getattr(options.keys, name))
+        if there is not None and (loss := _loss(name, there, rows, options)):
+            elsewhere = 'log_probs_key="ref_log_probs"' if name == "log_probs" else f"keys=Keys({name}=…)"
+            leave_out = "" if name == "log_probs" else f" or return_{name}=False"
+            raise InvalidRequestError(
+                f"{_dotted(options, name)}: {loss}. Scoring in place replaces nothing: pass {elsewhere}{leave_out}; or "
+                "inplace=False; or overwrite=True to replace it",
+                field=name,
+            )
+    for name in ("argmax", "is_greedy") if options.return_argmax else ():
+        if find_value(td, name) is not None:
+            raise InvalidRequestError(
+                f"{name}: the TensorDict holds one already, and scoring in place replaces nothing; pass inplace=False, "
+                "or overwrite=True to replace it",
+                field=name,
+            )
+    there = find_value(td, "errors") if options.on_error == "skip" else None
+    if there is not None and [type(one) for one in flat(there)] != [str] * len(rows.ids):
+        raise invalid("errors", "the TensorDict holds something else under that key; pass inplace=False")
+
+
+def refuse_other_provenance(
+    there: Any, expected: Provenance | tuple[Provenance | None, ...], key: NestedKey, advice: str
+) -> None:
+    """Refuse to replace log-probs of another provenance, row by row. Anything but `LogProbs` is accepted.
+
+    Args:
+        there: what is under the key.
+        expected: the provenance of the new log-probs, one for all rows or one per row.
+        key: the key.
+        advice: what to do instead.
+
+    Raises:
+        InvalidRequestError: `rows` are those of another provenance, or of an unknown one.
+    """
+    if not isinstance(there, LogProbs):
+        return
+    count = there.batch_size.numel()
+    olds = provenance_of_rows(there, count)
+    news = expected if isinstance(expected, tuple) else (expected,) * count
+    problems = {
+        row: f"the log-probs that are there come from {_source(old)}, the new ones from {_source(new)}"
+        for row, (old, new) in enumerate(zip(olds, news, strict=False))
+        if old != new
+    }
+    if problems:
+        field = ".".join(key_parts(key))
+        raise InvalidRequestError(f"{field}: {spelled_out(problems)}. {advice}", field=field, problems=problems)
+
+
+def _source(one: Provenance | None) -> str:
+    if one is None:
+        return "an unknown source"
+    how = one.mode if one.mode == "raw" else f"processed, temperature {one.temperature}, {one.support} support"
+    return f"{one.backend} ({one.model!r}, weights {one.weight_version!r}, {how})"
+
+
+def _loss(name: str, there: Any, rows: InputRows, options: PolicyOptions) -> str | None:
+    """Return what would be lost of what is there; None if nothing would.
+
+    Containers are kept if they say the same. The ids decide, if there are any: the text of an answer lacks the special
+    tokens and the stop string that its ids have.
+    """
+    read = _reads(name, options)
+    if name == "log_probs":
+        return f"a {'list' if isinstance(there, list) else type(there).__name__} is there"
+    if _is_nested(there):
+        lost = sorted({*there.keys()} - {"full", "padded"})
+        which = f" of {', '.join(lost)}" if lost else ""
+        return f"nested tensors{which} are there" if lost or not read else None
+    if isinstance(there, TensorDictBase):
+        written = {"full", "input_ids", "attention_mask"} if read else set()
+        if read and rows.only_response:
+            written |= {"prompt", "response"}
+        if name == "masks":
+            written = {"all_attention_mask"} | ({"all_assistant_mask"} if rows.assistant is not None else set())
+        lost = sorted(map(str, set(there.keys()) - written))
+        return f"a plain TensorDict with {', '.join(lost)} is there" if lost else None
+    if not isinstance(there, _CONTAINERS[name]):
+        kind = "list" if isinstance(there, list) else type(there).__name__
+        return None if read else f"a {kind} is there, not a {_CONTAINERS[name].__name__}"
+    if read or rows.conflicts is not None or name == "tokens":
+        return None
+    if name == "masks":
+        return None if _fit(there, rows) else "masks of other tokens are there"
+    if name == "history":
+        same = "full" not in there.keys() or there.full.chats == rows.chats
+    else:
+        same = name == "text" and ("full" not in there.keys() or tuple(flat(there.full)) == rows.texts)
+    return None if same else f"another {name} is there, and no tokens to show that it belongs to what is scored"
+
+
+def _fit(masks: Masks, rows: InputRows) -> bool:
+    """Return whether masks have the layout and the lengths of the rows."""
+    fields = [getattr(masks, name) for name in masks.keys() if name != "padded"]
+    if masks.padded is not (rows.columns is not None):
+        return False
+    if rows.columns is not None:
+        shape = (*rows.batch_size, rows.columns.mask.shape[-1])
+        return all(field.shape == shape for field in fields)
+    lengths = rows.ids.lengths.tolist()
+    return all([len(row) for row in flat(field)] == lengths for field in fields)
+
+
+def _is_nested(there: Any) -> bool:
+    """Return whether these are `Tokens` of nested tensors, which are read like bare ones and replaced by rows."""
+    return isinstance(there, Tokens) and nested_field(there, "full") is not None
+
+
+def _dotted(options: PolicyOptions, name: str) -> str:
+    return ".".join(key_parts(getattr(options.keys, name)))
+
+
+# Answers -------------------------------------------------------------------------------------------------------------
 
 
 def generated(
-    rows: InputRows,
-    batch: GenerateResult,
-    sampling: SamplingParams,
-    backend: Backend,
-    *,
-    fields: frozenset[str],
-    reader: AnswerReader,
-    **layout: Any,
+    rows: InputRows, batch: GenerateResult, options: PolicyOptions, reader: AnswerReader, backend: Backend
 ) -> tuple[ContainerRequest, Problems]:
     """Return prompts and their answers, and the answers that the reader did not parse.
 
     Every token of an answer is scored and the assistant's; no prompt is scored.
     """
+    fields, sampling = options.fields, options.sampling
     if sampling.num_samples is not None:
         rows = rows.repeat(sampling.num_samples)
     texts = chats = None
     problems: Problems = {}
-    errors = batch.errors or ("",) * len(batch.ids)
+    errors = batch.errors or ("",) * len(batch.finish_reasons)
     if "text" in fields or "history" in fields:
         said = answer_texts(batch, sampling, backend, rows.continued)
         asked = rows.texts or _without_half(given_texts(rows.ids, backend), batch.ids)
@@ -64,10 +280,11 @@ def generated(
             if rows.begun is not None:
                 pairs = zip(rows.chats, rows.begun, strict=True)
                 asked_before = tuple([chat if turn is None else chat[:-1] for chat, turn in pairs])
-            chats = Parts(rows.chats, replies, _joined(asked_before, replies))
+            chats = Parts(rows.chats, replies, tuple(map(add, asked_before, replies)))
         if "text" in fields:
             after = said if rows.chats is None else answer_texts(batch, sampling, backend, rows.ids)
-            texts = Parts(asked, said, _joined(_without_half(asked, batch.ids), after))
+            whole = tuple(map(add, _without_half(asked, batch.ids), after))
+            texts = Parts(asked, said, whole)
     # True where the answers are: those positions are scored, and they are the assistant's.
     answered = rows.ids.join_mask(batch.ids)
     assistant = answered
@@ -85,8 +302,8 @@ def generated(
         finish_reasons=batch.finish_reasons,
         errors=errors,
         retokenized=rows.retokenized,
-        pad_id=backend.pad_id,
-        **layout,
+        pad_id=backend.engine.pad_id,
+        pad_output=options.pad_output,
     )
     return request, problems
 
@@ -97,8 +314,9 @@ def _log_probs(
     """Return the log-probs of answers and what the answers say about ids, as long as prompt and answer."""
 
     def behind_prompts(rows: Ragged, filler: float) -> Ragged:
-        shape = (prompts.values.shape[0], *rows.values.shape[1:])
-        return prompts.with_values(rows.values.new_full(shape, filler)).join(rows, answered)
+        values = rows.values.new_full((answered.values.shape[0], *rows.values.shape[1:]), filler)
+        values[answered.values.to(values.device)] = rows.values
+        return answered.with_values(values)
 
     found: dict[str, Any] = {
         "logprobs": behind_prompts(logprobs, 0.0),
@@ -139,7 +357,7 @@ def scored(
         provenance=provenance_of_scores(backend.provenance(batch), rows.support),
         assistant=rows.assistant,
         retokenized=rows.retokenized,
-        pad_id=backend.pad_id,
+        pad_id=backend.engine.pad_id,
         columns=rows.columns,
         **layout,
     )
@@ -170,8 +388,75 @@ def _without_half(prompts: tuple[str, ...], answers: Ragged) -> tuple[str, ...]:
     return tuple([text.rstrip(HALF_CHARACTER) if length else text for text, length in pairs])
 
 
-def _joined(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([a + b for a, b in zip(first, second, strict=True)])
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def scores_are_dense(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> bool:
+    """Return whether scores are written as dense tensors: in place like the tokens there, else as `pad_output` says."""
+    if options.writes_in_place is True and _joins(rows, options):
+        for name in ("tokens", "masks"):
+            if isinstance(find_value(td, getattr(options.keys, name)), _CONTAINERS[name]):
+                return rows.columns is not None
+    return options.pad_output
+
+
+def deliver(
+    td: TensorDictBase, rows: InputRows, request: ContainerRequest, backend: Backend, options: PolicyOptions
+) -> TensorDictBase:
+    """Put the containers under the policy's keys, where `inplace` says."""
+    where, keys = options.writes_in_place, options.keys
+    in_place = where is True and not options.generate
+    if in_place and request.errors is not None and (earlier := find_value(td, "errors")) is not None:
+        pairs = zip(flat(earlier), request.errors, strict=True)
+        request = replace(request, errors=tuple("; ".join(dict.fromkeys(filter(None, pair))) for pair in pairs))
+    made: TensorDictBase = backend.to_containers(request)
+    device = options.device or td.device
+    if device is not None:
+        made = made.to(device)
+    if where is False and keys == _DEFAULT:
+        return made
+    there: dict[str, Any] = {}
+    if in_place:
+        kept = [
+            name for name in _CONTAINERS if name != "log_probs" and (_joins(rows, options) or _reads(name, options))
+        ]
+        there = {name: find_value(td, getattr(keys, name)) for name in kept}
+    if where is False:
+        out: TensorDictBase = TensorDict({}, batch_size=request.batch_size, device=device)
+    else:
+        out = td if where is True else td.empty()
+        if tuple(out.batch_size) != tuple(request.batch_size):
+            out.exclude(*_replaced_keys(td, options), inplace=True)
+            out.batch_size = torch.Size(request.batch_size)
+    for name, value in made.items():
+        # Completions that get a `full` would be scored as whole sequences the next time.
+        held = there.get(name)
+        without = ("full",) if rows.only_response and held is not None and _reads(name, options) else ()
+        if isinstance(held, _CONTAINERS.get(name, ())) and not _is_nested(held):
+            value = _completed(held, value, without)
+        elif without:
+            value = value.exclude(*without)
+        out.set(getattr(keys, name, name), value)
+    return out
+
+
+def _reads(name: str, options: PolicyOptions) -> bool:
+    """Return whether the container of this name is what the policy reads."""
+    return name == options.input_mode and options.input_key is None
+
+
+def _joins(rows: InputRows, options: PolicyOptions) -> bool:
+    """Return whether scores join what is there. With overwrite=True, containers of other tokens may be there."""
+    return not options.overwrite or rows.conflicts == {}
+
+
+def _completed(there: Any, new: Any, without: Collection[str] = ()) -> Any:
+    """Return the container that is there, with the fields of the new one that it lacks, except those in `without`."""
+    for field in new.keys():
+        if field not in there.keys() and field not in without:
+            # Fields without rows read as empty lists, which have no type.
+            there.set(field, new.get(field) if 0 in new.batch_size else getattr(new, field))
+    return there
 
 
 # Answers that go on --------------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from tensordict import TensorDictBase
@@ -21,17 +21,23 @@ from corelm.backend.prepared_call import PreparedCall, prepare_generation, prepa
 from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
-from corelm.errors import CapabilityError, printable
+from corelm.errors import CapabilityError, InvalidRequestError, printable
 from corelm.opening import get_backend
-from corelm.policy.delivery import deliver, merged, must_fit, must_keep, must_replace, scores_are_dense
 from corelm.policy.inputs import InputReader
 from corelm.policy.messages import AnswerReader, warn_unparsed
-from corelm.policy.mistakes import NotMoved, checked_backend, not_a_tensordict, refuse_compiling
 from corelm.policy.options import PolicyOptions, out_keys
-from corelm.policy.outputs import generated, partial_answers, scored
+from corelm.policy.outputs import (
+    deliver,
+    generated,
+    must_fit,
+    must_keep,
+    must_replace,
+    partial_answers,
+    scored,
+    scores_are_dense,
+)
 from corelm.policy.progress import AnswerBar, answer_bar
-from corelm.policy.rows import InputRows, provenance_of_scores, room_for_prompts, truncate_left
-from corelm.policy.support import with_support
+from corelm.policy.rows import InputRows, room_for_prompts, truncate_left, with_support
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
@@ -43,16 +49,34 @@ Positions = Literal["attention", "assistant", "response"]
 
 #: Options with a line of their own in a policy's repr, and how long values may be there.
 _OWN_LINE, _LONGEST = frozenset({"input_mode", "generate", "sampling_params", "num_samples", "log_probs_mode"}), 60
+_NOT_COMPILED = "torch.compile cannot compile an LLMPolicy, whose model runs inside the engine; call the policy itself"
+_NOT_MOVED = (
+    "an LLMPolicy has no weights to move or convert. Open the engine with the device and dtype that you want, such as "
+    "get_backend('transformers', 'PATH', device='cuda', dtype='bfloat16'); results go where policy.replace(device=…) "
+    "says"
+)
 
 
-class LLMPolicy(NotMoved, TensorDictModuleBase):
+class _NotMoved:
+    """The methods by which a module is moved, converted or compiled. A policy has no weights, and each says so."""
+
+    def compile(self, *_: Any, **__: Any) -> NoReturn:
+        raise validate.invalid("policy", _NOT_COMPILED)
+
+    def _not_moved(self, *_: Any, **__: Any) -> NoReturn:
+        raise validate.invalid("policy", _NOT_MOVED)
+
+    to = cpu = cuda = xpu = type = half = float = double = bfloat16 = to_empty = _not_moved
+
+
+class LLMPolicy(_NotMoved, TensorDictModuleBase):
     """Sample answers from an engine, or score what is already there.
 
     ``LLMPolicy(backend, input_mode="text", num_samples=4)`` and ``LLMPolicy(backend, PolicyOptions(…))`` do the same.
 
     Args:
         backend: an opened `Backend`, or its name together with `model`.
-        options: what to read, ask of the engine and write; None for the defaults.
+        options: what to read, ask of the engine and write, or a dict of that; None for the defaults.
         model: the model to open, if `backend` is a name.
         batching: True or `Limits` let callers on several threads or in several tasks share the engine's calls (see
             `DynamicBatcher`).
@@ -70,15 +94,17 @@ class LLMPolicy(NotMoved, TensorDictModuleBase):
     def __init__(
         self,
         backend: Backend | str,
-        options: PolicyOptions | None = None,
+        options: PolicyOptions | Mapping[str, Any] | None = None,
         *,
         model: Any = None,
         batching: bool | Limits = False,
         **changes: Any,
     ) -> None:
         super().__init__()
+        if isinstance(options, Mapping):
+            options = PolicyOptions(**options)
         if not isinstance(options, (PolicyOptions, type(None))):
-            raise validate.invalid("options", f"expected PolicyOptions or None, got {validate.shown(options)}")
+            raise validate.invalid("options", f"expected PolicyOptions, a dict or None, got {validate.shown(options)}")
         if not isinstance(batching, (bool, Limits)):
             raise validate.invalid("batching", f"expected True, False or Limits, got {validate.shown(batching)}")
         if not isinstance(backend, str):
@@ -90,15 +116,22 @@ class LLMPolicy(NotMoved, TensorDictModuleBase):
         self._temperature = options.sampling.temperature if options.log_probs_mode == "processed" else 1.0
         self.in_keys = [self._reader.keys[self._part]]
         self.out_keys = out_keys(options)
-        if opened_here := isinstance(backend, str):
+        #: What the end of a ``with`` block closes: the engine, if it was opened here; the batcher, if it was made here.
+        self._opened = isinstance(backend, str)
+        if isinstance(backend, str):
             # Opened last, so that a wrong argument leaves no engine open.
             backend = get_backend(backend, model)
         elif model is not None:
             raise validate.invalid("model", "this backend is already open; leave the model out, or pass a name")
+        self._batches = bool(batching) and not isinstance(backend, DynamicBatcher)
         self.backend = _batched(backend, batching) if batching else backend
-        self._answers = AnswerReader.of(
-            options.response_parser, options.template_kwargs.get("tools"), backend, opened_here=opened_here
-        )
+        try:
+            self._answers = AnswerReader.of(options.response_parser, options.template_kwargs.get("tools"), backend)
+        except BaseException:
+            if self._opened:
+                # Its caller never sees it.
+                backend.close()
+            raise
 
     # Calling it ------------------------------------------------------------------------------------------------------
 
@@ -129,13 +162,18 @@ class LLMPolicy(NotMoved, TensorDictModuleBase):
             BackendClosedError: the backend was closed.
         """
         if torch.compiler.is_compiling():
-            refuse_compiling()
-        bar = self._bar(progress)
-        with bar or nullcontext():
+            _refuse_compiling()
+        if torch.is_inference_mode_enabled():
+            with no_inference_mode():
+                return self.forward(tensordict, seed=seed, timeout=timeout, progress=progress)
+        bar = None if progress is False else self._bar(progress)
+        if bar is None:
+            rows, call = self._prepare(tensordict, seed, timeout)
+            return self._finish(tensordict, rows, self.backend.run(call))
+        with bar:
             rows, call = self._prepare(tensordict, seed, timeout, bar=bar)
             result = self.backend.run(call)
-            if bar is not None:
-                bar.complete(result)
+            bar.complete(result)
             return self._finish(tensordict, rows, result)
 
     async def aforward(
@@ -156,7 +194,7 @@ class LLMPolicy(NotMoved, TensorDictModuleBase):
                 would wait for itself.
         """
         self.backend.require_outside("aforward")
-        bar = self._bar(progress)
+        bar = None if progress is False else self._bar(progress)
         with bar or nullcontext():
             rows, call = await asyncio.to_thread(self._prepare, tensordict, seed, timeout, bar=bar)
             result = await asyncio.wrap_future(self.backend.submit(call))
@@ -164,6 +202,7 @@ class LLMPolicy(NotMoved, TensorDictModuleBase):
                 bar.complete(result)
             return await asyncio.to_thread(self._finish, tensordict, rows, result)
 
+    @no_inference_mode()
     def resume(
         self,
         tensordict: TensorDictBase,
@@ -225,20 +264,20 @@ class LLMPolicy(NotMoved, TensorDictModuleBase):
         """
         return AsyncAnswerStream(self.backend, partial(self._plan, tensordict, seed, timeout))
 
+    @no_inference_mode()
     def _plan(
         self, tensordict: TensorDictBase, seed: int | None, timeout: float | None, listener: Listener
     ) -> tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], TensorDictBase]]:
         if not self.options.generate:
             raise validate.invalid("generate", "only answers can be streamed, and this policy scores; call it instead")
         rows, call = self._prepare(tensordict, seed, timeout, listener)
-        return call, partial(self._finish, tensordict, rows)
+        return call, no_inference_mode()(partial(self._finish, tensordict, rows))
 
     def _bar(self, progress: bool) -> AnswerBar | None:
         if progress and not self.options.generate:
             raise validate.invalid("progress", "the bar counts answers, and this policy scores; leave it out")
         return answer_bar(progress)
 
-    @no_inference_mode()
     def _prepare(
         self,
         td: TensorDictBase,
@@ -250,28 +289,29 @@ class LLMPolicy(NotMoved, TensorDictModuleBase):
     ) -> tuple[InputRows, PreparedCall[Any]]:
         """Return the rows that were read and the call. One whose results would have nowhere to go is refused here."""
         options, backend = self.options, self.backend
-        engine = backend.engine
+        engine, where = backend.engine, options.writes_in_place
         # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
         engine.require_here()
         if not isinstance(td, TensorDictBase):
-            raise not_a_tensordict(td, options.input_mode)
+            raise _not_a_tensordict(td, options.input_mode)
         if seed is not None and not options.generate:
             raise validate.invalid("seed", "scoring samples nothing; leave the seed out")
         rows = self._reader.read(td, self._part, backend, want_assistant="masks" in options.fields)
         samples = options.num_samples
-        must_fit(td, rows.batch_size if samples is None else (*rows.batch_size, samples), options)
+        if where is not False:
+            must_fit(td, rows.batch_size if samples is None else (*rows.batch_size, samples), options)
         if not options.generate:
-            rows = with_support(td, rows, options, self._temperature)
-            if options.writes_in_place is True:
-                must_keep(td, rows, options, provenance_of_scores(self.score_provenance, rows.support))
-            scoring = {**self._scoring(rows), "return_argmax": options.return_argmax, "top_k": options.top_k}
-            return rows, prepare_scoring(engine, **scoring, timeout=timeout)
+            if options.support_key is not None:
+                rows = with_support(td, rows, options, self._temperature)
+            if where is True:
+                must_keep(td, rows, options)
+            return rows, self._scoring(rows, return_argmax=options.return_argmax, top_k=options.top_k, timeout=timeout)
         if bar is not None:
             bar.expect(len(rows.ids) * (samples or 1))
-        if options.writes_in_place is True:
+        if where is True:
             must_replace(td, options)
         sampling = options.sampling if seed is None else SamplingParams.make(options.sampling, seed=seed)
-        if rows.chats is not None:
+        if rows.chats is not None and self._answers.parser is not None:
             sampling = self._answers.sampling(sampling)
         if options.truncation == "left":
             rows = truncate_left(rows, room_for_prompts(sampling, engine.capabilities), backend)
@@ -292,31 +332,23 @@ class LLMPolicy(NotMoved, TensorDictModuleBase):
             new_turn=rows.chats is not None,
         )
 
-    @no_inference_mode()
     def _finish(self, td: TensorDictBase, rows: InputRows, result: GenerateResult | ScoreResult) -> TensorDictBase:
         options, backend = self.options, self.backend
         if isinstance(result, ScoreResult):
             errors = (result.errors or ("",) * len(rows.ids)) if options.on_error == "skip" else None
             dense = scores_are_dense(td, rows, options)
             request = scored(rows, result, backend, fields=options.fields, errors=errors, pad_output=dense)
-            return deliver(td, rows, merged(td, rows, request, options), backend, options)
-        request, unparsed = generated(
-            rows,
-            result,
-            options.sampling,
-            backend,
-            fields=options.fields,
-            reader=self._answers,
-            pad_output=options.pad_output,
-        )
+            return deliver(td, rows, request, backend, options)
+        request, unparsed = generated(rows, result, options, self._answers, backend)
         out = deliver(td, rows, request, backend, options)
-        warn_unparsed(unparsed)
+        if unparsed:
+            warn_unparsed(unparsed)
         return out
 
     # Scores ----------------------------------------------------------------------------------------------------------
 
-    def _scoring(self, rows: InputRows) -> dict[str, Any]:
-        """Return the arguments for scoring these rows."""
+    def _scoring(self, rows: InputRows, **asked: Any) -> PreparedCall[ScoreResult]:
+        """Return the call that scores these rows."""
         options, sampling, support = self.options, self.options.sampling, rows.support
         # The sets say what truncation left.
         truncates = sampling.truncates_support if support is None else bool(sampling.engine_kwargs)
@@ -325,25 +357,27 @@ class LLMPolicy(NotMoved, TensorDictModuleBase):
                 "scores cannot reflect penalties, and truncation only by support_key=…; pass log_probs_mode='raw'",
                 capability="score",
             )
-        return {
-            "sequences": rows.ids,
-            "temperature": self._temperature,
-            "score_from": rows.prompt_lengths if rows.only_response else None,
-            "on_error": options.on_error,
-            "problems": rows.problems,
-            "adapter": options.adapter,
-            "support": None if support is None else support.for_engine,
-        }
+        return prepare_scoring(
+            self.backend.engine,
+            rows.ids,
+            temperature=self._temperature,
+            score_from=rows.prompt_lengths if rows.only_response else None,
+            on_error=options.on_error,
+            problems=rows.problems,
+            adapter=options.adapter,
+            support=None if support is None else support.for_engine,
+            **asked,
+        )
 
     def _scored(
         self, td: TensorDictBase, *, want_assistant: bool = False, return_logits: bool = False
     ) -> tuple[InputRows, ScoreResult]:
         """Read and score whole sequences, with a graph if gradients are on."""
         rows = self._reader.read(td, "full", self.backend, want_assistant=want_assistant)
-        rows = with_support(td, rows, self.options, self._temperature)
+        if self.options.support_key is not None:
+            rows = with_support(td, rows, self.options, self._temperature)
         grad = torch.is_grad_enabled() and self.backend.capabilities.gradients
-        scoring = {**self._scoring(rows), "grad": grad, "return_logits": return_logits}
-        return rows, self.backend.run(prepare_scoring(self.backend.engine, **scoring))
+        return rows, self.backend.run(self._scoring(rows, grad=grad, return_logits=return_logits))
 
     @property
     def score_provenance(self) -> Provenance:
@@ -452,13 +486,50 @@ class LLMPolicy(NotMoved, TensorDictModuleBase):
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self.backend.__exit__(*exc)
+        """Close the engine if this policy opened it; otherwise end only the batcher that this policy made."""
+        if self._opened:
+            self.backend.__exit__(*exc)
+        elif self._batches:
+            self.cleanup_batching(flush=exc[0] is None)
 
     def __reduce__(self) -> Any:
         raise TypeError("a policy holds an open engine, which cannot be copied or pickled; use replace()")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({_described(self.backend, self.options)})"
+
+
+@torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
+def _refuse_compiling() -> NoReturn:
+    """Refuse a call that torch.compile traces.
+
+    Dynamo breaks the graph here and makes this call for real. With ``fullgraph=True`` it raises an error of its own,
+    which repeats the reason.
+    """
+    raise validate.invalid("policy", _NOT_COMPILED)
+
+
+def checked_backend(given: Any) -> Backend:
+    """Return `given` if it is an open backend.
+
+    Raises:
+        InvalidRequestError: it is anything else; the message says how to open one.
+    """
+    if isinstance(given, Backend):
+        return given
+    call = "get_backend('transformers', 'PATH')"
+    if isinstance(given, torch.nn.Module):
+        call = "get_backend('transformers', model, tokenizer=tokenizer)"
+    kind = "None" if given is None else f"a {type(given).__name__}"
+    raise validate.invalid("backend", f"expected an open backend or the name of one, got {kind}; pass {call}")
+
+
+def _not_a_tensordict(given: Any, mode: str) -> InvalidRequestError:
+    call = {"history": "history=History.from_chats(…)", "text": "text=…", "tokens": "tokens=…"}[mode]
+    if isinstance(given, Mapping):
+        masks = ", attention_mask=batch['attention_mask']" if "attention_mask" in given else ""
+        call = f"input_ids=batch['input_ids']{masks}" if "input_ids" in given else "…"
+    return validate.invalid("tensordict", f"expected a TensorDict, got {type(given).__name__}; pass TensorDict({call})")
 
 
 def _batched(backend: Backend, batching: bool | Limits) -> DynamicBatcher:

@@ -251,7 +251,7 @@ def _refuse_pads(held: Any, top: str, name: str, backend: Backend) -> None:
             refuse_pads(value, backend.tokenizer, backend.eos_token_ids, field, _PADS_ADVICE)
 
 
-def find_input_ids(td: TensorDictBase, top: Key, value: Any, part: str) -> tuple[TensorDictBase, Key] | None:
+def input_ids_of(td: TensorDictBase, top: Key, value: Any, part: str) -> tuple[TensorDictBase, Key] | None:
     """Return where the `input_ids` of a tokenizer's batch are: a TensorDict and the key in it; None if there are none.
 
     The batch is the value under the key `top` that is read, or, if there is no such key, `td` itself.

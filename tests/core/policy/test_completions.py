@@ -179,8 +179,8 @@ def test_a_plain_tensordict_of_texts_is_scored_as_completions(backend):
     plain = TensorDict(text=TensorDict(prompt=PROMPTS, response=RESPONSES))
     expected = scorer(backend, inplace=False)(texts())["log_probs"]
     policy = scorer(backend)
-    for _ in range(2):
-        policy(plain)
+    for again in (False, True):
+        policy.replace(overwrite=again)(plain)
         for one, other in zip(plain["log_probs"].full, expected.full, strict=True):
             assert torch.equal(one, other)
     assert plain["text"].response == RESPONSES and plain["text"].full is None
@@ -198,8 +198,8 @@ def test_a_plain_tensordict_of_ids_is_scored_as_completions(backend, prompt, res
     rows = [(list(map(int, one)), list(map(int, other))) for one, other in zip(prompt, response, strict=True)]
     expected = [backend.score_logprobs([a + b], score_from=len(a)).logprobs.values for a, b in rows]
     td = TensorDict(tokens=TensorDict(prompt=prompt, response=response))
-    for _ in range(2):
-        scorer(backend, "tokens")(td)
+    for again in (False, True):
+        scorer(backend, "tokens", overwrite=again)(td)
         for one, other in zip(td["log_probs"].full, expected, strict=True):
             assert torch.equal(one, other)
 

@@ -11,7 +11,7 @@ import corelm
 from corelm import ChatHistory, History, Keys, LLMPolicy, Masks, PolicyOptions, Provenance, Text, Tokens
 from corelm.errors import InvalidRequestError
 from corelm.kl import RetrieveKL, RetrieveLogProb
-from corelm_testing.toy import ByteTokenizer
+from corelm_testing.toy import Bigram, ByteTokenizer
 from helpers.each import each
 from helpers.refusals import refused
 from helpers.rollouts import FIELDS, contents, plain, rollout
@@ -28,32 +28,49 @@ def test_scoring_with_all_defaults_drops_no_field_of_a_rollout(backend, mode, sh
     td = rollout(backend, mode, shape, pad)
     td["reward"] = torch.ones(shape)
     before, keys = contents(td), set(td.keys())
-    scorer = LLMPolicy(backend, input_mode=mode, generate=False)
-    assert scorer(td) is td and set(td.keys()) == keys
+    scorer = LLMPolicy(backend, input_mode=mode, generate=False, log_probs_key="scores")
+    assert scorer(td) is td and set(td.keys()) == {*keys, "scores"}
     after = contents(td)
     kept = [key for key in before if key[0] != "log_probs"]
     assert {key: after[key] for key in kept} == {key: before[key] for key in kept}
     assert None not in after.values() or mode != "history"
-    assert td["log_probs"].provenance == Provenance("toy", "", "0") and td["log_probs"].padded is pad
-    # The sampled numbers stay, id for id; the prompts have theirs now.
-    assert after["log_probs", "response"] == before["log_probs", "response"]
-    full, ids = corelm.ragged(td, ("log_probs", "full")), corelm.ragged(td, ("tokens", "full"))
-    scored = corelm.ragged(td, ("log_probs", "scored_mask"))
-    assert torch.equal(scored.values, ids.positions > 0)
+    assert {key: after[key] for key in after if key[0] == "log_probs"} == {
+        key: value for key, value in before.items() if key[0] == "log_probs"
+    }
+    assert td["scores"].provenance == Provenance("toy", "", "0") and td["scores"].padded is pad
+    full, ids = corelm.ragged(td, ("scores", "full")), corelm.ragged(td, ("tokens", "full"))
+    assert torch.equal(corelm.ragged(td, ("scores", "scored_mask")).values, ids.positions > 0)
     for row, values in zip(ids.split(), full.split(), strict=True):
         torch.testing.assert_close(values[1:].double(), TABLE[row[:-1], row[1:]], atol=1e-5, rtol=0)
-    first = corelm.ragged(td, ("log_probs", "prompt"))
+    first = corelm.ragged(td, ("scores", "prompt"))
     assert [a[: len(b)] for a, b in zip(full.tolist(), first.tolist(), strict=True)] == first.tolist()
 
 
-def test_sampled_numbers_that_differ_from_the_scores_by_rounding_stay(backend):
-    td = rollout(backend, "history", (3,), True)
-    answered = td["log_probs"].scored_mask.clone()
-    td["log_probs"].full[answered] -= 0.01
-    sampled = td["log_probs"].full[answered]
-    LLMPolicy(backend, generate=False)(td)
-    assert torch.equal(td["log_probs"].full[answered], sampled)
-    assert bool((td["log_probs"].scored_mask & ~answered).any()), "the prompts are scored now"
+@PADS
+def test_log_probs_that_are_there_are_refused_before_the_engine_is_asked(backend, pad):
+    calls = []
+
+    class ScoreRecorder:
+        @corelm.hookimpl(wrapper=True)
+        def score_logprobs(self, request):
+            calls.append(request)
+            return (yield)
+
+    td = rollout(backend, pad=pad)
+    before = contents(td)
+    with corelm.get_backend("toy", Bigram.of_talk(), wrappers=[ScoreRecorder()]) as watched:
+        reference = LLMPolicy(watched, generate=False)
+        with pytest.raises(InvalidRequestError, match=r'log_probs_key="ref_log_probs".*overwrite=True') as error:
+            reference(td)
+        assert error.value.field == "log_probs" and calls == [] and contents(td) == before
+        assert reference.replace(log_probs_key="ref_log_probs")(td) is td
+        assert contents(td) == before and td["ref_log_probs"].provenance.model == "Bigram"
+        assert td["ref_log_probs"].padded is pad and td["ref_log_probs"].prompt is not None
+        reference.replace(overwrite=True)(td)
+    assert td["log_probs"].provenance.model == "Bigram" and td["log_probs"].response is not None
+    assert {key: value for key, value in contents(td).items() if key[0] != "log_probs"} == {
+        key: value for key, value in before.items() if key[0] != "log_probs"
+    }
 
 
 def test_a_scorer_with_another_template_or_tokenizer_mixes_nothing(backend):
@@ -154,7 +171,7 @@ def test_a_plain_tensordict_keeps_what_its_container_would_lose(backend):
 def test_a_custom_mask_is_kept(backend):
     td = rollout(backend)
     td["masks"].all_assistant_mask = [torch.zeros_like(mask) for mask in td["masks"].all_assistant_mask]
-    LLMPolicy(backend, generate=False)(td)
+    LLMPolicy(backend, generate=False, log_probs_key="scores")(td)
     assert not any(bool(mask.any()) for mask in td["masks"].all_assistant_mask)
 
 
@@ -165,7 +182,7 @@ def test_fields_that_are_missing_are_added(backend, pad):
     del td["masks", "all_assistant_mask"], td["text", "full"], td["tokens", "response"]
     before = contents(td)
     assert before["masks", "all_assistant_mask"] is None and before["text", "full"] is None
-    LLMPolicy(backend, generate=False)(td)
+    LLMPolicy(backend, generate=False, log_probs_key="scores")(td)
     after = contents(td)
     assert after["masks", "all_assistant_mask"] == expected["masks", "all_assistant_mask"]
     assert after["tokens", "response"] == expected["tokens", "response"]
@@ -192,9 +209,10 @@ def test_bare_dense_tokens_with_masks_keep_their_columns(backend):
 def test_messages_about_skipped_rows_are_kept(backend):
     td = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, on_error="skip")(TensorDict(text=["", "Who"]))
     td["errors"] = ["was slow", ""]
-    scorer = LLMPolicy(backend, input_mode="tokens", generate=False, on_error="skip")
+    scorer = LLMPolicy(backend, input_mode="tokens", generate=False, on_error="skip", log_probs_key="scores")
     scorer(td)
     assert td["errors"] == ["was slow", ""]
+    del td["scores"]
     td["errors"] = torch.zeros(2)
     with refused(InvalidRequestError, field="errors"):
         scorer(td)
@@ -204,19 +222,20 @@ def test_messages_about_skipped_rows_are_kept(backend):
 def test_scoring_no_rows_in_place_keeps_every_key(backend, shape):
     td = LLMPolicy(backend, sampling_params=SAMPLING)(TensorDict(history=History.of([], shape)))
     keys = set(td.keys(include_nested=True))
-    assert set(LLMPolicy(backend, generate=False)(td).keys(include_nested=True)) >= keys
+    scorer = LLMPolicy(backend, generate=False, log_probs_key="scores")
+    assert set(scorer(td).keys(include_nested=True)) >= keys
 
 
 def test_scoring_a_stack_of_rows_in_place_keeps_their_fields(backend):
     td = lazy_stack(list(rollout(backend).unbind(0)))
     before = contents(td)
-    after = contents(LLMPolicy(backend, generate=False)(td))
+    after = contents(LLMPolicy(backend, generate=False, log_probs_key="scores")(td))
     assert {key for key, value in before.items() if value is not None} <= {key for key, value in after.items() if value}
     assert after["tokens", "prompt"] == before["tokens", "prompt"]
 
 
 def test_scoring_in_place_from_many_threads_and_from_tasks(backend):
-    policy = LLMPolicy(backend, generate=False, batching=True)
+    policy = LLMPolicy(backend, generate=False, batching=True, log_probs_key="scores")
     tds = [rollout(backend) for _ in range(8)]
     expected = contents(tds[0])
     threads = [threading.Thread(target=policy, args=(td,)) for td in tds[:4]]
@@ -232,7 +251,7 @@ def test_scoring_in_place_from_many_threads_and_from_tasks(backend):
     policy.cleanup_batching()
     for td in tds:
         assert contents(td)["text", "response"] == expected["text", "response"]
-        assert bool(corelm.ragged(td, ("log_probs", "scored_mask")).values.sum() > len(flat(td["tokens"].prompt)))
+        assert bool(corelm.ragged(td, ("scores", "scored_mask")).values.sum() > len(flat(td["tokens"].prompt)))
 
 
 # The key of the log-probs ---------------------------------------------------------------------------------------------

@@ -10,13 +10,11 @@ from tensordict import TensorDict, lazy_stack
 import corelm
 from corelm import History, LLMPolicy, token_sets
 from corelm.errors import (
-    InvalidRequestError,
     ProvenanceMismatchError,
 )
 from corelm.kl import RetrieveLogProb
 from corelm_testing.toy import Bigram
 from helpers.each import each
-from helpers.refusals import refused
 
 MODEL = Bigram.of_talk()
 TABLE = MODEL.table.detach().double()
@@ -228,59 +226,3 @@ def test_the_sampler_s_log_probs_may_be_under_next(sampler):
     nested = TensorDict({"tokens": td["tokens"], "next": {"log_probs": td["log_probs"]}}, batch_size=[3])
     found = scorer_of(sampler, inplace=False)(nested)["log_probs"]
     assert_close(TensorDict(log_probs=found, batch_size=[3]), ("log_probs", "full"), of_table(td)[1])
-
-
-# In place ------------------------------------------------------------------------------------------------------------
-
-
-@LAYOUTS
-def test_scores_join_the_sampler_s_log_probs_and_keep_their_sets(sampler, pad):
-    td = sampled(sampler, pad_output=pad)
-    mass = corelm.ragged(td, ("log_probs", "kept_log_mass")).tolist()
-    scorer_of(sampler, inplace=True)(td)
-    assert corelm.ragged(td, ("log_probs", "scored_mask")).lengths.sum() > 0
-    assert token_sets(td).tolist() == of_table(td)[0]
-    assert_close(td, ("log_probs", "full"), of_table(td)[1])
-    assert corelm.ragged(td, ("log_probs", "kept_log_mass")).tolist() == mass
-
-
-def test_scores_over_other_ids_do_not_join(sampler):
-    td = sampled(sampler)
-    other = td.clone()
-    ids = other["log_probs"][1].kept_ids.clone()
-    answer = td["tokens"].response[1].tolist()
-    start = len(td["tokens"].prompt[1])
-    free = next(token for token in range(200, 259) if token not in ids.tolist())
-    position = next(at for at in range(len(answer)) if ids[K * at + K - 1] != answer[at])
-    ids[K * position + K - 1] = free
-    other["log_probs"][1].set("kept_ids", ids)
-    td["other"] = other["log_probs"]
-    with pytest.raises(InvalidRequestError) as caught:
-        scorer_of(sampler, support_key="other", inplace=True)(td)
-    if "other ids" in str(caught.value):
-        assert caught.value.rows == (1,) and f"position {start + position}" in str(caught.value)
-    else:  # that token's number moved so far that the numbers differ as well
-        assert "row 1" in str(caught.value)
-
-
-def test_log_probs_without_sets_are_not_joined_by_those_that_have_some(sampler):
-    td = sampled(sampler)
-    td["sampled"] = td["log_probs"].clone()
-    for row in td["log_probs"]:
-        row.del_("kept_ids"), row.del_("kept_counts")
-    with refused(InvalidRequestError, field="log_probs"):
-        scorer_of(sampler, support_key="sampled", inplace=True)(td)
-
-
-def test_the_most_probable_ids_are_there_for_all_tokens_or_for_none(sampler):
-    td = sampled(sampler, top_logprobs=2, return_support=False, log_probs_mode="raw")
-    plain = {"support_key": None, "log_probs_mode": "raw", "inplace": True}
-    before = corelm.ragged(td, ("log_probs", "top_ids")).tolist()
-    for changes in ({}, {"top_k": 3}):
-        with refused(InvalidRequestError, field="log_probs.top_ids"):
-            scorer_of(sampler, **plain, **changes)(td)
-    scorer_of(sampler, **plain, top_k=2)(td)
-    after = corelm.ragged(td, ("log_probs", "top_ids")).tolist()
-    prompts = corelm.ragged(td, ("tokens", "prompt")).lengths.tolist()
-    for one, other, start in zip(before, after, prompts, strict=True):
-        assert one[start:] == other[start:] and other[0] == [-1, -1] and min(min(ids) for ids in other[1:start]) >= 0

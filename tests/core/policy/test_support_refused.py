@@ -161,12 +161,3 @@ def test_an_engine_that_knows_no_sets(backend, sampler):
     # Where nothing was cut off, it can.
     whole = sampled(sampler, sampling_params={"max_new_tokens": 6, "temperature": HEAT})
     assert policy(whole)["log_probs"].provenance.support == "full"
-
-
-def test_a_token_that_was_not_scored_before_gets_the_set_of_its_new_score(sampler):
-    td = sampled(sampler)
-    sets = token_sets(td).tolist()
-    sets[0][1] = sorted({int(td["tokens"].full[0][1]), 5})
-    td["other"] = broken(td, kept_ids=TokenSets.from_list(sets))["log_probs"]
-    scorer_of(sampler, support_key="other", inplace=True)(td)
-    assert token_sets(td).tolist() == sets

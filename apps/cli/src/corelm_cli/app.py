@@ -241,6 +241,7 @@ def score(
             chat_template,
             template_kwargs,
             tokenizer_kwargs,
+            generate=False,
             completion_boundary=completion_boundary.value,
             adapter=engine.adapter_name,
         )

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from corelm import Backend, PolicyOptions
-from corelm.application import ChatRenderer
-from corelm.errors import CoreLMError, InvalidRequestError, TemplateError
-from corelm.spec import Chat, Provenance
+from corelm.application import final_turns, render_chats
+from corelm.errors import CoreLMError, InvalidRequestError, Problems, TemplateError
+from corelm.spec import Chat, Message, Provenance
 from corelm_cli.lines import L, LineError
 
 #: Output rows, and an error for each line that failed.
@@ -126,7 +126,7 @@ class RenderedRows:
     problems: dict[int, str]
 
 
-def render_chats(
+def rendered_rows(
     backend: Backend,
     chats: Mapping[int, Chat],
     tools: Mapping[int, list[Any] | None],
@@ -139,24 +139,30 @@ def render_chats(
 
     Args:
         prompt: True for prompts to answer, False for conversations to score.
-        ended: for prompts, what to say about one that ends with an assistant turn, unless `options` continue it.
+        ended: what to say about a conversation that ends with an assistant turn, to refuse it; "" for nothing.
     """
-    apply = ChatRenderer(
-        backend=backend,
-        prompt=prompt,
-        continue_final_message=options.continue_final_message,
-        prefer_tokens=options.prefer_tokens,
-        template_kwargs=options.template_kwargs,
-        options={"chat_template": options.chat_template, "want_assistant": not prompt},
-    )
-    begun, problems = apply.begin(list(chats.values()))
-    if not options.continue_final_message:
-        problems = dict.fromkeys(problems, ended)
+    begun: list[Message | None] = [None] * len(chats)
+    problems: Problems = {}
+    if ended:
+        problems = {row: ended for row, chat in enumerate(chats.values()) if chat and chat[-1].role == "assistant"}
+    elif prompt and options.continue_final_message:
+        eos_ids = backend.eos_token_ids if options.prefer_tokens else None
+        begun, problems = final_turns(list(chats.values()), eos_ids)
     turns = dict(zip(chats, begun, strict=True))
     found = RenderedRows({}, {}, {key: problems[row] for row, key in enumerate(chats) if row in problems})
     while keys := [key for key in chats if key not in found.problems]:
         try:
-            rendered = apply([chats[key] for key in keys], [tools[key] for key in keys], [turns[key] for key in keys])
+            rendered = render_chats(
+                backend,
+                [chats[key] for key in keys],
+                [tools[key] for key in keys],
+                [turns[key] for key in keys],
+                prompt=prompt,
+                prefer_tokens=options.prefer_tokens,
+                template_kwargs=options.template_kwargs,
+                chat_template=options.chat_template,
+                want_assistant=not prompt,
+            )
         except (TemplateError, InvalidRequestError) as error:
             if not error.problems:
                 raise

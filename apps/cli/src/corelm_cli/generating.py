@@ -9,7 +9,7 @@ from corelm import NamedParser, Ragged, parser_named
 from corelm.application import answer_seeds, answer_texts, last_tokens, prompt_problems, room_for_prompts, whole_texts
 from corelm.errors import ResponseFormatError
 from corelm.spec import GenerateResult, Message, SamplingParams
-from corelm_cli.batch import Outcome, Worker, provenance_of_row, render_chats
+from corelm_cli.batch import Outcome, Worker, provenance_of_row, rendered_rows
 from corelm_cli.id_fields import id_fields
 from corelm_cli.lines import LineError
 from corelm_cli.prompts import Prompt
@@ -17,11 +17,6 @@ from corelm_cli.prompts import Prompt
 #: Prompts that every working engine can answer.
 HARMLESS_TEXT = Prompt(line=0, id=0, digest="", asked={}, text="Hello")
 HARMLESS_CHAT = Prompt(line=0, id=0, digest="", asked={}, chat=(Message("user", "Hello"),))
-
-_ENDED = (
-    "messages: the conversation ends with an assistant turn; give --continue-final-message to continue that turn, or "
-    "add the turn that the next answer replies to"
-)
 
 
 @dataclass(kw_only=True)
@@ -144,7 +139,7 @@ class Generator(Worker[Prompt]):
         texts = {at: prompt.text for at, prompt in enumerate(prompts) if prompt.text is not None}
         chats = {at: prompt.chat for at, prompt in enumerate(prompts) if prompt.chat is not None}
         tools = {at: prompts[at].tools for at in chats}
-        rendered = render_chats(self.engine, chats, tools, self.options, prompt=True, ended=_ENDED)
+        rendered = rendered_rows(self.engine, chats, tools, self.options, prompt=True)
         encoded = self.engine.tokenize(list(texts.values()), **self.options.tokenizer_kwargs).ids.tolist()
         ids = {**rendered.ids, **dict(zip(texts, encoded, strict=True))}
         errors = [LineError(prompts[at].line, prompts[at].id, what) for at, what in rendered.problems.items()]

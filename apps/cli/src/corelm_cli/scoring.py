@@ -11,7 +11,7 @@ from typing import Any
 from corelm import Ragged
 from corelm.application import encode_completions, sequence_problems
 from corelm.spec import Chat, Message
-from corelm_cli.batch import Outcome, Worker, provenance_of_row, render_chats
+from corelm_cli.batch import Outcome, Worker, provenance_of_row, rendered_rows
 from corelm_cli.completions import ToScore
 from corelm_cli.id_fields import id_fields
 from corelm_cli.lines import LineError
@@ -162,8 +162,8 @@ class Scorer(Worker[ToScore]):
             wholes += [(at, (*chat, Message("assistant", each))) for each in line.completions] or [(at, chat)]
         prompts = {at: line.chat or () for at, line in lines.items() if line.completions}
         tools = {at: line.tools for at, line in lines.items()}
-        before = render_chats(self.engine, prompts, tools, self.options, prompt=True, ended=_ENDED)
-        after = render_chats(
+        before = rendered_rows(self.engine, prompts, tools, self.options, prompt=True, ended=_ENDED)
+        after = rendered_rows(
             self.engine,
             {key: chat for key, (_, chat) in enumerate(wholes)},
             {key: tools[at] for key, (at, _) in enumerate(wholes)},

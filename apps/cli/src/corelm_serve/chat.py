@@ -27,7 +27,8 @@ async def answer_chat(exchange: Exchange, ask: ChatAsk) -> None:
         ClientLeft: the client has hung up, or the server ends.
     """
     store = exchange.store
-    if store is None:
+    # A turn in two parts is no turn of a session.
+    if store is None or ask.continue_final_message:
         await _ChatReply(exchange, ask, UnrecordedTurn(ask.messages)).send()
         return
     with store.begin(ask.messages, tools=ask.tools, session=exchange.session) as turn:
@@ -45,10 +46,10 @@ class _ChatReply:
 
     async def send(self) -> None:
         ask, service = self._ask, self._service
-        prompt = await asyncio.to_thread(service.render, self._turn.messages, ask.tools, ask.template_kwargs)
+        prompt = await asyncio.to_thread(service.render, ask, self._turn.messages)
         options = service.generate_options(ask.sampling, wanted=ask.logprobs, top_logprobs=ask.top_logprobs)
         generation = self._exchange.add(
-            Generation(service.backend, [prompt.ids], ask.sampling, new_turn=True, **options)
+            Generation(service.backend, [prompt.ids], ask.sampling, new_turn=not prompt.continues, **options)
         )
         # The tokens of a stream come without the most probable ids, and a parser needs the whole answer.
         if ask.stream and not service.parses and not ask.top_logprobs:
@@ -101,7 +102,7 @@ class _ChatReply:
         return answers, messages
 
     def _read(self, result: GenerateResult, prompt: RenderedPrompt) -> tuple[list[Answer], list[Message]]:
-        answers = self._service.answers(result, self._ask.sampling)
+        answers = self._service.answers(result, self._ask.sampling, [prompt.ids] if prompt.continues else None)
         return answers, self._service.messages(result, answers, self._ask.sampling, prompt, self._ask.tools)
 
     def _choice(self, index: int, answer: Answer, message: Message) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from corelm_serve.fields import LENGTHS, SAMPLING, check_names, model_of, sampli
 KNOWN = frozenset(
     {
         *("model", "messages", "n", "min_tokens", "stream", "stream_options", "logprobs", "top_logprobs"),
-        *("tools", "tool_choice", "chat_template_kwargs"),
+        *("tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
         *LENGTHS,
         *SAMPLING,
     }
@@ -51,6 +51,7 @@ class ChatAsk:
         top_logprobs: how many of the most probable ids to return for each token.
         tools: the tools for the chat template; None for none.
         template_kwargs: variables for the chat template.
+        continue_final_message: whether the answer continues an assistant turn at the end; see `PolicyOptions`.
     """
 
     model: str | None
@@ -62,6 +63,7 @@ class ChatAsk:
     top_logprobs: int
     tools: list[dict[str, Any]] | None
     template_kwargs: Mapping[str, Any]
+    continue_final_message: bool
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ChatAsk:
@@ -86,7 +88,18 @@ class ChatAsk:
             top_logprobs=top,
             tools=_tools(given),
             template_kwargs=_template_kwargs(given.get("chat_template_kwargs", {})),
+            continue_final_message=_continues(given),
         )
+
+
+def _continues(given: Mapping[str, Any]) -> bool:
+    continues = flag("continue_final_message", given.get("continue_final_message", False))
+    if flag("add_generation_prompt", given.get("add_generation_prompt", not continues)) is continues:
+        raise invalid(
+            "add_generation_prompt",
+            "a new turn is sampled, or with continue_final_message=true the last one is continued; give one of the two",
+        )
+    return continues
 
 
 def _template_kwargs(given: Any) -> Mapping[str, Any]:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from corelm import Backend, Ragged
-from corelm.application import AnswerReader, ChatRenderer, InputRows, generation_mode, special_tokens
+from corelm.application import AnswerReader, InputRows, final_turns, generation_mode, render_chats, special_tokens
 from corelm.batching import DynamicBatcher, Limits
-from corelm.errors import CapabilityError, CoreLMError, spelled_out
+from corelm.errors import CapabilityError, CoreLMError, refuse, spelled_out
 from corelm.spec import Chat, GenerateResult, Message, SamplingParams
 from corelm.spec.message import new_call_id
-from corelm.validate import shown
+from corelm.validate import invalid, shown
 from corelm_interop.openai_answers import Answer, answers_of
 from corelm_interop.token_texts import TokenTexts
+from corelm_serve.chat_request import ChatAsk
 from corelm_serve.options import ServerOptions
 from corelm_serve.refusals import Refusal
 from corelm_serve.sessions import SessionStore
@@ -42,10 +43,12 @@ class RenderedPrompt:
     Attributes:
         ids: its ids.
         text: its text.
+        continues: whether the answer continues its last turn.
     """
 
     ids: list[int]
     text: str
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Service:
         self.texts = TokenTexts(self.backend.tokenizer)
         self._specials = special_tokens(self.backend.tokenizer)
         self._reader = AnswerReader.of(
-            self.options.response_parser, self.options.template_kwargs.get("tools"), self.backend, opened_here=False
+            self.options.response_parser, self.options.template_kwargs.get("tools"), self.backend
         )
         self._open: set[Leaves] = set()
         self._health: asyncio.Task[bool] | None = None
@@ -159,24 +162,36 @@ class Service:
 
     # Calls to the engine ---------------------------------------------------------------------------------------------
 
-    def render(
-        self, messages: Chat, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any]
-    ) -> RenderedPrompt:
+    def render(self, ask: ChatAsk, messages: Chat) -> RenderedPrompt:
         """Return the prompt of a conversation. Answers that the engine sampled keep their ids.
 
+        Args:
+            ask: the request: its tools, the variables for the template, and whether the last turn goes on.
+            messages: its conversation, with the ids of recorded answers.
+
         Raises:
-            InvalidRequestError, TemplateError: the conversation cannot be rendered.
+            InvalidRequestError, TemplateError: the conversation cannot be rendered, or continued.
         """
-        renderer = ChatRenderer(
-            backend=self.backend,
+        begun = None
+        if ask.continue_final_message:
+            if self.parses:
+                raise invalid(
+                    "continue_final_message", "this server parses answers, which are whole turns; leave it out"
+                )
+            begun, problems = final_turns([messages], self.backend.eos_token_ids)
+            refuse(problems, "messages")
+        rendered = render_chats(
+            self.backend,
+            [messages],
+            None if ask.tools is None else [ask.tools],
+            begun,
             prompt=True,
-            continue_final_message=None,
-            prefer_tokens=True,
-            template_kwargs={**self.options.template_kwargs, **template_kwargs},
-            options={"chat_template": self.options.chat_template, "want_assistant": False},
+            template_kwargs={**self.options.template_kwargs, **ask.template_kwargs},
+            chat_template=self.options.chat_template,
+            want_assistant=False,
         )
-        rendered = renderer([messages], None if tools is None else [tools], [None])
-        return RenderedPrompt(rendered.ids.tolist()[0], rendered.texts[0])
+        continues = begun is not None and begun[0] is not None
+        return RenderedPrompt(rendered.ids.tolist()[0], rendered.texts[0], continues)
 
     def with_stop_ids(self, sampling: SamplingParams) -> SamplingParams:
         """Return how to sample with the ids of stop strings that are special tokens.
