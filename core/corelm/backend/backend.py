@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,13 +15,12 @@ from corelm import validate
 from corelm.backend import arguments
 from corelm.backend.aborts import Aborts
 from corelm.backend.call_log import log_close_failed
-from corelm.backend.check_results import checked_tokens
+from corelm.backend.check_results import checked
 from corelm.backend.controls import EngineControls
 from corelm.backend.encoding import decoded
 from corelm.backend.engine import OpenEngine
 from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
-from corelm.backend.provenance import provenance_of
 from corelm.backend.registering import attach
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
@@ -175,14 +175,13 @@ class Backend(EngineControls, AnswerStreams):
         offsets: bool = False,
     ) -> TokenizeResult:
         """Return one row of ids per text. A single text is one row."""
-        found = arguments.texts(texts)
         request = TokenizeRequest(
-            texts=found, add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets
+            texts=arguments.texts(texts),
+            add_special_tokens=add_special_tokens,
+            parse_special=parse_special,
+            offsets=offsets,
         )
-
-        def finish(batch: TokenizeResult) -> TokenizeResult:
-            return checked_tokens(batch, found, self.engine.hooks.fault("tokenize"))
-
+        finish = partial(checked, self.engine, "tokenize", request=request)
         tokens: TokenizeResult = self.engine.hooks.call("tokenize", request, finish)
         return tokens
 
@@ -231,7 +230,6 @@ class Backend(EngineControls, AnswerStreams):
                 row comes back empty, with the finish reason `error` and its message in `errors`.
             adapter: the name of the adapter that answers, see `load_adapter`; False for the base weights alone. None
                 leaves the model as it is: without an adapter, or with those active in a PEFT model object.
-
             return_support: also return, for each sampled token, the ids that top-k, top-p and min-p had left
                 (`kept_ids`) and the log of their mass (`kept_log_mass`). `score_logprobs` takes them as `support`. The
                 set is empty, which stands for the whole vocabulary, if nothing was cut off.
@@ -277,8 +275,7 @@ class Backend(EngineControls, AnswerStreams):
         future in one of them or in a hook wrapper: its call may wait for them to end.
 
         Raises:
-            InvalidRequestError: as for `generate`; raised here and not by the future.
-            CapabilityError: as for `generate`; raised here and not by the future.
+            InvalidRequestError, CapabilityError: as for `generate`; raised here and not by the future.
             QueueFullError: a batcher with ``on_full="raise"`` has no room.
         """
         return self.submit(prepare_generation(self.engine, prompts, sampling, **options), block=True)
@@ -312,9 +309,8 @@ class Backend(EngineControls, AnswerStreams):
             grad: results carry gradients to the model's parameters.
             device: where the results go; None leaves it to the engine.
             request_ids: one name per sequence.
-            timeout: seconds that the call may take; None for the backend's own timeout.
-            on_error: "raise" looks for all bad rows first and then runs nothing. "skip" scores the other rows; nothing
-                of a bad row is scored, and `errors` says why.
+            timeout: as for `generate`.
+            on_error: as for `generate`. Nothing of a bad row is scored, and `errors` says why.
             adapter: as for `generate`. Scores with ``adapter=False`` are those of the reference that an adapter started
                 from.
             support: `TokenSets`, or nested lists: the ids over which to normalise at each position, as `kept_ids` of
@@ -329,9 +325,7 @@ class Backend(EngineControls, AnswerStreams):
             InvalidRequestError: bad ids, an empty or too long sequence, an illegal temperature or `score_from`; a set
                 that lacks the given id, or has one twice or outside the vocabulary.
             CapabilityError: the engine cannot score, or cannot score like this.
-            EngineError: the engine failed, or returned what the specification does not allow.
-            BackendTimeoutError: the engine did not answer in time.
-            BackendClosedError: the backend was closed.
+            EngineError, BackendTimeoutError, BackendClosedError: as for `generate`.
         """
         return self.run(
             prepare_scoring(
@@ -367,7 +361,30 @@ class Backend(EngineControls, AnswerStreams):
         Args:
             batch: what this backend returned.
         """
-        return provenance_of(self.engine, batch)
+        processed, versions = (
+            batch.mode == "processed",
+            batch.weight_versions or (self.engine.version_with(batch.adapter),),
+        )
+        sampling = batch.sampling if isinstance(batch, GenerateResult) else None
+        given = batch.version_runs if isinstance(batch, GenerateResult) else None
+        # Runs of one version say no more than the version.
+        runs = [row if len(row) > 1 else () for row in given or ((),) * len(versions)]
+        rows = list(zip(versions, runs, strict=True))
+        made = {
+            (version, of_row): Provenance(
+                backend=self.name,
+                model=self.model_name,
+                weight_version=version,
+                mode=batch.mode,
+                temperature=batch.temperature if processed else 1.0,
+                support=batch.support if processed else "full",
+                penalties=sampling.penalties if processed and sampling is not None else (),
+                adapter=batch.adapter,
+                version_runs=of_row,
+            )
+            for version, of_row in {*rows}
+        }
+        return made[rows[0]] if len(made) == 1 else tuple(made[row] for row in rows)
 
     # Closing ---------------------------------------------------------------------------------------------------------
 

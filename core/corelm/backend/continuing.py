@@ -17,7 +17,6 @@ from torch import Tensor
 from corelm.backend import arguments
 from corelm.backend.check_results import set_problems
 from corelm.backend.engine import OpenEngine
-from corelm.backend.seeds import continued_seeds, seeds_of_call
 from corelm.backend.skipping import ServedRows
 from corelm.errors import Problems, ProvenanceMismatchError, refuse
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
@@ -49,9 +48,9 @@ class Continuation:
         prompts: for each of these, the prompt and the ids so far.
         asked: how the call samples.
         sampling: how the engine is asked to.
-        seeds: int64, one for each of these; None lets the engine choose.
+        options: the other arguments of `prepare_generation`.
         stops: the stop strings of each answer.
-        samples: answers to each prompt.
+        caller_rows: int64, the prompt of each answer that goes on.
     """
 
     old: GenerateResult
@@ -61,13 +60,22 @@ class Continuation:
     prompts: Ragged
     asked: SamplingParams
     sampling: SamplingParams
-    seeds: Tensor | None
+    options: Mapping[str, Any]
     stops: Sequence[StopStrings]
-    samples: int
+    caller_rows: Tensor
 
     @classmethod
     def of(
-        cls, engine: OpenEngine, prompts: Ragged, sampling: SamplingParams, old: Any, seeds: Any, label: _Label
+        cls,
+        engine: OpenEngine,
+        prompts: Ragged,
+        sampling: SamplingParams,
+        old: Any,
+        *,
+        seeds: Any,
+        request_ids: Any,
+        problems: Mapping[int, str],
+        **label: Any,
     ) -> Continuation:
         """Check the argument `continue_from`.
 
@@ -76,7 +84,9 @@ class Continuation:
             sampling: how it samples.
             old: the argument.
             seeds: one per answer, as for `Backend.generate`.
-            label: what else the call asks for.
+            request_ids: one per answer, as for `Backend.generate`.
+            problems: the prompts that are known to be bad.
+            label: what else the call asks for: see `_must_agree`.
 
         Raises:
             InvalidRequestError: it is no result of these prompts, or cannot be continued like this.
@@ -88,33 +98,34 @@ class Continuation:
             raise invalid("continue_from", f"expected a GenerateResult, got a {type(old).__name__}")
         if len(old.ids) != rows:
             raise invalid("continue_from", f"has {len(old.ids)} answers, but the call is for {rows}")
-        label.check(old, sampling)
+        _must_agree(old, sampling, **label)
+        _must_be_whole(old)
         limit = sampling.max_new_tokens
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
         strings = StopStrings.of(sampling, engine.tokenizer)
         stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(samples)]
-        _must_be_whole(old)
-        reasons, problems = _reasons(old, stop_ids, stops, limit)
+        reasons, wrong = _reasons(old, stop_ids, stops, limit)
         going = [row for row, reason in enumerate(reasons) if not reason]
-        problems |= _version_problems(old, going, engine.version_with(label.adapter))
-        problems |= _token_problems(old, engine.capabilities.vocab_size)
+        wrong |= _version_problems(old, going, engine.version_with(label["adapter"]))
+        wrong |= _token_problems(old, engine.capabilities.vocab_size)
         for row in going:
             # The engine would count these tokens from the seam on.
             if int(old.ids.lengths[row]) < sampling.min_new_tokens:
-                problems.setdefault(
+                wrong.setdefault(
                     row,
                     f"has fewer than min_new_tokens={sampling.min_new_tokens} tokens, and the engine would "
                     "count only new ones; sample this row from its prompt",
                 )
-        refuse(problems, "continue_from")
+        refuse(wrong, "continue_from")
         if going and bool(old.ids.lengths[going].any()):
             _refuse_penalties(sampling)
         open_rows = ServedRows(torch.tensor(going, dtype=torch.int64), rows)
-        lengths = old.ids.lengths[open_rows.index]
+        index, lengths = open_rows.index, old.ids.lengths[going]
         joined = (prompts if samples == 1 else prompts.repeat(samples)).join(old.ids.to(prompts.values.device))
-        joined = joined.select(open_rows.index)
+        joined = joined.select(index)
         left = [None if limit is None else limit - length for length in lengths.tolist()]
-        given = seeds_of_call(engine, sampling, len(prompts), seeds)
+        names = arguments.request_ids(request_ids, rows)
+        given = arguments.seeds_of_call(engine, sampling, len(prompts), seeds)
         return cls(
             old=old,
             reasons=reasons,
@@ -128,25 +139,17 @@ class Continuation:
                 min_new_tokens=0,
                 max_new_tokens=_common_limit(left, joined.lengths, sampling, engine),
             ),
-            seeds=None if given is None else continued_seeds(given[open_rows.index], lengths),
+            options={
+                **label,
+                "seeds": None if given is None else arguments.continued_seeds(given[index], lengths),
+                "request_ids": [names[row] for row in going],
+                "problems": {
+                    at: problems[row // samples] for at, row in enumerate(going) if row // samples in problems
+                },
+            },
             stops=stops,
-            samples=samples,
+            caller_rows=index // samples,
         )
-
-    def request_ids(self, given: Sequence[str] | None) -> list[str]:
-        """Return the names of the answers that go on, given one for each answer."""
-        names = arguments.request_ids(given, self.open.total)
-        return [names[row] for row in self.open.index.tolist()]
-
-    def problems(self, given: Mapping[int, str] | None) -> Problems:
-        """Return the problems of the answers that go on, given those of the prompts."""
-        known = given or {}
-        return {at: known[row] for at, row in enumerate(self.caller_rows.tolist()) if row in known}
-
-    @property
-    def caller_rows(self) -> Tensor:
-        """int64: the prompt of each answer that goes on."""
-        return self.open.index // self.samples
 
     def joined(self, new: GenerateResult) -> GenerateResult:
         """Return all answers, whole.
@@ -199,51 +202,44 @@ class Continuation:
         return [renamed(tuple(runs), lambda version: version) for runs in found]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Label:
-    """What a call asks for that its partial answers must agree with."""
-
-    logprobs: Any
-    adapter: Adapter
-    return_support: bool
-    top_logprobs: int
-
-    def check(self, old: GenerateResult, sampling: SamplingParams) -> None:
-        if old.texts is not None:
-            raise invalid(
-                "continue_from", "this engine's texts are not what its ids decode to, so they cannot be joined"
-            )
-        if old.adapter != self.adapter:
-            raise invalid("continue_from", f"was sampled with adapter={old.adapter!r}; give the same")
-        if (old.logprobs is None) != (self.logprobs == "none"):
-            has = "no log-probs" if old.logprobs is None else "log-probs"
-            raise invalid("continue_from", f"has {has}, but logprobs={self.logprobs!r} was asked for; ask for the same")
-        if (old.kept_ids is None) == self.return_support:
-            raise invalid("continue_from", "return_support must be what it was when these answers were begun")
-        k = 0 if old.top_ids is None else old.top_ids.values.shape[-1]
-        if k != self.top_logprobs:
-            raise invalid("continue_from", f"was sampled with top_logprobs={k}; give the same")
-        if old.logprobs is None:
-            return
-        wanted = Provenance.label(self.logprobs, sampling)
-        found = {"mode": old.mode, "temperature": old.temperature, "support": old.support}
-        if found != dict(wanted):
-            raise ProvenanceMismatchError(
-                f"continue_from: its log-probs are {_words(found)}, and those that follow would be {_words(wanted)}; "
-                "sample as these answers were begun"
-            )
-        # One label names the penalties of all tokens.
-        before = sampling.penalties if old.sampling is None else old.sampling.penalties
-        if old.mode == "processed" and before != sampling.penalties:
-            raise ProvenanceMismatchError(
-                f"continue_from: its log-probs were sampled with the penalties {dict(before)}, and those that follow "
-                f"would be with {dict(sampling.penalties)}; give the same"
-            )
-
-
-def label_of_call(logprobs: Any, adapter: Adapter, return_support: bool, top_logprobs: int) -> _Label:
-    """Return what the partial answers of a call must agree with."""
-    return _Label(logprobs=logprobs, adapter=adapter, return_support=return_support, top_logprobs=top_logprobs)
+def _must_agree(
+    old: GenerateResult,
+    sampling: SamplingParams,
+    *,
+    logprobs: Any,
+    adapter: Adapter,
+    return_support: bool,
+    top_logprobs: int,
+) -> None:
+    """Refuse partial answers that were not sampled for what this call asks for: its arguments of these names."""
+    if old.texts is not None:
+        raise invalid("continue_from", "this engine's texts are not what its ids decode to, so they cannot be joined")
+    if old.adapter != adapter:
+        raise invalid("continue_from", f"was sampled with adapter={old.adapter!r}; give the same")
+    if (old.logprobs is None) != (logprobs == "none"):
+        has = "no log-probs" if old.logprobs is None else "log-probs"
+        raise invalid("continue_from", f"has {has}, but logprobs={logprobs!r} was asked for; ask for the same")
+    if (old.kept_ids is None) == return_support:
+        raise invalid("continue_from", "return_support must be what it was when these answers were begun")
+    k = 0 if old.top_ids is None else old.top_ids.values.shape[-1]
+    if k != top_logprobs:
+        raise invalid("continue_from", f"was sampled with top_logprobs={k}; give the same")
+    if old.logprobs is None:
+        return
+    wanted = dict(Provenance.label(logprobs, sampling))
+    found = {"mode": old.mode, "temperature": old.temperature, "support": old.support}
+    if found != wanted:
+        raise ProvenanceMismatchError(
+            f"continue_from: its log-probs are {_words(found)}, and those that follow would be {_words(wanted)}; "
+            "sample as these answers were begun"
+        )
+    # One label names the penalties of all tokens.
+    before = sampling.penalties if old.sampling is None else old.sampling.penalties
+    if old.mode == "processed" and before != sampling.penalties:
+        raise ProvenanceMismatchError(
+            f"continue_from: its log-probs were sampled with the penalties {dict(before)}, and those that follow "
+            f"would be with {dict(sampling.penalties)}; give the same"
+        )
 
 
 def _words(label: Mapping[str, Any]) -> str:

@@ -326,21 +326,15 @@ def _not_found(name: str, found: Scan) -> CoreLMError:
     near = _NICKNAMES.get(name.lower())
     if near not in reachable:
         near = nearest(name.lower(), sorted(reachable))
-    hint = f" Did you mean {near!r}?" if near else f" {_as_model(name, reachable)}"
+    hint = f" Did you mean {near!r}?"
+    if not near and "://" in name:
+        hint = f" If it is the address of a server, call, for example, get_backend('vllm', base_url={name!r})."
+    elif not near:
+        first = "transformers" if "transformers" in reachable else min(reachable, default="NAME")
+        hint = f" If it is a model, name the backend first: get_backend({first!r}, {name!r})."
     if near and near not in found.names:
         hint += f" It is not installed: {install_line(near)}."
     return BackendNotFoundError(f"no backend is named {name!r}.{hint} {installed}")
-
-
-def _as_model(name: str, reachable: Iterable[str]) -> str:
-    """Return what to call if the name is a model or an address: the name of a backend comes first."""
-    if "://" in name:
-        return (
-            "If it is the address of a server, call get_backend('vllm', base_url=…), get_backend('sglang', base_url=…) "
-            "or, for servers of other makes that speak OpenAI's protocol, get_backend('openai', base_url=…)."
-        )
-    first = "transformers" if "transformers" in reachable else next(iter(sorted(reachable)), "NAME")
-    return f"If it is a model, name the backend first: get_backend({first!r}, {name!r})."
 
 
 def _faults(plugin: Any) -> Iterator[str]:

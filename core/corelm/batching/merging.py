@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from corelm.backend.check_results import checked
 from corelm.backend.futures import own
 from corelm.backend.prepared_call import PreparedCall, delivering
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, CoreLMError, EngineError
@@ -69,7 +70,8 @@ def ask_together(
     request = replace(_joined([call.request for call in calls]), timeout=timeout)
 
     def finish(batch: Any) -> list[Result]:
-        return list(_parted(calls[0].checked(batch, request), calls))
+        # The parts are copies.
+        return list(_parted(checked(calls[0].engine, hook, batch, request, copy=False), calls))
 
     with delivering(calls) as delivered:
         parted: list[Result] = calls[0].engine.hooks.call(

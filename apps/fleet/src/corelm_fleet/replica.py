@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from corelm import Backend
-from corelm.application import Aborts, checked_generation, checked_scores
+from corelm.application import Aborts, checked
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.spec import GenerateRequest, WeightUpdate
 from corelm_fleet.agreement import require_plain
@@ -112,25 +112,20 @@ class OpenReplica:
         """
         engine, can = self._engine, self.capabilities
         hook = "generate" if isinstance(request, GenerateRequest) else "score_logprobs"
-        fault = engine.hooks.fault(hook)
         seeded = can.per_answer_seeds and not can.seeds_are_costly
         if isinstance(request, GenerateRequest) and request.seeds is None and seeded:
             # Another engine of the fleet takes no seeds, or takes long with them.
             request = replace(request, seeds=torch.randint(2**63 - 1, (len(request.prompts),)))
 
         def finish(batch: Any) -> Any:
-            checked: Result
-            if isinstance(request, GenerateRequest):
-                checked = checked_generation(batch, request, can, engine.tokenizer, fault)
-            else:
-                checked = checked_scores(batch, request, can.vocab_size, fault)
+            result = checked(engine, hook, batch, request)
             if engine.weights.state.label != self._label:
                 raise EngineError(
                     f"{self._member.name}: the weights were changed where they are, so they are not those of the "
                     "fleet; use update_weights, or weights_changed, on the fleet",
                     usable=False,
                 )
-            return checked
+            return result
 
         result: Result = engine.hooks.call(hook, request, finish, attended=attended)
         return result
