@@ -66,18 +66,15 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None, *, copy:
 def refuse_pads(ids: Ragged, tokenizer: Any, eos_ids: Collection[int], field: str, advice: str) -> None:
     """Refuse rows of a dense tensor without a mask that begin or end with the tokenizer's pad id.
 
-    Many tokenizers pad with EOS or BOS, which may also be a token at an edge: if every row begins, or ends, with one,
-    the first, or last, is no pad. Padding to the longest row leaves that row without pads.
+    A tokenizer without a pad id pads with EOS, as dense results do. Many tokenizers pad with EOS or BOS, which may also
+    be a token at an edge: if every row begins, or ends, with one, the first, or last, is no pad. Padding to the longest
+    row leaves that row without pads.
 
     Args:
         ids: the rows, with their pads.
-        tokenizer: names its pad id; without one, EOS is taken for it, as dense results do.
         eos_ids: all ids that end an answer.
         field: what is at fault, for the error.
         advice: what to do about it.
-
-    Raises:
-        InvalidRequestError: such rows; `rows` names them.
     """
     eos, bos = (getattr(tokenizer, name, None) for name in ("eos_token_id", "bos_token_id"))
     pad = getattr(tokenizer, "pad_token_id", None)
@@ -99,13 +96,8 @@ def refuse_pads(ids: Ragged, tokenizer: Any, eos_ids: Collection[int], field: st
 
 
 def refuse_unreadable(values: Any, field: str) -> None:
-    """Refuse what is not a plain tensor with values in memory.
-
-    Raises:
-        InvalidRequestError: a tensor on the meta device, a sparse or nested tensor, or no tensor at all.
-    """
-    why = unreadable(values)
-    if why:
+    """Refuse what is not a plain tensor with values in memory."""
+    if why := unreadable(values):
         raise invalid(field, f"expected a dense tensor, got {why}")
 
 
@@ -234,19 +226,11 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def seeds_of_call(engine: OpenEngine, sampling: SamplingParams, rows: int, given: Any = None) -> Tensor | None:
-    """Return int64[rows * samples], the seeds of a call's answers, or None to let the engine choose.
+    """Return int64[rows * samples], the seeds of a call's answers: those given, or derived from ``sampling.seed`` or
+    torch's generator.
 
-    None is returned for an engine that takes no seeds. It is also returned for an engine whose seeds are costly, unless
-    the caller gave seeds or ``sampling.seed``.
-
-    Args:
-        rows: number of prompts.
-        given: the caller's own seeds, one per answer; None derives them from ``sampling.seed`` or, if seeds are free,
-            from torch's generator.
-
-    Raises:
-        CapabilityError: the caller gave a seed, and the engine does not honour seeds.
-        InvalidRequestError: the seeds are not one integer in [0, 2**63) per answer.
+    None lets the engine choose. It is returned for an engine that takes no seeds, and, unless the caller gave a seed,
+    for one whose seeds are costly.
     """
     capabilities, samples, greedy = engine.capabilities, sampling.num_samples or 1, sampling.temperature == 0.0
     if not capabilities.per_answer_seeds:

@@ -37,11 +37,9 @@ def sequence_problems(sequences: Ragged, capabilities: Capabilities) -> Problems
 def _row_problems(
     rows: Ragged, capabilities: Capabilities, may_be_empty: bool, room: int, sampling: SamplingParams | None = None
 ) -> Problems:
-    """Return the problems of rows: ids outside the vocabulary, no tokens, too long for the context.
+    """Return the rows with ids outside the vocabulary, without tokens, or without `room` in the context.
 
     Args:
-        may_be_empty: whether a row may have no tokens.
-        room: number of tokens of the context that a row must leave free.
         sampling: what the rows are prompts for; None for rows to score.
     """
     limit, size, lengths = capabilities.max_context, capabilities.vocab_size, rows.lengths.tolist()
@@ -82,13 +80,7 @@ def _too_long(tokens: int, limit: int, sampling: SamplingParams | None) -> str:
 
 
 def sampling_is_honoured(sampling: SamplingParams, engine: OpenEngine) -> None:
-    """Check that the engine honours every sampling parameter in force.
-
-    Raises:
-        CapabilityError: the engine does not declare a parameter, or one of them has no meaning in a beam search.
-        InvalidRequestError: a value is outside the range that the engine declares, a stop id is outside the vocabulary,
-            or a stop string could never be found.
-    """
+    """Refuse a sampling parameter that the engine does not honour, or that could have no effect."""
     capabilities, given = engine.capabilities, sampling.engine_parameters()
     for name, value in given.items():
         if name not in capabilities.sampling:

@@ -73,15 +73,11 @@ def errors_of_answers(batch: GenerateResult) -> list[str]:
 
 
 def refuse_failed(errors: Sequence[str], samples: int, backend: str) -> None:
-    """Refuse a result of which the engine did not serve every row.
+    """Raise an `EngineError` for rows that the engine did not serve; its `problems` name the prompts or sequences.
 
     Args:
         errors: what went wrong with each row; "" for nothing.
         samples: rows for each prompt or sequence.
-        backend: its name.
-
-    Raises:
-        EngineError: some rows failed; `problems` names the prompts or sequences.
     """
     problems = {row // samples: text for row, text in enumerate(errors) if text}
     if problems:
@@ -97,7 +93,6 @@ def _typed(name: str, value: Any, kind: type) -> None:
 
 
 def _refuse(wrong: Tensor, rows: Ragged, what: str) -> None:
-    """Refuse a result of which a position is wrong: bool[total], on the CPU."""
     if bool(wrong.any()):
         index = int(wrong.nonzero()[0])
         raise WrongResult(f"row {int(rows.row_index[index])}, position {int(rows.positions[index])}: {what}")
@@ -127,11 +122,9 @@ def _rows(
     shape: tuple[int, ...] = (),
     grad: bool = False,
 ) -> Ragged:
-    """Return a field as rows.
+    """Return a field as rows of this `dtype`, or of any floating-point type, with as many values as those of `like`.
 
     Args:
-        dtype: that of the values; None for any floating-point type.
-        like: has as many values in each row; None for any number.
         shape: that of the values of one position.
         grad: whether the values may carry gradients.
     """
@@ -174,7 +167,6 @@ def _check_vocabulary(name: str, ids: Tensor, vocab_size: int) -> None:
 
 
 def _check_logprobs(rows: Ragged) -> None:
-    """Check that log-probs are finite and not above 0."""
     values = rows.values.detach()
     low, high = value_range(values)
     # Keep the `not (...)`: NaN fails every comparison and must be refused.
@@ -239,10 +231,7 @@ def _check_ends(
 ) -> None:
     """Check that every answer ends where it has to, for the reason that it reports.
 
-    Core does not know which ends `engine_kwargs` ask for, so they excuse any end.
-
-    Args:
-        given: the lengths of the prompts.
+    Core does not know which ends `engine_kwargs` ask for, so they excuse any end. `given` are the lengths of prompts.
     """
     sampling, context = request.sampling, engine.capabilities.max_context
     is_stop = torch.isin(ids.values.cpu(), torch.tensor(list(request.stop_ids), dtype=torch.int64))
@@ -305,7 +294,6 @@ def _answer_logprobs(batch: GenerateResult, ids: Ragged, request: GenerateReques
 
 
 def _kept(batch: GenerateResult, ids: Ragged, request: GenerateRequest, vocab_size: int) -> dict[str, Any]:
-    """Return the ids that truncation had left, and their mass, by name."""
     kept, mass = batch.kept_ids, batch.kept_log_mass
     if not request.return_support:
         raise WrongResult("returned the ids that truncation had left, but they were not asked for")

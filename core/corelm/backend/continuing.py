@@ -1,4 +1,5 @@
-"""`Continuation`: go on from partial answers under the weights in force. Their ids are kept, never tokenized again.
+"""`prepare_continuation`: go on from partial answers under the weights in force. Their ids are kept, never tokenized
+again.
 
 The engine is asked with each prompt and the ids that its answer has. It has one limit for all rows, so a row that needs
 fewer tokens than another may get too many: these are cut off here. So is what follows a stop string that begins in the
@@ -7,9 +8,9 @@ old part and ends in the new one, which the engine cannot see.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from corelm.backend import arguments
 from corelm.backend.check_results import set_problems
 from corelm.backend.engine import OpenEngine
-from corelm.backend.skipping import ServedRows
+from corelm.backend.skipping import ServedRows, renumbering
 from corelm.errors import Problems, ProvenanceMismatchError, refuse
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import GenerateResult
@@ -28,6 +29,9 @@ from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 
+if TYPE_CHECKING:
+    from corelm.backend.prepared_call import PreparedCall
+
 #: Fields of a result with a value, or a row of values, for each token.
 _OF_TOKENS = ("logprobs", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
 #: Fields that a result has together or not at all.
@@ -36,127 +40,117 @@ _TOGETHER = (("kept_ids", "kept_log_mass"), ("top_ids", "top_logprobs", "tail_lo
 _OF_ROWS = ("finish_reasons", "version_runs", "weight_versions")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Continuation:
-    """What is asked of an engine to complete partial answers, and how its answers join them.
+def prepare_continuation(
+    prepare: Callable[..., PreparedCall[GenerateResult]],
+    engine: OpenEngine,
+    prompts: Ragged,
+    sampling: SamplingParams,
+    old: Any,
+    *,
+    seeds: Any,
+    request_ids: Any,
+    problems: Mapping[int, str],
+    label: Mapping[str, Any],
+    **options: Any,
+) -> PreparedCall[GenerateResult]:
+    """Return a call for the answers that go on, whose result is all answers, whole.
+
+    Args:
+        prepare: `prepare_generation`.
+        old: the argument `continue_from`.
+        label: the arguments that `_must_agree` takes.
+        options: the other arguments of `prepare`, which apply to the answers that go on as they are.
+
+    Raises:
+        InvalidRequestError: `old` is no result of these prompts, or cannot be continued like this.
+        ProvenanceMismatchError: its log-probs are of another distribution than those that would follow.
+    """
+    samples, limit = sampling.num_samples or 1, sampling.max_new_tokens
+    rows = len(prompts) * samples
+    if not isinstance(old, GenerateResult):
+        raise invalid("continue_from", f"expected a GenerateResult, got a {type(old).__name__}")
+    if len(old.ids) != rows:
+        raise invalid("continue_from", f"has {len(old.ids)} answers, but the call is for {rows}")
+    _must_agree(old, sampling, **label)
+    _must_be_whole(old)
+    stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
+    strings = StopStrings.of(sampling, engine.tokenizer)
+    stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(samples)]
+    reasons, wrong = _reasons(old, stop_ids, stops, limit)
+    going = [row for row, reason in enumerate(reasons) if not reason]
+    wrong |= _version_problems(old, going, engine.version_with(label["adapter"]))
+    wrong |= _token_problems(old, engine.capabilities.vocab_size)
+    for row in going:
+        # The engine would count these tokens from the seam on.
+        if int(old.ids.lengths[row]) < sampling.min_new_tokens:
+            wrong.setdefault(
+                row,
+                f"has fewer than min_new_tokens={sampling.min_new_tokens} tokens, and the engine would "
+                "count only new ones; sample this row from its prompt",
+            )
+    refuse(wrong, "continue_from")
+    index, lengths = torch.tensor(going, dtype=torch.int64), old.ids.lengths[going]
+    if bool(lengths.any()):
+        _refuse_penalties(sampling)
+    repeated = prompts if samples == 1 else prompts.repeat(samples)
+    joined = repeated.join(old.ids.to(prompts.values.device)).select(index)
+    left = [None if limit is None else limit - length for length in lengths.tolist()]
+    names = arguments.request_ids(request_ids, rows)
+    given = arguments.seeds_of_call(engine, sampling, len(prompts), seeds)
+    caller_rows = index // samples
+    with renumbering(caller_rows):
+        call = prepare(
+            engine,
+            joined,
+            SamplingParams.make(
+                sampling,
+                num_samples=None,
+                min_new_tokens=0,
+                max_new_tokens=_common_limit(left, joined.lengths, sampling, engine),
+            ),
+            seeds=None if given is None else arguments.continued_seeds(given[index], lengths),
+            request_ids=[names[row] for row in going],
+            problems={at: problems[row] for at, row in enumerate(caller_rows.tolist()) if row in problems},
+            **label,
+            **options,
+        )
+    answers = _Answers(old, reasons, ServedRows(index, rows), left, sampling, stops)
+    nothing = call.nothing
+
+    def finish(batch: GenerateResult) -> GenerateResult:
+        with renumbering(caller_rows):
+            return answers.joined(call.finish(batch))
+
+    return replace(
+        call,
+        finish=finish,
+        nothing=None if nothing is None else lambda: answers.joined(nothing()),
+        caller_rows=caller_rows[call.caller_rows],
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answers:
+    """Partial answers, and how the engine's answers join them.
 
     Attributes:
         old: the partial answers.
         reasons: their finish reasons; "" for those that go on.
         open: those that go on.
         left: how many tokens each of these may still get; None for no limit.
-        prompts: for each of these, the prompt and the ids so far.
-        asked: how the call samples.
-        sampling: how the engine is asked to.
-        options: the other arguments of `prepare_generation`.
+        sampling: how the call samples.
         stops: the stop strings of each answer.
-        caller_rows: int64, the prompt of each answer that goes on.
     """
 
     old: GenerateResult
     reasons: Sequence[str]
     open: ServedRows
     left: Sequence[int | None]
-    prompts: Ragged
-    asked: SamplingParams
     sampling: SamplingParams
-    options: Mapping[str, Any]
     stops: Sequence[StopStrings]
-    caller_rows: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        engine: OpenEngine,
-        prompts: Ragged,
-        sampling: SamplingParams,
-        old: Any,
-        *,
-        seeds: Any,
-        request_ids: Any,
-        problems: Mapping[int, str],
-        **label: Any,
-    ) -> Continuation:
-        """Check the argument `continue_from`.
-
-        Args:
-            prompts: the prompts of the call.
-            sampling: how it samples.
-            old: the argument.
-            seeds: one per answer, as for `Backend.generate`.
-            request_ids: one per answer, as for `Backend.generate`.
-            problems: the prompts that are known to be bad.
-            label: what else the call asks for: see `_must_agree`.
-
-        Raises:
-            InvalidRequestError: it is no result of these prompts, or cannot be continued like this.
-            ProvenanceMismatchError: its log-probs are of another distribution than those that would follow.
-        """
-        samples = sampling.num_samples or 1
-        rows = len(prompts) * samples
-        if not isinstance(old, GenerateResult):
-            raise invalid("continue_from", f"expected a GenerateResult, got a {type(old).__name__}")
-        if len(old.ids) != rows:
-            raise invalid("continue_from", f"has {len(old.ids)} answers, but the call is for {rows}")
-        _must_agree(old, sampling, **label)
-        _must_be_whole(old)
-        limit = sampling.max_new_tokens
-        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
-        strings = StopStrings.of(sampling, engine.tokenizer)
-        stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(samples)]
-        reasons, wrong = _reasons(old, stop_ids, stops, limit)
-        going = [row for row, reason in enumerate(reasons) if not reason]
-        wrong |= _version_problems(old, going, engine.version_with(label["adapter"]))
-        wrong |= _token_problems(old, engine.capabilities.vocab_size)
-        for row in going:
-            # The engine would count these tokens from the seam on.
-            if int(old.ids.lengths[row]) < sampling.min_new_tokens:
-                wrong.setdefault(
-                    row,
-                    f"has fewer than min_new_tokens={sampling.min_new_tokens} tokens, and the engine would "
-                    "count only new ones; sample this row from its prompt",
-                )
-        refuse(wrong, "continue_from")
-        if going and bool(old.ids.lengths[going].any()):
-            _refuse_penalties(sampling)
-        open_rows = ServedRows(torch.tensor(going, dtype=torch.int64), rows)
-        index, lengths = open_rows.index, old.ids.lengths[going]
-        joined = (prompts if samples == 1 else prompts.repeat(samples)).join(old.ids.to(prompts.values.device))
-        joined = joined.select(index)
-        left = [None if limit is None else limit - length for length in lengths.tolist()]
-        names = arguments.request_ids(request_ids, rows)
-        given = arguments.seeds_of_call(engine, sampling, len(prompts), seeds)
-        return cls(
-            old=old,
-            reasons=reasons,
-            open=open_rows,
-            left=left,
-            prompts=joined,
-            asked=sampling,
-            sampling=SamplingParams.make(
-                sampling,
-                num_samples=None,
-                min_new_tokens=0,
-                max_new_tokens=_common_limit(left, joined.lengths, sampling, engine),
-            ),
-            options={
-                **label,
-                "seeds": None if given is None else arguments.continued_seeds(given[index], lengths),
-                "request_ids": [names[row] for row in going],
-                "problems": {
-                    at: problems[row // samples] for at, row in enumerate(going) if row // samples in problems
-                },
-            },
-            stops=stops,
-            caller_rows=index // samples,
-        )
 
     def joined(self, new: GenerateResult) -> GenerateResult:
-        """Return all answers, whole.
-
-        Args:
-            new: what the engine has added to those that go on, as `Backend.generate` returns it.
-        """
+        """Return all answers, whole, given what the engine has added to those that go on."""
         old, device = self.old, new.ids.values.device
         ids = old.ids.to(device).join(self.open.ragged(new.ids))
         lengths, reasons = self._ends(ids, new)
@@ -175,7 +169,7 @@ class Continuation:
         errors = self.open.values(new.errors or ("",) * len(self.open), "")
         fields |= {"finish_reasons": reasons, "errors": errors if any(errors) else None}
         # What the engine says of its cache is of longer prompts, which have the partial answers in them.
-        whole = replace(new, **fields, sampling=self.asked, cached_tokens=None)
+        whole = replace(new, **fields, sampling=self.sampling, cached_tokens=None)
         return with_runs(whole, self._runs(new, lengths.tolist()))
 
     def _ends(self, ids: Ragged, new: GenerateResult) -> tuple[Tensor, tuple[str, ...]]:
@@ -295,11 +289,7 @@ def _common_limit(
 
 
 def _must_be_whole(old: GenerateResult) -> None:
-    """Refuse a result that lacks a field which another one needs, or an entry for a row.
-
-    Raises:
-        InvalidRequestError: naming the field.
-    """
+    """Refuse a result that lacks a field which another one needs, or an entry for a row."""
     for names in _TOGETHER:
         missing = [name for name in names if getattr(old, name) is None]
         if 0 < len(missing) < len(names):
@@ -333,12 +323,8 @@ def _token_problems(old: GenerateResult, vocab_size: int) -> Problems:
 
 
 def _version_problems(old: GenerateResult, going: Sequence[int], in_force: str) -> Problems:
-    """Return the rows whose runs do not ascend, or whose weights go backwards, also from the old part to the new one.
-
-    Args:
-        old: the partial answers.
-        going: the rows that go on.
-        in_force: the label of the weights that they go on with.
+    """Return the rows whose runs do not ascend, or whose weights go backwards, also from the old part to the new one,
+    which has the weights that are `in_force`.
     """
     problems = Problems()
     lengths = old.ids.lengths.tolist()

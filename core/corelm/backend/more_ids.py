@@ -16,7 +16,7 @@ from corelm.errors import CapabilityError, Problems, described
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
-from corelm.tensors.token_sets import TokenSets
+from corelm.tensors.token_sets import TokenSets, ascending
 from corelm.validate import as_list, invalid, is_bool, shown
 
 
@@ -24,10 +24,6 @@ def support_comes_from_engine(return_support: Any, sampling: SamplingParams, eng
     """Check the argument `return_support` of `generate`. Return whether only the engine knows the support.
 
     Otherwise core does: in greedy decoding it is the sampled id, and without truncation the whole vocabulary.
-
-    Raises:
-        CapabilityError: the engine does not say which ids were left, or beam search was asked for.
-        InvalidRequestError: `engine_kwargs` are given, or only `min_new_tokens` takes ids away.
     """
     if not validate.flag("return_support", return_support):
         return False
@@ -69,12 +65,7 @@ def with_known_support(batch: GenerateResult, *, greedy: bool) -> GenerateResult
 
 
 def top_of_answers(given: Any, mode: Literal["none", "raw", "processed"], engine: OpenEngine) -> int:
-    """Check the argument `top_logprobs` of `generate`.
-
-    Raises:
-        CapabilityError: the engine returns the log-probs of no other ids.
-        InvalidRequestError: no whole number, more than the engine gives, or log-probs were not asked for.
-    """
+    """Check the argument `top_logprobs` of `generate`."""
     k = _most("top_logprobs", given, "top_logprobs", engine)
     if k and mode == "none":
         raise invalid("top_logprobs", "no log-probs were asked for; give logprobs='raw' or 'processed' as well")
@@ -101,12 +92,7 @@ class IdsAtPositions:
     def of(
         cls, engine: OpenEngine, sequences: Ragged, starts: Tensor, support: Any, top_k: Any, top_ids: Any
     ) -> IdsAtPositions:
-        """Check the arguments of these names.
-
-        Raises:
-            CapabilityError: the engine cannot do it.
-            InvalidRequestError: two of them were given, or one is malformed.
-        """
+        """Check the arguments of these names, of which only one may be given."""
         k = _most("top_k", top_k, "score_top_k", engine)
         given = [name for name, one in (("support", support), ("top_ids", top_ids)) if one is not None]
         given += ["top_k"] if k else []
@@ -154,14 +140,10 @@ def _given_support(given: Any, sequences: Ragged, starts: Tensor, vocab_size: in
 
     Args:
         given: `TokenSets` or nested lists, one set a position: as many as the sequence has, or as many as are scored.
-        sequences: the ids to score.
         starts: int64[rows]: where scoring starts.
-        vocab_size: ids are below it.
-
-    Raises:
-        InvalidRequestError: something else was given, or another number of rows.
     """
-    sets = _ascending(_token_sets(given))
+    sets = _token_sets(given)
+    sets = TokenSets(ascending(sets.ids.to("cpu")), sets.lengths)
     if len(sets) != len(sequences):
         raise invalid("support", f"expected sets for {len(sequences)} rows, got {len(sets)}")
     whole, scored = sequences.lengths, (sequences.lengths - starts).clamp_min(0)
@@ -189,13 +171,8 @@ def _given_top_ids(given: Any, sequences: Ragged, starts: Tensor, vocab_size: in
 
     Args:
         given: a `Ragged` with ``values[total, k]``, a tensor ``[rows, time, k]``, or a list of tensors ``[time, k]``.
-            A row has as many positions as its sequence, or as many as are scored.
-        sequences: the ids to score.
+            A row has as many positions as its sequence, or as many as are scored; -1 stands for no id.
         starts: int64[rows]: where scoring starts.
-        vocab_size: ids are below it; -1 stands for no id.
-
-    Raises:
-        InvalidRequestError: something else was given, or another number of rows.
     """
     rows = _rows_of_top_ids(given)
     if len(rows) != len(sequences):
@@ -253,15 +230,6 @@ def _holds_bools(ids: Any) -> bool:
     if isinstance(ids, Tensor):
         return ids.dtype == torch.bool
     return not {*map(type, ids)} <= {int} and any(map(is_bool, ids))
-
-
-def _ascending(sets: TokenSets) -> TokenSets:
-    ids, at = sets.ids.values.cpu(), sets.ids.row_index
-    if bool(((ids.diff() < 0) & (at[1:] == at[:-1])).any()):
-        # By position, then by id: a stable sort by position of what is sorted by id.
-        order = ids.argsort()
-        ids = ids[order[at[order].argsort(stable=True)]]
-    return TokenSets(sets.ids.with_values(ids), sets.lengths)
 
 
 def _rows_of_top_ids(given: Any) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from corelm import validate
 from corelm.backend import arguments, check_requests
 from corelm.backend.check_results import checked, errors_of_answers, refuse_failed
-from corelm.backend.continuing import Continuation
+from corelm.backend.continuing import prepare_continuation
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
 from corelm.backend.engine_call import Origin
@@ -36,7 +36,6 @@ from corelm.backend.skipping import (
     no_answers,
     no_scores,
     renumbered,
-    renumbering,
     spread_answers,
     spread_scores,
 )
@@ -167,7 +166,8 @@ def prepare_generation(
     if continue_from is not None:
         if on_tokens is not None:
             raise validate.invalid("continue_from", "answers that go on cannot be streamed yet; call generate")
-        going = Continuation.of(
+        return prepare_continuation(
+            prepare_generation,
             engine,
             rows,
             sampling,
@@ -175,12 +175,14 @@ def prepare_generation(
             seeds=seeds,
             request_ids=request_ids,
             problems=problems or {},
-            logprobs=logprobs,
-            adapter=adapter,
-            return_support=return_support,
-            top_logprobs=top_logprobs,
+            label={
+                **{"logprobs": logprobs, "adapter": adapter},
+                **{"return_support": return_support, "top_logprobs": top_logprobs},
+            },
+            timeout=timeout,
+            on_error=on_error,
+            on_answer=on_answer,
         )
-        return _continued(going, engine, timeout=timeout, on_error=on_error, on_answer=on_answer)
     top_logprobs = 0 if top_logprobs == 0 else top_of_answers(top_logprobs, mode, engine)
     asked, count, samples = sampling, rows.lengths.shape[0], sampling.num_samples or 1
     problems = {**check_requests.prompt_problems(rows, capabilities, sampling), **(problems or {})}
@@ -253,24 +255,6 @@ def prepare_generation(
         tokens=max(given, most),
         delivery=delivery,
         origin=Origin(total, {} if delivery is None else delivery.arrivals),
-    )
-
-
-def _continued(going: Continuation, engine: OpenEngine, **options: Any) -> PreparedCall[GenerateResult]:
-    """Return the call that completes partial answers: one for those that go on, whose result joins the others."""
-    with renumbering(going.caller_rows):
-        call = prepare_generation(engine, going.prompts, going.sampling, **going.options, **options)
-
-    def finish(batch: GenerateResult) -> GenerateResult:
-        with renumbering(going.caller_rows):
-            return going.joined(call.finish(batch))
-
-    nothing = call.nothing
-    return replace(
-        call,
-        finish=finish,
-        nothing=None if nothing is None else lambda: going.joined(nothing()),
-        caller_rows=going.caller_rows[call.caller_rows],
     )
 
 

@@ -67,11 +67,7 @@ class ServedRows:
 
 
 def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> ServedRows:
-    """Return the rows to serve.
-
-    Raises:
-        InvalidRequestError: for all bad rows together, unless `on_error` is "skip".
-    """
+    """Return the rows to serve. Unless `on_error` is "skip", refuse all bad rows together."""
     validate.one_of("on_error", on_error, ("raise", "skip"))
     if not problems:
         return ServedRows(torch.arange(rows), rows)
