@@ -26,7 +26,7 @@ from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
 from corelm.errors import CoreLMError
 from corelm.spec.capabilities import Capabilities
-from corelm.spec.provenance import Adapter, Provenance
+from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, GenerateResult, ScoreResult, TokenizeRequest, TokenizeResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import in_caller_modes
@@ -361,19 +361,21 @@ class Backend(EngineControls, AnswerStreams):
         Args:
             batch: what this backend returned.
         """
-        processed, versions = (
-            batch.mode == "processed",
-            batch.weight_versions or (self.engine.version_with(batch.adapter),),
-        )
-        sampling = batch.sampling if isinstance(batch, GenerateResult) else None
-        given = batch.version_runs if isinstance(batch, GenerateResult) else None
-        # Runs of one version say no more than the version.
-        runs = [row if len(row) > 1 else () for row in given or ((),) * len(versions)]
+        engine, processed = self.engine, batch.mode == "processed"
+        versions = batch.weight_versions or (engine.version_with(batch.adapter),)
+        sampling = None
+        runs: list[VersionRuns] = [()] * len(versions)
+        if isinstance(batch, GenerateResult):
+            sampling = batch.sampling
+            if batch.version_runs is not None:
+                # Runs of one version say no more than the version.
+                runs = [row if len(row) > 1 else () for row in batch.version_runs]
         rows = list(zip(versions, runs, strict=True))
-        made = {
-            (version, of_row): Provenance(
-                backend=self.name,
-                model=self.model_name,
+        made = {}
+        for version, of_row in {*rows}:
+            made[version, of_row] = Provenance(
+                backend=engine.name,
+                model=engine.model_name,
                 weight_version=version,
                 mode=batch.mode,
                 temperature=batch.temperature if processed else 1.0,
@@ -382,8 +384,6 @@ class Backend(EngineControls, AnswerStreams):
                 adapter=batch.adapter,
                 version_runs=of_row,
             )
-            for version, of_row in {*rows}
-        }
         return made[rows[0]] if len(made) == 1 else tuple(made[row] for row in rows)
 
     # Closing ---------------------------------------------------------------------------------------------------------

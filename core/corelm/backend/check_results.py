@@ -57,8 +57,11 @@ def checked(engine: OpenEngine, hook: str, batch: Any, request: Any, *, copy: bo
         hook: `tokenize`, `generate` or `score_logprobs`.
         copy: whether to copy it out of the engine's buffers; False if the caller does so.
     """
+    kind, check = _CHECKS[hook]
     try:
-        changed = _CHECKS[hook](batch, request, engine)
+        if not isinstance(batch, kind):
+            raise WrongResult(f"the result is a {type(batch).__name__}, expected a {kind.__name__}")
+        changed = check(batch, request, engine)
     except WrongResult as wrong:
         raise engine.hooks.fault(hook)(str(wrong)) from None
     if copy and not getattr(request, "grad", False):
@@ -85,11 +88,6 @@ def refuse_failed(errors: Sequence[str], samples: int, backend: str) -> None:
 
 
 # Fields ---------------------------------------------------------------------------------------------------------------
-
-
-def _typed(name: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise WrongResult(f"{name} is a {type(value).__name__}, expected a {kind.__name__}")
 
 
 def _refuse(wrong: Tensor, rows: Ragged, what: str) -> None:
@@ -128,7 +126,8 @@ def _rows(
         shape: that of the values of one position.
         grad: whether the values may carry gradients.
     """
-    _typed(name, given, Ragged)
+    if not isinstance(given, Ragged):
+        raise WrongResult(f"{name} is a {type(given).__name__}, expected a Ragged")
     _check_tensor(name, given.values, dtype, shape, grad=grad)
     if not isinstance(given.lengths, Tensor):
         raise WrongResult(f"the lengths of {name} are a {type(given.lengths).__name__}, which is not a tensor")
@@ -180,7 +179,6 @@ def _check_logprobs(rows: Ragged) -> None:
 
 
 def _tokens(batch: TokenizeResult, request: TokenizeRequest, engine: OpenEngine) -> dict[str, Any]:
-    _typed("the result", batch, TokenizeResult)
     ids = _rows("ids", batch.ids, torch.int64)
     if len(ids) != len(request.texts):
         raise WrongResult(f"returned {len(ids)} rows for {len(request.texts)} texts")
@@ -201,7 +199,6 @@ def _tokens(batch: TokenizeResult, request: TokenizeRequest, engine: OpenEngine)
 
 
 def _generation(batch: GenerateResult, request: GenerateRequest, engine: OpenEngine) -> dict[str, Any]:
-    _typed("the result", batch, GenerateResult)
     vocab = engine.capabilities.vocab_size
     ids = _rows("ids", batch.ids, torch.int64)
     given = request.prompts.lengths.tolist()
@@ -281,7 +278,7 @@ def _answer_logprobs(batch: GenerateResult, ids: Ragged, request: GenerateReques
         return logprobs
     _check_logprobs(logprobs)
     if batch.mode != request.logprobs:
-        raise WrongResult(f"returned {shown(batch.mode)} log-probs, but {request.logprobs} ones were asked for")
+        raise WrongResult(f"returned {batch.mode} log-probs, but {request.logprobs} ones were asked for")
     if batch.support not in ("full", "truncated"):
         raise WrongResult(f"reports support {shown(batch.support)}, expected 'full' or 'truncated'")
     if batch.mode == "processed":
@@ -299,7 +296,8 @@ def _kept(batch: GenerateResult, ids: Ragged, request: GenerateRequest, vocab_si
         raise WrongResult("returned the ids that truncation had left, but they were not asked for")
     if kept is None or mass is None:
         raise WrongResult("returned no kept_ids or no kept_log_mass, but return_support was asked for")
-    _typed("kept_ids", kept, TokenSets)
+    if not isinstance(kept, TokenSets):
+        raise WrongResult(f"kept_ids is a {type(kept).__name__}, expected a TokenSets")
     if not torch.equal(kept.lengths, ids.lengths):
         raise WrongResult("kept_ids and ids differ in length")
     kept = TokenSets(_rows("kept_ids", kept.ids, torch.int64), kept.lengths)
@@ -356,7 +354,6 @@ def set_problems(
 
 
 def _scores(batch: ScoreResult, request: ScoreRequest, engine: OpenEngine) -> dict[str, Any]:
-    _typed("the result", batch, ScoreResult)
     sequences, grad, vocab = request.sequences, request.grad, engine.capabilities.vocab_size
     logprobs = _rows("logprobs", batch.logprobs, torch.float32, sequences, grad=grad)
     changed = {"logprobs": logprobs, "scored": _rows("scored", batch.scored, torch.bool, sequences)}
@@ -483,8 +480,8 @@ def _top(
     return {"top_ids": ids, "top_logprobs": logprobs, "tail_log_mass": tail}
 
 
-_CHECKS: dict[str, Callable[..., dict[str, Any]]] = {
-    "tokenize": _tokens,
-    "generate": _generation,
-    "score_logprobs": _scores,
+_CHECKS: dict[str, tuple[type, Callable[..., dict[str, Any]]]] = {
+    "tokenize": (TokenizeResult, _tokens),
+    "generate": (GenerateResult, _generation),
+    "score_logprobs": (ScoreResult, _scores),
 }

@@ -116,8 +116,8 @@ class IdsAtPositions:
 
     def select(self, rows: Tensor) -> IdsAtPositions:
         """Return those of the rows with these numbers."""
-        support, top_ids = (None if each is None else each.select(rows) for each in (self.support, self.top_ids))
-        return IdsAtPositions(support, self.top_k, top_ids)
+        support = None if self.support is None else self.support.select(rows)
+        return IdsAtPositions(support, self.top_k, None if self.top_ids is None else self.top_ids.select(rows))
 
 
 #: What most calls name.
