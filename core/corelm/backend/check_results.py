@@ -480,7 +480,7 @@ def _top(
     return {"top_ids": ids, "top_logprobs": logprobs, "tail_log_mass": tail}
 
 
-_CHECKS: dict[str, tuple[type, Callable[..., dict[str, Any]]]] = {
+_CHECKS: dict[str, tuple[Any, Callable[..., dict[str, Any]]]] = {
     "tokenize": (TokenizeResult, _tokens),
     "generate": (GenerateResult, _generation),
     "score_logprobs": (ScoreResult, _scores),
