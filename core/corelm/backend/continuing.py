@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,9 +29,8 @@ from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 
-if TYPE_CHECKING:
-    from corelm.backend.prepared_call import PreparedCall
-
+#: A prepared call. Its module imports this one.
+C = TypeVar("C", bound=Any)
 #: Fields of a result with a value, or a row of values, for each token.
 _OF_TOKENS = ("logprobs", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
 #: Fields that a result has together or not at all.
@@ -41,7 +40,7 @@ _OF_ROWS = ("finish_reasons", "version_runs", "weight_versions")
 
 
 def prepare_continuation(
-    prepare: Callable[..., PreparedCall[GenerateResult]],
+    prepare: Callable[..., C],
     engine: OpenEngine,
     prompts: Ragged,
     sampling: SamplingParams,
@@ -52,7 +51,7 @@ def prepare_continuation(
     problems: Mapping[int, str],
     label: Mapping[str, Any],
     **options: Any,
-) -> PreparedCall[GenerateResult]:
+) -> C:
     """Return a call for the answers that go on, whose result is all answers, whole.
 
     Args:
