@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import Figure, Way, compare
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from corelm.spec import Ragged, SamplingParams
 from transformers_backend.fast.onednn import quick_products
 from transformers_backend.sampling import Sampler

@@ -1,9 +1,9 @@
 from .backend.aborts import Aborts as Aborts
+from .backend.arguments import answer_seeds as answer_seeds
 from .backend.check_requests import generation_mode as generation_mode
 from .backend.check_requests import prompt_problems as prompt_problems
 from .backend.check_requests import sequence_problems as sequence_problems
-from .backend.check_results import checked_generation as checked_generation
-from .backend.check_results import checked_scores as checked_scores
+from .backend.check_results import checked as checked
 from .backend.engine_call import Arrival as Arrival
 from .backend.engine_call import Call as Call
 from .backend.engine_call import EngineCall as EngineCall
@@ -27,7 +27,6 @@ from .backend.registry import install_line as install_line
 from .backend.registry import load_backend as load_backend
 from .backend.registry import open_plugin as open_plugin
 from .backend.registry import scan as scan
-from .backend.seeds import answer_seeds as answer_seeds
 from .backend.skipping import renumbered as renumbered
 from .containers.assemble import assemble as assemble
 from .containers.classes import as_provenance as as_provenance

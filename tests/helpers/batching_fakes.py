@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from corelm import Backend, Ragged, hookimpl
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from corelm.batching import DynamicBatcher, Limits
 from corelm.spec.records import AbortRequest, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from helpers.fakes import SHORT, VOCAB, Fake

@@ -6,22 +6,25 @@ import operator
 import uuid
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from corelm.backend.engine import OpenEngine
 from corelm.errors import InvalidRequestError, Problems, described, refuse, spelled_out
+from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged, as_tensor, unreadable
 from corelm.validate import as_list, invalid, is_bool, is_index, read_once, shown, unencodable
 
-if TYPE_CHECKING:
-    from corelm.backend.engine import OpenEngine
-
 _WITHOUT_PADS = "pass a list with the ids of each row, without pads"
 
+# Rows of ids ---------------------------------------------------------------------------------------------------------
 
-def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None) -> Ragged:
+
+def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None, *, copy: bool = False) -> Ragged:
     """Return int64 rows.
 
     Args:
@@ -29,6 +32,7 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None) -> Ragge
             a nested tensor, which has one row per sequence.
         field: the argument's name, for errors.
         engine: its pads are refused in a tensor or array, which has no mask here; None looks for no pads.
+        copy: whether the rows must not share memory with `ids`, which the caller may write to while a request waits.
 
     Raises:
         InvalidRequestError: `ids` is of another kind; if some rows are at fault, `rows` names them.
@@ -48,14 +52,13 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None) -> Ragge
             refuse_pads(ids, engine.tokenizer, engine.eos_token_ids, field, _WITHOUT_PADS)
     if not isinstance(ids, Ragged):
         return _from_rows(ids, field)
-    refuse_unreadable(ids.values, field)
-    refuse_unreadable(ids.lengths, field)
     for values, of_what in ((ids.values, "token"), (ids.lengths, "length")):
+        refuse_unreadable(values, field)
         if not _is_integer(values) or values.ndim != 1:
             raise invalid(field, f"expected one integer per {of_what}, got {values.dtype}{list(values.shape)}")
     try:
         # Build and validate new rows: the caller may have modified the lengths since they were checked.
-        return Ragged(ids.values if ids.values.dtype == torch.int64 else ids.values.to(torch.int64), ids.lengths)
+        return Ragged(ids.values.to(torch.int64, copy=copy), ids.lengths.clone() if copy else ids.lengths)
     except ValueError as error:
         raise invalid(field, str(error)) from error
 
@@ -63,18 +66,15 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None) -> Ragge
 def refuse_pads(ids: Ragged, tokenizer: Any, eos_ids: Collection[int], field: str, advice: str) -> None:
     """Refuse rows of a dense tensor without a mask that begin or end with the tokenizer's pad id.
 
-    Many tokenizers pad with EOS or BOS, which may also be a token at an edge: if every row begins, or ends, with one,
-    the first, or last, is no pad. Padding to the longest row leaves that row without pads.
+    A tokenizer without a pad id pads with EOS, as dense results do. Many tokenizers pad with EOS or BOS, which may also
+    be a token at an edge: if every row begins, or ends, with one, the first, or last, is no pad. Padding to the longest
+    row leaves that row without pads.
 
     Args:
         ids: the rows, with their pads.
-        tokenizer: names its pad id; without one, EOS is taken for it, as dense results do.
         eos_ids: all ids that end an answer.
         field: what is at fault, for the error.
         advice: what to do about it.
-
-    Raises:
-        InvalidRequestError: such rows; `rows` names them.
     """
     eos, bos = (getattr(tokenizer, name, None) for name in ("eos_token_id", "bos_token_id"))
     pad = getattr(tokenizer, "pad_token_id", None)
@@ -96,13 +96,8 @@ def refuse_pads(ids: Ragged, tokenizer: Any, eos_ids: Collection[int], field: st
 
 
 def refuse_unreadable(values: Any, field: str) -> None:
-    """Refuse what is not a plain tensor with values in memory.
-
-    Raises:
-        InvalidRequestError: a tensor on the meta device, a sparse or nested tensor, or no tensor at all.
-    """
-    why = unreadable(values)
-    if why:
+    """Refuse what is not a plain tensor with values in memory."""
+    if why := unreadable(values):
         raise invalid(field, f"expected a dense tensor, got {why}")
 
 
@@ -112,18 +107,22 @@ def _from_rows(rows: Any, field: str) -> Ragged:
         raise invalid(field, f"expected rows of token ids, got {what}; pass its 'input_ids', tokenized without padding")
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise invalid(field, f"expected rows of token ids, got {shown(rows)}; backend.tokenize turns texts into ids")
-    found: list[Tensor | array[int]] = []
-    problems: Problems = {}
     try:
         rows = list(rows)
-    except Exception as error:  # the object's own methods may raise anything
+    except Exception as error:
         raise invalid(
-            field, f"expected rows of token ids, and {type(rows).__name__} fails: {described(error)}"
+            field, f"expected rows of token ids, got {shown(rows)}, which fails: {described(error)}"
         ) from error
+    if {*map(type, rows)} <= {list, tuple} and {*map(type, chain.from_iterable(rows))} <= {int}:
+        # An id of more than 64 bits is looked for below.
+        with suppress(OverflowError, RuntimeError, ValueError):
+            return Ragged.from_list(rows)
+    found: list[Tensor | array[int]] = []
+    problems: Problems = {}
     for index, row in enumerate(rows):
         try:
             found.append(_row(row))
-        except Exception:  # the object's own methods may raise anything
+        except Exception:
             problems[index] = f"expected a list of token ids (int64), got {shown(row)}"
     refuse(problems, field)
     return Ragged.from_list(found)
@@ -135,40 +134,39 @@ def _row(row: Any) -> Tensor | array[int]:
         if unreadable(tensor) or tensor.ndim != 1 or not _is_integer(tensor):
             raise TypeError
         return tensor
-    # Types first: a row has thousands of ids, and most are plain ints.
     if not isinstance(row, (list, tuple)):
         raise TypeError
-    kinds = {*map(type, row)}
-    if not kinds <= {int} and any(map(is_bool, row)):
-        raise TypeError
-    return array("q", row if kinds <= {int} else map(operator.index, row))
+    return array("q", map(_index, row))
 
 
 def _tensor(array: Any, field: str) -> Tensor:
     try:
         return as_tensor(array)
-    except Exception as error:  # an array of objects or texts, for example
-        raise invalid(field, f"expected an array of integers: {described(error)}") from error
+    except TypeError as error:  # NumPy has types that torch lacks
+        raise invalid(field, f"expected an array of integers: {error}") from error
 
 
 def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
 
 
+# Texts ---------------------------------------------------------------------------------------------------------------
+
+
 def texts(given: Any) -> tuple[str, ...]:
     """Return one text per row of a sequence of texts (see `as_list`); a single str is one row."""
-    given = as_list(given)
-    if isinstance(given, str):
-        return (given,)
+    given = [given] if isinstance(given, str) else as_list(given)
     if not isinstance(given, list):
         raise invalid("texts", f"expected a str or a list of str, got {shown(given)}{read_once(given)}")
-    found = tuple(given)
-    refuse(not_texts(found), "texts")
-    return found
+    if problems := not_texts(given):
+        refuse(problems, "texts")
+    return tuple(given)
 
 
 def not_texts(values: Sequence[Any]) -> Problems:
     """Return a problem for every row that is not a str, or that no tokenizer can encode."""
+    if {*map(type, values)} <= {str} and all(map(str.isascii, values)):
+        return {}
     return {row: what for row, value in enumerate(values) if (what := _not_a_text(value))}
 
 
@@ -176,22 +174,17 @@ def _not_a_text(value: Any) -> str | None:
     return unencodable(value) if isinstance(value, str) else f"expected a str, got {type(value).__name__}"
 
 
+# One value per row ---------------------------------------------------------------------------------------------------
+
+
 def request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
     """Return one unique name per row: the given names, or generated ones."""
     if given is None:
         return tuple([uuid.uuid4().hex for _ in range(rows)])
-    names = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [None]
-    if len(names) != rows or not all(isinstance(name, str) for name in names) or len({*names}) != rows:
+    names = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
+    if not {*map(type, names)} <= {str} or not len(names) == len({*names}) == rows:
         raise invalid("request_ids", f"expected {rows} different names, got {shown(given)}")
-    return tuple(name for name in names if name is not None)
-
-
-def seeds(given: Any, answers: int) -> Tensor:
-    """Return int64[answers], each seed in [0, 2**63)."""
-    found = _integers(given, answers, "seeds")
-    if bool((found < 0).any()):
-        raise invalid("seeds", "expected integers in [0, 2**63), got a negative one")
-    return found
+    return tuple(names)
 
 
 def starts(given: Any, rows: int) -> Tensor:
@@ -205,20 +198,97 @@ def starts(given: Any, rows: int) -> Tensor:
     return _integers([given] * rows if is_index(given) else given, rows, "score_from").clamp_min(1)
 
 
+def _integers(given: Any, count: int, field: str) -> Tensor:
+    """Return int64[count], in memory of its own."""
+    try:
+        found = as_tensor(given if hasattr(given, "__array__") else [_index(value) for value in given])
+    except Exception:
+        found = torch.empty(0, 0)
+    if why := unreadable(found):
+        raise invalid(field, f"expected {count} integers, got {why}")
+    # torch makes floats of an empty list.
+    if found.shape != (count,) or not (_is_integer(found) or count == 0):
+        raise invalid(field, f"expected {count} integers, got {shown(given)}")
+    return found.to("cpu", torch.int64, copy=True)
+
+
 def _index(given: Any) -> int:
     if is_bool(given):
+        # Python would take it for 0 or 1.
         raise TypeError
     return operator.index(given)
 
 
-def _integers(given: Any, count: int, field: str) -> Tensor:
-    try:
-        found = as_tensor(given if hasattr(given, "__array__") else [_index(value) for value in given])
-    except Exception:  # the object's own methods may raise anything
-        found = torch.empty(0, 0)
-    if unreadable(found):
-        raise invalid(field, f"expected {count} integers, got {unreadable(found)}")
-    found = found.to(torch.int64) if found.numel() == 0 and count == 0 else found
-    if found.shape != (count,) or not _is_integer(found):
-        raise invalid(field, f"expected {count} integers, got {shown(given)}")
-    return found.to("cpu", torch.int64)
+# Seeds ---------------------------------------------------------------------------------------------------------------
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def seeds_of_call(engine: OpenEngine, sampling: SamplingParams, rows: int, given: Any = None) -> Tensor | None:
+    """Return int64[rows * samples], the seeds of a call's answers: those given, or derived from ``sampling.seed`` or
+    torch's generator.
+
+    None lets the engine choose. It is returned for an engine that takes no seeds, and, unless the caller gave a seed,
+    for one whose seeds are costly.
+    """
+    capabilities, samples, greedy = engine.capabilities, sampling.num_samples or 1, sampling.temperature == 0.0
+    if not capabilities.per_answer_seeds:
+        if given is not None or (sampling.seed is not None and not greedy):
+            engine.require("per_answer_seeds", "it does not honour seeds; leave the seed out")
+        return None
+    if given is not None:
+        return seeds(given, rows * samples)
+    if capabilities.seeds_are_costly and (sampling.seed is None or greedy):
+        return None
+    if greedy:
+        # Greedy decoding draws nothing, so torch's generator is left as it was.
+        return answer_seeds(0, range(rows), samples)
+    # Without a seed torch.manual_seed governs the answers, as it governs everything else that a torch user samples.
+    seed = int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
+    return answer_seeds(seed, range(rows), samples)
+
+
+def seeds(given: Any, answers: int) -> Tensor:
+    """Return int64[answers], each seed in [0, 2**63)."""
+    found = _integers(given, answers, "seeds")
+    if bool((found < 0).any()):
+        raise invalid("seeds", "expected integers in [0, 2**63), got a negative one")
+    return found
+
+
+def answer_seeds(seed: int, rows: Iterable[int], samples: int = 1) -> Tensor:
+    """int64[len(rows) * samples], each in [0, 2**63): one seed for sample s of row r, from (seed, r, s) and nothing
+    else.
+
+    So the other rows of a batch and the number of samples change no answer.
+
+    >>> bool(answer_seeds(7, [0, 1], 2)[2] == answer_seeds(7, [1], 4)[0])
+    True
+    """
+    stream = _mix((seed + _GAMMA) & _MASK)
+    made = []
+    for row in rows:
+        of_row = _mix((stream + (row + 1) * _GAMMA) & _MASK)
+        for sample in range(samples):
+            made.append(_mix((of_row + (sample + 1) * _GAMMA) & _MASK) >> 1)
+    return torch.tensor(made, dtype=torch.int64)
+
+
+def continued_seeds(seeds: Tensor, lengths: Tensor) -> Tensor:
+    """int64[answers]: seeds for answers that go on after so many tokens. With the old seed, an engine would draw the
+    random numbers of the first tokens again. An answer without tokens keeps its seed.
+    """
+    pairs = zip(seeds.tolist(), lengths.tolist(), strict=True)
+    made = [_mix((seed + length * _GAMMA) & _MASK) >> 1 if length else seed for seed, length in pairs]
+    return torch.tensor(made, dtype=torch.int64)
+
+
+def _mix(x: int) -> int:
+    """SplitMix64's finalizer (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195, fig. 19).
+
+    Every output bit depends on every input bit, the low 32 that torch's CPU generator keeps among them.
+    """
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +14,7 @@ from corelm import validate
 from corelm.backend import arguments
 from corelm.backend.aborts import Aborts
 from corelm.backend.call_log import logger
-from corelm.backend.check_results import checked_tokens
+from corelm.backend.check_results import checked
 from corelm.backend.controls import EngineControls
 from corelm.backend.engine import OpenEngine
 from corelm.backend.engine_call import Call
@@ -22,7 +22,7 @@ from corelm.backend.futures import in_thread
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStreams
-from corelm.errors import CoreLMError, EngineError, brief
+from corelm.errors import CoreLMError, brief
 from corelm.rendering.encoding import decoded
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
@@ -178,12 +178,14 @@ class Backend(EngineControls, AnswerStreams):
         offsets: bool = False,
     ) -> TokenizeResult:
         """Return one row of ids per text. A single text is one row."""
-        found = arguments.texts(texts)
         request = TokenizeRequest(
-            texts=found, add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets
+            texts=arguments.texts(texts),
+            add_special_tokens=add_special_tokens,
+            parse_special=parse_special,
+            offsets=offsets,
         )
 
-        tokens: TokenizeResult = self.engine.call(_TokenizeCall(request, self.engine.fault("tokenize")))
+        tokens: TokenizeResult = self.engine.call(_TokenizeCall(request, self.engine))
         return tokens
 
     def detokenize(self, ids: Any, *, skip_special_tokens: bool = True, before: Any = None) -> list[str]:
@@ -231,7 +233,6 @@ class Backend(EngineControls, AnswerStreams):
                 row comes back empty, with the finish reason `error` and its message in `errors`.
             adapter: the name of the adapter that answers, see `load_adapter`; False for the base weights alone. None
                 leaves the model as it is: without an adapter, or with those active in a PEFT model object.
-
             return_support: also return, for each sampled token, the ids that top-k, top-p and min-p had left
                 (`kept_ids`) and the log of their mass (`kept_log_mass`). `score_logprobs` takes them as `support`. The
                 set is empty, which stands for the whole vocabulary, if nothing was cut off.
@@ -277,8 +278,7 @@ class Backend(EngineControls, AnswerStreams):
         future in one of them or in a hook wrapper: its call may wait for them to end.
 
         Raises:
-            InvalidRequestError: as for `generate`; raised here and not by the future.
-            CapabilityError: as for `generate`; raised here and not by the future.
+            InvalidRequestError, CapabilityError: as for `generate`; raised here and not by the future.
             QueueFullError: a batcher with ``on_full="raise"`` has no room.
         """
         return self.submit(prepare_generation(self.engine, prompts, sampling, **options), block=True)
@@ -312,9 +312,8 @@ class Backend(EngineControls, AnswerStreams):
             grad: results carry gradients to the model's parameters.
             device: where the results go; None leaves it to the engine.
             request_ids: one name per sequence.
-            timeout: seconds that the call may take; None for the backend's own timeout.
-            on_error: "raise" looks for all bad rows first and then runs nothing. "skip" scores the other rows; nothing
-                of a bad row is scored, and `errors` says why.
+            timeout: as for `generate`.
+            on_error: as for `generate`. Nothing of a bad row is scored, and `errors` says why.
             adapter: as for `generate`. Scores with ``adapter=False`` are those of the reference that an adapter started
                 from.
             support: `TokenSets`, or nested lists: the ids over which to normalise at each position, as `kept_ids` of
@@ -329,9 +328,7 @@ class Backend(EngineControls, AnswerStreams):
             InvalidRequestError: bad ids, an empty or too long sequence, an illegal temperature or `score_from`; a set
                 that lacks the given id, or has one twice or outside the vocabulary.
             CapabilityError: the engine cannot score, or cannot score like this.
-            EngineError: the engine failed, or returned what the specification does not allow.
-            BackendTimeoutError: the engine did not answer in time.
-            BackendClosedError: the backend was closed.
+            EngineError, BackendTimeoutError, BackendClosedError: as for `generate`.
         """
         return self.run(
             prepare_scoring(
@@ -369,12 +366,17 @@ class Backend(EngineControls, AnswerStreams):
         """
         engine, processed = self.engine, batch.mode == "processed"
         versions = batch.weight_versions or (engine.version_with(batch.adapter),)
-        given = batch.version_runs if isinstance(batch, GenerateResult) else None
-        sampling = batch.sampling if isinstance(batch, GenerateResult) else None
-        runs: tuple[VersionRuns, ...] = tuple(row if len(row) > 1 else () for row in given or ((),) * len(versions))
+        sampling = None
+        runs: list[VersionRuns] = [()] * len(versions)
+        if isinstance(batch, GenerateResult):
+            sampling = batch.sampling
+            if batch.version_runs is not None:
+                # Runs of one version say no more than the version.
+                runs = [row if len(row) > 1 else () for row in batch.version_runs]
         rows = list(zip(versions, runs, strict=True))
-        made = {
-            (version, of_row): Provenance(
+        made = {}
+        for version, of_row in {*rows}:
+            made[version, of_row] = Provenance(
                 backend=engine.name,
                 model=engine.model_name,
                 weight_version=version,
@@ -385,8 +387,6 @@ class Backend(EngineControls, AnswerStreams):
                 adapter=batch.adapter,
                 version_runs=of_row,
             )
-            for version, of_row in {*rows}
-        }
         return made[rows[0]] if len(made) == 1 else tuple(made[row] for row in rows)
 
     # Closing ---------------------------------------------------------------------------------------------------------
@@ -422,9 +422,10 @@ class Backend(EngineControls, AnswerStreams):
 
 
 class _TokenizeCall(Call):
-    def __init__(self, request: TokenizeRequest, fault: Callable[[str], EngineError]) -> None:
+    def __init__(self, request: TokenizeRequest, engine: OpenEngine) -> None:
         super().__init__("tokenize", request)
-        self._fault = fault
+        self._engine = engine
 
     def finished(self, result: TokenizeResult) -> TokenizeResult:
-        return checked_tokens(result, self.request.texts, self._fault)
+        tokens: TokenizeResult = checked(self._engine, "tokenize", result, self.request)
+        return tokens

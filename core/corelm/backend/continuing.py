@@ -1,4 +1,5 @@
-"""`Continuation`: go on from partial answers under the weights in force. Their ids are kept, never tokenized again.
+"""`prepare_continuation`: go on from partial answers under the weights in force. Their ids are kept, never tokenized
+again.
 
 The engine is asked with each prompt and the ids that its answer has. It has one limit for all rows, so a row that needs
 fewer tokens than another may get too many: these are cut off here. So is what follows a stop string that begins in the
@@ -7,9 +8,9 @@ old part and ends in the new one, which the engine cannot see.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +18,7 @@ from torch import Tensor
 from corelm.backend import arguments
 from corelm.backend.check_results import set_problems
 from corelm.backend.engine import OpenEngine
-from corelm.backend.seeds import continued_seeds, seeds_of_call
-from corelm.backend.skipping import ServedRows
+from corelm.backend.skipping import ServedRows, renumbering
 from corelm.errors import Problems, ProvenanceMismatchError, refuse
 from corelm.spec.answer_text import StopStrings
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
@@ -29,6 +29,8 @@ from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 
+#: A prepared call. Its module imports this one.
+C = TypeVar("C", bound=Any)
 #: Fields of a result with a value, or a row of values, for each token.
 _OF_TOKENS = ("logprobs", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
 #: Fields that a result has together or not at all.
@@ -37,123 +39,117 @@ _TOGETHER = (("kept_ids", "kept_log_mass"), ("top_ids", "top_logprobs", "tail_lo
 _OF_ROWS = ("finish_reasons", "version_runs", "weight_versions")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Continuation:
-    """What is asked of an engine to complete partial answers, and how its answers join them.
+def prepare_continuation(
+    prepare: Callable[..., C],
+    engine: OpenEngine,
+    prompts: Ragged,
+    sampling: SamplingParams,
+    old: Any,
+    *,
+    seeds: Any,
+    request_ids: Any,
+    problems: Mapping[int, str],
+    label: Mapping[str, Any],
+    **options: Any,
+) -> C:
+    """Return a call for the answers that go on, whose result is all answers, whole.
+
+    Args:
+        prepare: `prepare_generation`.
+        old: the argument `continue_from`.
+        label: the arguments that `_must_agree` takes.
+        options: the other arguments of `prepare`, which apply to the answers that go on as they are.
+
+    Raises:
+        InvalidRequestError: `old` is no result of these prompts, or cannot be continued like this.
+        ProvenanceMismatchError: its log-probs are of another distribution than those that would follow.
+    """
+    samples, limit = sampling.num_samples or 1, sampling.max_new_tokens
+    rows = len(prompts) * samples
+    if not isinstance(old, GenerateResult):
+        raise invalid("continue_from", f"expected a GenerateResult, got a {type(old).__name__}")
+    if len(old.ids) != rows:
+        raise invalid("continue_from", f"has {len(old.ids)} answers, but the call is for {rows}")
+    _must_agree(old, sampling, **label)
+    _must_be_whole(old)
+    stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
+    strings = StopStrings.of(sampling, engine.tokenizer)
+    stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(samples)]
+    reasons, wrong = _reasons(old, stop_ids, stops, limit)
+    going = [row for row, reason in enumerate(reasons) if not reason]
+    wrong |= _version_problems(old, going, engine.version_with(label["adapter"]))
+    wrong |= _token_problems(old, engine.capabilities.vocab_size)
+    for row in going:
+        # The engine would count these tokens from the seam on.
+        if int(old.ids.lengths[row]) < sampling.min_new_tokens:
+            wrong.setdefault(
+                row,
+                f"has fewer than min_new_tokens={sampling.min_new_tokens} tokens, and the engine would "
+                "count only new ones; sample this row from its prompt",
+            )
+    refuse(wrong, "continue_from")
+    index, lengths = torch.tensor(going, dtype=torch.int64), old.ids.lengths[going]
+    if bool(lengths.any()):
+        _refuse_penalties(sampling)
+    repeated = prompts if samples == 1 else prompts.repeat(samples)
+    joined = repeated.join(old.ids.to(prompts.values.device)).select(index)
+    left = [None if limit is None else limit - length for length in lengths.tolist()]
+    names = arguments.request_ids(request_ids, rows)
+    given = arguments.seeds_of_call(engine, sampling, len(prompts), seeds)
+    caller_rows = index // samples
+    with renumbering(caller_rows):
+        call = prepare(
+            engine,
+            joined,
+            SamplingParams.make(
+                sampling,
+                num_samples=None,
+                min_new_tokens=0,
+                max_new_tokens=_common_limit(left, joined.lengths, sampling, engine),
+            ),
+            seeds=None if given is None else arguments.continued_seeds(given[index], lengths),
+            request_ids=[names[row] for row in going],
+            problems={at: problems[row] for at, row in enumerate(caller_rows.tolist()) if row in problems},
+            **label,
+            **options,
+        )
+    answers = _Answers(old, reasons, ServedRows(index, rows), left, sampling, stops)
+    nothing = call.nothing
+
+    def finish(batch: GenerateResult) -> GenerateResult:
+        with renumbering(caller_rows):
+            return answers.joined(call.finish(batch))
+
+    return replace(
+        call,
+        finish=finish,
+        nothing=None if nothing is None else lambda: answers.joined(nothing()),
+        caller_rows=caller_rows[call.caller_rows],
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answers:
+    """Partial answers, and how the engine's answers join them.
 
     Attributes:
         old: the partial answers.
         reasons: their finish reasons; "" for those that go on.
         open: those that go on.
         left: how many tokens each of these may still get; None for no limit.
-        prompts: for each of these, the prompt and the ids so far.
-        asked: how the call samples.
-        sampling: how the engine is asked to.
-        seeds: int64, one for each of these; None lets the engine choose.
+        sampling: how the call samples.
         stops: the stop strings of each answer.
-        samples: answers to each prompt.
     """
 
     old: GenerateResult
     reasons: Sequence[str]
     open: ServedRows
     left: Sequence[int | None]
-    prompts: Ragged
-    asked: SamplingParams
     sampling: SamplingParams
-    seeds: Tensor | None
     stops: Sequence[StopStrings]
-    samples: int
-
-    @classmethod
-    def of(
-        cls, engine: OpenEngine, prompts: Ragged, sampling: SamplingParams, old: Any, seeds: Any, label: _Label
-    ) -> Continuation:
-        """Check the argument `continue_from`.
-
-        Args:
-            prompts: the prompts of the call.
-            sampling: how it samples.
-            old: the argument.
-            seeds: one per answer, as for `Backend.generate`.
-            label: what else the call asks for.
-
-        Raises:
-            InvalidRequestError: it is no result of these prompts, or cannot be continued like this.
-            ProvenanceMismatchError: its log-probs are of another distribution than those that would follow.
-        """
-        samples = sampling.num_samples or 1
-        rows = len(prompts) * samples
-        if not isinstance(old, GenerateResult):
-            raise invalid("continue_from", f"expected a GenerateResult, got a {type(old).__name__}")
-        if len(old.ids) != rows:
-            raise invalid("continue_from", f"has {len(old.ids)} answers, but the call is for {rows}")
-        label.check(old, sampling)
-        limit = sampling.max_new_tokens
-        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
-        strings = StopStrings.of(sampling, engine.tokenizer)
-        stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(samples)]
-        _must_be_whole(old)
-        reasons, problems = _reasons(old, stop_ids, stops, limit)
-        going = [row for row, reason in enumerate(reasons) if not reason]
-        problems |= _version_problems(old, going, engine.version_with(label.adapter))
-        problems |= _token_problems(old, engine.capabilities.vocab_size)
-        for row in going:
-            # The engine would count these tokens from the seam on.
-            if int(old.ids.lengths[row]) < sampling.min_new_tokens:
-                problems.setdefault(
-                    row,
-                    f"has fewer than min_new_tokens={sampling.min_new_tokens} tokens, and the engine would "
-                    "count only new ones; sample this row from its prompt",
-                )
-        refuse(problems, "continue_from")
-        if going and bool(old.ids.lengths[going].any()):
-            _refuse_penalties(sampling)
-        open_rows = ServedRows(torch.tensor(going, dtype=torch.int64), rows)
-        lengths = old.ids.lengths[open_rows.index]
-        joined = (prompts if samples == 1 else prompts.repeat(samples)).join(old.ids.to(prompts.values.device))
-        joined = joined.select(open_rows.index)
-        left = [None if limit is None else limit - length for length in lengths.tolist()]
-        given = seeds_of_call(engine, sampling, len(prompts), seeds)
-        return cls(
-            old=old,
-            reasons=reasons,
-            open=open_rows,
-            left=left,
-            prompts=joined,
-            asked=sampling,
-            sampling=SamplingParams.make(
-                sampling,
-                num_samples=None,
-                min_new_tokens=0,
-                max_new_tokens=_common_limit(left, joined.lengths, sampling, engine),
-            ),
-            seeds=None if given is None else continued_seeds(given[open_rows.index], lengths),
-            stops=stops,
-            samples=samples,
-        )
-
-    def request_ids(self, given: Sequence[str] | None) -> list[str]:
-        """Return the names of the answers that go on, given one for each answer."""
-        names = arguments.request_ids(given, self.open.total)
-        return [names[row] for row in self.open.index.tolist()]
-
-    def problems(self, given: Mapping[int, str] | None) -> Problems:
-        """Return the problems of the answers that go on, given those of the prompts."""
-        known = given or {}
-        return {at: known[row] for at, row in enumerate(self.caller_rows.tolist()) if row in known}
-
-    @property
-    def caller_rows(self) -> Tensor:
-        """int64: the prompt of each answer that goes on."""
-        return self.open.index // self.samples
 
     def joined(self, new: GenerateResult) -> GenerateResult:
-        """Return all answers, whole.
-
-        Args:
-            new: what the engine has added to those that go on, as `Backend.generate` returns it.
-        """
+        """Return all answers, whole, given what the engine has added to those that go on."""
         old, device = self.old, new.ids.values.device
         ids = old.ids.to(device).join(self.open.ragged(new.ids))
         lengths, reasons = self._ends(ids, new)
@@ -172,7 +168,7 @@ class Continuation:
         errors = self.open.values(new.errors or ("",) * len(self.open), "")
         fields |= {"finish_reasons": reasons, "errors": errors if any(errors) else None}
         # What the engine says of its cache is of longer prompts, which have the partial answers in them.
-        whole = replace(new, **fields, sampling=self.asked, cached_tokens=None)
+        whole = replace(new, **fields, sampling=self.sampling, cached_tokens=None)
         return with_runs(whole, self._runs(new, lengths.tolist()))
 
     def _ends(self, ids: Ragged, new: GenerateResult) -> tuple[Tensor, tuple[str, ...]]:
@@ -199,51 +195,44 @@ class Continuation:
         return [renamed(tuple(runs), lambda version: version) for runs in found]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Label:
-    """What a call asks for that its partial answers must agree with."""
-
-    logprobs: Any
-    adapter: Adapter
-    return_support: bool
-    top_logprobs: int
-
-    def check(self, old: GenerateResult, sampling: SamplingParams) -> None:
-        if old.texts is not None:
-            raise invalid(
-                "continue_from", "this engine's texts are not what its ids decode to, so they cannot be joined"
-            )
-        if old.adapter != self.adapter:
-            raise invalid("continue_from", f"was sampled with adapter={old.adapter!r}; give the same")
-        if (old.logprobs is None) != (self.logprobs == "none"):
-            has = "no log-probs" if old.logprobs is None else "log-probs"
-            raise invalid("continue_from", f"has {has}, but logprobs={self.logprobs!r} was asked for; ask for the same")
-        if (old.kept_ids is None) == self.return_support:
-            raise invalid("continue_from", "return_support must be what it was when these answers were begun")
-        k = 0 if old.top_ids is None else old.top_ids.values.shape[-1]
-        if k != self.top_logprobs:
-            raise invalid("continue_from", f"was sampled with top_logprobs={k}; give the same")
-        if old.logprobs is None:
-            return
-        wanted = Provenance.label(self.logprobs, sampling)
-        found = {"mode": old.mode, "temperature": old.temperature, "support": old.support}
-        if found != dict(wanted):
-            raise ProvenanceMismatchError(
-                f"continue_from: its log-probs are {_words(found)}, and those that follow would be {_words(wanted)}; "
-                "sample as these answers were begun"
-            )
-        # One label names the penalties of all tokens.
-        before = sampling.penalties if old.sampling is None else old.sampling.penalties
-        if old.mode == "processed" and before != sampling.penalties:
-            raise ProvenanceMismatchError(
-                f"continue_from: its log-probs were sampled with the penalties {dict(before)}, and those that follow "
-                f"would be with {dict(sampling.penalties)}; give the same"
-            )
-
-
-def label_of_call(logprobs: Any, adapter: Adapter, return_support: bool, top_logprobs: int) -> _Label:
-    """Return what the partial answers of a call must agree with."""
-    return _Label(logprobs=logprobs, adapter=adapter, return_support=return_support, top_logprobs=top_logprobs)
+def _must_agree(
+    old: GenerateResult,
+    sampling: SamplingParams,
+    *,
+    logprobs: Any,
+    adapter: Adapter,
+    return_support: bool,
+    top_logprobs: int,
+) -> None:
+    """Refuse partial answers that were not sampled for what this call asks for: its arguments of these names."""
+    if old.texts is not None:
+        raise invalid("continue_from", "this engine's texts are not what its ids decode to, so they cannot be joined")
+    if old.adapter != adapter:
+        raise invalid("continue_from", f"was sampled with adapter={old.adapter!r}; give the same")
+    if (old.logprobs is None) != (logprobs == "none"):
+        has = "no log-probs" if old.logprobs is None else "log-probs"
+        raise invalid("continue_from", f"has {has}, but logprobs={logprobs!r} was asked for; ask for the same")
+    if (old.kept_ids is None) == return_support:
+        raise invalid("continue_from", "return_support must be what it was when these answers were begun")
+    k = 0 if old.top_ids is None else old.top_ids.values.shape[-1]
+    if k != top_logprobs:
+        raise invalid("continue_from", f"was sampled with top_logprobs={k}; give the same")
+    if old.logprobs is None:
+        return
+    wanted = dict(Provenance.label(logprobs, sampling))
+    found = {"mode": old.mode, "temperature": old.temperature, "support": old.support}
+    if found != wanted:
+        raise ProvenanceMismatchError(
+            f"continue_from: its log-probs are {_words(found)}, and those that follow would be {_words(wanted)}; "
+            "sample as these answers were begun"
+        )
+    # One label names the penalties of all tokens.
+    before = sampling.penalties if old.sampling is None else old.sampling.penalties
+    if old.mode == "processed" and before != sampling.penalties:
+        raise ProvenanceMismatchError(
+            f"continue_from: its log-probs were sampled with the penalties {dict(before)}, and those that follow "
+            f"would be with {dict(sampling.penalties)}; give the same"
+        )
 
 
 def _words(label: Mapping[str, Any]) -> str:
@@ -299,11 +288,7 @@ def _common_limit(
 
 
 def _must_be_whole(old: GenerateResult) -> None:
-    """Refuse a result that lacks a field which another one needs, or an entry for a row.
-
-    Raises:
-        InvalidRequestError: naming the field.
-    """
+    """Refuse a result that lacks a field which another one needs, or an entry for a row."""
     for names in _TOGETHER:
         missing = [name for name in names if getattr(old, name) is None]
         if 0 < len(missing) < len(names):
@@ -337,12 +322,8 @@ def _token_problems(old: GenerateResult, vocab_size: int) -> Problems:
 
 
 def _version_problems(old: GenerateResult, going: Sequence[int], in_force: str) -> Problems:
-    """Return the rows whose runs do not ascend, or whose weights go backwards, also from the old part to the new one.
-
-    Args:
-        old: the partial answers.
-        going: the rows that go on.
-        in_force: the label of the weights that they go on with.
+    """Return the rows whose runs do not ascend, or whose weights go backwards, also from the old part to the new one,
+    which has the weights that are `in_force`.
     """
     problems = Problems()
     lengths = old.ids.lengths.tolist()

@@ -9,6 +9,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from corelm.backend.check_results import ABOVE_ZERO, WrongResult
 from corelm.backend.engine_call import Arrival
 from corelm.errors import EngineError, InvalidRequestError, described, is_interrupt
 from corelm.spec.records import FINISH_REASONS, GenerateResult, TokenChunk
@@ -16,9 +19,6 @@ from corelm.spec.records import FINISH_REASONS, GenerateResult, TokenChunk
 #: Takes the chunks of a call, with the caller's numbers of the rows, from one thread at a time. A thread of the engine
 #: calls it, so it has to return at once and must not ask the backend for anything.
 Listener = Callable[[TokenChunk], Any]
-
-#: Rounding may put a log-probability above 0, but by no more than this.
-_ABOVE_ZERO = 2.0**-10
 
 
 class Delivery:
@@ -32,7 +32,8 @@ class Delivery:
         rows: the caller's row for each row of the request's result.
         vocab_size: legal ids are in ``[0, vocab_size)``.
         with_logprobs: whether chunks carry log-probs.
-        prompt_of: returns the ids whose text a row of the caller's continues.
+        prompts: the caller's prompts, if the text of an answer continues that of its prompt.
+        samples: answers per prompt.
 
     Attributes:
         started: whether the listener has been given something. Such a call is not repeated.
@@ -46,9 +47,10 @@ class Delivery:
         rows: Sequence[int],
         vocab_size: int,
         with_logprobs: bool,
-        prompt_of: Callable[[int], Sequence[int]] = lambda row: (),
+        prompts: Sequence[Tensor] = (),
+        samples: int = 1,
     ) -> None:
-        self.prompt_of = prompt_of
+        self._prompts, self._samples = prompts, samples
         self.started = self.under_way = False
         self.arrivals: dict[int, Arrival] = {}
         self._listener, self._rows = listener, rows
@@ -70,8 +72,7 @@ class Delivery:
             try:
                 ids, logprobs = self._checked(chunk)
             except Exception as error:
-                # The fields of a wrong chunk may be objects whose own methods raise anything.
-                self._fault = str(error) if isinstance(error, _WrongChunk) else described(error)
+                self._fault = str(error) if isinstance(error, WrongResult) else described(error)
                 return
             row = chunk.row
             self._note_arrival(row, len(ids))
@@ -79,6 +80,10 @@ class Delivery:
             self._logprobs[row] += logprobs
             self._reasons[row] = chunk.finish_reason
             self._tell(self._rows[row], ids, logprobs, chunk.finish_reason)
+
+    def prompt_of(self, row: int) -> list[int]:
+        """Return the ids whose text a row of the caller's continues."""
+        return self._prompts[row // self._samples].tolist() if self._prompts else []
 
     def begin(self) -> bool:
         """Note that the engine begins with the call. Return False if the caller has left."""
@@ -166,26 +171,22 @@ class Delivery:
     def _checked(self, chunk: TokenChunk) -> tuple[list[int], list[float]]:
         """Return the ids and the log-probs of a chunk, these rounded to float32 as in the result."""
         if not isinstance(chunk, TokenChunk):
-            raise _WrongChunk(f"expected a TokenChunk, got a {type(chunk).__name__}")
+            raise WrongResult(f"expected a TokenChunk, got a {type(chunk).__name__}")
         row = chunk.row
         if type(row) is not int or not 0 <= row < len(self._rows):
-            raise _WrongChunk(f"row {row!r} is not one of the {len(self._rows)} rows of the result")
+            raise WrongResult(f"row {row!r} is not one of the {len(self._rows)} rows of the result")
         if self._reasons[row] is not None:
-            raise _WrongChunk(f"row {row}: got more after its last chunk")
+            raise WrongResult(f"row {row}: got more after its last chunk")
         if chunk.finish_reason not in (None, *FINISH_REASONS):
-            raise _WrongChunk(f"row {row}: finish reason {chunk.finish_reason!r} is not one of {FINISH_REASONS}")
+            raise WrongResult(f"row {row}: finish reason {chunk.finish_reason!r} is not one of {FINISH_REASONS}")
         ids = list(chunk.ids)
         logprobs = array("f", chunk.logprobs).tolist() if self._with_logprobs else []
         for token in ids:
             if type(token) is not int or not 0 <= token < self._vocab_size:
-                raise _WrongChunk(f"row {row}: id {token!r} is not an int in the vocabulary of {self._vocab_size}")
+                raise WrongResult(f"row {row}: id {token!r} is not an int in the vocabulary of {self._vocab_size}")
         if self._with_logprobs and len(logprobs) != len(ids):
-            raise _WrongChunk(f"row {row}: {len(logprobs)} log-probs for {len(ids)} ids")
+            raise WrongResult(f"row {row}: {len(logprobs)} log-probs for {len(ids)} ids")
         # NaN fails every comparison, so it is refused here too.
-        if not all(-math.inf < value <= _ABOVE_ZERO for value in logprobs):
-            raise _WrongChunk(f"row {row}: a log-prob of {logprobs} is not a finite number of at most 0")
+        if not all(-math.inf < value <= ABOVE_ZERO for value in logprobs):
+            raise WrongResult(f"row {row}: a log-prob of {logprobs} is not a finite number of at most 0")
         return ids, logprobs
-
-
-class _WrongChunk(ValueError):
-    """A chunk breaks the specification."""

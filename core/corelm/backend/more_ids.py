@@ -12,87 +12,60 @@ from corelm import validate
 from corelm.backend.arguments import refuse_unreadable
 from corelm.backend.check_results import set_problems
 from corelm.backend.engine import OpenEngine
-from corelm.backend.skipping import ServedRows
 from corelm.errors import CapabilityError, Problems, described
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
-from corelm.tensors.token_sets import TokenSets
+from corelm.tensors.token_sets import TokenSets, ascending
 from corelm.validate import as_list, invalid, is_bool, shown
 
 
-@dataclass(frozen=True, slots=True)
-class SupportOfAnswers:
-    """Whether a caller of `generate` wants the ids that each token was drawn from, and who knows them.
+def support_comes_from_engine(return_support: Any, sampling: SamplingParams, engine: OpenEngine) -> bool:
+    """Check the argument `return_support` of `generate`. Return whether only the engine knows the support.
 
-    Attributes:
-        wanted: the caller wants them.
-        from_engine: only the engine knows them. Otherwise core does: in greedy decoding it is the sampled id, and
-            without truncation the whole vocabulary.
-        greedy: the temperature is 0.
+    Otherwise core does: in greedy decoding it is the sampled id, and without truncation the whole vocabulary.
     """
+    if not validate.flag("return_support", return_support):
+        return False
+    if sampling.num_beams > 1:
+        raise CapabilityError(
+            "beam search does not sample token by token, so no token was drawn from a set of ids; leave out "
+            "return_support=True",
+            capability="num_beams",
+        )
+    if sampling.greedy:
+        return False
+    if sampling.engine_kwargs:
+        raise invalid(
+            "return_support",
+            "core does not know how engine_kwargs change the distribution, so the ids that are left would not say "
+            "what a log-prob is of; leave out engine_kwargs or return_support=True",
+        )
+    if sampling.truncates_support and not sampling.truncates:
+        raise invalid(
+            "return_support",
+            "min_new_tokens leaves nearly the whole vocabulary, and that would be returned for every token; give "
+            "top_k, top_p or min_p as well, or leave out return_support=True",
+        )
+    if sampling.truncates:
+        why = "it does not say which ids truncation has left; leave out return_support=True"
+        engine.require("return_support", why)
+    return sampling.truncates
 
-    wanted: bool
-    from_engine: bool
-    greedy: bool
 
-    @classmethod
-    def of(cls, return_support: Any, sampling: SamplingParams, engine: OpenEngine) -> SupportOfAnswers:
-        """Check the argument `return_support`.
-
-        Raises:
-            CapabilityError: the engine does not say which ids were left, or beam search was asked for.
-            InvalidRequestError: `engine_kwargs` are given, or only `min_new_tokens` takes ids away.
-        """
-        greedy = sampling.temperature == 0.0
-        if return_support is False:
-            return cls(False, False, greedy)
-        wanted = validate.flag("return_support", return_support)
-        if wanted and sampling.num_beams > 1:
-            raise CapabilityError(
-                "beam search does not sample token by token, so no token was drawn from a set of ids; leave out "
-                "return_support=True",
-                capability="num_beams",
-            )
-        if wanted and not greedy and sampling.engine_kwargs:
-            raise invalid(
-                "return_support",
-                "core does not know how engine_kwargs change the distribution, so the ids that are left would not say "
-                "what a log-prob is of; leave out engine_kwargs or return_support=True",
-            )
-        if wanted and not greedy and sampling.truncates_support and not sampling.truncates:
-            raise invalid(
-                "return_support",
-                "min_new_tokens leaves nearly the whole vocabulary, and that would be returned for every token; give "
-                "top_k, top_p or min_p as well, or leave out return_support=True",
-            )
-        from_engine = wanted and not greedy and sampling.truncates
-        if from_engine:
-            engine.require(
-                "return_support", "it does not say which ids truncation has left; leave out return_support=True"
-            )
-        return cls(wanted, from_engine, greedy)
-
-    def added(self, batch: GenerateResult) -> GenerateResult:
-        """Return the engine's result with what core knows."""
-        if not self.wanted or self.from_engine:
-            return batch
-        ids = batch.ids
-        kept = TokenSets.empty(ids.lengths).to(ids.values.device)
-        if self.greedy:
-            ones = torch.ones(ids.values.shape[0], dtype=torch.int64)
-            kept = TokenSets(Ragged(ids.values.clone(), ones), ids.lengths)
-        mass = torch.zeros(ids.values.shape, dtype=torch.float32, device=ids.values.device)
-        return replace(batch, kept_ids=kept, kept_log_mass=ids.with_values(mass))
+def with_known_support(batch: GenerateResult, *, greedy: bool) -> GenerateResult:
+    """Return the engine's result with the support that core knows; see `support_comes_from_engine`."""
+    ids = batch.ids
+    kept = TokenSets.empty(ids.lengths).to(ids.values.device)
+    if greedy:
+        ones = torch.ones(ids.values.shape[0], dtype=torch.int64)
+        kept = TokenSets(Ragged(ids.values.clone(), ones), ids.lengths)
+    mass = torch.zeros(ids.values.shape, dtype=torch.float32, device=ids.values.device)
+    return replace(batch, kept_ids=kept, kept_log_mass=ids.with_values(mass))
 
 
 def top_of_answers(given: Any, mode: Literal["none", "raw", "processed"], engine: OpenEngine) -> int:
-    """Check the argument `top_logprobs` of `generate`.
-
-    Raises:
-        CapabilityError: the engine returns the log-probs of no other ids.
-        InvalidRequestError: no whole number, more than the engine gives, or log-probs were not asked for.
-    """
+    """Check the argument `top_logprobs` of `generate`."""
     k = _most("top_logprobs", given, "top_logprobs", engine)
     if k and mode == "none":
         raise invalid("top_logprobs", "no log-probs were asked for; give logprobs='raw' or 'processed' as well")
@@ -119,12 +92,7 @@ class IdsAtPositions:
     def of(
         cls, engine: OpenEngine, sequences: Ragged, starts: Tensor, support: Any, top_k: Any, top_ids: Any
     ) -> IdsAtPositions:
-        """Check the arguments of these names.
-
-        Raises:
-            CapabilityError: the engine cannot do it.
-            InvalidRequestError: two of them were given, or one is malformed.
-        """
+        """Check the arguments of these names, of which only one may be given."""
         k = _most("top_k", top_k, "score_top_k", engine)
         given = [name for name, one in (("support", support), ("top_ids", top_ids)) if one is not None]
         given += ["top_k"] if k else []
@@ -146,15 +114,14 @@ class IdsAtPositions:
         """How many ids are returned at each position."""
         return self.top_k if self.top_ids is None else self.top_ids.values.shape[1]
 
-    def of_rows(self, rows: ServedRows) -> dict[str, Any]:
-        """Return the fields of a `ScoreRequest` for the served rows, in storage that the caller does not hold."""
+    def select(self, rows: Tensor) -> IdsAtPositions:
+        """Return those of the rows with these numbers."""
+        support = None if self.support is None else self.support.select(rows)
+        return IdsAtPositions(support, self.top_k, None if self.top_ids is None else self.top_ids.select(rows))
 
-        def some(given: Any) -> Any:
-            if given is None:
-                return None
-            return given.clone() if len(rows) == rows.total else given.select(rows.index)
 
-        return {"support": some(self.support), "top_k": self.top_k, "top_ids": some(self.top_ids)}
+#: What most calls name.
+NO_IDS = IdsAtPositions()
 
 
 def _most(field: str, given: Any, capability: str, engine: OpenEngine) -> int:
@@ -173,14 +140,10 @@ def _given_support(given: Any, sequences: Ragged, starts: Tensor, vocab_size: in
 
     Args:
         given: `TokenSets` or nested lists, one set a position: as many as the sequence has, or as many as are scored.
-        sequences: the ids to score.
         starts: int64[rows]: where scoring starts.
-        vocab_size: ids are below it.
-
-    Raises:
-        InvalidRequestError: something else was given, or another number of rows.
     """
-    sets = _ascending(_token_sets(given))
+    sets = _token_sets(given)
+    sets = TokenSets(ascending(sets.ids.to("cpu")), sets.lengths)
     if len(sets) != len(sequences):
         raise invalid("support", f"expected sets for {len(sequences)} rows, got {len(sets)}")
     whole, scored = sequences.lengths, (sequences.lengths - starts).clamp_min(0)
@@ -208,13 +171,8 @@ def _given_top_ids(given: Any, sequences: Ragged, starts: Tensor, vocab_size: in
 
     Args:
         given: a `Ragged` with ``values[total, k]``, a tensor ``[rows, time, k]``, or a list of tensors ``[time, k]``.
-            A row has as many positions as its sequence, or as many as are scored.
-        sequences: the ids to score.
+            A row has as many positions as its sequence, or as many as are scored; -1 stands for no id.
         starts: int64[rows]: where scoring starts.
-        vocab_size: ids are below it; -1 stands for no id.
-
-    Raises:
-        InvalidRequestError: something else was given, or another number of rows.
     """
     rows = _rows_of_top_ids(given)
     if len(rows) != len(sequences):
@@ -245,27 +203,25 @@ def _given_top_ids(given: Any, sequences: Ragged, starts: Tensor, vocab_size: in
 
 
 def _token_sets(given: Any) -> TokenSets:
+    """Return sets in memory that the caller does not hold."""
     if isinstance(given, TokenSets):
         refuse_unreadable(given.ids.values, "support")
         if given.ids.values.dtype != torch.int64 or given.ids.values.ndim != 1:
             raise invalid("support", f"expected ids in int64, got {given.ids.values.dtype}")
         try:
             # Build and validate new sets: the caller may have modified the lengths since they were checked.
-            return TokenSets(Ragged(given.ids.values, given.ids.lengths), given.lengths)
+            return TokenSets(Ragged(given.ids.values.clone(), given.ids.lengths.clone()), given.lengths.clone())
         except ValueError as error:
             raise invalid("support", str(error)) from error
-    listed = as_list(given)
     try:
-        if not isinstance(listed, list):
-            raise TypeError("not a list")
-        rows = [list(row) for row in listed]
+        rows = [list(row) for row in as_list(given)]
         for row, sets in enumerate(rows):
             for position, ids in enumerate(sets):
                 # A mask over the vocabulary, for example: its values would be read as the ids 0 and 1.
                 if _holds_bools(ids):
                     raise TypeError(f"row {row}, set {position} holds bools instead of ids")
         return TokenSets.from_list(rows)
-    except Exception as error:  # the object's own methods may raise anything
+    except Exception as error:
         expected = "TokenSets such as kept_ids of a result, or a list of ids for each position of each row"
         raise invalid("support", f"expected {expected}, got {shown(given)}: {described(error)}") from error
 
@@ -274,15 +230,6 @@ def _holds_bools(ids: Any) -> bool:
     if isinstance(ids, Tensor):
         return ids.dtype == torch.bool
     return not {*map(type, ids)} <= {int} and any(map(is_bool, ids))
-
-
-def _ascending(sets: TokenSets) -> TokenSets:
-    ids, at = sets.ids.values.cpu(), sets.ids.row_index
-    if bool(((ids.diff() < 0) & (at[1:] == at[:-1])).any()):
-        # By position, then by id: a stable sort by position of what is sorted by id.
-        order = ids.argsort()
-        ids = ids[order[at[order].argsort(stable=True)]]
-    return TokenSets(sets.ids.with_values(ids), sets.lengths)
 
 
 def _rows_of_top_ids(given: Any) -> list[Tensor]:

@@ -16,14 +16,19 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend import arguments, check_requests
-from corelm.backend.check_results import checked_generation, checked_scores, every_row_was_served
-from corelm.backend.continuing import Continuation, label_of_call
+from corelm.backend.check_results import checked, errors_of_answers, refuse_failed
+from corelm.backend.continuing import prepare_continuation
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
 from corelm.backend.engine_call import Call, Origin
 from corelm.backend.given_weights import checked_adapter
-from corelm.backend.more_ids import IdsAtPositions, SupportOfAnswers, top_of_answers
-from corelm.backend.seeds import seeds_of_call
+from corelm.backend.more_ids import (
+    NO_IDS,
+    IdsAtPositions,
+    support_comes_from_engine,
+    top_of_answers,
+    with_known_support,
+)
 from corelm.backend.skipping import (
     OnError,
     admitted,
@@ -37,8 +42,7 @@ from corelm.errors import CoreLMError
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
-from corelm.spec.version_runs import versions_of
-from corelm.tensors.modes import no_inference_mode
+from corelm.spec.version_runs import renamed, with_runs
 
 R = TypeVar("R", GenerateResult, ScoreResult)
 
@@ -51,8 +55,6 @@ class PreparedCall(Call, Generic[R]):
         engine: the engine to call.
         hook: the hook to call with `request`.
         request: the checked request.
-        checked: returns a hook's result, checked and in storage of its own. It may be the result of a larger request
-            that this one is part of, which is passed as well.
         finish: makes the caller's result from a checked result. Call it before the engine serves another call: it
             reads which weights are in force.
         nothing: makes the result of a call without rows; None for a call that the engine has to serve.
@@ -67,7 +69,6 @@ class PreparedCall(Call, Generic[R]):
     engine: OpenEngine
     hook: Literal["generate", "score_logprobs"]
     request: GenerateRequest | ScoreRequest
-    checked: Callable[[Any, Any], R]
     finish: Callable[[Any], R]
     nothing: Callable[[], R] | None
     caller_rows: Tensor
@@ -82,7 +83,7 @@ class PreparedCall(Call, Generic[R]):
         return () if self.origin is None else (self.origin,)
 
     def finished(self, result: Any) -> R:
-        return self.finish(self.checked(result, self.request))
+        return self.finish(checked(self.engine, self.hook, result, self.request))
 
     def failed(self, error: CoreLMError) -> CoreLMError:
         return renumbered(error, self.caller_rows)
@@ -93,7 +94,7 @@ class PreparedCall(Call, Generic[R]):
         return result
 
 
-@no_inference_mode()
+@torch.inference_mode(False)
 def prepare_generation(
     engine: OpenEngine,
     prompts: Any,
@@ -116,162 +117,116 @@ def prepare_generation(
     """Check the arguments of `Backend.generate`, which documents them and the errors.
 
     Args:
+        problems: rows that are known to be bad, and why.
         on_tokens: takes the tokens of the answers as they come.
         on_answer: takes the row and the number of tokens of each answer that is complete, if the engine says so. Rows
             are those of the engine's result.
         new_turn: whether the streamed text of an answer is a message, and does not continue the text of its prompt.
     """
     engine.require_open()
-    sampling = SamplingParams.make(sampling)
-    prompts = arguments.rows_of_ids(prompts, "prompts", engine)
-    count, capabilities = len(prompts), engine.capabilities
-    check_requests.sampling_is_honoured(sampling, capabilities, engine.name)
-    if sampling.stop:
-        check_requests.stop_strings_can_match(sampling, engine.tokenizer)
-    support = SupportOfAnswers.of(return_support, sampling, engine)
-    mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name, support.from_engine)
-    adapter = None if adapter is None else _adapter(engine, adapter)
+    capabilities, sampling = engine.capabilities, SamplingParams.make(sampling)
+    rows = arguments.rows_of_ids(prompts, "prompts", engine, copy=True)
+    check_requests.sampling_is_honoured(sampling, engine)
+    support_from_engine = return_support is not False and support_comes_from_engine(return_support, sampling, engine)
+    mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name, support_from_engine)
+    if adapter is not None:
+        adapter = _adapter(engine, adapter)
     if continue_from is not None:
         if on_tokens is not None:
             raise validate.invalid("continue_from", "answers that go on cannot be streamed yet; call generate")
-        label = label_of_call(logprobs, adapter, return_support, top_logprobs)
-        going = Continuation.of(engine, prompts, sampling, continue_from, seeds, label)
-        return _continued(
-            going,
-            partial(
-                prepare_generation,
-                engine,
-                going.prompts,
-                going.sampling,
-                logprobs=logprobs,
-                seeds=going.seeds,
-                request_ids=going.request_ids(request_ids),
-                timeout=timeout,
-                on_error=on_error,
-                problems=going.problems(problems),
-                adapter=adapter,
-                return_support=return_support,
-                top_logprobs=top_logprobs,
-                on_answer=on_answer,
-            ),
+        return prepare_continuation(
+            prepare_generation,
+            engine,
+            rows,
+            sampling,
+            continue_from,
+            seeds=seeds,
+            request_ids=request_ids,
+            problems=problems or {},
+            label={
+                **{"logprobs": logprobs, "adapter": adapter},
+                **{"return_support": return_support, "top_logprobs": top_logprobs},
+            },
+            timeout=timeout,
+            on_error=on_error,
+            on_answer=on_answer,
         )
     top_logprobs = 0 if top_logprobs == 0 else top_of_answers(top_logprobs, mode, engine)
-    asked, samples = sampling, sampling.num_samples or 1
-    seeds = seeds_of_call(engine, sampling, count, seeds)
-    problems = {**check_requests.prompt_problems(prompts, capabilities, sampling), **(problems or {})}
+    asked, count, samples = sampling, rows.lengths.shape[0], sampling.num_samples or 1
+    problems = {**check_requests.prompt_problems(rows, capabilities, sampling), **(problems or {})}
     served = admitted(problems, count, on_error, "prompts")
-    answers = served.repeat(samples)
-    total = len(answers)
+    answers = served if samples == 1 else served.repeat(samples)
     names = arguments.request_ids(request_ids, count * samples)
-    # A copy, as the caller may write to the rows again while the request waits.
-    given = prompts.clone().split() if on_tokens is not None else []
-    prompts = prompts.select(served.index) if problems else prompts.clone()
-    if sampling.num_samples is not None:
-        prompts = prompts.repeat(samples)
-        sampling = SamplingParams.make(sampling, num_samples=None)
+    seeds = arguments.seeds_of_call(engine, sampling, count, seeds)
     delivery = None
     if on_tokens is not None:
-        delivery = Delivery(
-            on_tokens,
-            answers.index.tolist(),
-            capabilities.vocab_size,
-            with_logprobs=mode != "none",
-            prompt_of=lambda row: () if new_turn else given[row // samples].tolist(),
-        )
+        before = [] if new_turn else rows.split()
+        delivery = Delivery(on_tokens, answers.index.tolist(), capabilities.vocab_size, mode != "none", before, samples)
+    if problems:
+        rows, names = rows.select(served.index), tuple([names[row] for row in answers.index.tolist()])
+        seeds = None if seeds is None else seeds[answers.index]
+    if sampling.num_samples is not None:
+        rows, sampling = rows.repeat(samples), SamplingParams.make(sampling, num_samples=None)
     request = GenerateRequest(
-        prompts=prompts,
+        prompts=rows,
         sampling=sampling,
         logprobs=mode,
-        seeds=None if seeds is None else seeds[answers.index],
+        seeds=seeds,
         stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids),
-        request_ids=tuple([names[row] for row in answers.index.tolist()]) if problems else names,
+        request_ids=names,
         timeout=engine.time_limit(timeout),
         on_tokens=delivery if capabilities.streaming else None,
         on_answer=on_answer,
         adapter=adapter,
-        return_support=support.from_engine,
+        return_support=support_from_engine,
         top_logprobs=top_logprobs,
     )
-
-    def checked(batch: GenerateResult, whole: GenerateRequest) -> GenerateResult:
-        return checked_generation(batch, whole, capabilities, engine.tokenizer, engine.fault("generate"))
 
     def finish(batch: GenerateResult) -> GenerateResult:
         if delivery is not None:
             delivery.compare(batch, engine.fault("generate"))
-        if on_error == "raise":
-            every_row_was_served(batch, samples, engine.name)
+        if on_error == "raise" and "error" in batch.finish_reasons:
+            refuse_failed(errors_of_answers(batch), samples, engine.name)
         batch = replace(
             batch,
             mode=batch.mode if logprobs == "none" else logprobs,
             logprobs=None if logprobs == "none" else batch.logprobs,
             adapter=adapter,
             sampling=asked,
+            weight_versions=_versions(engine, batch, len(request.request_ids), adapter),
         )
-        batch = versions_of(batch, engine.version_with(adapter), lambda each: engine.weights.named(adapter, each))
-        batch = support.added(batch)
+        if batch.version_runs is not None:
+            name = partial(engine.weights.named, adapter)
+            batch = with_runs(batch, [renamed(runs, name) for runs in batch.version_runs])
+        if return_support and not support_from_engine:
+            batch = with_known_support(batch, greedy=sampling.greedy)
         if problems:
             batch = spread_answers(batch, answers, samples, problems, engine.version_with(adapter))
         if delivery is not None:
             delivery.complete(batch)
         return batch
 
-    new, room = sampling.max_new_tokens, capabilities.max_context or 0
-    sampled = total * new if new is not None else int((room - prompts.lengths).clamp_min(0).sum())
+    def nothing() -> GenerateResult:
+        return finish(no_answers(mode, sampling, support=support_from_engine, top_logprobs=top_logprobs))
+
+    total, given, new = len(names), rows.values.shape[0], sampling.max_new_tokens
+    # Without a limit an answer may fill the context.
+    most = (capabilities.max_context or 0) * total if new is None else given + new * total
     return PreparedCall(
         engine=engine,
         hook="generate",
         request=request,
-        checked=checked,
         finish=finish,
-        nothing=None
-        if total
-        else lambda: finish(no_answers(mode, sampling, support=support.from_engine, top_logprobs=top_logprobs)),
+        nothing=None if total else nothing,
         caller_rows=answers.index // samples,
         rows=total,
-        tokens=prompts.values.shape[0] + sampled,
+        tokens=max(given, most),
         delivery=delivery,
         origin=Origin(total, {} if delivery is None else delivery.arrivals) if engine.wrapped else None,
     )
 
 
-def _continued(
-    going: Continuation, prepare: Callable[[], PreparedCall[GenerateResult]]
-) -> PreparedCall[GenerateResult]:
-    """Return the call that completes partial answers.
-
-    Args:
-        going: the answers.
-        prepare: makes the call for what is missing of them. Its rows are those that go on.
-    """
-    rows = going.caller_rows
-    try:
-        call = prepare()
-    except CoreLMError as error:
-        told = renumbered(error, rows)
-        if told is error:
-            raise
-        raise told from error
-    nothing = call.nothing
-
-    def finish(batch: GenerateResult) -> GenerateResult:
-        try:
-            return going.joined(call.finish(batch))
-        except CoreLMError as error:
-            told = renumbered(error, rows)
-            if told is error:
-                raise
-            raise told from error
-
-    return replace(
-        call,
-        finish=finish,
-        nothing=None if nothing is None else lambda: going.joined(nothing()),
-        caller_rows=rows[call.caller_rows],
-    )
-
-
-@no_inference_mode()
+@torch.inference_mode(False)
 def prepare_scoring(
     engine: OpenEngine,
     sequences: Any,
@@ -291,13 +246,18 @@ def prepare_scoring(
     top_k: int = 0,
     top_ids: Any = None,
 ) -> PreparedCall[ScoreResult]:
-    """Check the arguments of `Backend.score_logprobs`, which documents them and the errors."""
+    """Check the arguments of `Backend.score_logprobs`, which documents them and the errors.
+
+    Args:
+        problems: rows that are known to be bad, and why.
+    """
     engine.require_open()
-    sequences = arguments.rows_of_ids(sequences, "sequences", engine)
     capabilities = engine.capabilities
-    # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
-    temperature = validate.factor("temperature", temperature)
+    rows = arguments.rows_of_ids(sequences, "sequences", engine, copy=True)
     engine.require("score", "score_logprobs needs an engine that scores")
+    if type(temperature) is not float or temperature != 1.0:
+        # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
+        temperature = validate.factor("temperature", temperature)
     if temperature != 1.0:
         engine.require("score_temperature", f"its scores ignore the temperature; leave out temperature={temperature}")
     if return_logits:
@@ -306,72 +266,70 @@ def prepare_scoring(
         engine.require("argmax", "it does not say which ids are the most probable; leave out return_argmax=True")
     if grad:
         engine.require("gradients", "its scores carry no gradients")
-    adapter = None if adapter is None else _adapter(engine, adapter)
-    count = len(sequences)
-    starts, lengths = arguments.starts(score_from, count), sequences.lengths.clone()
-    named = IdsAtPositions.of(engine, sequences, starts, support, top_k, top_ids)
-    found = check_requests.sequence_problems(sequences, capabilities)
-    problems = {**named.problems, **found, **(problems or {})}
+    if adapter is not None:
+        adapter = _adapter(engine, adapter)
+    lengths, count = rows.lengths, rows.lengths.shape[0]
+    starts = arguments.starts(score_from, count)
+    named = NO_IDS
+    if support is not None or top_ids is not None or type(top_k) is not int or top_k:
+        named = IdsAtPositions.of(engine, rows, starts, support, top_k, top_ids)
+    problems = {**named.problems, **check_requests.sequence_problems(rows, capabilities), **(problems or {})}
     served = admitted(problems, count, on_error, "sequences")
-    rows = sequences.select(served.index) if problems else sequences.clone()
     names = arguments.request_ids(request_ids, count)
+    if problems:
+        rows, starts = rows.select(served.index), starts[served.index]
+        names, named = tuple([names[row] for row in served.index.tolist()]), named.select(served.index)
     request = ScoreRequest(
         sequences=rows,
-        score_from=starts[served.index],
+        score_from=starts,
         temperature=temperature,
         return_logits=return_logits,
         return_argmax=return_argmax,
         grad=grad,
-        device=validate.device(device),
-        request_ids=tuple(names[row] for row in served.index.tolist()),
+        device=None if device is None else validate.device(device),
+        request_ids=names,
         timeout=engine.time_limit(timeout),
         adapter=adapter,
-        **named.of_rows(served),
+        support=named.support,
+        top_k=named.top_k,
+        top_ids=named.top_ids,
     )
 
-    def checked(batch: ScoreResult, whole: ScoreRequest) -> ScoreResult:
-        return checked_scores(batch, whole, capabilities.vocab_size, engine.fault("score_logprobs"))
-
     def finish(batch: ScoreResult) -> ScoreResult:
-        if on_error == "raise":
-            every_row_was_served(batch, 1, engine.name)
-        return spread(replace(batch, weight_versions=_versions(engine, batch, len(served), adapter), adapter=adapter))
-
-    def spread(batch: ScoreResult) -> ScoreResult:
-        if not problems:
-            return batch
-        return spread_scores(batch, served, lengths, problems, engine.version_with(adapter))
+        if on_error == "raise" and batch.errors is not None:
+            refuse_failed(batch.errors, 1, engine.name)
+        batch = replace(batch, weight_versions=_versions(engine, batch, len(names), adapter), adapter=adapter)
+        if problems:
+            batch = spread_scores(batch, served, lengths, problems, engine.version_with(adapter))
+        return batch
 
     def nothing() -> ScoreResult:
-        vocab = capabilities.vocab_size
-        truncated = named.support is not None
-        return spread(no_scores(temperature, vocab, argmax=return_argmax, support=truncated, top_ids=named.k))
+        logits, truncated = capabilities.vocab_size if return_logits else 0, support is not None
+        return finish(no_scores(temperature, logits=logits, argmax=return_argmax, support=truncated, top_ids=named.k))
 
     return PreparedCall(
         engine=engine,
         hook="score_logprobs",
         request=request,
-        checked=checked,
         finish=finish,
-        nothing=None if len(served) else nothing,
+        nothing=None if names else nothing,
         caller_rows=served.index,
-        rows=len(served),
+        rows=len(names),
         tokens=rows.values.shape[0],
         on_caller_thread=grad or return_logits,
-        origin=Origin(len(served)) if engine.wrapped else None,
+        origin=Origin(len(names)) if engine.wrapped else None,
     )
 
 
 def _adapter(engine: OpenEngine, given: Any) -> Adapter:
     """Return the adapter of a call, which only an engine with the capability `adapters` may be asked for."""
     adapter = checked_adapter(given)
-    if adapter is not None:
-        engine.require("adapters", f"leave out adapter={adapter!r}, or open it with adapters, as its README says")
+    engine.require("adapters", f"leave out adapter={adapter!r}, or open it with adapters, as its README says")
     return adapter
 
 
-def _versions(engine: OpenEngine, batch: Any, rows: int, adapter: Adapter) -> tuple[str, ...]:
+def _versions(engine: OpenEngine, batch: GenerateResult | ScoreResult, rows: int, adapter: Adapter) -> tuple[str, ...]:
     """Return the labels of the weights of each row, the adapter included."""
     if batch.weight_versions is None:
-        return (engine.version_with(adapter),) * rows
-    return tuple(engine.weights.named(adapter, each) for each in batch.weight_versions)
+        return (engine.weights.version_with(adapter),) * rows
+    return tuple([engine.weights.named(adapter, version) for version in batch.weight_versions])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -42,8 +42,6 @@ BACKENDS = "corelm.backends"
 ENGINES = "corelm.engines"
 ALLOW_LIST = "CORELM_BACKENDS"
 DISTRIBUTION = "core"
-#: Those that every plugin has. `corelm.backend.hooks` asks an open engine for those that it declares.
-REQUIRED_HOOKS = ("generate",)
 #: The operators of a version range that name its lowest version.
 _FROM = (">", ">=", "~=", "==")
 #: What people call a backend, and its name.
@@ -161,7 +159,7 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
         raise _not_found(name, found)
     if len(claims) > 1:
         raise BackendConflictError(
-            f"backend {name!r} is claimed by {_and(info.label for info in claims)}. "
+            f"backend {name!r} is claimed by {' and '.join(info.label for info in claims)}. "
             f"Uninstall all but one of them, for example: pip uninstall {claims[-1].distribution}"
         )
     info = claims[0]
@@ -203,10 +201,7 @@ def open_plugin(name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any,
 
 
 def options_named_by(name: str) -> frozenset[str]:
-    """Return the options that the ``open`` of a plugin lists; none if no plugin of that name can be loaded here.
-
-    An option that is only part of its ``**options`` is not listed.
-    """
+    """Return the options that the ``open`` of a plugin lists; none if no plugin of that name can be loaded here."""
     try:
         plugin, _ = load_backend(name)
     except CoreLMError:
@@ -218,13 +213,10 @@ def options_named_by(name: str) -> frozenset[str]:
 
 def open_error(info: BackendInfo, error: BaseException) -> EngineError:
     """Return the error to raise when a plugin's ``open`` raised `error`. It says if the engine is not installed."""
-    line = install_line(info.name)
-    hint = ""
+    told = f"backend {info.name!r} ({info.label}) could not be opened: {described(error)}"
     if info.engine_available is False:
-        hint = f". Its engine is not installed{f': {line}' if line else ''}"
-    return EngineError(
-        f"backend {info.name!r} ({info.label}) could not be opened: {described(error)}{hint}", usable=False
-    )
+        told = ": ".join(filter(None, [f"{told}. Its engine is not installed", install_line(info.name)]))
+    return EngineError(told, usable=False)
 
 
 def check_options(plugin: type[Any], info: BackendInfo, model: Any, options: Mapping[str, Any]) -> None:
@@ -271,13 +263,12 @@ def _claims(distribution: metadata.Distribution) -> Iterator[BackendInfo]:
 
 
 def _requires_core(distribution: metadata.Distribution) -> str | None:
-    requirements = filter(_applies, map(Requirement, distribution.requires or ()))
-    specifiers = [str(each.specifier) for each in requirements if canonicalize_name(each.name) == DISTRIBUTION]
+    specifiers = [
+        str(each.specifier)
+        for each in map(Requirement, distribution.requires or ())
+        if canonicalize_name(each.name) == DISTRIBUTION and (each.marker is None or each.marker.evaluate({"extra": ""}))
+    ]
     return ",".join(filter(None, specifiers)) if specifiers else None
-
-
-def _applies(requirement: Requirement) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 def _importable(module: str) -> bool:
@@ -326,21 +317,15 @@ def _not_found(name: str, found: Scan) -> CoreLMError:
     near = _NICKNAMES.get(name.lower())
     if near not in reachable:
         near = nearest(name.lower(), sorted(reachable))
-    hint = f" Did you mean {near!r}?" if near else f" {_as_model(name, reachable)}"
-    if near and near not in found.names:
-        hint += f" It is not installed: {install_line(near)}."
-    return BackendNotFoundError(f"no backend is named {name!r}.{hint} {installed}")
-
-
-def _as_model(name: str, reachable: Iterable[str]) -> str:
-    """Return what to call if the name is a model or an address: the name of a backend comes first."""
-    if "://" in name:
-        return (
-            "If it is the address of a server, call get_backend('vllm', base_url=…), get_backend('sglang', base_url=…) "
-            "or, for servers of other makes that speak OpenAI's protocol, get_backend('openai', base_url=…)."
-        )
-    first = "transformers" if "transformers" in reachable else next(iter(sorted(reachable)), "NAME")
-    return f"If it is a model, name the backend first: get_backend({first!r}, {name!r})."
+    if near:
+        hint = f"Did you mean {near!r}?"
+        hint += "" if near in found.names else f" It is not installed: {install_line(near)}."
+    elif "://" in name:
+        hint = f"If it is the address of a server, call, for example, get_backend('vllm', base_url={name!r})."
+    else:
+        first = "transformers" if "transformers" in reachable else min(reachable, default="NAME")
+        hint = f"If it is a model, name the backend first: get_backend({first!r}, {name!r})."
+    return BackendNotFoundError(f"no backend is named {name!r}. {hint} {installed}")
 
 
 def _faults(plugin: Any) -> Iterator[str]:
@@ -362,12 +347,10 @@ def _faults(plugin: Any) -> Iterator[str]:
             yield f'requires_api is {requires!r}, expected a version range such as ">=1,<2"'
     if not callable(getattr(plugin, "open", None)):
         yield "it has no open(model=None, **options)"
-    for hook in (*REQUIRED_HOOKS, "score_logprobs"):
-        method = getattr(plugin, hook, None)
-        if method is None:
-            if hook in REQUIRED_HOOKS:
-                yield f"it lacks the required hook {hook}(self, request)"
-        elif not hasattr(method, f"{PROJECT}_impl"):
+    if not hasattr(plugin, "generate"):
+        yield "it lacks the required hook generate(self, request)"
+    for hook in ("generate", "score_logprobs"):
+        if hasattr(plugin, hook) and not hasattr(getattr(plugin, hook), f"{PROJECT}_impl"):
             yield f"its method {hook} is not marked with @corelm.hookimpl"
 
 
@@ -388,8 +371,3 @@ def _older(requires: str) -> str:
 def _where(distribution: metadata.Distribution) -> str:
     # A distribution without a readable name has no public attribute that tells its location.
     return str(getattr(distribution, "_path", distribution))
-
-
-def _and(items: Iterable[str]) -> str:
-    items = list(items)
-    return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -44,8 +45,6 @@ class ServedRows:
 
     def repeat(self, n: int) -> ServedRows:
         """Return the rows of a batch that has every row `n` times, copies next to each other."""
-        if n == 1:
-            return self
         return ServedRows((self.index[:, None] * n + torch.arange(n)).flatten(), self.total * n)
 
     def ragged(self, rows: Ragged) -> Ragged:
@@ -68,17 +67,28 @@ class ServedRows:
 
 
 def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> ServedRows:
-    """Return the rows to serve.
-
-    Raises:
-        InvalidRequestError: for all bad rows together, unless `on_error` is "skip".
-    """
+    """Return the rows to serve. Unless `on_error` is "skip", refuse all bad rows together."""
     validate.one_of("on_error", on_error, ("raise", "skip"))
     if not problems:
         return ServedRows(torch.arange(rows), rows)
     if on_error == "raise":
         refuse(problems, field)
     return ServedRows.without(problems, rows)
+
+
+# Errors about rows ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def renumbering(rows: Tensor) -> Iterator[None]:
+    """Raise what is raised in the block as `renumbered` returns it."""
+    try:
+        yield
+    except CoreLMError as error:
+        told = renumbered(error, rows)
+        if told is error:
+            raise
+        raise told from error
 
 
 def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
@@ -107,30 +117,35 @@ def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
     return made
 
 
+# Results -------------------------------------------------------------------------------------------------------------
+
+
 def no_answers(
-    mode: Mode | Literal["none"], sampling: SamplingParams, *, support: bool = False, top_logprobs: int = 0
+    mode: Mode | Literal["none"], sampling: SamplingParams, *, support: bool, top_logprobs: int
 ) -> GenerateResult:
     """Return what an engine would return for no prompts."""
     return GenerateResult(
-        kept_ids=TokenSets.from_list([]) if support else None,
-        kept_log_mass=Ragged.from_list([], dtype=torch.float32) if support else None,
-        **_no_top(top_logprobs),
-        ids=Ragged.from_list([]),
-        logprobs=Ragged.from_list([], dtype=torch.float32),
+        ids=_none(torch.int64),
+        logprobs=_none(),
         finish_reasons=(),
+        kept_ids=TokenSets.from_list([]) if support else None,
+        kept_log_mass=_none() if support else None,
+        **_no_top(top_logprobs),
         **Provenance.label(mode, sampling),
     )
 
 
-def no_scores(
-    temperature: float, vocab_size: int, *, argmax: bool, support: bool = False, top_ids: int = 0
-) -> ScoreResult:
-    """Return what an engine would return for no sequences."""
+def no_scores(temperature: float, *, logits: int, argmax: bool, support: bool, top_ids: int) -> ScoreResult:
+    """Return what an engine would return for no sequences.
+
+    Args:
+        logits: how many there are at each position; 0 if they were not asked for.
+    """
     return ScoreResult(
-        logprobs=Ragged.from_list([], dtype=torch.float32),
-        scored=Ragged.from_list([], dtype=torch.bool),
-        logits=Ragged(torch.zeros(0, vocab_size), torch.zeros(0, dtype=torch.int64)),
-        argmax=Ragged.from_list([]) if argmax else None,
+        logprobs=_none(),
+        scored=_none(torch.bool),
+        logits=_none(torch.float32, logits) if logits else None,
+        argmax=_none(torch.int64) if argmax else None,
         **_no_top(top_ids),
         **Provenance.label_of_scores(temperature, truncated=support),
     )
@@ -139,9 +154,11 @@ def no_scores(
 def _no_top(k: int) -> dict[str, Any]:
     if not k:
         return {}
-    none = torch.zeros(0, dtype=torch.int64)
-    ids, logprobs = Ragged(torch.zeros(0, k, dtype=torch.int64), none), Ragged(torch.zeros(0, k), none)
-    return {"top_ids": ids, "top_logprobs": logprobs, "tail_log_mass": Ragged(torch.zeros(0), none)}
+    return {"top_ids": _none(torch.int64, k), "top_logprobs": _none(torch.float32, k), "tail_log_mass": _none()}
+
+
+def _none(dtype: torch.dtype = torch.float32, *shape: int) -> Ragged:
+    return Ragged(torch.zeros(0, *shape, dtype=dtype), torch.zeros(0, dtype=torch.int64))
 
 
 def spread_answers(
@@ -156,19 +173,20 @@ def spread_answers(
         version: the label of the weights in force.
     """
     skipped = {row * samples + sample: why for row, why in problems.items() for sample in range(samples)}
-    return replace(
-        batch,
-        ids=served.ragged(batch.ids),
-        logprobs=None if batch.logprobs is None else served.ragged(batch.logprobs),
-        finish_reasons=served.values(batch.finish_reasons, "error"),
-        texts=None if batch.texts is None else served.values(batch.texts, ""),
-        weight_versions=served.values(batch.weight_versions or (), version),
-        version_runs=None if batch.version_runs is None else served.values(batch.version_runs, ((version, 0),)),
-        errors=_errors(batch, served, skipped),
-        cached_tokens=None if batch.cached_tokens is None else served.values(batch.cached_tokens, None),
-        kept_ids=None if batch.kept_ids is None else TokenSets.from_flat(*map(served.ragged, batch.kept_ids.as_rows)),
-        **_more(batch, lambda rows, filler: served.ragged(rows)),
-    )
+    fillers = {
+        **{"finish_reasons": "error", "texts": "", "cached_tokens": None},
+        **{"weight_versions": version, "version_runs": ((version, 0),)},
+    }
+    spread: dict[str, Any] = {"errors": _errors(batch, served, skipped)}
+    for name in (each.name for each in fields(batch) if each.name != "errors"):
+        value = getattr(batch, name)
+        if isinstance(value, Ragged):
+            spread[name] = served.ragged(value)
+        elif isinstance(value, TokenSets):
+            spread[name] = TokenSets.from_flat(*map(served.ragged, value.as_rows))
+        elif name in fillers and value is not None:
+            spread[name] = served.values(value, fillers[name])
+    return replace(batch, **spread)
 
 
 def spread_scores(
@@ -184,28 +202,17 @@ def spread_scores(
     """
     total = int(lengths.sum())
     index = Ragged(torch.arange(total), lengths).select(served.index).values
-
-    def spread(rows: Ragged, filler: int = 0) -> Ragged:
-        values = rows.values.new_full((total, *rows.values.shape[1:]), filler)
-        return Ragged(values.index_copy(0, index.to(values.device), rows.values), lengths)
-
-    return replace(
-        batch,
-        logprobs=spread(batch.logprobs),
-        scored=spread(batch.scored),
-        logits=None if batch.logits is None else spread(batch.logits),
-        argmax=None if batch.argmax is None else spread(batch.argmax, -1),
-        weight_versions=served.values(batch.weight_versions or (), version),
-        errors=_errors(batch, served, problems),
-        **_more(batch, spread),
-    )
-
-
-def _more(batch: GenerateResult | ScoreResult, spread: Callable[[Ragged, int], Ragged]) -> dict[str, Any]:
-    """Return, spread, the fields that are None unless more than the log-probs of given ids was asked for."""
-    fillers = {"kept_log_mass": 0, "top_ids": -1, "top_logprobs": 0, "tail_log_mass": 0}
-    found = {name: getattr(batch, name, None) for name in fillers}
-    return {name: spread(rows, fillers[name]) for name, rows in found.items() if rows is not None}
+    spread: dict[str, Any] = {
+        "weight_versions": served.values(batch.weight_versions or (), version),
+        "errors": _errors(batch, served, problems),
+    }
+    for name in (each.name for each in fields(batch)):
+        rows = getattr(batch, name)
+        if isinstance(rows, Ragged):
+            filler = -1 if name in ("argmax", "top_ids") else 0
+            values = rows.values.new_full((total, *rows.values.shape[1:]), filler)
+            spread[name] = Ragged(values.index_copy(0, index.to(values.device), rows.values), lengths)
+    return replace(batch, **spread)
 
 
 def _errors(batch: GenerateResult | ScoreResult, served: ServedRows, problems: Problems) -> tuple[str, ...]:

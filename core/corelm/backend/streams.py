@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from corelm.backend.delivery import Listener
 from corelm.backend.engine import OpenEngine
@@ -60,32 +60,13 @@ class AnswerChunk:
     finish_reason: str | None = None
 
 
-class Caller(Protocol):
-    """What a stream needs of a backend."""
+class _Stream(Generic[T]):
+    """What both streams are: a request, and the result of its call."""
 
-    @property
-    def engine(self) -> OpenEngine: ...
-
-    def submit(self, call: PreparedCall[Any], *, block: bool = False) -> Future[Any]: ...
-
-    def require_outside(self, field: str) -> None: ...
-
-
-class AnswerStream(Generic[T], Iterator[AnswerChunk]):
-    """The chunks of the answers to one call, as they come: an iterator and a context manager.
-
-    Leaving the ``with`` block early, `close`, or dropping the stream aborts the request in an engine that can abort.
-    Another engine finishes the answers, and they are dropped.
-    """
-
-    def __init__(self, backend: Caller, prepare: Prepare[T]) -> None:
-        self._ended = False
-        self._result: T | None = None
-        self._request: _Request | None = None
-        self._events: SimpleQueue[TokenChunk | None] = SimpleQueue()
-        backend.require_outside("stream")
-        call, self._finish = prepare(self._events.put)
-        self._request = _Request(backend, call, self._events.put)
+    _request: _Request | None = None
+    _result: T | None = None
+    _ended = False
+    _finish: Callable[[GenerateResult], T]
 
     @property
     def result(self) -> T:
@@ -94,7 +75,37 @@ class AnswerStream(Generic[T], Iterator[AnswerChunk]):
         Raises:
             InvalidRequestError: the stream was not read to its end.
         """
-        return _result(self._result)
+        if self._result is None:
+            raise invalid("result", "the stream has no result before its last chunk was read; read it to its end")
+        return self._result
+
+    def _leave(self) -> None:
+        self._ended = True
+        if self._request is not None:
+            self._request.leave()
+
+    def _pauses(self) -> Iterator[float]:
+        """Yield how long to sleep, again and again, until an engine that can abort has let go of a request that left.
+
+        This ends after `_PATIENCE` seconds, and at once if the engine answers others in the same call.
+        """
+        end = time.monotonic() + _PATIENCE
+        while self._request is not None and self._request.in_engine and time.monotonic() < end:
+            yield _PAUSE
+
+
+class AnswerStream(_Stream[T], Iterator[AnswerChunk]):
+    """The chunks of the answers to one call, as they come: an iterator and a context manager.
+
+    Leaving the ``with`` block early, `close`, or dropping the stream aborts the request in an engine that can abort.
+    Another engine finishes the answers, and they are dropped.
+    """
+
+    def __init__(self, backend: AnswerStreams, prepare: Prepare[T]) -> None:
+        self._events: SimpleQueue[TokenChunk | None] = SimpleQueue()
+        backend.require_outside("stream")
+        call, self._finish = prepare(self._events.put)
+        self._request = _Request(backend, call, self._events.put)
 
     def __iter__(self) -> AnswerStream[T]:
         return self
@@ -109,8 +120,7 @@ class AnswerStream(Generic[T], Iterator[AnswerChunk]):
             self._result = self._finish(self._request.answer())
         except BaseException:
             # For example a KeyboardInterrupt, or an error of the engine.
-            self._ended = True
-            self._request.leave()
+            self._leave()
             raise
         self._ended = True
         raise StopIteration
@@ -121,11 +131,9 @@ class AnswerStream(Generic[T], Iterator[AnswerChunk]):
         An engine that answers other callers in the same call goes on, and is not waited for. Chunks that were not read
         are dropped. Closing twice is fine.
         """
-        self._ended = True
-        if self._request is not None:
-            self._request.leave()
-            for pause in self._request.pauses():
-                time.sleep(pause)
+        self._leave()
+        for pause in self._pauses():
+            time.sleep(pause)
 
     def __enter__(self) -> AnswerStream[T]:
         return self
@@ -134,29 +142,16 @@ class AnswerStream(Generic[T], Iterator[AnswerChunk]):
         self.close()
 
 
-class AsyncAnswerStream(Generic[T], AsyncIterator[AnswerChunk]):
+class AsyncAnswerStream(_Stream[T], AsyncIterator[AnswerChunk]):
     """The chunks of the answers to one call, as they come: an asynchronous iterator and context manager.
 
     The request is made when the first chunk is asked for. No thread waits for the chunks. Leaving the ``async with``
-    block early, `aclose`, cancelling the task, or dropping the stream aborts the request in an engine that can abort.
-    Another engine finishes the answers, and they are dropped.
+    block early, `aclose`, cancelling the task, or dropping the stream ends the request as `AnswerStream` does.
     """
 
-    def __init__(self, backend: Caller, prepare: Prepare[T]) -> None:
-        self._ended = False
-        self._result: T | None = None
-        self._request: _Request | None = None
+    def __init__(self, backend: AnswerStreams, prepare: Prepare[T]) -> None:
         self._backend, self._prepare = backend, prepare
         self._events: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
-
-    @property
-    def result(self) -> T:
-        """The result of the whole call, once the last chunk has been read.
-
-        Raises:
-            InvalidRequestError: the stream was not read to its end.
-        """
-        return _result(self._result)
 
     def __aiter__(self) -> AsyncAnswerStream[T]:
         return self
@@ -173,20 +168,16 @@ class AsyncAnswerStream(Generic[T], AsyncIterator[AnswerChunk]):
             self._result = await asyncio.to_thread(self._finish, self._request.answer())
         except BaseException:
             # For example a CancelledError, or an error of the engine.
-            self._ended = True
-            if self._request is not None:
-                self._request.leave()
+            self._leave()
             raise
         self._ended = True
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """End the request if it is under way, as `AnswerStream.close` does, without needing a thread."""
-        self._ended = True
-        if self._request is not None:
-            self._request.leave()
-            for pause in self._request.pauses():
-                await asyncio.sleep(pause)
+        self._leave()
+        for pause in self._pauses():
+            await asyncio.sleep(pause)
 
     async def __aenter__(self) -> AsyncAnswerStream[T]:
         return self
@@ -266,8 +257,11 @@ class AnswerStreams(ABC):
     def _plan(
         self, prompts: Any, sampling: Any, options: Mapping[str, Any], listener: Listener
     ) -> tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], GenerateResult]]:
-        call = prepare_generation(self.engine, prompts, sampling, on_tokens=listener, **options)
-        return call, lambda result: result
+        return prepare_generation(self.engine, prompts, sampling, on_tokens=listener, **options), _as_it_is
+
+
+def _as_it_is(result: GenerateResult) -> GenerateResult:
+    return result
 
 
 class _Request:
@@ -278,7 +272,7 @@ class _Request:
 
     def __init__(
         self,
-        backend: Caller,
+        backend: AnswerStreams,
         call: PreparedCall[GenerateResult],
         put: Callable[[TokenChunk | None], object],
     ) -> None:
@@ -319,17 +313,12 @@ class _Request:
 
     def chunk(self, event: TokenChunk) -> AnswerChunk:
         """Return a chunk with its text."""
-        answer = self._texts.get(event.row) or self._texts.setdefault(
-            event.row, self._new_text(self._delivery.prompt_of(event.row))
-        )
-        text = answer.add(event.ids, event.finish_reason, event.text)
-        return AnswerChunk(
-            row=event.row,
-            text=text,
-            ids=tuple(event.ids),
-            logprobs=tuple(event.logprobs),
-            finish_reason=event.finish_reason,
-        )
+        row, reason = event.row, event.finish_reason
+        if row not in self._texts:
+            self._texts[row] = self._new_text(self._delivery.prompt_of(row))
+        text = self._texts[row].add(event.ids, reason, event.text)
+        ids, logprobs = tuple(event.ids), tuple(event.logprobs)
+        return AnswerChunk(row=row, text=text, ids=ids, logprobs=logprobs, finish_reason=reason)
 
     def answer(self) -> GenerateResult:
         """Return the result of the call, which has ended, or raise its error."""
@@ -343,24 +332,14 @@ class _Request:
             # The error's traceback refers to this frame.
             del error
 
+    @property
+    def in_engine(self) -> bool:
+        """Whether an engine that can abort works on this request, and on no other in the same call."""
+        return self._engine.capabilities.abort and self._engine.works_on(self._names)
+
     def leave(self) -> None:
         """End the request without waiting."""
         self._left = True
         self._delivery.leave()
         if self._future is not None and not self._done.is_set():
             uninterrupted(self._future.cancel)
-
-    def pauses(self) -> Iterator[float]:
-        """Yield how long to sleep, again and again, until an engine that can abort has let go of a request that left.
-
-        This ends after `_PATIENCE` seconds, and at once if the engine answers others in the same call.
-        """
-        end = time.monotonic() + _PATIENCE
-        while self._engine.capabilities.abort and self._engine.works_on(self._names) and time.monotonic() < end:
-            yield _PAUSE
-
-
-def _result(result: T | None) -> T:
-    if result is None:
-        raise invalid("result", "the stream has no result before its last chunk was read; read it to its end")
-    return result

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from corelm.backend.check_results import checked
 from corelm.backend.engine_call import Call, Origin
 from corelm.backend.futures import own
 from corelm.backend.prepared_call import PreparedCall
@@ -86,7 +87,8 @@ class _SharedCall(Call):
         return [origin for call in self._calls for origin in call.origins]
 
     def finished(self, result: Any) -> list[Result]:
-        return list(_parted(self._calls[0].checked(result, self.request), self._calls))
+        # The parts are copies.
+        return list(_parted(checked(self._calls[0].engine, self.hook, result, self.request, copy=False), self._calls))
 
     def failed(self, error: CoreLMError) -> CoreLMError:
         """Return the error without row numbers: those of a shared call are not the rows of any one caller."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from corelm.errors import EngineError
 from corelm.spec.provenance import VersionRuns
 from corelm.spec.records import GenerateResult
 from corelm.tensors.ragged import Ragged
@@ -77,7 +76,7 @@ def backward(runs: VersionRuns) -> str:
     return ""
 
 
-def check_runs(batch: GenerateResult, fail: Callable[[str], EngineError]) -> None:
+def check_runs(batch: GenerateResult, fail: Callable[[str], Exception]) -> None:
     """Check the `version_runs` of a result, of which nothing else was checked yet."""
     if batch.version_runs is None:
         return
@@ -114,17 +113,3 @@ def with_runs(batch: GenerateResult, runs: Sequence[VersionRuns]) -> GenerateRes
         weight_versions=tuple(row[0][0] for row in runs),
         version_runs=tuple(runs) if several else None,
     )
-
-
-def versions_of(batch: GenerateResult, default: str, name: Callable[[str], str]) -> GenerateResult:
-    """Return a checked result with the names of the weights of its rows, under other names.
-
-    Args:
-        default: the name of all weights of a result that says nothing.
-        name: returns the other name.
-    """
-    if batch.version_runs is not None:
-        return with_runs(batch, [renamed(runs, name) for runs in batch.version_runs])
-    if batch.weight_versions is not None:
-        return replace(batch, weight_versions=tuple(map(name, batch.weight_versions)))
-    return replace(batch, weight_versions=(default,) * len(batch.ids))

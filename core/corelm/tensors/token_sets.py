@@ -159,7 +159,7 @@ class TokenSets:
             other: sets of as many positions.
         """
         same = self.ids.lengths == other.ids.lengths
-        left, right = (_ascending(sets.ids.to("cpu").select(same)) for sets in (self, other))
+        left, right = (ascending(sets.ids.to("cpu").select(same)) for sets in (self, other))
         differs = torch.zeros(len(left), dtype=torch.bool)
         differs[left.row_index[left.values != right.values]] = True
         return same.masked_scatter(same, ~differs)
@@ -186,7 +186,7 @@ class TokenSets:
         return TokenSets(self.ids.select(positions.values), positions.lengths)
 
 
-def _ascending(ids: Ragged) -> Ragged:
+def ascending(ids: Ragged) -> Ragged:
     """Return the ids of each row in ascending order."""
     values, row = ids.values, ids.row_index
     if not bool(((values.diff() < 0) & (row.diff() == 0)).any()):

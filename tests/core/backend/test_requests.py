@@ -6,7 +6,7 @@ import torch
 
 import corelm
 from corelm import Backend, Ragged
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from helpers.each import each
 from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 
 from corelm import Backend
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from corelm.batching import DynamicBatcher
 from corelm.errors import InvalidRequestError
 from helpers.batching_fakes import (

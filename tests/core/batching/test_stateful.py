@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from core.batching.conftest import threads
 from corelm import Backend
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
 from helpers.batching_fakes import LONG, POISON, Clock, GatedEngine, all_capabilities, answer, rows_of

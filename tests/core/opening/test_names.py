@@ -21,7 +21,7 @@ from helpers.refusals import refused
         ("Qwen/Qwen2.5-0.5B", r"get_backend\('transformers', 'Qwen/Qwen2.5-0.5B'\)"),
         ("hf", "Did you mean 'transformers'"),
         ("HuggingFace", "Did you mean 'transformers'"),
-        ("http://localhost:8000", r"get_backend\('vllm', base_url=…\)"),
+        ("http://localhost:8000", r"get_backend\('vllm', base_url='http://localhost:8000'\)"),
     ],
 )
 def test_a_name_that_is_no_backend_is_answered_with_the_call_that_was_meant(opening, name, said):

@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corelm.backend.arguments import rows_of_ids
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds, rows_of_ids
 from corelm.containers.history import History
 from corelm.errors import InvalidRequestError
 from corelm.spec.message import Message

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from corelm.errors import InvalidRequestError
 from corelm.spec.sampling import ALIASES, SamplingParams
 from helpers.each import each

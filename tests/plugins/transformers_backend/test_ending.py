@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from corelm.errors import InvalidRequestError
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged

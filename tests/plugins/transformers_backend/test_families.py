@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from corelm import Backend, Ragged, TokenSets
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from helpers import oracle
 from helpers.plain_forward import (
     Open,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 from corelm import Backend, Ragged
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError
 from helpers import oracle
 from helpers.oracle import close, first_greedy_id

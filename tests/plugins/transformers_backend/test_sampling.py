@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 from transformers_backend.columns import argmax, inverse_cdf

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from corelm import Backend
-from corelm.application import Aborts, Call, checked_generation, checked_scores
+from corelm.application import Aborts, Call, checked
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.spec import GenerateRequest, WeightUpdate
 from corelm_fleet.agreement import require_plain
@@ -69,19 +69,14 @@ class _ReplicaCall(Call):
 
     def finished(self, result: Any) -> Result:
         engine = self._replica.backend.engine
-        fault = engine.fault(self.hook)
-        checked: Result
-        if isinstance(self.request, GenerateRequest):
-            checked = checked_generation(result, self.request, engine.capabilities, engine.tokenizer, fault)
-        else:
-            checked = checked_scores(result, self.request, engine.capabilities.vocab_size, fault)
+        read: Result = checked(engine, self.hook, result, self.request)
         if engine.weights.state.label != self._replica.label:
             raise EngineError(
                 f"{engine.name}: the weights were changed where they are, so they are not those of the fleet; use "
                 "update_weights, or weights_changed, on the fleet",
                 usable=False,
             )
-        return checked
+        return read
 
 
 class OpenReplica:

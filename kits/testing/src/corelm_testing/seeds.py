@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from corelm import Backend, hookimpl
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from corelm.spec import GenerateRequest
 from corelm_testing.bad_results import ForwardingPlugin
 from corelm_testing.base import ConformanceBase, needs, not_applicable

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corelm import Backend
-from corelm.backend.seeds import answer_seeds
+from corelm.backend.arguments import answer_seeds
 from helpers.insides import choose_onednn_operator_again
 from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
