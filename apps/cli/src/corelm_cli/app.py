@@ -100,6 +100,7 @@ def generate(
     ] = LogProbsOption.none,
     return_support: id_flags.ReturnSupport = False,
     top_logprobs: id_flags.TopLogprobs = 0,
+    overwrite: flags.Overwrite = False,
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
@@ -120,7 +121,7 @@ def generate(
     With --seed, an answer depends only on the seed, its prompt's line number and its sample number.
 
     For the output answers.jsonl, the settings and the provenance of the log-probabilities are saved once, in
-    answers.settings.json. Answers with other settings are refused in the same file.
+    answers.settings.json. A run adds to the answers of a file only if it has their settings and their prompts.
 
     Exit code 1: some lines failed; for the output answers.jsonl, they are listed in answers.errors.jsonl. 2: the
     command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
@@ -173,6 +174,7 @@ def generate(
         ),
         samples=params.num_samples or 1,
         batch_size=batch_size,
+        overwrite=overwrite,
         timed=timing,
     )
     run(job, as_json)
@@ -203,6 +205,7 @@ def score(
     ] = False,
     is_greedy: flags.IsGreedy = False,
     top_k: id_flags.TopK = 0,
+    overwrite: flags.Overwrite = False,
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
@@ -269,6 +272,7 @@ def score(
             copy_input=copy_input,
         ),
         batch_size=batch_size,
+        overwrite=overwrite,
         timed=timing,
     )
     run(job, as_json)

@@ -105,6 +105,10 @@ Output = Annotated[
         rich_help_panel=FILES,
     ),
 ]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace the answers that the output has.", rich_help_panel=FILES),
+]
 CopyInput = Annotated[
     bool,
     typer.Option(

@@ -42,6 +42,7 @@ class Job(Generic[L]):
         worker: makes the worker for the open engine.
         samples: number of answers to a line.
         batch_size: number of lines to serve at a time.
+        overwrite: whether to replace the answers that `target` has.
         timed: whether to measure the calls of the engine.
     """
 
@@ -53,6 +54,7 @@ class Job(Generic[L]):
     worker: Callable[[Backend], Worker[L]]
     samples: int = 1
     batch_size: int = 16
+    overwrite: bool = False
     timed: bool = False
 
     def run(self, console: Console, summary: Summary, stdout: Stream | None) -> None:
@@ -67,20 +69,26 @@ class Job(Generic[L]):
             answers: Answers
             if self.target is not None:
                 check_paths(known, self.target)
-                answers = stack.enter_context(AnswersFile.open(self.target, self.settings))
+                answers = stack.enter_context(AnswersFile.open(self.target, self.settings, overwrite=self.overwrite))
                 errors: Errors = stack.enter_context(ErrorsFile.open(errors_path(self.target)))
             else:
                 assert stdout is not None
                 answers, errors = AnswersStream(stdout), Errors()
-            summary.present = len(answers)
+            total = count_lines(source)
+            if (present := len(answers)) and total is not None:
+                start = source.tell()
+                answers.check_input(read_lines(source, self.read))
+                source.seek(start)
+            summary.present = present
             summary.timing = Timing() if self.timed else None
             engine = stack.enter_context(self.engine.open([summary.timing] if summary.timing else []))
             summary.status = "running"
+            answers.start()
+            if self.overwrite:
+                errors.finished()
             run = _Run(self.worker(engine), answers, errors, self.samples, console, summary)
             progress = stack.enter_context(_progress(console, covers_answers=self.target is None))
-            task = progress.add_task(
-                "scoring" if summary.command == "score" else "answering", total=count_lines(source)
-            )
+            task = progress.add_task("scoring" if summary.command == "score" else "answering", total=total)
             for lines in run.batches(read_lines(source, self.read), self.batch_size):
                 run.serve(lines)
                 progress.advance(task, len(lines))
