@@ -20,8 +20,9 @@ from corelm.containers.fields import KEPT, TOP
 from corelm.policy.messages import ResponseParser
 from corelm.rendering.completions import Boundary
 from corelm.rendering.response_parsers import check_name
+from corelm.spec.other_libraries import instead_of
 from corelm.spec.provenance import Adapter, Mode
-from corelm.spec.sampling import ALIASES, FIELDS, NOT_OURS, SamplingParams
+from corelm.spec.sampling import ALIASES, FIELDS, SamplingParams
 
 Inplace = bool | Literal["empty"]
 InputMode = Literal["history", "text", "tokens"]
@@ -349,9 +350,7 @@ def _instead_of(name: str, given: Mapping[str, Any], sampling: SamplingParams) -
         kept.pop("do_sample", None)
         meant = kept | {ALIASES.get(each, each): value for each, value in given.items() if each not in OPTIONS}
         return f"it is a sampling parameter: give sampling_params={meant}"
-    if name in NOT_OURS:
-        return NOT_OURS[name]
-    near = validate.did_you_mean(name, OPTIONS).removeprefix("; ")
+    near = instead_of(name, OPTIONS).removeprefix("; ")
     return near or f"options of the engine are given to get_backend; a policy has {', '.join(OPTIONS)}"
 
 

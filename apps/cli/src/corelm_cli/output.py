@@ -19,9 +19,22 @@ from corelm_cli.settings_file import SettingsFile
 from corelm_cli.streams import Stream
 
 #: Endings of files that this command does not write.
-OTHER_FORMATS = frozenset(
-    ".arrow .bz2 .csv .db .feather .gz .html .json .npz .parquet .pt .safetensors .sqlite .tsv .xlsx .xml .xz .yaml .yml "
-    ".zip .zst".split()
+OTHER_FORMATS = (
+    *(
+        ".arrow",
+        ".csv",
+        ".db",
+        ".feather",
+        ".html",
+        ".json",
+        ".npz",
+        ".parquet",
+        ".pt",
+        ".safetensors",
+        ".sqlite",
+        ".tsv",
+    ),
+    *(".xlsx", ".xml", ".yaml", ".yml", ".bz2", ".gz", ".xz", ".zip", ".zst"),
 )
 #: How every answer and every failed line starts: these texts, with a JSON value after each but the last.
 ANSWER = (b'{"id": ', b', "line": ', b', "prompt_hash": "')
