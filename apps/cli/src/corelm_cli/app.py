@@ -183,8 +183,14 @@ def generate(
 @app.command(cls=flags.GroupedCommand)
 def score(
     backend: flags.BackendName,
-    input: flags.Input,
-    output: flags.Output,
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Instead of --input: a JSONL file, or, if its name ends in .txt, one text.", metavar="FILE"
+        ),
+    ] = None,
+    input: flags.OptionalInput = None,
+    output: flags.Output = Path("-"),
     model: flags.Model = None,
     base_url: flags.BaseURL = None,
     option: flags.EngineOptions = None,
@@ -203,6 +209,26 @@ def score(
             rich_help_panel=flags.FILES,
         ),
     ] = False,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="<int>",
+            help="Score a `text` in windows of so many tokens, and write its `perplexity`. Without --stride, all tokens "
+            "but the first of a window count, after BOS (or EOS), as in lm-eval.",
+            rich_help_panel=flags.ENGINE,
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="<int>",
+            help="Tokens from the beginning of one window to that of the next, fewer than --window. Only tokens that were "
+            "in no window before count, so each has at least window - stride tokens before it.",
+            rich_help_panel=flags.ENGINE,
+        ),
+    ] = None,
     is_greedy: flags.IsGreedy = False,
     top_k: id_flags.TopK = 0,
     overwrite: flags.Overwrite = False,
@@ -230,6 +256,10 @@ def score(
 
     Files and exit codes are those of `corelm generate`.
     """
+    if (file is None) == (input is None):
+        raise typer.BadParameter("give one of FILE and --input", param_hint="FILE")
+    if stride is not None and (window is None or stride >= window):
+        raise typer.BadParameter("give a --window that is larger", param_hint="--stride")
     if not 0 < temperature < math.inf:
         raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
     engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
@@ -254,9 +284,13 @@ def score(
         "copy_input": copy_input,
         "temperature": temperature,
         **({"top_k": top_k} if top_k else {}),
+        **({"window": window, "stride": stride} if window is not None else {}),
     }
+    source = input if file is None else file
+    assert source is not None
     job: Job[ToScore] = Job(
-        source=_file(input),
+        source=_file(source),
+        whole=file is not None and file.suffix == ".txt",
         target=_file(output),
         engine=engine,
         settings={"command": "score", **_recorded(engine), **written, **recorded_policy(options)},
@@ -268,6 +302,8 @@ def score(
             per_token=per_token,
             is_greedy=is_greedy,
             top_k=top_k,
+            window=window,
+            stride=stride,
             return_tokens=return_tokens,
             copy_input=copy_input,
         ),

@@ -92,12 +92,11 @@ Timeout = Annotated[
         min=0, metavar="<seconds>", help="Time limit of each engine call, in seconds.", rich_help_panel=ENGINE
     ),
 ]
-Input = Annotated[
-    Path,
-    typer.Option(
-        help="JSONL file to read, in the format described above; - is the standard input.", rich_help_panel=FILES
-    ),
-]
+_INPUT = typer.Option(
+    help="JSONL file to read, in the format described above; - is the standard input.", rich_help_panel=FILES
+)
+Input = Annotated[Path, _INPUT]
+OptionalInput = Annotated[Path | None, _INPUT]
 Output = Annotated[
     Path,
     typer.Option(

@@ -42,6 +42,7 @@ class Job(Generic[L]):
         worker: makes the worker for the open engine.
         samples: number of answers to a line.
         batch_size: number of lines to serve at a time.
+        whole: whether `source` is one text, and not lines.
         overwrite: whether to replace the answers that `target` has.
         timed: whether to measure the calls of the engine.
     """
@@ -54,6 +55,7 @@ class Job(Generic[L]):
     worker: Callable[[Backend], Worker[L]]
     samples: int = 1
     batch_size: int = 16
+    whole: bool = False
     overwrite: bool = False
     timed: bool = False
 
@@ -65,7 +67,7 @@ class Job(Generic[L]):
         """
         with ExitStack() as stack:
             # Open the files first, so that errors in them are reported before a model loads.
-            source, known = stack.enter_context(opened_input(self.source))
+            source, known = stack.enter_context(opened_input(self.source, whole=self.whole))
             answers: Answers
             if self.target is not None:
                 check_paths(known, self.target)
