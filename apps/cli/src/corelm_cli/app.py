@@ -214,8 +214,8 @@ def score(
         typer.Option(
             min=2,
             metavar="<int>",
-            help="Score a `text` in windows of so many tokens, and write its `perplexity`. Without --stride, all tokens "
-            "but the first of a window count, after BOS (or EOS), as in lm-eval.",
+            help="Score a `text` in windows of so many tokens, and write its `perplexity`. Without --stride, all tokens of "
+            "a window but the first count, after BOS (or EOS), as in lm-eval.",
             rich_help_panel=flags.ENGINE,
         ),
     ] = None,
@@ -224,8 +224,8 @@ def score(
         typer.Option(
             min=1,
             metavar="<int>",
-            help="Tokens from the beginning of one window to that of the next, fewer than --window. Only tokens that were "
-            "in no window before count, so each has at least window - stride tokens before it.",
+            help="Tokens from the beginning of one window to that of the next, fewer than --window. Only tokens that "
+            "were in no window before count, so each has at least window - stride tokens before it.",
             rich_help_panel=flags.ENGINE,
         ),
     ] = None,
