@@ -40,7 +40,10 @@ app = typer.Typer(
 )
 app.command(cls=SidesCommand)(compare)
 app.command(cls=flags.GroupedCommand)(doctor)
-app.command(cls=flags.GroupedCommand)(serve)
+# Flags that this command does not have are options of the engine.
+app.command(cls=flags.GroupedCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    serve
+)
 
 
 class LogProbsOption(StrEnum):
@@ -104,6 +107,7 @@ def generate(
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
+    quiet: flags.Quiet = False,
     timing: timing_flag.Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
@@ -175,6 +179,7 @@ def generate(
         samples=params.num_samples or 1,
         batch_size=batch_size,
         overwrite=overwrite,
+        quiet=quiet,
         timed=timing,
     )
     run(job, as_json)
@@ -214,8 +219,8 @@ def score(
         typer.Option(
             min=2,
             metavar="<int>",
-            help="Score a `text` in windows of so many tokens, and write its `perplexity`. Without --stride, all tokens of "
-            "a window but the first count, after BOS (or EOS), as in lm-eval.",
+            help="Score a `text` in windows of so many tokens, and write its `perplexity`. Without --stride, all "
+            "tokens of a window but the first count, after BOS (or EOS), as in lm-eval.",
             rich_help_panel=flags.ENGINE,
         ),
     ] = None,
@@ -235,6 +240,7 @@ def score(
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
+    quiet: flags.Quiet = False,
     timing: timing_flag.Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
@@ -309,6 +315,7 @@ def score(
         ),
         batch_size=batch_size,
         overwrite=overwrite,
+        quiet=quiet,
         timed=timing,
     )
     run(job, as_json)

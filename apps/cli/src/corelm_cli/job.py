@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from threading import Timer
 from typing import Any, Generic
 
 from rich.console import Console
@@ -25,6 +26,8 @@ from corelm_cli.summary import Summary
 from corelm_cli.wording import as_flags
 from corelm_interop.timing import Timing
 
+#: Seconds of work after which its progress is shown.
+LONG = 3.0
 #: How many characters of the error of a line are shown. The errors file has all of them.
 SHOWN = 1000
 
@@ -44,6 +47,7 @@ class Job(Generic[L]):
         batch_size: number of lines to serve at a time.
         whole: whether `source` is one text, and not lines.
         overwrite: whether to replace the answers that `target` has.
+        quiet: whether to show no progress.
         timed: whether to measure the calls of the engine.
     """
 
@@ -57,6 +61,7 @@ class Job(Generic[L]):
     batch_size: int = 16
     whole: bool = False
     overwrite: bool = False
+    quiet: bool = False
     timed: bool = False
 
     def run(self, console: Console, summary: Summary, stdout: Stream | None) -> None:
@@ -89,11 +94,12 @@ class Job(Generic[L]):
             if self.overwrite:
                 errors.finished()
             run = _Run(self.worker(engine), answers, errors, self.samples, console, summary)
-            progress = stack.enter_context(_progress(console, covers_answers=self.target is None))
-            task = progress.add_task("scoring" if summary.command == "score" else "answering", total=total)
+            progress = _progress(console, shown=not self.quiet and self.target is not None)
+            task = progress.add_task("scoring" if summary.command == "score" else "answering", total=total, speed="")
+            stack.enter_context(_shown_later(progress))
             for lines in run.batches(read_lines(source, self.read), self.batch_size):
                 run.serve(lines)
-                progress.advance(task, len(lines))
+                progress.update(task, advance=len(lines), speed=f"{summary.tokens_per_second or 0:,.0f} tokens/s")
             errors.finished()
 
 
@@ -175,8 +181,25 @@ def _tell(console: Console, line: str) -> None:
     console.print(printable(line), markup=False, emoji=False, soft_wrap=True)
 
 
-def _progress(console: Console, *, covers_answers: bool) -> Progress:
-    """Return a progress bar, which shows nothing in a pipe or a log, nor where it would cover the answers."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+def _progress(console: Console, *, shown: bool) -> Progress:
+    """Return a progress bar, which shows nothing in a pipe or a log."""
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
+        TextColumn("{task.fields[speed]}"),
+    )
     watched = is_terminal(sys.stderr) and not console.is_dumb_terminal
-    return Progress(*columns, console=console, disable=covers_answers or not watched)
+    return Progress(*columns, console=console, disable=not (shown and watched))
+
+
+@contextmanager
+def _shown_later(progress: Progress) -> Iterator[None]:
+    """Show a bar once the work has taken `LONG` seconds, until the block ends."""
+    timer = Timer(LONG, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()
