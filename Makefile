@@ -231,6 +231,6 @@ $(VENV)/.docs: $(VENV)/.test constraints/check.txt constraints/docs.txt
 	touch $@
 
 clean: ## remove build outputs and environments
-	rm -rf .venv .venv-* wheels sbom docs/_build dist build reports demo-output grpo-output distill-output
+	rm -rf .venv .venv-* wheels sbom docs/_build docs/jupyter_execute dist build reports demo-output grpo-output distill-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
