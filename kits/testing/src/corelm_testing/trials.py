@@ -62,8 +62,8 @@ TRIALS: dict[str, Trial] = {
 
 if missing := set(FIELDS) - TRIALS.keys():
     raise NotImplementedError(
-        f"SamplingParams has the field {min(missing)!r}, of which the conformance kit knows nothing: add what it does to "
-        "TRIALS in corelm_testing.trials"
+        f"SamplingParams has the field {min(missing)!r}, of which the conformance kit knows nothing: add what it does "
+        "to TRIALS in corelm_testing.trials"
     )
 
 #: The parameters that an engine can declare.
