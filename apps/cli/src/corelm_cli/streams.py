@@ -88,15 +88,15 @@ def opened_input(path: Path | None, *, whole: bool = False) -> Iterator[tuple[IO
     """
     if path is not None:
         with path.open("rb") as file:
-            known = os.fstat(file.fileno())
+            found = os.fstat(file.fileno())
             if whole:
                 try:
                     text = file.read().decode("utf-8-sig")
                 except UnicodeDecodeError as error:
                     raise OSError(errno.EILSEQ, f"not UTF-8 text: {error}", str(path)) from error
-                yield io.BytesIO(json.dumps({"text": text}).encode()), known
+                yield io.BytesIO(json.dumps({"text": text}).encode()), found
             else:
-                yield file, known
+                yield file, found
         return
     if sys.stdin is None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF), "the standard input")
