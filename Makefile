@@ -44,7 +44,7 @@ EDITABLE = $(2)/python -m pip install --no-build-isolation --no-deps $(foreach e
 # Engines share two cores and a lot of memory: one target at a time.
 .NOTPARALLEL:
 .PHONY: help demo test test-core test-real check nightly lint types budgets mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
-.PHONY: .venv-newest/.installed test-hosts test-faults test-gpu bench bench-quick bench-real bench-gpu format docs drawings wheels sbom pins install clean
+.PHONY: .venv-newest/.installed test-hosts test-faults test-gpu bench bench-quick bench-real bench-gpu format docs drawings wheels dist sbom pins install clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -150,6 +150,8 @@ wheels: $(VENV)/.docs ## build the published packages into wheels/
 	rm -rf wheels
 	for package in $(PACKAGES); do $(BIN)/python -m build --no-isolation --outdir wheels $$package || exit 1; done
 
+dist: wheels ## the same
+
 sbom: $(VENV)/.docs ## write a bill of materials (CycloneDX) of each file of pins into sbom/
 	$(BIN)/python .ci/sbom.py sbom
 
@@ -231,6 +233,6 @@ $(VENV)/.docs: $(VENV)/.test constraints/check.txt constraints/docs.txt
 	touch $@
 
 clean: ## remove build outputs and environments
-	rm -rf .venv .venv-* wheels sbom docs/_build dist build reports demo-output grpo-output distill-output
+	rm -rf .venv .venv-* wheels sbom docs/_build docs/jupyter_execute dist build reports demo-output grpo-output distill-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -126,6 +126,7 @@ def test_a_command_for_a_tiny_model_runs(line, tiny_model, tmp_path, monkeypatch
     (tmp_path / "choices.jsonl").write_text(
         json.dumps({"prompt": "Who are", "completions": [" you?", " they?"]}) + "\n"
     )
+    (tmp_path / "book.txt").write_text("Who are you? " * 100)
     arguments = [re.sub(r"^PATH$", "tiny-model", word) for word in words(line)]
     done = CliRunner().invoke(app, arguments, input="Who are you?\n")
     assert done.exit_code == 0, done.output

@@ -36,7 +36,8 @@ from corelm.errors import (
     is_interrupt,
 )
 from corelm.spec.hookspecs import API_VERSION, PROJECT
-from corelm.validate import did_you_mean, nearest
+from corelm.spec.other_libraries import instead_of
+from corelm.validate import nearest
 
 BACKENDS = "corelm.backends"
 ENGINES = "corelm.engines"
@@ -231,7 +232,8 @@ def check_options(plugin: type[Any], info: BackendInfo, model: Any, options: Map
     except TypeError as error:
         known = [p.name for p in signature.parameters.values() if p.name != "model" and p.kind is not p.VAR_KEYWORD]
         unknown = next((option for option in options if option not in signature.parameters), None)
-        hint = did_you_mean(unknown or "", known) or "."
+        hint = instead_of(unknown or "", known)
+        hint += "" if hint.endswith("?") else "."
         raise InvalidRequestError(
             f"backend {info.name!r}: {error}{hint} Its options: {', '.join(known) or 'none'}", field=unknown
         ) from error

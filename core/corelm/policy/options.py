@@ -21,8 +21,9 @@ from corelm.containers.reading import key_parts
 from corelm.rendering.completions import Boundary
 from corelm.rendering.response_parsers import check_name
 from corelm.spec.message import Message
+from corelm.spec.other_libraries import instead_of
 from corelm.spec.provenance import Adapter, Mode
-from corelm.spec.sampling import ALIASES, FIELDS, NOT_OURS, SamplingParams
+from corelm.spec.sampling import ALIASES, FIELDS, SamplingParams
 
 Inplace = bool | Literal["empty"]
 InputMode = Literal["history", "text", "tokens"]
@@ -337,10 +338,8 @@ def _refuse_unknown(given: Mapping[str, Any], sampling: SamplingParams) -> None:
         kept.pop("do_sample", None)
         meant = kept | {ALIASES.get(each, each): value for each, value in given.items() if each not in OPTIONS}
         instead = f"it is a sampling parameter: give sampling_params={meant}"
-    elif name in NOT_OURS:
-        instead = NOT_OURS[name]
     else:
-        instead = validate.did_you_mean(name, OPTIONS).removeprefix("; ") or (
+        instead = instead_of(name, OPTIONS).removeprefix("; ") or (
             f"options of the engine are given to get_backend; a policy has {', '.join(OPTIONS)}"
         )
     raise TypeError(f"a policy has no option {name!r}; {instead}")

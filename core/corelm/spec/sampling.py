@@ -8,18 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
-from corelm.validate import (
-    count,
-    did_you_mean,
-    factor,
-    flag,
-    invalid,
-    is_index,
-    number,
-    shown,
-    token_ids,
-    unencodable,
-)
+from corelm.spec.other_libraries import NOT_OURS, instead_of, sampling_fields
+from corelm.validate import count, factor, flag, invalid, is_index, number, shown, token_ids, unencodable
 
 ALIASES = {
     "max_tokens": "max_new_tokens",
@@ -35,35 +25,6 @@ ALIASES = {
     "beam_width": "num_beams",
 }
 
-_LOG_PROBS = "a policy returns the log-probs of sampled tokens; its option log_probs_mode chooses which"
-_DISTRIBUTIONS = "a policy returns those of the most probable ids with its option top_logprobs=k; get_dist returns all"
-_OUTPUTS = "core always returns the same containers; choose them with the options return_… of the policy"
-#: Names that other libraries use for something that we do otherwise, and what to do instead.
-NOT_OURS = {
-    "max_length": "it counts the prompt too; give max_new_tokens",
-    "max_gen_toks": "give max_new_tokens",
-    "max_output_tokens": "give max_new_tokens",
-    "best_of": "give num_samples and choose",
-    "until": "give stop",
-    "logprobs": _LOG_PROBS,
-    "return_logprob": _LOG_PROBS,
-    "return_logprobs": _LOG_PROBS,
-    "output_logits": _LOG_PROBS,
-    "output_scores": _LOG_PROBS,
-    "top_logprobs": _DISTRIBUTIONS,
-    "top_logprobs_num": _DISTRIBUTIONS,
-    "prompt_logprobs": "a policy with generate=False scores prompts; leave it out",
-    "echo": "the fields prompt and full of the containers hold the prompt; leave it out",
-    "return_dict_in_generate": _OUTPUTS,
-    "return_full_text": "text.full holds the prompt and the answer; leave it out",
-    "pad_token_id": "prompts are not padded on their way to the engine, and pad_output=True pads with the tokenizer's "
-    "pad id; leave it out",
-    "eos_token_id": "the model's own EOS ids end an answer; give stop_token_ids for more, or ignore_eos=True",
-    "bos_token_id": "the tokenizer adds it; leave it out",
-    "stream": "call policy.stream(td) or policy.astream(td); leave it out",
-    "truncate_prompt_tokens": "give the policy truncation='left'",
-}
-
 #: Parameters that core handles itself or that every engine must honour. They are not looked up in
 #: ``Capabilities.sampling``.
 EVERY_ENGINE = frozenset(
@@ -76,8 +37,6 @@ EVERY_ENGINE = frozenset(
 MOST_STOPS = 64
 #: The largest count of any kind: engines keep them in 32 bits.
 LARGEST = 2**31 - 1
-#: Parameters that transformers ignores if it does not sample.
-_SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -172,18 +131,19 @@ class SamplingParams:
         return hash((*plain, frozenset(self.engine_kwargs)))
 
     @classmethod
-    def make(cls, value: SamplingParams | Mapping[str, Any] | None = None, **changes: Any) -> SamplingParams:
+    def make(cls, value: object = None, **changes: Any) -> SamplingParams:
         """Return parameters from a `SamplingParams`, a mapping or nothing, with the keyword changes applied.
 
-        Aliases are understood.
+        Aliases are understood, and None in a mapping is the default, except for `max_new_tokens`. A `GenerationConfig`
+        of transformers and the `SamplingParams` of vLLM are read field by field, as their libraries do.
 
         >>> params = SamplingParams.make({"max_tokens": 8, "do_sample": False}, n=2)
         >>> params.max_new_tokens, params.temperature, params.num_samples
         (8, 0.0, 2)
 
         Raises:
-            InvalidRequestError: an unknown name (the message suggests the nearest known one), or two names for one
-                parameter with different values.
+            InvalidRequestError: an unknown name (the message says what to give instead), or two names for one parameter
+                with different values, or a field of another library that has no equal here.
         """
         changes = _canonical(changes) if changes else changes
         if isinstance(value, SamplingParams):
@@ -191,9 +151,16 @@ class SamplingParams:
                 # The one of the two that is not given follows the other, as it did when `value` was made.
                 changes = {"temperature": None, "do_sample": None, **changes}
             return dataclasses.replace(value, **changes) if changes else value
-        if value is not None and not isinstance(value, Mapping):
-            raise invalid("sampling_params", f"expected a SamplingParams of corelm or a mapping, got {_foreign(value)}")
-        return cls(**{**_canonical(value or {}), **changes})
+        given = value if isinstance(value, Mapping | None) else sampling_fields(value, {*FIELDS, *ALIASES})
+        if given is None and value is not None:
+            raise invalid("sampling_params", f"expected a SamplingParams of corelm or a mapping, got {shown(value)}")
+        given = _canonical(given or {})
+        if None in given.values():
+            given = {name: each for name, each in given.items() if each is not None or name == "max_new_tokens"}
+        given |= changes
+        if given.get("do_sample") is False and given.get("temperature"):
+            given["temperature"] = 0.0  # as in transformers, where a temperature means nothing then
+        return cls(**given)
 
     @property
     def greedy(self) -> bool:
@@ -238,7 +205,7 @@ def _canonical(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         key = ALIASES.get(name, name)
         if key not in FIELDS:
-            hint = f"; {NOT_OURS[name]}" if name in NOT_OURS else did_you_mean(name, [*FIELDS, *ALIASES])
+            hint = instead_of(name, [*FIELDS, *ALIASES])
             hint = hint or "; if it is a parameter of the engine, give engine_kwargs={'" + str(name) + "': …}"
             raise invalid(str(name), f"unknown sampling parameter{hint}")
         if key in out and not _same(out[key], value):
@@ -336,22 +303,6 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
 assert _DEFAULTS.keys() == {*_READERS, "engine_kwargs"}, "each parameter needs a reader"
 _READ = {name: (_DEFAULTS[name], read) for name, read in _READERS.items()}
-
-
-def _foreign(value: Any) -> str:
-    """Return what `value` is, and, if it holds sampling parameters of another library, what to pass instead."""
-    kind = type(value)
-    set_here = getattr(value, "to_diff_dict", None)
-    if kind.__name__ == "GenerationConfig" and callable(set_here):
-        # transformers decodes greedily unless it is told to sample, and then ignores how to sample.
-        given = {"do_sample": False, **set_here()}
-        ignored = () if given["do_sample"] else _SAMPLED
-        given = {name: each for name, each in given.items() if each is not None and name not in ignored}
-        known = {name: each for name, each in given.items() if ALIASES.get(name, name) in FIELDS}
-        return f"a GenerationConfig; pass a dict of what it sets: {known}"
-    if kind.__name__ == "SamplingParams":
-        return f"the SamplingParams of {kind.__module__.partition('.')[0]}; pass a dict of the parameters that you set"
-    return shown(value)
 
 
 FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))

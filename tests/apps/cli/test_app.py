@@ -17,6 +17,7 @@ import torch
 import corelm
 import corelm_cli
 from corelm import SamplingParams
+from corelm_cli import job
 from corelm_testing.toy import Bigram, ByteTokenizer
 from helpers.command_line import CHAT, FAULTY, LINES, corelm_command, generate, rows, settings_of, write_prompts
 
@@ -264,3 +265,24 @@ def test_an_engine_in_another_process_answers_alike(tmp_path):
     result = generate((source, other), "--seed", 3, "--option", f"python={sys.executable}", "--option", "replicas=2")
     assert result.exit_code == 0, result.output
     assert [row["response"] for row in rows(other)] == [row["response"] for row in rows(target)]
+
+
+# ---------------------------------------------------------------- progress and help
+
+
+def test_progress_is_shown_on_a_terminal_after_a_while(files, monkeypatch):
+    assert "answering" not in generate(files).stderr
+    monkeypatch.setattr(job, "is_terminal", lambda stream: True)
+    assert "answering" not in generate(files, "--overwrite").stderr
+    monkeypatch.setattr(job, "LONG", 0.0)
+    shown = generate(files, "--overwrite").stderr
+    assert re.search(r"answering .* 5/5 .* [\d,]+ tokens/s", shown)
+    assert generate(files, "--overwrite", "--quiet").stderr == ""
+
+
+def test_the_help_begins_with_what_people_use_first():
+    for command in ("generate", "score", "serve", "chat"):
+        text = corelm_command(command, "--help").stdout
+        most = text.partition("Used most:")[2].partition("\n\n")[0]
+        assert {"--backend", "--model", "--option"} <= {*re.findall(r"--[a-z-]+", most)}
+        assert text.index("Used most:") < text.index("\nEngine:")

@@ -17,7 +17,7 @@ import pytest
 
 import corelm
 from corelm.backend.registry import scan
-from corelm_cli.diagnosis import devices, engines
+from corelm_cli.diagnosis import devices, engines, models
 from corelm_cli.diagnosis.devices import torch_findings
 from corelm_cli.diagnosis.probes import ProbeError, probe
 from corelm_cli.diagnosis.servers import ServerChoice, server_findings
@@ -297,3 +297,53 @@ def test_this_and_another_interpreter_are_looked_at_and_one_that_is_none_is_a_pr
     )
     assert {"Python", "core", "torch", "backend 'toy'"} <= {each["about"] for each in here}
     assert "can hold an engine" in there[0]["text"] and {"torch", "backend 'toy'"} <= {each["about"] for each in there}
+
+
+def test_a_model_is_opened_and_timed(tiny_model, monkeypatch):
+    asked: list[list[str]] = []
+
+    def index(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        asked.append(command)
+        return subprocess.CompletedProcess(
+            command, 0, stdout=command[5].encode() + b" (999.0)\nAvailable versions: 999.0, 1.0\n"
+        )
+
+    monkeypatch.setattr(models.subprocess, "run", index)
+    result = corelm_command("doctor", "--json", tiny_model, "--option", "dtype=bfloat16")
+    found = {(each["about"], each["text"].partition(":")[0]): each for each in json.loads(result.stdout)}
+    assert result.exit_code == 0
+    about = f"model {tiny_model}"
+    assert "tokens/s in the first batch" in found[about, "it answers"]["text"]
+    assert found[about, "model"]["text"] == "model: bfloat16 on cpu"
+    assert found[about, "model"]["level"] == ("ok" if models._cpu_has_bfloat16() else "warning")
+    assert (about, "decoding") in found and (about, "scoring") in found
+    assert [command[5] for command in asked] == ["torch", "transformers"]
+    assert sum(each["text"].endswith("999.0 is the newest") for each in found.values()) == 2
+
+
+def test_a_model_that_does_not_open_is_a_problem(tmp_path):
+    result = corelm_command("doctor", tmp_path / "gone")
+    assert result.exit_code == 1 and "PROBLEM" in result.stdout and "gone" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("part", "way", "level"),
+    [
+        ("model", "float32 on cuda:0", "warning"),
+        ("model", "bfloat16 on cuda:0", "ok"),
+        ("decoding", "uncached: its forward takes no cache", "warning"),
+        ("scoring", "packed", "ok"),
+        ("scoring", "padded: packed rows differ", "warning"),
+    ],
+)
+def test_what_is_slower_than_it_could_be_is_a_warning(part, way, level):
+    assert models._judged(part, way)[0] == level
+
+
+def test_an_index_that_does_not_answer_is_no_problem(monkeypatch):
+    def refuse(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(models.subprocess, "run", refuse)
+    (finding,) = models._newest(None)
+    assert finding.level == "ok" and "pip could not ask" in finding.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ import pytest
 
 from corelm_cli.lines import LineError
 from corelm_cli.output import AnswersFile, ErrorsFile
-from helpers.command_line import LINES, generate, rows, write_prompts, write_rows
+from helpers.command_line import FAULTY, LINES, generate, rows, write_prompts, write_rows
 
 
 @pytest.fixture
@@ -136,15 +135,54 @@ def test_answers_with_different_settings_are_not_mixed(files):
         assert files[1].read_bytes() == before
 
 
-def test_a_changed_prompt_under_an_answered_id_is_an_error(files):
+CHANGED = [{**line, "prompt": "The tea"} if line.get("id") == "sea" else line for line in LINES]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (CHANGED, "has answers to another prompt under the id 'sea'"),
+        (LINES[:-1], "has answers to other lines than those of the input, such as 'bird'"),
+        ([{"id": f"other-{at}", "prompt": "The tea"} for at in range(7)], "has answers to other lines"),
+    ],
+)
+@pytest.mark.parametrize("pipe", [False, True])
+def test_another_input_is_refused_unless_it_may_overwrite(files, lines, said, pipe):
     generate(files, "--seed", 5)
     before = files[1].read_bytes()
-    changed = [{**line, "prompt": "The tea"} if line.get("id") == "sea" else line for line in LINES]
-    files[0].write_text("".join(json.dumps(line) + "\n" for line in changed))
-    result = generate(files, "--seed", 5)
-    (fault,) = rows(files[1].with_name("answers.errors.jsonl"))
-    assert result.exit_code == 1 and files[1].read_bytes() == before
-    assert fault["line"] == 3 and "answers to another prompt under the id 'sea'" in fault["error"]
+    write_rows(files[0], lines)
+    if pipe and lines is CHANGED:  # other lines than those of a pipe cannot be known before it ends
+        result = generate(("-", files[1]), "--seed", 5, stdin=files[0].read_text())
+    else:
+        result = generate(files, "--seed", 5)
+    assert result.exit_code == 2 and said in result.stderr and "give --overwrite" in result.stderr
+    assert files[1].read_bytes() == before
+    result = generate(files, "--temperature", 0.5, "--overwrite")
+    assert result.exit_code == 0 and f"{len(lines)} answers written, 0 already present" in result.stderr
+    assert [row["id"] for row in rows(files[1])] == [line.get("id", at) for at, line in enumerate(lines, 1)]
+    assert generate(files, "--temperature", 0.5).exit_code == 0
+
+
+def test_overwriting_drops_failed_lines_and_no_file_of_others(files, fabricate):
+    write_rows(files[0], [*LINES, {"prompt": 3}])
+    assert generate(files).exit_code == 1
+    before = files[1].read_bytes()
+    fabricate("faulty", "1", {"faulty": "faulty_again:Faulty"}, {"faulty_again": FAULTY})
+    broken = generate(files, "--overwrite", "--model", "broken", backend="faulty")
+    assert broken.exit_code != 0 and files[1].read_bytes() == before
+    write_rows(files[0], LINES)
+    assert generate(files, "--overwrite").exit_code == 0
+    assert not files[1].with_name("answers.errors.jsonl").exists() and len(rows(files[1])) == 5
+    files[1].write_text("notes\n")
+    assert generate(files, "--overwrite").exit_code == 2 and files[1].read_text() == "notes\n"
+
+
+@pytest.mark.parametrize("name", ["answers.csv", "answers.Parquet", "answers.json", "answers.jsonl.gz"])
+def test_a_name_that_promises_another_format_is_refused(files, name):
+    target = files[1].with_name(name)
+    result = generate((files[0], target))
+    assert result.exit_code == 2 and "give a name that ends in .jsonl or .ndjson, or -" in result.stderr
+    assert not target.exists()
 
 
 SOMETHING_ELSE = {

@@ -35,6 +35,9 @@ class Obedient(ToyBackend):
         print("opening", flush=True)
         if behaviour == "fails":
             raise OwnError("this", "that")
+        if behaviour == "fails far above":
+            print("(EngineCore) ERROR ValueError: no room for the cache", *["  File"] * 60, sep="\\n", flush=True)
+            raise RuntimeError("Engine core initialization failed. See root cause above.")
         if behaviour == "exits":
             os._exit(5)
         if behaviour == "waits":

@@ -33,6 +33,14 @@ def test_the_log_of_an_engine_that_did_not_open_stays_where_the_error_says(obedi
     assert failure.value.usable is False and "obedient_plugin" in str(failure.value.__cause__)
 
 
+def test_an_engine_that_failed_in_a_process_of_its_own_says_why(obedient: Open, logs: Path) -> None:
+    with pytest.raises(EngineError, match="See root cause above") as failure:
+        obedient("fails far above")
+    assert str(failure.value).endswith(
+        "errors further up in the log:\n(EngineCore) ERROR ValueError: no room for the cache"
+    )
+
+
 def test_nothing_is_left_of_a_host_that_was_ended(logs: Path) -> None:
     backend = corelm.get_backend("toy", python=sys.executable)
     tokenizer = backend.tokenizer

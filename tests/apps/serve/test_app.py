@@ -51,3 +51,16 @@ def test_a_hanging_engine_that_many_ask_for_its_health_answers_requests_meanwhil
         app = ServingApp(backend, ServerOptions(api_key="k"))
         assert asyncio.run(crowd(app)) == (200, {200}) and len(asked) == 1
         app.service.backend.cleanup()
+
+
+def test_metrics_say_what_waits_and_runs_and_how_fast(toy: Backend) -> None:
+    app = ServingApp(toy, ServerOptions(api_key="k"))
+    with TestClient(app, headers={"authorization": "Bearer k"}) as client:
+        for body in ({"prompt": [65], "max_tokens": 3}, {"prompt": [65], "max_tokens": 3, "stream": True}):
+            assert client.post("/v1/completions", json=body).status_code == 200
+        text = client.get("/metrics").text
+        told = dict(line.split() for line in text.splitlines() if not line.startswith("#"))
+        assert int(told["corelm_sampled_tokens_total"]) > 3
+        assert float(told["corelm_tokens_per_second"]) == int(told["corelm_sampled_tokens_total"]) / 60
+        assert told["corelm_calls_waiting"] == told["corelm_calls_running"] == told["corelm_requests"] == "0"
+        assert client.get("/metrics", headers={"authorization": ""}).status_code == 401

@@ -16,6 +16,8 @@ import httpx
 import openai
 import pytest
 
+from corelm.errors import InvalidRequestError
+from corelm_cli.engine import EngineChoice
 from helpers.command_line import corelm_command
 from helpers.processes import PATIENCE, children, heed_interrupts, runs
 from helpers.serving import CHAT
@@ -131,9 +133,37 @@ def test_wrong_flags_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--api-key", " a"], "printable ASCII characters"),
         (["--api-key", ""], "at least one character"),
         (["--chat-template", "./none.jinja"], "No such file or directory"),
+        (["--prot", "8001"], "there is no flag --prot; did you mean --port?"),
+        (["MODEL", "--model", "OTHER"], "the model is given twice"),
+        (["MODEL", "--max-contxt", "8"], "did you mean 'max_context'"),
+        (["MODEL", "stray"], "expected a flag of the engine"),
     ):
         result = corelm_command("serve", "--backend", "toy", "--port", 0, *flags)
         assert result.exit_code == 2 and said in result.stderr, flags
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        (["M", "--max-model-len", "4096", "--enforce-eager"], {"max_model_len": 4096, "enforce_eager": True}),
+        (["M", "--", "--dtype=bfloat16", "--no-fast"], {"dtype": "bfloat16", "fast": False}),
+        (["--max-num-seqs", "8", "--model", "M"], {"max_num_seqs": 8}),
+        (["--option", "fast=false", "--model", "M"], {"fast": False}),
+    ],
+)
+def test_flags_of_the_engine_are_typed_by_their_names(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], options: dict[str, object]
+) -> None:
+    opened: list[EngineChoice] = []
+
+    def refuse(choice: EngineChoice, wrappers: object) -> None:
+        opened.append(choice)
+        raise InvalidRequestError("enough")
+
+    monkeypatch.setattr(EngineChoice, "open", refuse)
+    assert corelm_command("serve", "--port", 0, *given).exit_code == 2
+    (choice,) = opened
+    assert (choice.backend, choice.model, choice.options) == ("transformers", "M", options)
 
 
 def test_the_key_does_not_reach_the_processes_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What users of other libraries type, and that the message tells them what to type instead."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -159,23 +160,69 @@ def test_sampling_params_take_aliases_and_suggest_names():
         SamplingParams(max_tokens=3, max_new_tokens=4)
 
 
-def test_a_generation_config_is_refused_with_the_dict_to_pass(backend):
-    with pytest.raises(InvalidRequestError, match="a GenerationConfig; pass a dict of what it sets: ") as error:
-        LLMPolicy(backend, sampling_params=GenerationConfig(max_new_tokens=3))
-    assert SamplingParams.make(eval(str(error.value).partition("it sets: ")[2])) == SamplingParams(
-        max_new_tokens=3, do_sample=False
-    )
+@each(
+    "config, read",
+    [
+        ({"max_new_tokens": 3}, {"max_new_tokens": 3, "temperature": 0}),
+        ({"temperature": 0.7, "top_p": 0.9, "do_sample": False, "num_return_sequences": 1}, {"temperature": 0}),
+        ({"do_sample": True, "temperature": 0.7}, {"temperature": 0.7, "top_k": 50}),
+        ({"do_sample": True, "top_k": 0, "min_p": 0.1, "num_return_sequences": 2}, {"min_p": 0.1, "num_samples": 2}),
+        ({"eos_token_id": [2, 3], "pad_token_id": 0, "stop_strings": "x"}, {"stop": "x", "stop_token_ids": [2, 3]}),
+        ({"max_length": 9, "max_new_tokens": 4, "use_cache": False, "no_repeat_ngram_size": 0}, {"max_new_tokens": 4}),
+        ({"num_beams": 2, "length_penalty": 0.5}, {"num_beams": 2, "length_penalty": 0.5}),
+        ({"length_penalty": 0.5, "typical_p": 1.0}, {}),
+    ],
+)
+def test_a_generation_config_is_read_as_generate_reads_it(backend, config, read):
+    policy = LLMPolicy(backend, sampling_params=GenerationConfig(**config), return_log_probs=False)
+    assert policy.options.sampling == SamplingParams.make({"do_sample": config.get("do_sample", False)} | read)
 
 
-@each("greedy", [{}, {"do_sample": False}])
-def test_a_greedy_generation_config_leaves_out_what_transformers_ignores(backend, greedy):
-    with refused(InvalidRequestError, field="sampling_params") as error:
-        LLMPolicy(backend, sampling_params=GenerationConfig(temperature=0.7, top_p=0.9, **greedy))
-    typed = str(error.value).partition("it sets: ")[2].partition("}")[0] + "}"
-    assert SamplingParams.make(eval(typed)) == SamplingParams(do_sample=False)
-    with refused(InvalidRequestError, field="sampling_params") as error:
-        LLMPolicy(backend, sampling_params=GenerationConfig(do_sample=True, temperature=0.7))
-    assert "ignores" not in str(error.value)
+@each(
+    "config, field",
+    [
+        ({"max_length": 9}, "max_length"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        ({"typical_p": 0.5, "do_sample": True}, "typical_p"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams"),
+    ],
+)
+def test_a_field_of_a_generation_config_without_an_equal_is_refused(backend, config, field):
+    with refused(InvalidRequestError, field=field):
+        LLMPolicy(backend, sampling_params=GenerationConfig(**config))
+
+
+@each(
+    "name, said",
+    [
+        ("generate_kwargs", "give the policy sampling_params="),
+        ("history_key", "give keys={'history': …}"),
+        ("tokens_key", "give keys={'tokens': …}"),
+        ("tokenizer", "give it to get_backend"),
+        ("response_format", "extra_body="),
+        ("device_map", "model_kwargs={'device_map': …}"),
+        ("token", "HF_TOKEN"),
+        ("allowed_token_ids", "engine_kwargs': {'allowed_token_ids': …}"),
+        ("num_generations", "give num_samples"),
+        ("tools", "template_kwargs={'tools': […]}"),
+    ],
+)
+def test_a_name_of_another_library_gets_an_exact_answer(backend, name, said):
+    """Some of these names are spelt like one of ours that means something else."""
+    with pytest.raises(TypeError, match=re.escape(said)) as error:
+        LLMPolicy(backend, **{name: 1})
+    assert "did you mean" not in str(error.value)
+    with pytest.raises(InvalidRequestError, match=re.escape(said)):
+        SamplingParams.make({name: 1})
+    if name != "tokenizer":
+        with pytest.raises(InvalidRequestError, match=re.escape(said)):
+            corelm.get_backend("toy", **{name: 1})
+
+
+def test_a_name_that_is_not_near_gets_no_guess(backend):
+    with pytest.raises(TypeError) as error:
+        LLMPolicy(backend, template_arguments=1)
+    assert "did you mean" not in str(error.value)
 
 
 def test_policy_options_refuse_unknown_names_as_a_policy_does():

@@ -112,6 +112,18 @@ def test_limits_must_not_contradict_each_other():
         SamplingParams(do_sample=True, temperature=0)
 
 
+def test_do_sample_false_is_greedy_whatever_the_temperature():
+    """As in transformers, for what other libraries and configurations hold."""
+    assert SamplingParams.make({"do_sample": False, "temperature": 0.8}) == SamplingParams(temperature=0)
+    assert SamplingParams.make(do_sample=False, temperature=0.8).greedy
+
+
+def test_none_in_a_mapping_is_the_default():
+    """As in the requests of OpenAI's client, except for the limit, whose None is no limit."""
+    given = {"temperature": None, "top_p": None, "n": None, "stop": None, "seed": None, "max_tokens": None}
+    assert SamplingParams.make(given) == SamplingParams(max_new_tokens=None)
+
+
 def test_do_sample_and_temperature_follow_each_other():
     assert SamplingParams(do_sample=False).temperature == 0
     assert SamplingParams(temperature=0).do_sample is False

@@ -6,8 +6,9 @@ import re
 
 import pytest
 import torch
+from vllm import SamplingParams as TheirSamplingParams
 
-from corelm import Backend, Ragged
+from corelm import Backend, Ragged, SamplingParams
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import ScoreRequest
 from helpers import oracle
@@ -133,6 +134,18 @@ def test_a_dict_stands_for_an_object_of_vllm(shared: Backend) -> None:
     repeat = {"allowed_token_ids": [7], "repetition_detection": often}
     result = shared.generate(prompts, {"max_new_tokens": 8, "engine_kwargs": repeat})
     assert result.ids.lengths.tolist() == [3, 3] and {*result.finish_reasons} == {"stop"}
+
+
+def test_sampling_params_of_vllm_are_read_field_by_field() -> None:
+    assert SamplingParams.make(TheirSamplingParams()) == SamplingParams(max_new_tokens=16)
+    given = {"temperature": 0.5, "top_p": 0.9, "n": 2, "stop": ["x"], "seed": 3, "max_tokens": 4}
+    assert SamplingParams.make(TheirSamplingParams(**given)) == SamplingParams.make(given)
+    only_theirs = {"logit_bias": {1: 2.0}, "allowed_token_ids": [3]}
+    assert SamplingParams.make(TheirSamplingParams(**only_theirs, detokenize=False)).engine_kwargs == only_theirs
+    for name, value in {"logprobs": 3, "prompt_logprobs": 2, "include_stop_str_in_output": True}.items():
+        with pytest.raises(InvalidRequestError, match="has no equal here") as caught:
+            SamplingParams.make(TheirSamplingParams(**{name: value}))
+        assert caught.value.field == name
 
 
 @pytest.mark.parametrize(

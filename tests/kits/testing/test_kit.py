@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import pkgutil
 import subprocess
@@ -18,7 +19,7 @@ import corelm
 import corelm_testing
 from corelm import SamplingParams
 from corelm.spec.sampling import FIELDS
-from corelm_testing import BackendConformance, ConformanceBase
+from corelm_testing import BackendConformance, ConformanceBase, trials
 from corelm_testing.plugin import META_TEST, standard_tests
 from corelm_testing.trials import DECLARABLE, HALF, TRIALS
 
@@ -300,3 +301,12 @@ def test_without_pytest_the_import_error_says_what_to_install() -> None:
     code = "import sys; sys.modules['pytest'] = None; import corelm_testing"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1 and "ImportError: the conformance kit runs on pytest: pip install" in result.stderr
+
+
+def test_a_sampling_parameter_that_the_kit_does_not_know_is_named_with_the_table(monkeypatch):
+    monkeypatch.setattr("corelm.spec.FIELDS", (*SamplingParams.__dataclass_fields__, "top_z"))
+    found = importlib.util.spec_from_file_location("trials_again", trials.__file__)
+    again = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(sys.modules, "trials_again", again)
+    with pytest.raises(NotImplementedError, match=r"'top_z'.*TRIALS"):
+        found.loader.exec_module(again)

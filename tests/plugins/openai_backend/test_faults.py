@@ -185,6 +185,24 @@ def test_the_key_of_one_service_is_not_sent_to_another(monkeypatch):
     assert sent == {"Bearer one-for-this-server"}
 
 
+def test_the_variables_of_openais_client_are_defaults(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.delenv("CORELM_OPENAI_API_KEY", raising=False)
+    refused = lambda request: json_reply({"error": "no"}, 401)  # noqa: E731
+    with FaultServer(refused) as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+        with pytest.raises(EngineError, match="OPENAI_API_KEY"):
+            corelm.get_backend("openai", tokenizer=letter_tokenizer())
+        assert {request.headers.get("Authorization") for request in server.requests} == {f"Bearer {KEY}"}
+        server.requests.clear()
+        with pytest.raises(EngineError):
+            corelm.get_backend("openai", base_url=server.url, tokenizer=letter_tokenizer())
+        assert {request.headers.get("Authorization") for request in server.requests} == {None}
+    monkeypatch.delenv("OPENAI_BASE_URL")
+    with pytest.raises(InvalidRequestError, match="OPENAI_BASE_URL"):
+        corelm.get_backend("openai", tokenizer=letter_tokenizer())
+
+
 def test_opening_leaves_no_thread_behind_if_it_fails():
     before = threading.active_count()
     with FaultServer(lambda request: hang()) as server, pytest.raises(BackendTimeoutError, match="open_timeout"):

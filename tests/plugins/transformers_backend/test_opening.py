@@ -201,3 +201,11 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -
     with pytest.raises(EngineError):
         corelm.get_backend("transformers", folder)
     assert not trace.exists()
+
+
+def test_no_bars_in_a_pipe(tiny_model, capfd):
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    corelm.get_backend("transformers", tiny_model).close()
+    assert "Loading weights" not in capfd.readouterr().err and logging.is_progress_bar_enabled() == shown

@@ -40,7 +40,10 @@ app = typer.Typer(
 )
 app.command(cls=SidesCommand)(compare)
 app.command(cls=flags.GroupedCommand)(doctor)
-app.command(cls=flags.GroupedCommand)(serve)
+# Flags that this command does not have are options of the engine.
+app.command(cls=flags.GroupedCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    serve
+)
 
 
 class LogProbsOption(StrEnum):
@@ -100,9 +103,11 @@ def generate(
     ] = LogProbsOption.none,
     return_support: id_flags.ReturnSupport = False,
     top_logprobs: id_flags.TopLogprobs = 0,
+    overwrite: flags.Overwrite = False,
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
+    quiet: flags.Quiet = False,
     timing: timing_flag.Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
@@ -120,7 +125,7 @@ def generate(
     With --seed, an answer depends only on the seed, its prompt's line number and its sample number.
 
     For the output answers.jsonl, the settings and the provenance of the log-probabilities are saved once, in
-    answers.settings.json. Answers with other settings are refused in the same file.
+    answers.settings.json. A run adds to the answers of a file only if it has their settings and their prompts.
 
     Exit code 1: some lines failed; for the output answers.jsonl, they are listed in answers.errors.jsonl. 2: the
     command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
@@ -173,6 +178,8 @@ def generate(
         ),
         samples=params.num_samples or 1,
         batch_size=batch_size,
+        overwrite=overwrite,
+        quiet=quiet,
         timed=timing,
     )
     run(job, as_json)
@@ -181,8 +188,14 @@ def generate(
 @app.command(cls=flags.GroupedCommand)
 def score(
     backend: flags.BackendName,
-    input: flags.Input,
-    output: flags.Output,
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Instead of --input: a JSONL file, or, if its name ends in .txt, one text.", metavar="FILE"
+        ),
+    ] = None,
+    input: flags.OptionalInput = None,
+    output: flags.Output = Path("-"),
     model: flags.Model = None,
     base_url: flags.BaseURL = None,
     option: flags.EngineOptions = None,
@@ -201,11 +214,33 @@ def score(
             rich_help_panel=flags.FILES,
         ),
     ] = False,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="<int>",
+            help="Score a `text` in windows of so many tokens, and write its `perplexity`. Without --stride, all "
+            "tokens of a window but the first count, after BOS (or EOS), as in lm-eval.",
+            rich_help_panel=flags.ENGINE,
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="<int>",
+            help="Tokens from the beginning of one window to that of the next, fewer than --window. Only tokens that "
+            "were in no window before count, so each has at least window - stride tokens before it.",
+            rich_help_panel=flags.ENGINE,
+        ),
+    ] = None,
     is_greedy: flags.IsGreedy = False,
     top_k: id_flags.TopK = 0,
+    overwrite: flags.Overwrite = False,
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
+    quiet: flags.Quiet = False,
     timing: timing_flag.Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
@@ -227,6 +262,10 @@ def score(
 
     Files and exit codes are those of `corelm generate`.
     """
+    if (file is None) == (input is None):
+        raise typer.BadParameter("give one of FILE and --input", param_hint="FILE")
+    if stride is not None and (window is None or stride >= window):
+        raise typer.BadParameter("give a --window that is larger", param_hint="--stride")
     if not 0 < temperature < math.inf:
         raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
     engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
@@ -252,9 +291,13 @@ def score(
         "copy_input": copy_input,
         "temperature": temperature,
         **({"top_k": top_k} if top_k else {}),
+        **({"window": window, "stride": stride} if window is not None else {}),
     }
+    source = input if file is None else file
+    assert source is not None
     job: Job[ToScore] = Job(
-        source=_file(input),
+        source=_file(source),
+        whole=file is not None and file.suffix == ".txt",
         target=_file(output),
         engine=engine,
         settings={"command": "score", **_recorded(engine), **written, **recorded_policy(options)},
@@ -266,10 +309,14 @@ def score(
             per_token=per_token,
             is_greedy=is_greedy,
             top_k=top_k,
+            window=window,
+            stride=stride,
             return_tokens=return_tokens,
             copy_input=copy_input,
         ),
         batch_size=batch_size,
+        overwrite=overwrite,
+        quiet=quiet,
         timed=timing,
     )
     run(job, as_json)

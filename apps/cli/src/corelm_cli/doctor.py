@@ -19,6 +19,7 @@ from corelm.application import scan
 from corelm.errors import printable
 from corelm_cli import flags, interrupt_ends_process
 from corelm_cli.diagnosis.findings import Finding
+from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import SOME_FAILED, typed_exits
 
 _MARKS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
@@ -26,6 +27,12 @@ _INDENT = " " * 8
 
 
 def doctor(
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="A model to open: how it will be run, how fast, and what is slower than need be."
+        ),
+    ] = None,
     python: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,7 +44,10 @@ def doctor(
         typer.Option(help="A server to look at; a few short prompts are sent to it. Can be repeated."),
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="The backend for the servers; by default the one that fits each.")
+        str | None,
+        typer.Option(
+            help="The backend for the servers, by default what fits each; for MODEL, by default transformers."
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The name of the servers' model, if they have several.")] = None,
     option: flags.EngineOptions = None,
@@ -45,7 +55,8 @@ def doctor(
 ) -> None:
     """Say what is wrong here and what to type: interpreters, engines, versions, CUDA, servers, names.
 
-    Each engine is imported in a process of its own, which takes seconds to a minute. Nothing is changed.
+    Each engine is imported in a process of its own, which takes seconds to a minute. Nothing is changed. With MODEL,
+    that model is looked at instead of this interpreter: it is opened here, and a short batch is timed.
 
     Exit code 0: nothing is wrong, or there are warnings only. 1: there is a problem. 2: the command was refused. 130:
     interrupted.
@@ -55,12 +66,15 @@ def doctor(
         # Everything is read, and engines are imported in other processes: Ctrl-C may end this one at once.
         with interrupt_ends_process():
             from corelm_cli.diagnosis.interpreters import findings_of, local_findings
+            from corelm_cli.diagnosis.models import model_findings
             from corelm_cli.diagnosis.servers import ServerChoice, server_findings
 
             found = scan()
             servers = [ServerChoice(url=url, backend=backend, model=model, options=options) for url in base_url or ()]
+            model_choice = EngineChoice(backend=backend or "transformers", model=path, options=options)
             sections = chain(
-                [("this interpreter", local_findings())],
+                [("this interpreter", local_findings())] if path is None else [],
+                [] if path is None else [(f"the model {path}", model_findings(model_choice, found))],
                 ((f"the interpreter {path}", findings_of(path)) for path in python or ()),
                 ((f"the server {each.url}", server_findings(each, found)) for each in servers),
             )

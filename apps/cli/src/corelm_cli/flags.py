@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType
@@ -20,6 +20,7 @@ from typer.core import TyperCommand
 
 from corelm.application import scan
 from corelm.spec import ALIASES, SamplingParams
+from corelm.validate import nearest
 from corelm_cli import strict_json
 
 if TYPE_CHECKING:
@@ -37,18 +38,31 @@ NOT_OPTIONS = {
 ENGINE, FILES, PROMPTS, SAMPLING = "Engine", "Files", "Prompts", "Sampling"
 
 
+#: The options that people use first, which the help lists first.
+_FIRST = frozenset(
+    (
+        *("backend", "model", "base_url", "option", "input", "output", "host", "port"),
+        *("temperature", "max_new_tokens", "num_samples", "seed"),
+    )
+)
+
+
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options under headings: the `rich_help_panel` of each, without panels.
+    """A command whose help lists its options under headings: those used most, then the `rich_help_panel` of each.
 
     Help and errors are plain text, which a log or a pipe can hold.
     """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Used most": []}
         for option in self.get_params(ctx):
             if record := option.get_help_record(ctx):
-                groups.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(record)
+                panel = getattr(option, "rich_help_panel", None) or "Options"
+                kind = "Arguments" if option.param_type_name == "argument" else panel
+                groups.setdefault("Used most" if option.name in _FIRST else kind, []).append(record)
         for title, records in groups.items():
+            if not records:
+                continue
             with formatter.section(title):
                 formatter.write_dl(records)
 
@@ -92,18 +106,21 @@ Timeout = Annotated[
         min=0, metavar="<seconds>", help="Time limit of each engine call, in seconds.", rich_help_panel=ENGINE
     ),
 ]
-Input = Annotated[
-    Path,
-    typer.Option(
-        help="JSONL file to read, in the format described above; - is the standard input.", rich_help_panel=FILES
-    ),
-]
+_INPUT = typer.Option(
+    help="JSONL file to read, in the format described above; - is the standard input.", rich_help_panel=FILES
+)
+Input = Annotated[Path, _INPUT]
+OptionalInput = Annotated[Path | None, _INPUT]
 Output = Annotated[
     Path,
     typer.Option(
         help="JSONL file to append to. What it already has is not done again. - is the standard output.",
         rich_help_panel=FILES,
     ),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace the answers that the output has.", rich_help_panel=FILES),
 ]
 CopyInput = Annotated[
     bool,
@@ -119,6 +136,9 @@ AsJson = Annotated[
         "line of the standard error.",
         rich_help_panel=FILES,
     ),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print errors only: no progress, no summary.", rich_help_panel=FILES)
 ]
 BatchSize = Annotated[
     int,
@@ -262,6 +282,29 @@ def engine_options(given: list[str] | None, base_url: str | None) -> dict[str, A
             raise typer.BadParameter("base_url is given more than once", param_hint="--base-url")
         options["base_url"] = base_url
     return options
+
+
+def engine_flags(given: list[str], own: Iterable[str]) -> list[str]:
+    """Return ``["max_model_len=4096", "enforce_eager=true"]`` for ``--max-model-len 4096 --enforce-eager``.
+
+    Args:
+        given: flags that the command does not have, each with its value or without one; ``--no-x`` is ``x=false``.
+        own: the command's own flags, to tell a misspelt one.
+    """
+    found, rest = [], list(given)
+    while rest:
+        flag, sign, value = rest.pop(0).partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or not name.isidentifier():
+            raise typer.BadParameter(f"expected a flag of the engine such as --dtype bfloat16, got {flag!r}")
+        if meant := nearest(flag, own):
+            raise typer.BadParameter(f"there is no flag {flag}; did you mean {meant}?")
+        if not sign:
+            has_value = bool(rest) and not rest[0].startswith("--")
+            name, off = (name, False) if has_value else (name.removeprefix("no_"), name.startswith("no_"))
+            value = rest.pop(0) if has_value else "false" if off else "true"
+        found.append(f"{name}={value}")
+    return found
 
 
 def key_values(pairs: list[str], flag: str) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from threading import Timer
 from typing import Any, Generic
 
 from rich.console import Console
@@ -25,6 +26,8 @@ from corelm_cli.summary import Summary
 from corelm_cli.wording import as_flags
 from corelm_interop.timing import Timing
 
+#: Seconds of work after which its progress is shown.
+LONG = 3.0
 #: How many characters of the error of a line are shown. The errors file has all of them.
 SHOWN = 1000
 
@@ -42,6 +45,9 @@ class Job(Generic[L]):
         worker: makes the worker for the open engine.
         samples: number of answers to a line.
         batch_size: number of lines to serve at a time.
+        whole: whether `source` is one text, and not lines.
+        overwrite: whether to replace the answers that `target` has.
+        quiet: whether to show no progress.
         timed: whether to measure the calls of the engine.
     """
 
@@ -53,6 +59,9 @@ class Job(Generic[L]):
     worker: Callable[[Backend], Worker[L]]
     samples: int = 1
     batch_size: int = 16
+    whole: bool = False
+    overwrite: bool = False
+    quiet: bool = False
     timed: bool = False
 
     def run(self, console: Console, summary: Summary, stdout: Stream | None) -> None:
@@ -63,27 +72,34 @@ class Job(Generic[L]):
         """
         with ExitStack() as stack:
             # Open the files first, so that errors in them are reported before a model loads.
-            source, known = stack.enter_context(opened_input(self.source))
+            source, known = stack.enter_context(opened_input(self.source, whole=self.whole))
             answers: Answers
             if self.target is not None:
                 check_paths(known, self.target)
-                answers = stack.enter_context(AnswersFile.open(self.target, self.settings))
+                answers = stack.enter_context(AnswersFile.open(self.target, self.settings, overwrite=self.overwrite))
                 errors: Errors = stack.enter_context(ErrorsFile.open(errors_path(self.target)))
             else:
                 assert stdout is not None
                 answers, errors = AnswersStream(stdout), Errors()
-            summary.present = len(answers)
+            total = count_lines(source)
+            if (present := len(answers)) and total is not None:
+                start = source.tell()
+                answers.check_input(read_lines(source, self.read))
+                source.seek(start)
+            summary.present = present
             summary.timing = Timing() if self.timed else None
             engine = stack.enter_context(self.engine.open([summary.timing] if summary.timing else []))
             summary.status = "running"
+            answers.start()
+            if self.overwrite:
+                errors.finished()
             run = _Run(self.worker(engine), answers, errors, self.samples, console, summary)
-            progress = stack.enter_context(_progress(console, covers_answers=self.target is None))
-            task = progress.add_task(
-                "scoring" if summary.command == "score" else "answering", total=count_lines(source)
-            )
+            progress = _progress(console, shown=not self.quiet and self.target is not None)
+            task = progress.add_task("scoring" if summary.command == "score" else "answering", total=total, speed="")
+            stack.enter_context(_shown_later(progress))
             for lines in run.batches(read_lines(source, self.read), self.batch_size):
                 run.serve(lines)
-                progress.advance(task, len(lines))
+                progress.update(task, advance=len(lines), speed=f"{summary.tokens_per_second or 0:,.0f} tokens/s")
             errors.finished()
 
 
@@ -165,8 +181,25 @@ def _tell(console: Console, line: str) -> None:
     console.print(printable(line), markup=False, emoji=False, soft_wrap=True)
 
 
-def _progress(console: Console, *, covers_answers: bool) -> Progress:
-    """Return a progress bar, which shows nothing in a pipe or a log, nor where it would cover the answers."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+def _progress(console: Console, *, shown: bool) -> Progress:
+    """Return a progress bar, which shows nothing in a pipe or a log."""
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
+        TextColumn("{task.fields[speed]}"),
+    )
     watched = is_terminal(sys.stderr) and not console.is_dumb_terminal
-    return Progress(*columns, console=console, disable=covers_answers or not watched)
+    return Progress(*columns, console=console, disable=not (shown and watched))
+
+
+@contextmanager
+def _shown_later(progress: Progress) -> Iterator[None]:
+    """Show a bar once the work has taken `LONG` seconds, until the block ends."""
+    timer = Timer(LONG, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()

@@ -20,6 +20,8 @@ except ImportError:  # Windows has no fcntl
 #: A line number, or an id; and the beginning of one that was cut off.
 _VALUE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+|null')
 _CUT_VALUE = re.compile(rb'"(?:[^"\\]|\\.)*\\?|-?|n|nu|nul')
+#: What to do about answers that a run must not add to.
+INSTEAD = "give --overwrite to replace them, or another --output"
 
 
 class OutputError(CoreLMError, ValueError):

@@ -1,7 +1,7 @@
 """The output of ``corelm generate`` and ``corelm score``: answers, and the lines that failed.
 
 Both go into files that are appended to, or answers go to a stream. A file is emptied or removed only if this command
-wrote every line in it.
+wrote every line in it. A run adds to answers only if they have its settings and answer lines of its input.
 """
 
 from __future__ import annotations
@@ -13,11 +13,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from corelm_cli.line_file import LineFile, OutputError, locked
+from corelm_cli.line_file import INSTEAD, LineFile, OutputError, locked
 from corelm_cli.lines import Id, L, Line, LineError
 from corelm_cli.settings_file import SettingsFile
 from corelm_cli.streams import Stream
 
+#: Endings of files that this command does not write.
+OTHER_FORMATS = (
+    *(
+        ".arrow",
+        ".csv",
+        ".db",
+        ".feather",
+        ".html",
+        ".json",
+        ".npz",
+        ".parquet",
+        ".pt",
+        ".safetensors",
+        ".sqlite",
+        ".tsv",
+    ),
+    *(".xlsx", ".xml", ".yaml", ".yml", ".bz2", ".gz", ".xz", ".zip", ".zst"),
+)
 #: How every answer and every failed line starts: these texts, with a JSON value after each but the last.
 ANSWER = (b'{"id": ', b', "line": ', b', "prompt_hash": "')
 FAILED = (b'{"line": ', b', "id": ', b', "error": "')
@@ -36,23 +54,39 @@ class Answers:
     def unanswered(self, lines: Iterable[L | LineError], samples: int) -> tuple[list[L], list[LineError]]:
         """Return the lines that still need one of `samples` answers, and the line errors.
 
-        A line whose id already has answers to something else becomes a line error.
+        Raises:
+            OutputError: the id of a line has answers to something else.
         """
         waiting, errors = [], []
         for line in lines:
             if isinstance(line, LineError):
                 errors.append(line)
                 continue
-            made = self._digests.get(line.id, {})
-            if line.sample is not None:
-                made = {number: digest for number, digest in made.items() if number == line.sample}
-            wanted = range(samples) if line.sample is None else [line.sample]
-            if any(digest != line.digest for digest in made.values()):
-                conflict = f"{self} has answers to another prompt under the id {line.id!r}"
-                errors.append(LineError(line.line, line.id, f"{conflict}; use another id or another --output"))
-            elif not made.keys() >= {*wanted}:
+            if not self._made_for(line) >= {*(range(samples) if line.sample is None else [line.sample])}:
                 waiting.append(line)
         return waiting, errors
+
+    def check_input(self, lines: Iterable[Line | LineError]) -> None:
+        """Check that all answers are to these lines.
+
+        Raises:
+            OutputError: some are to other lines.
+        """
+        answered = {(name, number) for name, made in self._digests.items() for number in made}
+        for line in lines:
+            if not isinstance(line, LineError):
+                answered -= {(line.id, number) for number in self._made_for(line)}
+        if answered:
+            name = next(iter(answered))[0]
+            raise OutputError(f"{self} has answers to other lines than those of the input, such as {name!r}; {INSTEAD}")
+
+    def _made_for(self, line: Line) -> set[int]:
+        """Return the numbers of the samples that exist of a line."""
+        made = self._digests.get(line.id, {})
+        numbers = {*made} if line.sample is None else {*made} & {line.sample}
+        if any(made[number] != line.digest for number in numbers):
+            raise OutputError(f"{self} has answers to another prompt under the id {line.id!r}; {INSTEAD}")
+        return numbers
 
     def write(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Write the rows that were not written yet, and return them."""
@@ -62,6 +96,9 @@ class Answers:
         for row in new:
             self._note(row)
         return new
+
+    def start(self) -> None:
+        """Drop old answers, if that was asked for: the engine is open, and new ones follow."""
 
     def _note(self, row: Mapping[str, Any]) -> None:
         self._digests.setdefault(row["id"], {})[row.get("sample", 0)] = row["prompt_hash"]
@@ -84,22 +121,32 @@ class AnswersStream(Answers):
 class AnswersFile(Answers):
     """The open output file and the answers in it. Create one with `open`."""
 
-    def __init__(self, file: LineFile, settings: SettingsFile) -> None:
+    def __init__(self, file: LineFile, settings: SettingsFile, *, overwrite: bool = False) -> None:
         super().__init__()
-        self._file, self._settings = file, settings
+        self._file, self._settings, self._overwrite = file, settings, overwrite
         self._read()
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFile]:
+    def open(cls, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[AnswersFile]:
         """Lock the file for this run and read it. A new file that gets no answer is removed at the end.
+
+        Args:
+            path: where the file is.
+            settings: what the answers of this run are made with.
+            overwrite: drop the answers that are there, once `start` is called.
 
         Raises:
             OutputError: a line is not an answer, or was made with other `settings`, or another run has the file open,
                 or another program made the file for the settings. All files are unchanged.
         """
         with locked(path, keep_empty=path.exists()) as file:
-            yield cls(file, SettingsFile(settings_path(path), settings))
+            yield cls(file, SettingsFile(settings_path(path), settings), overwrite=overwrite)
+
+    def start(self) -> None:
+        """See `Answers`."""
+        if self._overwrite:
+            self._file.clear()
 
     def __str__(self) -> str:
         return str(self._file.path)
@@ -121,10 +168,11 @@ class AnswersFile(Answers):
             try:
                 row = json.loads(line)
                 made = row["settings"]
-                self._note(row)
+                if not self._overwrite:
+                    self._note(row)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise OutputError(f"{where} is not an answer; use another --output") from error
-            if not self._settings.holds_for(made):
+            if not (self._overwrite or self._settings.holds_for(made)):
                 self._settings.refuse_answers_of(made, where)
 
 
@@ -149,7 +197,7 @@ class Errors:
         """Drop what an earlier run noted about a line."""
 
     def finished(self) -> None:
-        """Drop everything that earlier runs noted: this run tried every line."""
+        """Drop everything that earlier runs noted: this run tried every line, or is the first of a new output."""
 
 
 class ErrorsFile(Errors):
@@ -202,8 +250,9 @@ class ErrorsFile(Errors):
         self._earlier.pop((line.line, line.id), None)
 
     def finished(self) -> None:
-        """Drop everything that earlier runs noted: this run tried every line."""
+        """See `Errors`."""
         self._earlier.clear()
+        self.suspects.clear()
 
     def drop_stale(self) -> None:
         """Remove from the file what was dropped."""
@@ -248,14 +297,22 @@ def settings_path(output: Path) -> Path:
 
 
 def check_paths(source: os.stat_result | None, target: Path) -> None:
-    """Check that all output files are regular files or new, that they are different, and that none is the input.
+    """Check that the output's name is not that of another format, and that the files are different.
+
+    All of them must be regular files or new, and none may be the input.
 
     Args:
         source: the open input file; None if it is not a file.
 
     Raises:
-        OutputError: one of them is not a regular file, or is the input, or two are one file.
+        OutputError: the name has the ending of another format, or a file is not regular, or is the input, or two are
+            one file.
     """
+    if target.suffix.lower() in OTHER_FORMATS:
+        raise OutputError(
+            f"{target}: only JSON Lines are written; give a name that ends in .jsonl or .ndjson, or - for the standard "
+            "output"
+        )
     others = {errors_path(target): "the output's errors file", settings_path(target): "the output's settings file"}
     for path, what in {target: "the output", **others}.items():
         if source is not None and path.exists() and os.path.samestat(path.stat(), source):

@@ -10,6 +10,7 @@ from typing import Any
 
 from corelm import Ragged
 from corelm.application import encode_completions, sequence_problems
+from corelm.errors import InvalidRequestError
 from corelm.spec import Chat, Message
 from corelm_cli.batch import Outcome, Worker, provenance_of_row, rendered_rows
 from corelm_cli.completions import ToScore
@@ -65,6 +66,8 @@ class Scorer(Worker[ToScore]):
         is_greedy: whether to add whether all tokens that count are the most probable ones.
         return_tokens: whether to add the ids of the tokens that count.
         top_k: how many of the most probable ids to add for each of them.
+        window: the most ids of a text that the model reads at once; None for all. See `windows`.
+        stride: see `windows`.
     """
 
     temperature: float = 1.0
@@ -72,6 +75,8 @@ class Scorer(Worker[ToScore]):
     is_greedy: bool = False
     return_tokens: bool = False
     top_k: int = 0
+    window: int | None = None
+    stride: int | None = None
 
     def ask_harmless(self, *, chat: bool) -> bool:
         lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
@@ -116,10 +121,14 @@ class Scorer(Worker[ToScore]):
         return rows, _line_errors(lines, errors)
 
     def _row(self, line: ToScore, parts: list[_Scored]) -> dict[str, Any]:
+        if line.text is not None:
+            parts = [_joined(parts)]
         fields: dict[str, list[Any]] = {
             "log_prob": [math.fsum(part.log_probs) for part in parts],
             "tokens": [len(part.ids) for part in parts],
         }
+        if self.window is not None and line.text is not None:
+            fields["perplexity"] = [math.exp(-math.fsum(part.log_probs) / len(part.ids)) for part in parts]
         if self.is_greedy:
             fields["is_greedy"] = [part.is_greedy for part in parts]
         if self.return_tokens:
@@ -138,7 +147,9 @@ class Scorer(Worker[ToScore]):
         how = self.options.tokenizer_kwargs
         texts = {at: line.text for at, line in enumerate(lines) if line.text is not None}
         for at, ids in zip(texts, self.engine.tokenize(list(texts.values()), **how).ids.tolist(), strict=True):
-            found[at] = [_after(ids, 1)] if len(ids) > 1 else _TOO_SHORT
+            if self.window is not None and self.stride is None and ids[:1] != [first := self._prefix()]:
+                ids = [first, *ids]
+            found[at] = windows(ids, self.window or len(ids), self.stride) if len(ids) > 1 else _TOO_SHORT
         continued = {at: line.prompt for at, line in enumerate(lines) if line.prompt is not None}
         pairs = [(prompt, each) for at, prompt in continued.items() for each in lines[at].completions]
         encoded = encode_completions(
@@ -154,6 +165,14 @@ class Scorer(Worker[ToScore]):
             found[at] = _all(next(made) for _ in lines[at].completions)
         found |= self._encode_chats({at: line for at, line in enumerate(lines) if line.chat is not None})
         return [found[at] for at in range(len(lines))]
+
+    def _prefix(self) -> int:
+        """Return the id before the first token of a text, so that this token has a log-prob, too."""
+        tokenizer = self.engine.tokenizer
+        found = [getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")]
+        if not (known := [each for each in found if each is not None]):
+            raise InvalidRequestError("--window: the tokenizer has neither BOS nor EOS to begin a text; give --stride")
+        return int(known[0])
 
     def _encode_chats(self, lines: dict[int, ToScore]) -> dict[int, Encoded]:
         wholes: list[tuple[int, Chat]] = []
@@ -175,6 +194,37 @@ class Scorer(Worker[ToScore]):
             problem = before.problems.get(at) or after.problems.get(key)
             found[at].append(problem or _turns(after.ids[key], after.assistant[key], before.ids.get(at, [])))
         return {at: _all(each) for at, each in found.items()}
+
+
+def windows(ids: list[int], size: int, stride: int | None) -> list[Scorable]:
+    """Return parts of a sequence of at most `size` ids, in which each id but the first counts once.
+
+    Args:
+        ids: the sequence.
+        size: the most ids of a part.
+        stride: each part begins so many ids after the one before, and counts the ids that this one did not have, as in
+            transformers' guide to perplexity. None lets each part but the last count all ids but its first, and the
+            last one have as much context as fits, as lm-eval does.
+    """
+    found: list[Scorable] = []
+    done, begin = 1, 0
+    while done < len(ids):
+        end = min((done - 1 if stride is None else begin) + size, len(ids))
+        begin = max(end - size, 0) if stride is None else begin
+        found.append(_after(ids[begin:end], done - begin))
+        done, begin = end, begin + (stride or 0)
+    return found
+
+
+def _joined(parts: list[_Scored]) -> _Scored:
+    """Return the windows of a text as one."""
+    return _Scored(
+        [token for part in parts for token in part.ids],
+        [log_prob for part in parts for log_prob in part.log_probs],
+        parts[0].provenance,
+        all(part.is_greedy for part in parts),
+        {name: [value for part in parts for value in part.other_ids[name]] for name in parts[0].other_ids},
+    )
 
 
 def _line_errors(lines: list[ToScore], errors: dict[int, str]) -> list[LineError]:

@@ -35,7 +35,12 @@ class RecordedLogProbs(StrEnum):
 
 
 def serve(
-    backend: flags.BackendName,
+    context: typer.Context,
+    path: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Path of the model, or a name that the engine knows: as --model."),
+    ] = None,
+    backend: flags.BackendName = "transformers",
     model: flags.Model = None,
     base_url: flags.BaseURL = None,
     option: flags.EngineOptions = None,
@@ -131,6 +136,8 @@ def serve(
 ) -> None:
     """Answer the OpenAI protocol over HTTP: chat completions, completions, and token ids.
 
+    Flags that are not listed here are options of the engine: --max-model-len 4096 is --option max_model_len=4096.
+
     Clients use the URL that is printed as their base URL, and the key. What they say and are told is recorded, token
     for token, under /sessions.
 
@@ -151,7 +158,14 @@ def serve(
         raise typer.BadParameter(
             f"a key is given, here or in {KEY_VARIABLE}; leave one of them out", param_hint="--no-api-key"
         )
-    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, adapter=adapter)
+    more = list(context.args)
+    if path is not None and path.startswith("--"):
+        path, more = None, [path, *more]  # a flag of the engine that comes before any MODEL
+    if path is not None and model is not None:
+        raise typer.BadParameter(f"the model is given twice, as {path} and with --model", param_hint="--model")
+    own = [flag for each in context.command.params for flag in each.opts if flag.startswith("--")]
+    option = [*(option or ()), *flags.engine_flags(more, own)]
+    engine = EngineChoice.from_flags(backend, model or path, base_url, option, retry=retry, adapter=adapter)
     with interrupt_ends_process():
         from corelm_serve.app import ServingApp
         from corelm_serve.options import ServerOptions

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from corelm._version import __version__
-from corelm_cli.line_file import OutputError
+from corelm_cli.line_file import INSTEAD, OutputError
 
 KEYS = {"corelm", "fingerprint", "settings", "provenance"}
 
@@ -42,20 +42,19 @@ class SettingsFile:
             made: the fingerprint that the answer names.
             where: where the answer is, for the message.
         """
-        instead = "use another --output"
         if isinstance(made, dict):
-            raise OutputError(f"{where} was written by an earlier version of corelm; {instead}")
+            raise OutputError(f"{where} was written by an earlier version of corelm; {INSTEAD}")
         if self.saved is None:
             raise OutputError(
-                f"{self.path}, which says how the answers were made, is missing; restore it, or {instead}"
+                f"{self.path}, which says how the answers were made, is missing; restore it, or {INSTEAD}"
             )
         then = self.saved["settings"]
         if made == self.saved["fingerprint"] == fingerprint(then):
             for name in sorted({*then, *self.settings}):
                 was, now = then.get(name), self.settings.get(name)
                 if was != now:
-                    raise OutputError(f"{where} was made with {name} {was!r}, but {name} is now {now!r}; {instead}")
-        raise OutputError(f"{where} was made with other settings than those in {self.path}; {instead}")
+                    raise OutputError(f"{where} was made with {name} {was!r}, but {name} is now {now!r}; {INSTEAD}")
+        raise OutputError(f"{where} was made with other settings than those in {self.path}; {INSTEAD}")
 
     def holds_for(self, made: Any) -> bool:
         """Return whether an answer that names this fingerprint has the settings of this run and of the file."""

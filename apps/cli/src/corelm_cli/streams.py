@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import errno
 import io
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -76,14 +77,26 @@ def _redirect(number: int) -> None:
 
 
 @contextmanager
-def opened_input(path: Path | None) -> Iterator[tuple[IO[bytes], os.stat_result | None]]:
+def opened_input(path: Path | None, *, whole: bool = False) -> Iterator[tuple[IO[bytes], os.stat_result | None]]:
     """Open a file, or the standard input for None, and yield it with what the system knows about it.
 
     That is None for a stream in memory.
+
+    Args:
+        path: the file.
+        whole: the file is a text: yield one line of JSON that holds it.
     """
     if path is not None:
         with path.open("rb") as file:
-            yield file, os.fstat(file.fileno())
+            found = os.fstat(file.fileno())
+            if whole:
+                try:
+                    text = file.read().decode("utf-8-sig")
+                except UnicodeDecodeError as error:
+                    raise OSError(errno.EILSEQ, f"not UTF-8 text: {error}", str(path)) from error
+                yield io.BytesIO(json.dumps({"text": text}).encode()), found
+            else:
+                yield file, found
         return
     if sys.stdin is None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF), "the standard input")

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -137,6 +137,9 @@ def _routes(service: Service) -> list[Route]:
         healthy = not service.ending and await service.is_healthy()
         return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)
 
+    async def metrics(request: Request) -> Response:
+        return PlainTextResponse(await asyncio.to_thread(service.metrics), media_type="text/plain; version=0.0.4")
+
     async def sessions(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": list(_store(service).ids())})
 
@@ -158,6 +161,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/health", health),
+        Route("/metrics", metrics),
         Route("/sessions", sessions),
         Route("/sessions/{name}", session),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that requests under way have to end when the server ends.
 PATIENCE = 10
+#: Seconds over which the tokens a second are counted.
+RATE_OVER = 60
 
 
 class Leaves(Protocol):
@@ -96,6 +99,26 @@ class Service:
         )
         self._open: set[Leaves] = set()
         self._health: asyncio.Task[bool] | None = None
+        #: When answers were complete, and how many tokens they had.
+        self._finished: deque[tuple[float, int]] = deque(maxlen=10_000)
+        self._sampled = 0
+
+    def metrics(self) -> str:
+        """Return what the server does now, as Prometheus reads it."""
+        state, since = self.backend.state(), time.monotonic() - RATE_OVER
+        lately = sum(tokens for at, tokens in [*self._finished] if at > since)
+        told = (
+            ("requests", "gauge", "Requests that are read, wait or are answered.", self.admitted_now),
+            ("calls_waiting", "gauge", "Calls that wait for the engine.", state.queued),
+            ("calls_running", "gauge", "Calls in the engine.", state.in_flight),
+            ("queued_tokens", "gauge", "Tokens of the calls that wait, given and to be sampled.", state.queued_tokens),
+            ("sampled_tokens_total", "counter", "Tokens of complete answers.", self._sampled),
+            ("tokens_per_second", "gauge", f"The same a second, over {RATE_OVER} seconds.", lately / RATE_OVER),
+        )
+        lines = (
+            f"# HELP corelm_{n} {said}\n# TYPE corelm_{n} {kind}\ncorelm_{n} {value}\n" for n, kind, said, value in told
+        )
+        return "".join(lines)
 
     @property
     def parses(self) -> bool:
@@ -246,7 +269,10 @@ class Service:
     def answers(
         self, result: GenerateResult, sampling: SamplingParams, prompts: Sequence[Sequence[int]] | None = None
     ) -> list[Answer]:
-        """Return the answers of a result: messages, or what continues the texts of `prompts`."""
+        """Return the answers of a result: messages, or what continues the texts of `prompts`. Count their tokens."""
+        tokens = int(result.ids.lengths.sum())
+        self._finished.append((time.monotonic(), tokens))
+        self._sampled += tokens
         return answers_of(result, sampling, self.backend, prompts)
 
     def messages(

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable
 
 # Plugins take these from `corelm_engine_kit`.
+from corelm.spec.other_libraries import instead_of
 from corelm.validate import device as torch_device
 from corelm.validate import did_you_mean as did_you_mean
 from corelm.validate import dtype as torch_dtype
@@ -23,11 +24,11 @@ def refuse_unknown_arguments(engine: str, given: Iterable[str], known: Collectio
         known: the names that it has.
 
     Raises:
-        InvalidRequestError: the message suggests the nearest name; `field` is the unknown one.
+        InvalidRequestError: the message says what to give instead; `field` is the unknown one.
     """
     for name in given:
         if name not in known:
-            raise invalid(name, f"{engine} has no argument of this name{did_you_mean(name, known)}")
+            raise invalid(name, f"{engine} has no argument of this name{instead_of(name, known)}")
 
 
 def why_unreadable(error: Exception) -> str:

@@ -60,10 +60,16 @@ TRIALS: dict[str, Trial] = {
     "engine_kwargs": Trial("engine", ({"an_option_of_another_engine": 1},)),
 }
 
+if missing := set(FIELDS) - TRIALS.keys():
+    raise NotImplementedError(
+        f"SamplingParams has the field {min(missing)!r}, of which the conformance kit knows nothing: add what it does "
+        "to TRIALS in corelm_testing.trials"
+    )
+
 #: The parameters that an engine can declare.
 DECLARABLE = tuple(name for name in FIELDS if name not in EVERY_ENGINE)
 #: The parameters under which sampled tokens can have log-probs.
-WITH_LOGPROBS = tuple(name for name in FIELDS if name in TRIALS and TRIALS[name].effect not in ("search", "nothing"))
+WITH_LOGPROBS = tuple(name for name in FIELDS if TRIALS[name].effect not in ("search", "nothing"))
 
 
 def honoured(backend: Backend, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -25,9 +26,11 @@ from openai_backend import protocol
 from openai_backend.probing import probe_server
 from openai_backend.server_info import ServerInfo, read_server
 
-#: The environment variable that holds the key, if none is passed. It is not OPENAI_API_KEY, which belongs to one
-#: service: whoever has set it must not hand it to every server whose address is tried.
+#: The environment variable that holds the key, if none is passed.
 KEY_VARIABLE = "CORELM_OPENAI_API_KEY"
+#: The variables of OpenAI's own client. The key belongs to the server at that address: whoever has set it must not hand
+#: it to every server whose address is tried.
+THEIR_URL, THEIR_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 #: Asks a server of core not to record the requests by which it is tried out. Other servers ignore it.
 NOT_RECORDED = {"X-Session-Record": "no"}
 
@@ -67,7 +70,8 @@ class OpenAIBackend(HttpEngine):
 
         Args:
             model: the model's name in requests; None for the server's only model.
-            base_url: ``http(s)://host:port``, with or without ``/v1`` at the end.
+            base_url: ``http(s)://host:port``, with or without ``/v1`` at the end; None for OPENAI_BASE_URL, and then
+                the key may be in OPENAI_API_KEY.
             tokenizer: the server's tokenizer, or the folder or hub name of one; None to read the one that the model's
                 name leads to. What cannot be checked against it is not declared.
             vocab_size: ids are below it; None for the number of the tokenizer's entries, or of the model's outputs if
@@ -88,8 +92,14 @@ class OpenAIBackend(HttpEngine):
             EngineError: no server answers, or it has no ``/v1/completions``, as servers that only chat.
             BackendTimeoutError: the server does not answer within ``open_timeout``.
         """
+        variable = KEY_VARIABLE
         if base_url is None:
-            raise InvalidRequestError("base_url: this backend needs the address of a server", field="base_url")
+            base_url = os.environ.get(THEIR_URL)
+            variable = KEY_VARIABLE if KEY_VARIABLE in os.environ else THEIR_KEY
+        if not base_url:
+            raise InvalidRequestError(
+                f"base_url: this backend needs the address of a server, here or in {THEIR_URL}", field="base_url"
+            )
         if model is not None and not isinstance(model, str):
             raise InvalidRequestError(
                 f"model: expected the model's name in requests, got {type(model).__name__}", field="model"
@@ -103,10 +113,10 @@ class OpenAIBackend(HttpEngine):
             trust_remote_code=trust_remote_code,
         )
         trying = replace(http, headers={**(http.headers or {}), **NOT_RECORDED})
-        with closing(trying.client(base_url, KEY_VARIABLE)) as client, http.opening(client) as deadline:
+        with closing(trying.client(base_url, variable)) as client, http.opening(client) as deadline:
             info = read_server(client, hints, honours, extra_body, deadline)
             info = probe_server(cls(client, info), deadline)
-        return cls(http.client(base_url, KEY_VARIABLE), info)
+        return cls(http.client(base_url, variable), info)
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -182,8 +182,11 @@ class TransformersBackend:
 
     @property
     def info(self) -> dict[str, str]:
-        """How it decodes and scores, as far as that was found out, with the cause of a slower way."""
-        return {name: how for name, how in (("decoding", self.decoder.info), ("scoring", self.scorer.info)) if how}
+        """What it runs on, and how it decodes and scores, as far as that is known, with the cause of a slower way."""
+        weight = next(self.engine.module.parameters())
+        runs = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
+        facts = {"model": runs, "decoding": self.decoder.info, "scoring": self.scorer.info}
+        return {name: how for name, how in facts.items() if how}
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -44,11 +45,26 @@ def load_model(
     options["dtype"] = torch_dtype(dtype) or "auto"
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    with _naming("model", path):
+    with _naming("model", path), _bars_on_terminals_only():
         model: nn.Module = _model_class(path, options).from_pretrained(path, **options)
     if "device_map" in model_kwargs:
         return model
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """Let transformers show no progress bars in a pipe or a log, where each frame would be a line."""
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled() or (sys.stderr is not None and sys.stderr.isatty()):
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def refuse_gguf(path: str | os.PathLike[str], tokenizer: Any, model_kwargs: Mapping[str, Any]) -> None:

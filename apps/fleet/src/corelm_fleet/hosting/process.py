@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -47,8 +48,10 @@ CLOSE_TIMEOUT = 20.0
 _END_TIMEOUT = 2.0
 #: Seconds between two looks whether a process has ended.
 _PAUSE = 0.01
-#: How much of a host's log an error repeats.
-_LAST_LINES, _LAST_CHARACTERS = 20, 3000
+#: How much of a host's log an error repeats, and how many lines with the message of an exception from further up, which
+#: are looked for in so many bytes.
+_LAST_LINES, _LAST_CHARACTERS, _ERRORS, _SEARCHED = 20, 3000, 5, 2**18
+_ERROR = re.compile(r"\b\w*(?:Error|Exception): \S")
 
 
 class HostProcess:
@@ -213,16 +216,24 @@ class HostProcess:
         self.log.unlink(missing_ok=True)
 
     def last_lines(self) -> str:
-        """Return the end of the log and the path of its file, to be added to a message; "" if it is empty."""
+        """Return the end of the log and the path of its file, to be added to a message; "" if it is empty.
+
+        It ends with the errors further up: an engine with processes of its own says last only that one of them failed.
+        """
         try:
             with self.log.open("rb") as log:
                 # It may be larger than the memory.
-                log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_CHARACTERS))
-                text = log.read(_LAST_CHARACTERS).decode(errors="replace").strip()
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _SEARCHED))
+                text = log.read(_SEARCHED).decode(errors="replace").strip()
         except OSError:
             return ""
-        lines = text.splitlines()[-_LAST_LINES:]
-        return f"; the end of its log, {self.log}:\n{printable(chr(10).join(lines), keep=chr(10))}" if lines else ""
+        last = text[-_LAST_CHARACTERS:].splitlines()[-_LAST_LINES:]
+        if not last:
+            return ""
+        above = text.removesuffix("\n".join(last)).splitlines()
+        errors = [*dict.fromkeys(brief(line.strip()) for line in above if _ERROR.search(line))][-_ERRORS:]
+        told = [*last, "errors further up in the log:", *errors] if errors else last
+        return f"; the end of its log, {self.log}:\n{printable(chr(10).join(told), keep=chr(10))}"
 
 
 def find_interpreter(python: Any) -> str:
