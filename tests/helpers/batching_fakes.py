@@ -162,7 +162,8 @@ def open_batcher(
             yield batcher
         finally:
             engine.free()
-    assert not batcher.dispatcher.threads() and not batcher.dispatcher.pending and not batcher.dispatcher.in_flight
+    state = batcher.state()
+    assert state.threads == state.queued == state.in_flight == 0
 
 
 def ids(result: Future | object) -> list[list[int]]:

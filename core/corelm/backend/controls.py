@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -23,6 +24,8 @@ from corelm.spec.records import (
 )
 from corelm.validate import did_you_mean, invalid, is_bool, one_of, shown
 
+T = TypeVar("T")
+
 
 class EngineControls:
     """Controls an open engine.
@@ -32,6 +35,10 @@ class EngineControls:
     """
 
     engine: OpenEngine
+
+    def _in_turn(self, change: Callable[[], T], when: When = "drain") -> T:
+        """Change what the engine runs. A batcher first waits for the requests before it, if `when` is "drain"."""
+        return change()
 
     def update_weights(
         self,
@@ -67,7 +74,8 @@ class EngineControls:
             )
         self._require_listener(expect)
         source = source_of_weights(weights, engine.capabilities.weight_stream)
-        return engine.weights.update(WeightUpdate(version="", when=when, expect=expect, **source), version)
+        update = WeightUpdate(version="", when=when, expect=expect, **source)
+        return self._in_turn(partial(engine.weights.update, update, version), when)
 
     def weights_changed(self, version: str | None = None, expect: object = None) -> str:
         """Say that the owner of the model has changed its weights, and return the version that later rows carry.
@@ -83,7 +91,7 @@ class EngineControls:
             StaleWeightsError: a listener finds other weights; rows get a label that no weights had before.
         """
         self._require_listener(expect)
-        return self.engine.weights.update(WeightUpdate(version="", expect=expect), version)
+        return self._in_turn(partial(self.engine.weights.update, WeightUpdate(version="", expect=expect), version))
 
     def runs(self, model: nn.Module) -> bool:
         """Return whether the engine runs this model object, so that training it in place changes the engine's weights.
@@ -137,7 +145,7 @@ class EngineControls:
         last = self.engine.weights.state.adapters.get(name)
         source = source_of_adapter(name, weights, config, last.config if last else None)
         update = WeightUpdate(version="", when=when, adapter=name, **source)
-        return self.engine.weights.update(update, version)
+        return self._in_turn(partial(self.engine.weights.update, update, version), when)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter that `load_adapter` has loaded.
@@ -148,7 +156,7 @@ class EngineControls:
         """
         name = checked_name(name)
         self.engine.require("adapters", "it has none to unload")
-        self.engine.weights.update(WeightUpdate(version="", adapter=name), None)
+        self._in_turn(partial(self.engine.weights.update, WeightUpdate(version="", adapter=name), None))
 
     def sleep(self, level: int = 1, when: When = "drain") -> None:
         """Free the memory of the engine's accelerator until `wake`, for example for a step of the optimizer.
@@ -184,7 +192,7 @@ class EngineControls:
         if level not in levels:
             able = " and ".join(map(str, sorted(levels)))
             raise invalid("level", f"this engine, as it was opened, sleeps at level {able} only")
-        engine.weights.sleep(SleepRequest(level=int(level), when=when))
+        self._in_turn(partial(engine.weights.sleep, SleepRequest(level=int(level), when=when)), when)
 
     def wake(self, tags: str | Iterable[str] | None = None) -> None:
         """Wake what sleeps of the engine; nothing happens to what does not.

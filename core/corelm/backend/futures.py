@@ -10,18 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from corelm.errors import EngineError, brief, described, is_interrupt, is_main_thread
-from corelm.waiting import next_item
+from corelm.waiting import done_within, next_item
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 #: Seconds after which a thread that waits for another one looks whether it still has to.
-_LOOK_AGAIN = 0.1
+LOOK_AGAIN = 0.1
 
 
 def settle(future: Future[Any], result: Any = None, *, error: BaseException | None = None) -> bool:
@@ -58,45 +58,20 @@ def own(error: E) -> E:
 
 
 def unfinished(futures: Iterable[Future[Any]], timeout: float | None = None) -> set[Future[Any]]:
-    """Wait until all futures are done. Return those that are not done after `timeout` seconds.
-
-    Unlike `concurrent.futures.wait`, it may be interrupted without leaving a future locked.
-    """
-    waiting, done = set(futures), SimpleQueue[Future[Any]]()
+    """Wait until all futures are done. Return those that are not done after `timeout` seconds. Ctrl-C ends the wait."""
     end = None if timeout is None else time.monotonic() + timeout
-
-    def tell() -> None:
-        for future in list(waiting):
-            future.add_done_callback(done.put)
-
-    uninterrupted(tell)
-    while waiting:
-        left = None if end is None else max(0.0, end - time.monotonic())
-        try:
-            waiting.discard(done.get(timeout=_LOOK_AGAIN if left is None else min(left, _LOOK_AGAIN)))
-        except Empty:
-            # A callback that raises SystemExit prevents the callbacks after it, ours among them, from running.
-            waiting = {future for future in waiting if not future.done()}
-            if left == 0.0:
-                break
-    return waiting
+    futures = list(futures)
+    for future in futures:
+        done_within(future, None if end is None else max(0.0, end - time.monotonic()))
+    return {future for future in futures if not future.done()}
 
 
-def join(threads: Iterable[threading.Thread], patience: float, meanwhile: Callable[[], bool] | None = None) -> float:
-    """Wait until the threads have ended, for `patience` seconds after `meanwhile` last returned True.
-
-    Returns:
-        How many of these seconds are left.
-    """
-    since = time.monotonic()
+def join(threads: Iterable[threading.Thread], timeout: float) -> None:
+    """Wait until the threads have ended, for at most `timeout` seconds in all."""
+    end = time.monotonic() + timeout
     for thread in threads:
-        while thread.is_alive():
-            thread.join(min(_LOOK_AGAIN, patience))
-            if meanwhile is not None and meanwhile():
-                since = time.monotonic()
-            elif time.monotonic() - since > patience:
-                return 0.0
-    return max(0.0, since + patience - time.monotonic())
+        while thread.is_alive() and (left := end - time.monotonic()) > 0:
+            thread.join(min(LOOK_AGAIN, left))
 
 
 def start(thread: threading.Thread, what: str) -> None:
@@ -170,9 +145,13 @@ class Outcome:
     def of(self, function: Callable[[], object]) -> None:
         """Call the function and keep what it returns or raises."""
         try:
-            self._found.put((function(), None))
+            self.put(function())
         except BaseException as error:
-            self._found.put((None, error))
+            self.put(error=error)
+
+    def put(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Keep a result or an error, unless there is one."""
+        self._found.put((result, error))
 
     def get(self, timeout: float | None = None) -> Any:
         """Return what the function returned, or raise what it raised.

@@ -2,9 +2,7 @@
 
 - `scheduling.py`: the rules that say which requests go next, without threads.
 - `merging.py`: how requests are merged into one call, and how its result is split.
-- `dispatcher.py`: the threads that take requests to the engine; `queued_call.py`: a request on its way;
-  `in_engine.py`: the requests in the engine.
-- `timers.py`: a thread that fails requests when they time out.
+- `dispatcher.py`: the thread that owns the queue, and those that take requests to the engine.
 - `batcher.py`: `DynamicBatcher`, the backend in front of them.
 """
 

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from corelm.backend.backend import Backend
 from corelm.backend.engine import PATIENCE, end_calls
-from corelm.backend.futures import settle
-from corelm.backend.given_weights import NewAdapter, NewWeights
+from corelm.backend.futures import join
 from corelm.backend.prepared_call import PreparedCall, R
 from corelm.backend.program_end import at_program_end, program_deadline
-from corelm.batching.dispatcher import Dispatcher
+from corelm.batching.dispatcher import Dispatcher, QueuedCall
 from corelm.batching.merging import sharing_key
-from corelm.batching.queued_call import QueuedCall
 from corelm.batching.scheduling import Limits, queue_for
 from corelm.errors import EngineError
-from corelm.spec.records import GenerateRequest, GenerateResult, When
+from corelm.spec.records import GenerateRequest, When
 from corelm.spec.row_results import RowAnswer, generate_result
 from corelm.tensors.modes import CallerModes, no_inference_mode
 from corelm.validate import invalid, shown
 
+T = TypeVar("T")
+
 #: Requests in an engine with `concurrent_calls`, where `max_batch_size` sets no limit: each takes a thread.
 MOST_THREADS = 4096
+#: Seconds that an ending program waits for daemon threads whose calls it has ended.
+_CALLERS_END = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,7 @@ class DynamicBatcher(Backend):
         modes = CallerModes()
         return QueuedCall(
             prepared=None if turn else call,
-            owner=self,
+            batcher=self,
             rows=call.rows,
             tokens=call.tokens,
             key=None if turn else sharing_key(call, modes),
@@ -171,50 +172,10 @@ class DynamicBatcher(Backend):
 
     # Weights, aborting, closing --------------------------------------------------------------------------------------
 
-    def update_weights(
-        self,
-        weights: NewWeights,
-        version: str | None = None,
-        when: When = "drain",
-        expect: object = None,
-    ) -> str:
-        """Load new weights as `Backend.update_weights` does; to drain, in its turn among the requests."""
+    def _in_turn(self, change: Callable[[], T], when: When = "drain") -> T:
         if when != "drain":
-            return super().update_weights(weights, version, when, expect)
-        update = super().update_weights
-        return self.dispatcher.in_turn(self._barrier(), lambda: update(weights, version, when, expect))
-
-    def weights_changed(self, version: str | None = None, expect: object = None) -> str:
-        """Give the owner's changed weights a label as `Backend.weights_changed` does, in turn among the requests."""
-        change = super().weights_changed
-        return self.dispatcher.in_turn(self._barrier(), lambda: change(version, expect))
-
-    def sleep(self, level: int = 1, when: When = "drain") -> None:
-        """Put the engine to sleep as `Backend.sleep` does; to drain, in its turn among the requests."""
-        if when != "drain":
-            return super().sleep(level, when)
-        put = super().sleep
-        return self.dispatcher.in_turn(self._barrier(), lambda: put(level, when))
-
-    def load_adapter(
-        self,
-        name: str,
-        weights: NewAdapter,
-        *,
-        config: Any = None,
-        version: str | None = None,
-        when: When = "drain",
-    ) -> str:
-        """Load an adapter as `Backend.load_adapter` does; to drain, in its turn among the requests."""
-        load = partial(super().load_adapter, name, weights, config=config, version=version, when=when)
-        return self.dispatcher.in_turn(self._barrier(), load) if when == "drain" else load()
-
-    def unload_adapter(self, name: str) -> None:
-        """Unload an adapter as `Backend.unload_adapter` does, in its turn among the requests."""
-        self.dispatcher.in_turn(self._barrier(), partial(super().unload_adapter, name))
-
-    def _barrier(self) -> QueuedCall:
-        return QueuedCall(prepared=None, owner=self, rows=1, tokens=0, barrier=True)
+            return change()
+        return self.dispatcher.in_turn(QueuedCall(prepared=None, batcher=self, rows=1, tokens=0, barrier=True), change)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
@@ -227,11 +188,7 @@ class DynamicBatcher(Backend):
         self.engine.require("abort", "its requests cannot be aborted")
         names = frozenset(request_ids)
         for call in self.dispatcher.withdraw(lambda prepared: names.issuperset(prepared.request.request_ids)):
-            assert call.prepared is not None
-            try:
-                settle(call.future, _aborted(call.prepared))
-            except EngineError as error:
-                settle(call.future, error=error)
+            _abort(call)
         super().abort(request_ids)
 
     def cleanup(self, *, flush: bool = True) -> None:
@@ -274,49 +231,57 @@ class DynamicBatcher(Backend):
             BackendClosedError: this is a fork of the process that opened the backend.
         """
         self.engine.require_here()
+        return self.dispatcher.read(self._state)
+
+    def _state(self) -> BatchingState:
         dispatcher = self.dispatcher
-        with dispatcher.lock:
-            queued = list(dispatcher.queue)
-            return BatchingState(
-                queued=len(queued),
-                queued_rows=sum(call.rows for call in queued),
-                queued_tokens=sum(call.tokens for call in queued),
-                outside=len(dispatcher.queue.outside),
-                oldest_wait=max(0.0, dispatcher.clock() - queued[0].arrived) if queued else 0.0,
-                in_flight=len(dispatcher.in_flight),
-                batches=dispatcher.batches,
-                settled=dispatcher.settled,
-                threads=len(dispatcher.threads()),
-                closed=dispatcher.closed,
-            )
+        queued, in_flight = list(dispatcher.queue), len(dispatcher.in_flight)
+        return BatchingState(
+            queued=len(queued),
+            queued_rows=sum(call.rows for call in queued),
+            queued_tokens=sum(call.tokens for call in queued),
+            outside=len(dispatcher.queue.outside),
+            oldest_wait=max(0.0, dispatcher.clock() - queued[0].arrived) if queued else 0.0,
+            in_flight=in_flight,
+            batches=dispatcher.batches,
+            settled=dispatcher.queue.arrivals - len(queued) - in_flight,
+            threads=len(dispatcher.threads()),
+            closed=dispatcher.closed,
+        )
 
 
 @no_inference_mode()
-def _aborted(prepared: PreparedCall[Any]) -> GenerateResult:
-    """Return empty answers, each with the finish reason `abort`."""
-    request = prepared.request
-    if not isinstance(request, GenerateRequest):
-        raise EngineError("the request was aborted before it was scored", usable=True)
-    none = generate_result(request, [RowAnswer([], [], "abort")] * prepared.rows)
-    batch: GenerateResult = prepared.finish(none)
-    return batch
+def _abort(call: QueuedCall) -> None:
+    """Give the caller of a queued request empty answers, each with the finish reason `abort`."""
+    assert call.prepared is not None
+    try:
+        if not isinstance(call.prepared.request, GenerateRequest):
+            raise EngineError("the request was aborted before it was scored", usable=True)
+        none = generate_result(call.prepared.request, [RowAnswer([], [], "abort")] * call.rows)
+        call.settle(call.prepared.finish(none))
+    except EngineError as error:
+        call.settle(error=error)
 
 
 _DISPATCHERS: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 
-def stop_together(dispatchers: Iterable[Dispatcher], end: float) -> None:
+def stop_together(dispatchers: Sequence[Dispatcher], end: float) -> None:
     """Stop the dispatchers, and end the calls in their engines.
 
     Args:
         end: when to stop waiting for them, in the seconds of `time.monotonic`.
     """
+    callers = {thread for dispatcher in dispatchers for thread in dispatcher.daemons()}
     # All are told to end before one is waited for.
-    stopping = [(dispatcher.engine, dispatcher.begin_stop(flush=False, final=True)) for dispatcher in dispatchers]
+    for dispatcher in dispatchers:
+        dispatcher.begin_stop(flush=False, final=True)
     # Without a thread: at the end of the program, some releases of Python start none.
-    end_calls([engine for engine, _ in stopping], end)
-    for _, wait in stopping:
-        wait(max(0.0, end - time.monotonic()))
+    end_calls([dispatcher.engine for dispatcher in dispatchers], end)
+    for dispatcher in dispatchers:
+        dispatcher.stop(flush=False, final=True, patience=max(0.0, end - time.monotonic()))
+    # A thread that computes with torch while Python is taken down crashes it. These have just been told to stop.
+    join(callers, min(_CALLERS_END, end - time.monotonic()))
 
 
 @at_program_end

@@ -1,4 +1,8 @@
-"""`Dispatcher`: the threads that take requests from a queue to an engine. Every future is settled exactly once.
+"""`Dispatcher`: takes requests from a queue to an engine. One thread, the owner, changes all state that callers share.
+
+Callers and workers put functions into the owner's inbox. The owner calls them, fails the requests whose time is over
+and hands the next batches to workers, the threads that call the engine. So the state needs no lock, and Ctrl-C, which
+Python raises in the main thread, never leaves it half changed: the main thread only waits for an answer.
 
 A dispatcher does not refer to the batcher in front of it, so an abandoned batcher is garbage-collected and its threads
 end.
@@ -6,27 +10,70 @@ end.
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from corelm.backend.aborts import Aborts
 from corelm.backend.engine import PATIENCE, OpenEngine
-from corelm.backend.futures import join, own, settle, start, unfinished, uninterrupted
+from corelm.backend.futures import LOOK_AGAIN, Outcome, join, own, settle, start
 from corelm.backend.prepared_call import PreparedCall
-from corelm.batching.in_engine import InEngine
 from corelm.batching.merging import Result, ask_together, bisect
-from corelm.batching.queued_call import QueuedCall, failure, time_left
-from corelm.batching.scheduling import TicketQueue
-from corelm.batching.timers import Timers
-from corelm.errors import BackendClosedError, EngineError
-from corelm.waiting import NOTICE, next_item
+from corelm.batching.scheduling import Ticket, TicketQueue
+from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError, described
+from corelm.tensors.modes import CallerModes
+from corelm.waiting import next_item
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True, kw_only=True, weakref_slot=True)
+class QueuedCall(Ticket):
+    """A request on its way to the engine, or a caller's turn to use the engine on the caller's own thread.
+
+    Attributes:
+        prepared: the call to make; None for a turn.
+        batcher: must not be garbage-collected before the request is answered.
+        timeout: seconds after which the request fails, whether it is queued or in the engine; None for never.
+        modes: the torch modes of the thread that made the request.
+        caller: the thread that made the request.
+        answer: where the result goes; for a turn, where None says that it has come.
+        end: the time at which the request fails.
+        over: the caller has been given a result or an error, or has left.
+    """
+
+    prepared: PreparedCall[Any] | None
+    batcher: object
+    timeout: float | None = None
+    modes: CallerModes = field(default_factory=CallerModes)
+    caller: threading.Thread = field(default_factory=threading.current_thread, init=False)
+    answer: Future[Any] | Outcome = field(default_factory=Outcome, init=False)
+    end: float = field(default=math.inf, init=False)
+    over: bool = field(default=False, init=False)
+
+    def settle(self, result: Any = None, *, error: BaseException | None = None) -> bool:
+        """Give the caller a result or an error. Return False if it has one already or has left."""
+        if self.over:
+            return False
+        self.over = True
+        if isinstance(self.answer, Future):
+            return settle(self.answer, result, error=error)
+        self.answer.put(result, error)
+        return True
+
+    def delivered(self) -> bool:
+        """Return whether the caller has been given tokens before the result."""
+        return self.prepared is not None and self.prepared.delivery is not None and self.prepared.delivery.started
 
 
 class Dispatcher:
@@ -39,31 +86,36 @@ class Dispatcher:
         clock: returns seconds and never goes back.
 
     Attributes:
-        batches: calls to the engine so far.
-        settled: requests answered, failed or cancelled so far.
         in_flight: requests in the engine.
-        pending: the requests that have no result yet, by their future.
+        batches: calls to the engine so far.
         closed: whether the dispatcher refuses new requests.
-        lock: protects all of these; hold it to read several of them together.
     """
 
     def __init__(
         self, engine: OpenEngine, queue: TicketQueue[QueuedCall], workers: int, clock: Callable[[], float]
     ) -> None:
-        self.engine, self.queue = engine, queue
-        self.batches = self.settled = 0
-        self.in_flight = InEngine(queue, workers, engine.name)
-        self.pending: dict[Future[Any], QueuedCall] = {}
-        # Whether the last worker has to stop the timers, because no caller will.
-        self.closed = self._unattended = False
-        self.lock = threading.RLock()
-        self.clock, self._workers = clock, workers
-        self._work = threading.Condition(self.lock)
-        self._room = threading.Condition(self.lock)
-        self._timers = Timers(clock)
-        self._threads: set[threading.Thread] = set()
+        self.engine, self.queue, self.clock = engine, queue, clock
+        self.in_flight: set[QueuedCall] = set()
+        self.batches = 0
+        self.closed = False
+        self._most_workers = workers
+        # Counted here, because adding them up for each of thousands of requests takes long.
+        self._rows = self._tokens = 0
+        # How many batches are with the workers; the earliest time at which a request may time out.
+        self._busy, self._next_end = 0, math.inf
+        # Callers of `submit` that wait until their request is inside the queue. Those of `stop`, with the number of the
+        # first request that they do not wait for.
+        self._entering: list[tuple[QueuedCall, SimpleQueue[None]]] = []
+        self._stops: list[tuple[int, SimpleQueue[None]]] = []
+        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._jobs: SimpleQueue[list[QueuedCall] | None] = SimpleQueue()
+        self._owner: threading.Thread | None = None
+        self._starting = threading.RLock()
+        self._workers: set[threading.Thread] = set()
+        # Threads that end or have ended.
+        self._last: list[threading.Thread] = []
         self._aborts = Aborts(engine.abort, engine.name)
-        self._idle = self._generation = 0
+        self._told = False
 
     # For callers -----------------------------------------------------------------------------------------------------
 
@@ -75,31 +127,47 @@ class Dispatcher:
 
         Raises:
             BackendClosedError: the batcher is closed, or belongs to another process.
-            EngineError: the system has no room for a thread that the call needs; it is not queued.
+            EngineError: the system has no room for a thread.
             QueueFullError: the queue is full, with ``on_full="raise"``.
         """
-        self.engine.require_here()
-        uninterrupted(partial(self._add, call))
-        if block and not self.mine:
-            self._wait_for_room(call)
-        return call.future
+        self._require_open()
+        call.answer = future = Future[Any]()
+        # The future must not keep the request alive after its end.
+        asked = weakref.ref(call)
+
+        def cancelled(done: Future[Any]) -> None:
+            if done.cancelled():
+                if (left := asked()) is not None:
+                    left.over = True
+                    self._inbox.put(partial(self._leave, left))
+                # Otherwise concurrent.futures.wait would go on waiting for it.
+                done.set_running_or_notify_cancel()
+
+        future.add_done_callback(cancelled)
+        leave, room = partial(self._leave, call), SimpleQueue[None]()
+        try:
+            self._by_owner(partial(self._add, call, self.clock(), room))
+            if block and not self.mine:
+                next_item(room)
+        except BaseException:
+            call.over = True
+            self._inbox.put(leave)
+            raise
+        return future
 
     def ask(self, call: QueuedCall) -> Any:
         """Queue a call, wait for its answer and return it. If the wait is interrupted, the call is cancelled."""
-        # Not `Future.result`: an interrupt in it can leave the future's lock locked, and a worker would wait for it.
-        answered: SimpleQueue[Future[Any]] = SimpleQueue()
-        call.future.add_done_callback(answered.put)
+        self._require_open()
+        answer = call.answer = Outcome()
+        leave = partial(self._leave, call)
         try:
-            self.submit(call, block=False)
-            next_item(answered)
+            self._post(partial(self._try_to_add, call, self.clock()))
+            return answer.get()
         except BaseException:
-            uninterrupted(call.future.cancel)
+            if not call.over:
+                call.over = True
+                self._inbox.put(leave)
             raise
-        try:
-            return call.future.result()
-        finally:
-            # The error's traceback refers to this frame.
-            del call
 
     def in_turn(self, call: QueuedCall, function: Callable[[], T]) -> T:
         """Wait for this thread's turn in the queue, and call the function while the engine is this thread's.
@@ -110,41 +178,54 @@ class Dispatcher:
         """
         if self.mine:
             return function()
+        end = partial(self._remove, [call])
         try:
             self.ask(call)
             return function()
         finally:
-            # In one call, which no interrupt can divide.
-            call.released.put(None)
+            self._inbox.put(end)
 
     @property
     def mine(self) -> bool:
         """Whether this thread is one of the dispatcher's own or in the engine, and so must not wait for the queue."""
         me = threading.current_thread()
-        own = me in self._threads or me is self._timers.thread or me is self._aborts.thread
-        return own or self.engine.entered
+        own_thread = me in self._workers or me is self._owner or me is self._aborts.thread
+        return own_thread or self.engine.entered
 
     def withdraw(self, wanted: Callable[[PreparedCall[Any]], bool]) -> list[QueuedCall]:
         """Remove the `wanted` calls from the queue and return them, for the caller to settle."""
         self.engine.require_here()
 
         def remove() -> list[QueuedCall]:
-            with self.lock:
-                found = [call for call in self.queue if call.prepared is not None and wanted(call.prepared)]
-                for call in found:
-                    self.queue.remove(call)
-                self._notify_all()
+            found = [call for call in self.queue if call.prepared is not None and wanted(call.prepared)]
+            for call in found:
+                self.queue.remove(call)
             return found
 
-        return uninterrupted(remove)
+        return self.read(remove)
 
-    def left(self, calls: Sequence[QueuedCall]) -> float | None:
-        """Return the seconds that these calls have left; see `time_left`."""
-        return time_left(calls, self.clock(), self.engine.name)
+    def read(self, function: Callable[[], T]) -> T:
+        """Return what the function returns between two changes of the state."""
+        # Without an owner there are no requests, and nothing changes.
+        return function() if self._owner is None else self._by_owner(function)
+
+    def left(self, calls: Iterable[QueuedCall]) -> float | None:
+        """Return the seconds until the last of these calls times out; None for never.
+
+        Raises:
+            BackendTimeoutError: all of them have timed out.
+        """
+        left = max(call.end for call in calls) - self.clock()
+        if left <= 0:
+            raise BackendTimeoutError(f"backend {self.engine.name!r}: the timeout passed before the engine was called")
+        return None if left == math.inf else left
 
     def threads(self) -> list[threading.Thread]:
-        with self.lock:
-            return [*self._threads, *filter(None, (self._timers.thread, self._aborts.thread))]
+        return [*filter(None, [self._owner, self._aborts.thread]), *list(self._workers)]
+
+    def daemons(self) -> set[threading.Thread]:
+        """Return the daemon threads that wait for an answer."""
+        return {call.caller for call in (*list(self.in_flight), *self.queue) if call.caller.daemon}
 
     # Ending ----------------------------------------------------------------------------------------------------------
 
@@ -155,248 +236,294 @@ class Dispatcher:
             flush: True answers them. False refuses them and aborts the requests in the engine if it can abort; another
                 engine finishes them.
             final: True refuses later requests, and without `flush` fails those still in the engine after `patience`
-                seconds. False starts new threads for later requests.
+                seconds. False starts new threads for later requests, and ends none while there are such requests.
             patience: seconds to wait in all for calls that no caller waits for. Their threads then end with them.
         """
-        return self.begin_stop(flush=flush, final=final)(patience)
+        stopped = self.begin_stop(flush=flush, final=final)
+        if self.engine.elsewhere or self.mine:
+            # A request's callback waits for nothing. The threads end once the queue is empty.
+            return True
+        end = time.monotonic() + patience
+        while stopped is not None:
+            left = end - time.monotonic()
+            with suppress(Empty):
+                next_item(stopped, max(0.0, min(left, LOOK_AGAIN)))
+                break
+            calls = (*list(self.in_flight), *self.queue)
+            if (flush or not final) and any(call.prepared is None or not call.over for call in calls):
+                end = time.monotonic() + patience
+            elif left <= 0:
+                break
+        if final and not flush:
+            why = "the batcher was closed before the engine had finished this request; open the backend again"
+            for call in list(self.in_flight):
+                call.settle(error=BackendClosedError(f"{why} with get_backend"))
+        join(filter(None, [*self._last, self._aborts.thread]), end - time.monotonic())
+        return not self.threads()
 
-    def begin_stop(self, *, flush: bool, final: bool) -> Callable[[float], bool]:
-        """Do the part of `stop` that waits for nothing, and return a function for the rest, which takes `patience`."""
-        if self.engine.elsewhere:
-            self.closed |= final
-            return lambda patience: True
-        with self.lock:
-            self.closed |= final
-            dropped = [] if flush else self.queue.clear()
-            self.queue.rush()
-            running = [] if flush else list(self.in_flight)
-            pending, threads = list(self.pending), set(self._threads)
-            self._notify_all()
+    def begin_stop(self, *, flush: bool, final: bool) -> SimpleQueue[None] | None:
+        """Do the part of `stop` that waits for nothing. Return a queue that gets an item when the requests are over."""
+        self.closed |= final
+        if self._owner is None or self.engine.elsewhere:
+            return None
+        stopped = SimpleQueue[None]()
         advice = "open the backend again with get_backend" if final else "send it again"
-        for call in dropped:
+        self._post(partial(self._stop, flush, advice, stopped))
+        return stopped
+
+    def _stop(self, flush: bool, advice: str, stopped: SimpleQueue[None]) -> None:
+        if not flush:
             why = f"the batcher was stopped before this request reached the engine; {advice}"
-            settle(call.future, error=BackendClosedError(why))
-        if self.mine:
-            # A request's callback calls this. The threads end once the queue is empty.
-            self._unattended = final
-            return lambda patience: True
-        for call in running:
-            self._abort(call)
-
-        def end_threads(patience: float) -> bool:
-            unfinished(pending if flush else [])
-            end = time.monotonic() + patience
-            for future in unfinished([call.future for call in running if final], patience):
-                why = f"the batcher was closed before the engine had finished this request; {advice}"
-                settle(future, error=BackendClosedError(why))
-            with self.lock:
-                for call in list(self.queue):
-                    if call.future.done():
-                        # Its caller has just cancelled it.
-                        self.queue.remove(call)
-                self._generation += 1
-                threads.update(self._threads)
-                self._notify_all()
-            left = join(threads, max(0.0, end - time.monotonic()), self._awaited if flush or not final else None)
-            left = join(filter(None, [self._aborts.thread]), left)
-            self._timers.stop(left)
-            return not self.threads()
-
-        return end_threads
-
-    def _awaited(self) -> bool:
-        """Return whether a caller waits for a call in the engine."""
-        with self.lock:
-            return any(call.prepared is None or not call.future.done() for call in self.in_flight)
+            for call in self.queue.clear():
+                call.settle(error=BackendClosedError(why))
+            for call in self.in_flight:
+                self._abort(call)
+        self._stops.append((self.queue.rush(), stopped))
 
     def abandon(self) -> None:
         """End without waiting, as no caller is left. The garbage collector may call this at any point of any code."""
-        self.closed = self._unattended = True
-        if self.engine.elsewhere:
+        self.closed = True
+        self._inbox.put(int)
+
+    # The owner -------------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        self.engine.require_here()
+        if self.closed:
+            raise BackendClosedError("this batcher is closed; open the backend again with get_backend")
+
+    def _post(self, function: Callable[[], object]) -> None:
+        """Have the owner call the function soon.
+
+        Raises:
+            EngineError: the system has no room for the owner's thread.
+        """
+        self._inbox.put(function)
+        if self._owner is None:
+            with self._starting:
+                # An owner that has ended since may have called the function.
+                if self._owner is None and not self._inbox.empty():
+                    thread = threading.Thread(target=self._own, name=f"corelm-{self.engine.name}-queue", daemon=True)
+                    self._owner = thread
+                    try:
+                        start(thread, "the batcher")
+                    except EngineError:
+                        self._owner = None
+                        raise
+
+    def _by_owner(self, function: Callable[[], T]) -> T:
+        if threading.current_thread() is self._owner:
+            return function()
+        outcome = Outcome()
+        self._post(partial(outcome.of, function))
+        result: T = outcome.get()
+        return result
+
+    def _own(self) -> None:
+        pause: float | None = None
+        while True:
+            try:
+                with suppress(Empty):
+                    self._inbox.get(timeout=pause)()
+                    while True:
+                        self._inbox.get_nowait()()
+                pause = self._look()
+            except BaseException as error:
+                # Only the clock can fail.
+                pause = None
+                for call in self.queue.clear():
+                    call.settle(error=own(self._failure(error)))
+            if self._ended():
+                with self._starting:
+                    self._owner = None
+                    if self._inbox.empty():
+                        return
+                    self._owner = threading.current_thread()
+
+    def _look(self) -> float | None:
+        """Do what is due. Return the seconds until something may be due again; None for never."""
+        now = self.clock()
+        if now >= self._next_end:
+            self._fail_late(now)
+        while batch := self._take(now):
+            if batch[0].prepared is None:
+                # The engine is its caller's, until the caller removes it.
+                batch[0].settle()
+            else:
+                self._hand_to_worker(batch)
+        for entry in [entry for entry in self._entering if entry[0].number not in self.queue.outside]:
+            self._entering.remove(entry)
+            entry[1].put(None)
+        self._tell_if_others_wait()
+        pauses = [self._next_end - now]
+        if not self.in_flight and (wait := self.queue.wait(now)) is not None:
+            pauses.append(wait)
+        return None if min(pauses) == math.inf else max(0.0, min(pauses))
+
+    def _add(self, call: QueuedCall, now: float, room: SimpleQueue[None] | None = None) -> None:
+        if call.over:
             return
-        with self.lock:
-            self._notify_all()
-        if not self._threads:
-            self._timers.stop(0)
+        self._require_open()
+        self.queue.require_room()
+        if call.timeout is not None:
+            call.end = now + call.timeout
+            self._next_end = min(self._next_end, call.end)
+        self.queue.add(call, now)
+        if room is not None:
+            self._entering.append((call, room))
+
+    def _try_to_add(self, call: QueuedCall, now: float) -> None:
+        try:
+            self._add(call, now)
+        except CoreLMError as error:
+            call.settle(error=error)
+
+    def _leave(self, call: QueuedCall) -> None:
+        """Drop a request whose caller does not wait for it any more."""
+        if not self.queue.remove(call):
+            self._abort(call)
+
+    def _abort(self, call: QueuedCall) -> None:
+        if call in self.in_flight and call.prepared is not None and self.engine.capabilities.abort:
+            self._aborts.add(call.prepared.request.request_ids, lambda: call in self.in_flight)
+
+    def _fail_late(self, now: float) -> None:
+        self._next_end = math.inf
+        name = self.engine.name
+        for call in [*self.queue, *self.in_flight]:
+            if call.over or call.end > now:
+                self._next_end = min(self._next_end, math.inf if call.over else call.end)
+                continue
+            late = BackendTimeoutError(f"backend {name!r}: the timeout passed before the engine answered")
+            if call.settle(error=late):
+                _log.info("%s: a request timed out after %.3g s in the batcher or the engine", name, call.timeout)
+            self._leave(call)
+
+    def _take(self, now: float) -> list[QueuedCall]:
+        """Move the requests to send now from the queue to the engine, and return them; [] for none."""
+        count = len(self.in_flight)
+        if count >= self._most_workers or (count == 1 and next(iter(self.in_flight)).barrier):
+            return []
+        batch = self.queue.take(now, self._rows, self._tokens)
+        self.in_flight.update(batch)
+        self._rows += sum(call.rows for call in batch)
+        self._tokens += sum(call.tokens for call in batch)
+        return batch
+
+    def _remove(self, calls: Iterable[QueuedCall]) -> None:
+        """Remove requests that the engine has finished."""
+        for call in self.in_flight.intersection(calls):
+            self.in_flight.remove(call)
+            self._rows -= call.rows
+            self._tokens -= call.tokens
+
+    def _hand_to_worker(self, batch: list[QueuedCall]) -> None:
+        self._busy += 1
+        if self._busy > len(self._workers):
+            thread = threading.Thread(target=self._work, name=f"corelm-{self.engine.name}", daemon=True)
+            try:
+                start(thread, "the batcher")
+                self._workers.add(thread)
+            except EngineError as error:
+                if not self._workers:
+                    self._came_back(batch, [], [])
+                    self._answer([(call, error) for call in batch])
+                    return
+        self._jobs.put(batch)
+
+    def _came_back(self, batch: list[QueuedCall], took: list[float], there: list[QueuedCall]) -> None:
+        """Note that a worker has done with a batch.
+
+        Args:
+            took: how long each call to the engine took.
+            there: the requests whose callers wait. They have not been told yet.
+        """
+        self._busy -= 1
+        self._remove(batch)
+        self.batches += len(took)
+        if took and there:
+            self.queue.came_back(there, took[-1], self.clock())
+
+    def _ended(self) -> bool:
+        """Tell the callers of `stop` whose requests are over. Return whether the threads end, as no request is left."""
+        if not (self._stops or self.closed):
+            return False
+        numbers = [call.number for call in (*self.queue, *self.in_flight)]
+        stopped = [stop for stop in self._stops if stop[0] < min(numbers, default=math.inf)]
+        if ended := not numbers and (self.closed or bool(stopped)):
+            ending = [thread for thread in self._last if thread.is_alive()]
+            self._last = [*ending, threading.current_thread(), *self._workers]
+            for _ in self._workers:
+                self._jobs.put(None)
+            self._workers = set()
+        for stop in stopped:
+            self._stops.remove(stop)
+            stop[1].put(None)
+        return ended
+
+    def _tell_if_others_wait(self) -> None:
+        """Log, once, that requests wait in the queue although the engine itself could take them."""
+        no_thread = 1 < self._most_workers <= len(self.in_flight) and len(self.queue) > 0
+        if not self._told and (no_thread or self.queue.short_of_room(self._rows, self._tokens)):
+            self._told = True
+            _log.info(
+                "%s: requests wait in the batcher while %d rows (%d tokens) are in the engine; to send more at a time, "
+                "give batching=Limits(max_batch_size=…) a larger number, and max_batch_tokens if it is set",
+                self.engine.name,
+                self._rows,
+                self._tokens,
+            )
 
     # Workers ---------------------------------------------------------------------------------------------------------
 
-    def _add(self, call: QueuedCall) -> None:
-        with self.lock:
-            if self.closed:
-                raise BackendClosedError("this batcher is closed; open the backend again with get_backend")
-            self.queue.require_room()
-            now = self.clock()
-            self._staff()
-            # Before the call is queued: the system may have no room for the timers' thread.
-            if call.timeout is not None:
-                call.end = now + call.timeout
-                call.timer = self._timers.call_at(call.end, partial(call.expire, self.engine.name))
-            self.queue.add(call, now)
-            self.in_flight.tell_if_others_wait()
-            self.pending[call.future] = call
-            self._work.notify()
-        call.future.add_done_callback(self._gone)
-
-    def _staff(self) -> None:
-        """Start a thread if one more call needs one, or fail if there is no room for the first. The caller locks."""
-        if self._idle == 0 and len(self._threads) < self._workers:
-            thread = threading.Thread(
-                target=self._serve_all, args=(self._generation,), name=f"corelm-{self.engine.name}", daemon=True
-            )
-            self._threads.add(thread)
-            try:
-                start(thread, "the batcher")
-            except EngineError:
-                self._threads.discard(thread)
-                if not self._threads:
-                    raise
-
-    def _serve_all(self, generation: int) -> None:
-        try:
-            while batch := self._next_batch(generation):
-                self._serve(batch)
-                # An idle thread must keep no request alive.
-                del batch
-        except BaseException as error:
-            self._fail_queue(error)
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        """Remove this thread from the list, and let another thread serve the queue."""
-        try:
-            with self.lock:
-                self._threads.discard(threading.current_thread())
-                if len(self.queue):
-                    self._staff()
-        except EngineError as error:
-            self._fail_queue(error)
-        if self._unattended and not self._threads:
-            self._timers.stop(0)
-
-    def _next_batch(self, generation: int) -> list[QueuedCall]:
-        """Return the next calls to make together, or [] to end the thread."""
-        with self.lock:
-            while True:
-                now = self.clock()
-                # A thread of an earlier generation ends and leaves the queue to its successor.
-                ended = generation != self._generation
-                batch = [] if ended else self.in_flight.take(now)
-                if batch:
-                    self._room.notify_all()
-                    if len(self.queue) and self._workers > 1:
-                        self._staff()
-                        self._work.notify()
-                    return batch
-                if ended or (self.closed and not len(self.queue)):
-                    return []
-                self._idle += 1
-                try:
-                    arrivals = self.queue.arrivals
-                    # Requests may come after the time is over and before this thread has the lock again.
-                    if not self._work.wait(self.queue.wait(now)) and self.queue.arrivals == arrivals:
-                        # The time has passed even if a test's clock stands still.
-                        self.queue.lose_patience()
-                finally:
-                    self._idle -= 1
+    def _work(self) -> None:
+        while (batch := self._jobs.get()) is not None:
+            self._serve(batch)
+            # An idle thread must keep no request alive.
+            del batch
 
     def _serve(self, batch: list[QueuedCall]) -> None:
+        took, answers = list[float](), list[tuple[QueuedCall, Result]]()
+        ask = partial(self._ask, took, answers)
         try:
-            if batch[0].prepared is None:
-                self._give_turn(batch[0])
-            else:
-                for call, result in bisect(batch, self._ask, self.engine.health, QueuedCall.delivered):
-                    self._answer(call, result)
+            for answer in bisect(batch, ask, self.engine.health, QueuedCall.delivered):
+                answers.append(answer)
         except BaseException as error:
             # Even a SystemExit raised by the engine becomes the requests' error and does not end the thread.
-            for call in batch:
-                self._answer(call, failure(error, self.engine.name))
-        finally:
-            with self.lock:
-                self.in_flight.remove(batch)
-                # The engine has room again.
-                self._work.notify()
+            answers += [(call, self._failure(error)) for call in batch]
+        self._post(partial(self._came_back, batch, took, [call for call in batch if not call.over]))
+        self._answer(answers)
 
-    def _ask(self, calls: Sequence[QueuedCall]) -> list[Result]:
+    def _ask(self, took: list[float], answers: list[tuple[QueuedCall, Result]], calls: Sequence[Any]) -> list[Result]:
+        # Others in a batch that has failed may have been answered.
+        self._answer(answers)
+        cancelled = BackendClosedError("the caller has cancelled this request")
         # Requests whose callers have left in the meantime are not sent.
-        there = [call for call in calls if not call.future.done()]
+        there: list[QueuedCall] = [call for call in calls if not call.over]
         if not there:
-            return [BackendClosedError("the caller has cancelled this request")] * len(calls)
-        with self.lock:
-            self.batches += 1
+            return [cancelled] * len(calls)
         prepared = [call.prepared for call in there if call.prepared is not None]
         started = self.clock()
-
-        def attended() -> bool:
-            return not all(call.future.done() for call in there)
-
-        # Requests that share a call were made under equal modes.
-        with there[0].modes:
-            results = dict(zip(there, ask_together(prepared, self.left(there), attended), strict=True))
-        with self.lock:
-            now = self.clock()
-            self.queue.came_back(there, now - started, now)
-        return [results.get(call, BackendClosedError("the caller has cancelled this request")) for call in calls]
-
-    def _answer(self, call: QueuedCall, result: Result) -> None:
-        call.answered = True
-        if isinstance(result, Exception):
-            settle(call.future, error=own(failure(result, self.engine.name)))
-        else:
-            settle(call.future, result)
-
-    def _give_turn(self, call: QueuedCall) -> None:
-        call.answered = True
-        if settle(call.future):
-            call.released.get()
-
-    def _fail_queue(self, error: BaseException) -> None:
-        with self.lock:
-            calls = self.queue.clear()
-            self._notify_all()
-        for call in calls:
-            settle(call.future, error=own(failure(error, self.engine.name)))
-
-    # Requests that are settled by others -----------------------------------------------------------------------------
-
-    def _gone(self, future: Future[Any]) -> None:
-        """Clean up after a future that a worker, its timer, or its caller (by cancelling it) has settled."""
-        uninterrupted(partial(self._clean_up, future))
-
-    def _clean_up(self, future: Future[Any]) -> None:
-        # In a fork, a thread that is not there may hold the lock for ever.
-        if not self.engine.elsewhere:
-            self._forget(future)
-        if future.cancelled():
-            # Otherwise concurrent.futures.wait would go on waiting for it.
-            future.set_running_or_notify_cancel()
-
-    def _forget(self, future: Future[Any]) -> None:
-        with self.lock:
-            call = self.pending.pop(future)
-            self.settled += 1
-            if call.timer is not None:
-                self._timers.cancel(call.timer)
-            if self.queue.remove(call):
-                self._notify_all()
-            elif call in self.in_flight and not call.answered:
-                self._abort(call)
-
-    def _abort(self, call: QueuedCall) -> None:
-        if call.prepared is not None and self.engine.capabilities.abort:
-            self._aborts.add(call.prepared.request.request_ids, lambda: not call.answered)
-
-    def _wait_for_room(self, call: QueuedCall) -> None:
         try:
-            with self.lock:
-                while call.number in self.queue.outside:
-                    self._room.wait(NOTICE)
-        except BaseException:
-            uninterrupted(call.future.cancel)
-            raise
+            # Requests that share a call were made under equal modes.
+            with there[0].modes:
+                found = ask_together(prepared, self.left(there), lambda: not all(call.over for call in there))
+        finally:
+            took.append(self.clock() - started)
+        results = dict(zip(there, found, strict=True))
+        return [results.get(call, cancelled) for call in calls]
 
-    def _notify_all(self) -> None:
-        with self.lock:
-            self._work.notify_all()
-            self._room.notify_all()
+    def _answer(self, answers: list[tuple[QueuedCall, Any]]) -> None:
+        for call, result in answers:
+            if isinstance(result, BaseException):
+                call.settle(error=own(self._failure(result)))
+            else:
+                call.settle(result)
+        answers.clear()
+
+    def _failure(self, error: BaseException) -> CoreLMError:
+        if isinstance(error, CoreLMError):
+            return error
+        made = EngineError(f"backend {self.engine.name!r}: the batching thread failed with {described(error)}")
+        made.__cause__ = error
+        return made

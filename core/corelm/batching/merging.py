@@ -88,7 +88,9 @@ class _SharedCall(Call):
 
     def finished(self, result: Any) -> list[Result]:
         # The parts are copies.
-        return list(_parted(checked(self._calls[0].engine, self.hook, result, self.request, copy=False), self._calls))
+        whole = checked(self._calls[0].engine, self.hook, result, self.request, copy=False)
+        parts = _parts(whole, [call.rows for call in self._calls])
+        return [_finished(call, part) for call, part in zip(self._calls, parts, strict=True)]
 
     def failed(self, error: CoreLMError) -> CoreLMError:
         """Return the error without row numbers: those of a shared call are not the rows of any one caller."""
@@ -182,52 +184,47 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
 def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChunk], None] | None:
     """Return a function that takes the chunks of the joined request and hands each to the request of its row."""
     listeners = {request.on_tokens for request in requests if request.on_tokens is not None}
-    if not listeners:
-        return None
-    places = [(request.on_tokens, row) for request, row in _places(requests)]
+    owners = _owners(requests)
 
     def deliver(chunk: TokenChunk) -> None:
-        if isinstance(chunk, TokenChunk) and type(chunk.row) is int and 0 <= chunk.row < len(places):
-            listener, row = places[chunk.row]
-            if listener is not None:
-                listener(replace(chunk, row=row))
+        if isinstance(chunk, TokenChunk) and type(chunk.row) is int and 0 <= chunk.row < len(owners):
+            request, row = owners[chunk.row]
+            if request.on_tokens is not None:
+                request.on_tokens(replace(chunk, row=row))
         else:
             # It belongs to no row, so every request that listens finds it wrong.
             for each in listeners:
                 each(chunk)
 
-    return deliver
+    return deliver if listeners else None
 
 
 def _shared_count(requests: Sequence[GenerateRequest]) -> Callable[[int, int], None] | None:
     """Return a function that tells the request of each row that its answer is complete."""
-    if all(request.on_answer is None for request in requests):
-        return None
-    places = [(request.on_answer, row) for request, row in _places(requests)]
+    owners = _owners(requests)
 
     def count(number: int, tokens: int) -> None:
         # A plugin that names a wrong row must not lose the call for that.
-        on_answer, row = places[number] if 0 <= number < len(places) else (None, 0)
-        if on_answer is not None:
-            on_answer(row, tokens)
+        if 0 <= number < len(owners):
+            request, row = owners[number]
+            if request.on_answer is not None:
+                request.on_answer(row, tokens)
 
-    return count
-
-
-def _places(requests: Sequence[GenerateRequest]) -> Iterator[tuple[GenerateRequest, int]]:
-    """Yield the request and its own row for each row of the joined request's result."""
-    for request in requests:
-        for row in range(len(request.prompts)):
-            yield request, row
+    return count if any(request.on_answer for request in requests) else None
 
 
-def _parted(batch: Any, calls: Sequence[PreparedCall[Any]]) -> Iterator[Result]:
-    for call, part in zip(calls, _parts(batch, [call.rows for call in calls]), strict=True):
-        try:
-            yield call.finish(part)
-        except Exception as error:
-            # An error of this request's own rows is this request's alone.
-            yield error
+def _owners(requests: Sequence[GenerateRequest]) -> list[tuple[GenerateRequest, int]]:
+    """Return the request and its own row for each row of the joined request."""
+    return [(request, row) for request in requests for row in range(len(request.prompts))]
+
+
+def _finished(call: PreparedCall[Any], part: Any) -> Result:
+    try:
+        result: Result = call.finish(part)
+        return result
+    except Exception as error:
+        # An error of this request's own rows is this request's alone.
+        return error
 
 
 def _parts(batch: Any, rows: Sequence[int]) -> list[GenerateResult | ScoreResult]:

@@ -7,7 +7,6 @@ seconds.
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -124,8 +123,8 @@ class TicketQueue(ABC, Generic[T]):
         return len(self.inside) + len(self.outside)
 
     def __iter__(self) -> Iterator[T]:
-        yield from self.inside.values()
-        yield from self.outside.values()
+        # Of copies: another thread may look while the owner goes on.
+        return iter([*self.inside.values(), *self.outside.values()])
 
     @property
     def full(self) -> bool:
@@ -168,9 +167,14 @@ class TicketQueue(ABC, Generic[T]):
             self.remove(ticket)
         return tickets
 
-    def rush(self) -> None:
-        """Send every ticket that is in the queue now as soon as the engine can take it."""
+    def rush(self) -> int:
+        """Send every ticket that is in the queue now as soon as the engine can take it.
+
+        Returns:
+            A number above those of all tickets so far, and below those of later ones.
+        """
         self._rushed = next(self._numbers)
+        return self._rushed
 
     def take(self, now: float, rows: int = 0, tokens: int = 0) -> list[T]:
         """Remove the tickets to send now and return them; [] for none.
@@ -201,9 +205,6 @@ class TicketQueue(ABC, Generic[T]):
 
     def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
         """Note that the engine has answered these tickets, in `took` seconds. Their callers do not know yet."""
-
-    def lose_patience(self) -> None:
-        """Note that the awaited requests have not come."""
 
     @abstractmethod
     def _next(self, now: float, rows: int, tokens: int) -> list[T]: ...
@@ -262,9 +263,6 @@ class GroupingQueue(TicketQueue[T]):
         self._last.append((group, len(self._groups.get(group, ())) + len(batch)))
         self._took, self._patience = took, min(PATIENCE * took, LONGEST_PATIENCE)
         self._await(group, now)
-
-    def lose_patience(self) -> None:
-        self._until = self._at_last = -math.inf
 
     def wait(self, now: float) -> float | None:
         ends = [self._until if self._expecting(head, now) else self._due(head) for head in self._heads()]

@@ -77,7 +77,7 @@ held, ended = threading.Event(), threading.Event()
 
 def hold():
     # A lock that another thread holds when the process forks is never released in the child.
-    with batcher.dispatcher.lock, backend.engine.lock._mutex:
+    with batcher.dispatcher._starting, backend.engine.lock._mutex:
         held.set()
         ended.wait()
 

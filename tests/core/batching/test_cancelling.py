@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
 import pytest
 
@@ -107,29 +108,19 @@ def test_a_full_queue_refuses_requests_with_on_full_raise():
         assert ids(queued)
 
 
-def test_an_interrupt_of_the_wait_for_room_cancels_the_request_on_another_thread(monkeypatch):
-    """An interrupt in `Future.cancel` on the main thread could leave the lock of the future locked."""
-    engine, cancelled_on = GatedEngine(permits=0), []
-    sleep_until_notified, cancel = threading.Condition.wait, Future.cancel
-
-    def interrupt(condition, timeout=None):
-        if threading.current_thread() is threading.main_thread():
-            raise KeyboardInterrupt
-        return sleep_until_notified(condition, timeout)
-
-    def note(future):
-        cancelled_on.append(threading.get_ident())
-        return cancel(future)
-
+def test_an_interrupt_of_the_wait_for_room_cancels_the_request():
+    engine = GatedEngine(permits=0)
     with open_batcher(engine, max_queue=1) as batcher:
         hold_one(engine, batcher)
         queued = batcher.submit_generate([[4]], SEEDED)
-        monkeypatch.setattr(threading.Condition, "wait", interrupt)
-        monkeypatch.setattr(Future, "cancel", note)
+
+        def interrupt():
+            wait_until(lambda: batcher.state().outside > 0)
+            _thread.interrupt_main()
+
+        threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             batcher.submit_generate([[5]], SEEDED)
-        monkeypatch.undo()
-        assert len(cancelled_on) == 1 and cancelled_on[0] != threading.main_thread().ident
         assert batcher.state().queued == 1
         engine.free()
         assert ids(queued)

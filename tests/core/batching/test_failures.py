@@ -174,22 +174,33 @@ def test_requests_with_equal_request_ids_do_not_share_a_call():
         assert [ids(future)[0] for future in futures] == [lone_answer([n]) for n in (4, 5)]
 
 
-@pytest.mark.parametrize(
-    ("missing", "timeout"), [("corelm", None), ("corelm", LONG), ("corelm-timers", LONG)], ids=["call", "both", "timer"]
-)
-def test_a_request_for_which_the_system_has_no_room_for_a_thread_is_refused_and_not_queued(
-    missing, timeout, monkeypatch
-):
+@pytest.mark.parametrize("timeout", [None, LONG])
+def test_a_request_for_which_the_system_has_no_room_for_a_thread_is_refused_and_not_queued(timeout, monkeypatch):
     engine = GatedEngine()
     with open_batcher(engine) as batcher:
-        monkeypatch.setattr(threading.Thread, "start", no_room_for(missing))
+        monkeypatch.setattr(threading.Thread, "start", no_room_for("corelm"))
         for call in (batcher.submit_generate, batcher.generate):
             with pytest.raises(EngineError, match="needs a thread: can't start new thread") as error:
                 call([[3]], SEEDED, timeout=timeout)
             assert error.value.usable
-        assert batcher.state().queued == 0 and not batcher.dispatcher.pending
+        assert batcher.state().queued == 0
         monkeypatch.undo()
         assert ids(batcher.generate([[3]], SEEDED, timeout=timeout)) == [lone_answer([3])]
+    assert len(engine.calls) == 1
+
+
+def test_a_request_fails_if_there_is_no_room_for_the_thread_that_calls_the_engine(monkeypatch):
+    engine = GatedEngine()
+    with open_batcher(engine, min_batch_size=2, batching_timeout=60.0) as batcher:
+        futures = [batcher.submit_generate([[3]], SEEDED)]
+        monkeypatch.setattr(threading.Thread, "start", no_room_for("corelm"))
+        futures.append(batcher.submit_generate([[4]], SEEDED))
+        for future in futures:
+            error = future.exception(LONG)
+            assert isinstance(error, EngineError) and error.usable and "needs a thread" in str(error)
+        monkeypatch.undo()
+        futures = [batcher.submit_generate([[n]], SEEDED) for n in (3, 4)]
+        assert [ids(future) for future in futures] == [[lone_answer([3])], [lone_answer([4])]]
     assert len(engine.calls) == 1
 
 

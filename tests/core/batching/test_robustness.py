@@ -6,13 +6,11 @@ import _thread
 import asyncio
 import sys
 import threading
-import time
 from concurrent.futures import wait
 
 import pytest
 
 from corelm import hookimpl
-from corelm.batching.timers import Timers
 from corelm.errors import BackendTimeoutError, EngineError
 from helpers.batching_fakes import (
     LONG,
@@ -25,7 +23,6 @@ from helpers.batching_fakes import (
     ids,
     lone_answer,
     open_batcher,
-    wait_until,
 )
 from helpers.each import each
 
@@ -129,16 +126,6 @@ def test_an_engine_that_raises_no_exception_fails_the_request_at_fault_only(erro
         assert [ids(futures[at]) for at in (0, 2)] == [[lone_answer([4])], [lone_answer([5])]]
         failure = futures[1].exception(LONG)
         assert isinstance(failure, EngineError) and failure.__cause__ is error
-
-
-def test_what_a_timer_raises_ends_no_thread(caplog):
-    timers, rung = Timers(time.monotonic), threading.Event()
-    timers.call_at(0.0, lambda: sys.exit(3))
-    thread = timers.thread
-    timers.call_at(0.0, rung.set)
-    assert rung.wait(LONG) and timers.thread is thread
-    wait_until(lambda: "a timer raised SystemExit: 3" in caplog.text)
-    timers.stop(LONG)
 
 
 def test_an_interrupt_that_ends_no_wait_is_noticed():

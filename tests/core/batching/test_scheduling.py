@@ -191,10 +191,6 @@ def test_the_queue_stops_waiting_when_no_caller_comes_back():
     queue.add(ticket(), 10.0)
     assert queue.take(10.0 + PATIENCE * 0.9) == []
     assert len(queue.take(10.0 + PATIENCE * 1.1)) == 1
-    queue = after_a_call(served=3)
-    queue.add(ticket(), 10.0)
-    queue.lose_patience()
-    assert len(queue.take(10.0)) == 1
 
 
 def test_callers_that_come_back_after_a_pause_are_grouped_too():

@@ -31,7 +31,7 @@ class Shared:
     def __exit__(self, *exc: object) -> None:
         self.engine.allow(None)
         self.batcher.close()
-        assert not self.batcher.dispatcher.threads() and not self.batcher.dispatcher.pending
+        assert self.batcher.state().threads == self.batcher.state().queued == 0
 
     def go(self) -> None:
         self.engine.allow(None)
