@@ -16,7 +16,7 @@ from torch import Tensor
 
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged
-from corelm_engine_kit.ending import AnswerEnding
+from corelm_engine_kit.ending import AnswerEnding, answer_limits
 from corelm_engine_kit.sampling import Sampler
 from transformers_backend.batch_decoding import BatchDecoding, without
 from transformers_backend.batches import Grouping
@@ -27,7 +27,6 @@ from transformers_backend.memory import CacheBytes, DecodingLimits, decoding_lim
 from transformers_backend.protocol import (
     PromptBatch,
     SampledAnswers,
-    answer_limits,
     batches_of,
     generation_prompts,
     generation_result,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.errors import CapabilityError, InvalidRequestError, refuse
+from corelm.errors import CapabilityError, refuse
 from corelm.spec import (
     GenerateRequest,
     GenerateResult,
@@ -21,6 +21,7 @@ from corelm.spec import (
     TopIds,
     generate_result,
 )
+from corelm_engine_kit.ending import answer_limits
 from corelm_engine_kit.sampling import NOT_NUMBERS
 from transformers_backend.batches import Grouping, groups_of, micro_batches, rows_of_one_encoding
 from transformers_backend.engine import CausalLM
@@ -136,23 +137,6 @@ def batches_of(
             some = side[group]
             for part in micro_batches((lengths + answers + limits.row_tokens)[some], limits.tokens):
                 yield prompts.select(some[part])
-
-
-def answer_limits(request: GenerateRequest, max_context: int | None) -> Tensor:
-    """Return int64[rows]: the longest answer each prompt may get.
-
-    Raises:
-        InvalidRequestError: `max_new_tokens` is None and the model states no context to fill.
-    """
-    lengths, limit = request.prompts.lengths, request.sampling.max_new_tokens
-    if limit is not None:
-        return torch.full_like(lengths, limit)
-    if max_context is None:
-        raise InvalidRequestError(
-            "max_new_tokens=None fills the model's context, but this model states none; give a number",
-            field="max_new_tokens",
-        )
-    return max_context - lengths
 
 
 def _refuse_crossing(lengths: Tensor, limits: Tensor, rope_switch: int | None) -> None:
