@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from benchmarks.measure import Figure, Way, compare
 from corelm.backend.arguments import answer_seeds
 from corelm.spec import Ragged, SamplingParams
+from corelm_engine_kit.sampling import Sampler
 from transformers_backend.fast.onednn import quick_products
-from transformers_backend.sampling import Sampler
 
 VOCAB = 151_936
 WIDTHS = (256, 1024)

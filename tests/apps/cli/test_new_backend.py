@@ -14,11 +14,24 @@ from helpers.environments import install, new_environment, run_in
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("kind", ["logits", "http", "engine"])
 @pytest.mark.parametrize("select", ["greedy or log_prob", pytest.param("", marks=pytest.mark.nightly)])
-def test_what_it_writes_installs_passes_the_kit_and_is_used_by_name(select, tiny_model, tmp_path):
+def test_what_it_writes_installs_and_passes_the_kit(select, kind, tmp_path):
     project = tmp_path / "my-engine-backend"
-    result = corelm_command("new-backend", "my-engine", "--output", project)
+    result = corelm_command("new-backend", "my-engine", "--kind", kind, "--output", project)
     assert result.exit_code == 0 and "pip install -e" in result.stdout, result.stderr
+    python = new_environment(tmp_path / "environment")
+    install(python, project)
+    told = run_in(project, python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", select)
+    counted = re.search(r"^corelm conformance: (\d+) passed.* \(TestMyEngineBackend\)$", told, re.MULTILINE)
+    assert counted and int(counted[1]) > (10 if select else 200), told
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["logits", "engine"])
+def test_what_it_writes_is_used_by_name(kind, tiny_model, tmp_path):
+    project = tmp_path / "my-engine-backend"
+    assert corelm_command("new-backend", "my-engine", "--kind", kind, "--output", project).exit_code == 0
     python = new_environment(tmp_path / "environment")
     install(python, project)
     used = (
@@ -28,14 +41,12 @@ def test_what_it_writes_installs_passes_the_kit_and_is_used_by_name(select, tiny
         "    print(len(backend.generate([[5, 6]], {'max_new_tokens': 3, 'ignore_eos': True}).ids.values))"
     )
     assert run_in(project, python, "-c", used) == "['my-engine']\n3\n"
-    told = run_in(project, python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", select)
-    counted = re.search(r"^corelm conformance: (\d+) passed.* \(TestMyEngineBackend\)$", told, re.MULTILINE)
-    assert counted and int(counted[1]) > (10 if select else 200), told
 
 
 @pytest.mark.process
-def test_its_files_are_in_the_projects_format(tmp_path):
-    assert corelm_command("new-backend", "a_b", "--output", tmp_path / "new").exit_code == 0
+@pytest.mark.parametrize("kind", ["logits", "http", "engine"])
+def test_its_files_are_in_the_projects_format(kind, tmp_path):
+    assert corelm_command("new-backend", "a_b", "--kind", kind, "--output", tmp_path / "new").exit_code == 0
     for check in (["check"], ["format", "--check"]):
         command = [sys.executable, "-m", "ruff", *check, "--isolated", "--line-length", "120", str(tmp_path)]
         result = subprocess.run(command, capture_output=True, text=True)

@@ -11,15 +11,18 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch  # noqa: F401  # so that the inner runs, which forget their imports, do not import it again
 
 import corelm
 import corelm_testing
-from corelm import SamplingParams
+from corelm import Backend, Capabilities, SamplingParams
+from corelm.errors import BackendTimeoutError
 from corelm.spec.sampling import FIELDS
 from corelm_testing import BackendConformance, ConformanceBase, trials
+from corelm_testing.lifecycle import LifecyclePromises
 from corelm_testing.plugin import META_TEST, standard_tests
 from corelm_testing.trials import DECLARABLE, HALF, TRIALS
 
@@ -248,6 +251,81 @@ def test_what_is_declared_and_cannot_be_shown_needs_a_reason(run: Run) -> None:
     result = run('not_shown = {"update_weights": "the server is shared"}', "-rx", "-k", "weights")
     assert result.parseoutcomes()["xfailed"] == 6 and "errors" not in result.parseoutcomes()
     result.stdout.fnmatch_lines(["*declared and not shown: update_weights: the server is shared*"])
+
+
+def test_a_form_that_the_engine_refuses_is_not_shown(pytester: pytest.Pytester) -> None:
+    lines = """
+    def new_weights(self):
+        return {"table": TABLE.T}, lambda ids, temperature: of_table(TABLE.T, ids, temperature)
+"""
+    plugin = "corelm.Backend.from_plugin(PathsOnly.open(Bigram(TABLE.clone())), 'paths')"
+    suite = SUITE.replace('corelm.get_backend("toy", Bigram(TABLE.clone()))', plugin)
+    paths_only = """
+from corelm import hookimpl
+from corelm.errors import CapabilityError
+from corelm_testing.toy import ToyBackend
+
+class PathsOnly(ToyBackend):
+    @hookimpl
+    def update_weights(self, request):
+        raise CapabilityError("pass a path", capability="update_weights")
+"""
+    pytester.makepyfile(f"{paths_only}{suite}{lines}")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "weights")
+    assert result.parseoutcomes()["errors"] == 6
+    result.stdout.fnmatch_lines(["*declared and not shown: update_weights. Return weights in a form*pass a path*"])
+
+
+TOKENIZER = """
+@pytest.fixture(scope="class")
+@classmethod
+def open_backend(cls):
+    from corelm_testing.toy import ByteTokenizer
+
+    class Other(ByteTokenizer):
+        {attribute}
+
+        def apply_chat_template(self, *given, **options):
+            raise ValueError("no such role")
+
+    return lambda: corelm.get_backend("toy", Bigram(TABLE.clone()), tokenizer=Other())
+"""
+
+
+def test_a_chat_template_that_fails_is_no_missing_one(run: Run) -> None:
+    result = run(TOKENIZER.format(attribute="own = True"), "-k", "later_turns_keep")
+    assert result.parseoutcomes()["errors"] == 1
+    result.stdout.fnmatch_lines(["*no such role*"])
+
+
+def test_the_reasons_of_tests_that_do_not_apply_are_counted(run: Run) -> None:
+    result = run(TOKENIZER.format(attribute="chat_template = None"), "-k", "turn_keep or turns_keep or adapter")
+    result.stdout.fnmatch_lines(["corelm conformance: *", "  * not applicable: adapters is not declared"])
+    result.stdout.fnmatch_lines(["  2 not applicable: the tokenizer has no chat template"])
+
+
+class Slow:
+    """A backend on a clock of its own, each of whose rows takes a second."""
+
+    capabilities = Capabilities(vocab_size=9, max_context=None)
+
+    def __init__(self) -> None:
+        self.now, self.sampled = 0.0, list[int]()
+
+    def generate(self, prompts: list[Any], sampling: dict[str, Any], timeout: float | None, **_: Any) -> None:
+        self.sampled.append(len(prompts))
+        self.now += timeout or 1.0 * len(prompts)
+        if timeout is not None:
+            raise BackendTimeoutError("too slow")
+
+
+def test_the_timeout_of_a_slow_engine_is_tested_with_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow()
+    monkeypatch.setattr("corelm_testing.lifecycle.time.monotonic", lambda: slow.now)
+    kit = LifecyclePromises()
+    monkeypatch.setattr(kit, "rows", lambda _, *lengths: [[0]] * len(lengths), raising=False)
+    kit.test_a_timeout_ends_the_wait_and_the_engine_if_it_declares_so(cast(Backend, slow))
+    assert slow.sampled == [1, 1, 1, 1]
 
 
 def test_an_engines_own_options_need_an_example(pytester: pytest.Pytester) -> None:

@@ -12,10 +12,10 @@ from corelm.backend.arguments import answer_seeds
 from corelm.errors import InvalidRequestError
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
+from corelm_engine_kit.ending import AnswerEnding
 from helpers.oracle import close, first_greedy_id
 from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
-from transformers_backend.ending import AnswerEnding
 
 PAD, EOS = 0, 2
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from corelm import DynamicBatcher
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams, TokenSets
+from corelm_engine_kit.sampling import Sampler
 from helpers import oracle
 from helpers.enumeration import Enumerated, enumerated
 from helpers.plain_forward import Open, spoil_cache_after
 from helpers.tiny_models import random_rows, tiny_model
-from transformers_backend.sampling import Sampler
 
 V, STEPS, TOP = 12, 4, 5
 PROMPTS = [[0, 1, 1], [5], [7, 2, 11, 3]]

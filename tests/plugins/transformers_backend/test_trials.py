@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from corelm_engine_kit.masses import log_softmax_at
 from helpers.tiny_models import tiny_model
 from transformers_backend.engine import CausalLM
-from transformers_backend.masses import log_softmax_at
 from transformers_backend.trials import token_differences, with_others
 
 

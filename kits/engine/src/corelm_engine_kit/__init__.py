@@ -1,5 +1,7 @@
 """Code that several plugins need, written once. All of it is public.
 
+- `LogitsEngine`: a backend for whoever can say which logits follow some ids.
+- `TemplateTokenizer`: the tokenizer of an engine that has only a vocabulary.
 - `StopStrings`, `text_before_stop`, `skipped_texts`, `stops_without_specials`: which token completes a stop string, the
   text before it, what the text of an answer leaves out, and which stop strings an engine that does not may look for.
 - `AnswerTexts`: the text of answers whose tokens arrive little by little.

@@ -40,6 +40,7 @@ from .http_json import id_texts as id_texts
 from .http_watch import SignOfWork as SignOfWork
 from .hub import hub_options as hub_options
 from .in_flight import InFlight as InFlight
+from .logits_engine import LogitsEngine as LogitsEngine
 from .redaction import Secrets as Secrets
 from .row_checks import RowError as RowError
 from .row_checks import answer_end as answer_end
@@ -59,6 +60,7 @@ from .served_model import generation_config as generation_config
 from .served_model import model_config as model_config
 from .server_adapters import ServerAdapters as ServerAdapters
 from .server_adapters import unknown_adapter as unknown_adapter
+from .template_tokenizer import TemplateTokenizer as TemplateTokenizer
 from .version_log import RowVersions as RowVersions
 from .version_log import VersionLog as VersionLog
 from .weight_group import WeightGroup as WeightGroup

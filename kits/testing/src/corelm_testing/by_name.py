@@ -34,6 +34,8 @@ class Subject:
         engine_sampling: sampling parameters with `engine_kwargs` that change answers; None if there are none.
         draws: how many tokens a test of the distribution draws.
         recomputes_in_flight: as for `InFlightPromises`.
+        new_weights: other weights for the same model, which the engine loads by their path, and their oracle; None for
+            those of the oracle with some noise, as a state dict.
     """
 
     opened: Backend
@@ -44,6 +46,7 @@ class Subject:
     engine_sampling: Mapping[str, Any] | None = None
     draws: int = 2000
     recomputes_in_flight: bool = True
+    new_weights: tuple[str, PlainOracle] | None = None
 
 
 _SUBJECT = pytest.StashKey[Subject]()
@@ -113,7 +116,12 @@ class Kit(BackendConformance):
     def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
         return self._subject.oracle.next_logprobs(ids, temperature)
 
-    def new_weights(self) -> tuple[Mapping[str, Tensor], Oracle]:
+    def new_weights(self) -> tuple[Mapping[str, Tensor] | str, Oracle]:
+        if "update_weights" in self.not_shown:
+            super().new_weights()
+        if self._subject.new_weights is not None:
+            path, oracle = self._subject.new_weights
+            return path, oracle.logprobs
         other = self._subject.oracle.with_other_weights()
         return other.state_dict(), other.logprobs
 
@@ -133,6 +141,8 @@ class Kit(BackendConformance):
         return self._subject.engine_sampling
 
     def declared_and_not_shown(self, name: str, remedy: str) -> NoReturn:
+        if name == "update_weights":
+            remedy = f"{remedy}; --new-weights PATH gives the path of other weights"
         if name not in self.not_shown:
             pytest.fail(
                 f"{NOT_SHOWN}{name}. {remedy[0].upper()}{remedy[1:]}. If it cannot be shown here, say why: "

@@ -112,7 +112,7 @@ class LifecyclePromises(ConformanceBase):
 
         # A busy machine delays any call by about the same time, whatever its length. So an engine that fails with short
         # calls is tried with longer ones.
-        found, rows, whole = "", 8, min(seconds(8), seconds(8))
+        found, rows, whole = "", 1, min(seconds(1), seconds(1))
         for least in (LONG_CALL, 3 * LONG_CALL, 9 * LONG_CALL):
             # The quicker of two calls, because the first may find a cold engine.
             while whole < least and rows <= MOST_ROWS:

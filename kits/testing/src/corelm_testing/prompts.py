@@ -24,12 +24,18 @@ def questions(shape: tuple[int, ...]) -> list[str]:
 
 
 def conversations(backend: Backend, shape: tuple[int, ...]) -> History:
-    """Return a history with one user question per conversation; not applicable without a chat template."""
+    """Return a history with one user question per conversation; not applicable without a chat template.
+
+    Raises:
+        TemplateError: there is a template, and it fails.
+    """
     chats = [[{"role": "user", "content": question}] for question in questions(shape)]
     history = History.of(chats, shape)
     try:
         History.from_chats([{"role": "user", "content": "Who?"}]).apply_chat_template(backend.tokenizer)
     except TemplateError:
+        if _has_template(backend.tokenizer):
+            raise
         not_applicable("the tokenizer has no chat template")
     return history
 
@@ -52,3 +58,10 @@ def nested(values: list[Any], shape: tuple[int, ...]) -> Any:
         return values[0]
     step = math.prod(shape[1:])
     return [nested(values[row * step : (row + 1) * step], shape[1:]) for row in range(shape[0])]
+
+
+def _has_template(tokenizer: Any) -> bool:
+    if not hasattr(tokenizer, "chat_template"):
+        # One that renders in a way of its own.
+        return hasattr(tokenizer, "apply_chat_template")
+    return tokenizer.chat_template is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,9 @@ class Recorder:
             terminalreporter.write_line(
                 f"corelm conformance: {counted(suite.findings)} ({suite.suite.rpartition('::')[2]})"
             )
+            reasons = Counter(each.reason for each in suite.findings if each.outcome == "not applicable")
+            for reason, count in reasons.most_common():
+                terminalreporter.write_line(f"  {count} not applicable: {reason}")
 
     def pytest_sessionfinish(self) -> None:
         if self._file is None or self._is_worker:

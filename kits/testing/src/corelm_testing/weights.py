@@ -33,7 +33,11 @@ class WeightPromises(ConformanceBase):
             other.generate(case.rows(other, 5, 40), {"max_new_tokens": 4}, logprobs="none")
             if other.capabilities.score:
                 other.score_logprobs(case.rows(other, 5, 40))
-            assert other.update_weights(weights, version="tuned") == "tuned"
+            try:
+                assert other.update_weights(weights, version="tuned") == "tuned"
+            except CapabilityError as error:
+                remedy = f"return weights in a form that the engine takes from new_weights; it said: {error}"
+                case.declared_and_not_shown("update_weights", remedy)
             yield other, oracle
 
     def test_the_first_weights_are_version_0(self, backend: Backend) -> None:

@@ -248,17 +248,17 @@ class SGLangBackend(HttpEngine):
         return {row: {**payload, **named} for row, payload in enumerate(payloads)}
 
     def post_rows(
-        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, **options: Any
+        self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, path: str = "", **options: Any
     ) -> list[Any]:
         """Post requests, and those again that the server refuses as duplicates of a request whose connection broke."""
-        entries = super().post_rows(payloads, names, deadline, decode=decode, **options)
+        entries = super().post_rows(payloads, names, deadline, path, decode=decode, **options)
         again = [row for row, entry in enumerate(entries) if protocol.is_duplicate(entry)]
         if again:
             streamed = options.get("streamed")
             if streamed is not None:
                 streamed = replace(streamed, tell=lambda number, reply: options["streamed"].tell(again[number], reply))
             bodies, whose = [payloads[row] for row in again], [names[row] for row in again]
-            repeated = super().post_rows(bodies, whose, deadline, decode=decode, streamed=streamed)
+            repeated = super().post_rows(bodies, whose, deadline, path, decode=decode, streamed=streamed)
             for row, entry in zip(again, repeated, strict=True):
                 entries[row] = entry
         return entries

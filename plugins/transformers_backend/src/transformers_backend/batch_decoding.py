@@ -17,13 +17,13 @@ from torch import Tensor
 
 from corelm.errors import EngineError, spelled_out
 from corelm.spec import GenerateRequest, Ragged, TokenChunk, TopIds
+from corelm_engine_kit.ending import AnswerEnding
+from corelm_engine_kit.masses import KeptIds, log_softmax_at
+from corelm_engine_kit.sampling import NOT_NUMBERS, Drawn, Sampler
 from transformers_backend.calls import Call
 from transformers_backend.continuation import GrowingRows
-from transformers_backend.ending import AnswerEnding
-from transformers_backend.masses import KeptIds, log_softmax_at
 from transformers_backend.memory import DecodingLimits
-from transformers_backend.protocol import NOT_NUMBERS, PromptBatch, SampledAnswers
-from transformers_backend.sampling import Drawn, Sampler
+from transformers_backend.protocol import PromptBatch, SampledAnswers
 from transformers_backend.trials import with_others
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
+from corelm_engine_kit.ending import answer_limits
 from transformers_backend.calls import Call
 from transformers_backend.engine import CausalLM
-from transformers_backend.protocol import answer_limits, without_answers
+from transformers_backend.protocol import without_answers
 
 _HONOURED = {"temperature", "num_beams", "length_penalty", "early_stopping", "min_new_tokens", "engine_kwargs"}
 

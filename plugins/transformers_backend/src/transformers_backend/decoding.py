@@ -16,23 +16,22 @@ from torch import Tensor
 
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged
+from corelm_engine_kit.ending import AnswerEnding, answer_limits
+from corelm_engine_kit.sampling import Sampler
 from transformers_backend.batch_decoding import BatchDecoding, without
 from transformers_backend.batches import Grouping
 from transformers_backend.calls import Call
 from transformers_backend.continuation import CachedRows, GrowingRows, UncachedRows
-from transformers_backend.ending import AnswerEnding
 from transformers_backend.engine import CausalLM
 from transformers_backend.memory import CacheBytes, DecodingLimits, decoding_limits, measured_cache
 from transformers_backend.protocol import (
     PromptBatch,
     SampledAnswers,
-    answer_limits,
     batches_of,
     generation_prompts,
     generation_result,
     no_answers,
 )
-from transformers_backend.sampling import Sampler
 from transformers_backend.self_test import TAIL, TAKES_NO_CACHE, OwnRow, SelfTest
 from transformers_backend.trials import with_others
 

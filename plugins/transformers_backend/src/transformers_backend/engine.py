@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from corelm.errors import CapabilityError, refuse
 from corelm.spec import Ragged, Side
-from transformers_backend.transfer import to_device
+from corelm_engine_kit.transfer import to_device
 
 
 class CausalLM:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.errors import CapabilityError, InvalidRequestError, refuse
+from corelm.errors import CapabilityError, refuse
 from corelm.spec import (
     GenerateRequest,
     GenerateResult,
@@ -17,15 +17,15 @@ from corelm.spec import (
     Ragged,
     RowFailure,
     ScoreRequest,
-    ScoreResult,
     TokenSets,
     TopIds,
     generate_result,
 )
+from corelm_engine_kit.ending import answer_limits
+from corelm_engine_kit.sampling import NOT_NUMBERS
 from transformers_backend.batches import Grouping, groups_of, micro_batches, rows_of_one_encoding
 from transformers_backend.engine import CausalLM
 from transformers_backend.memory import DecodingLimits
-from transformers_backend.token_scores import TokenScores
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,23 +139,6 @@ def batches_of(
                 yield prompts.select(some[part])
 
 
-def answer_limits(request: GenerateRequest, max_context: int | None) -> Tensor:
-    """Return int64[rows]: the longest answer each prompt may get.
-
-    Raises:
-        InvalidRequestError: `max_new_tokens` is None and the model states no context to fill.
-    """
-    lengths, limit = request.prompts.lengths, request.sampling.max_new_tokens
-    if limit is not None:
-        return torch.full_like(lengths, limit)
-    if max_context is None:
-        raise InvalidRequestError(
-            "max_new_tokens=None fills the model's context, but this model states none; give a number",
-            field="max_new_tokens",
-        )
-    return max_context - lengths
-
-
 def _refuse_crossing(lengths: Tensor, limits: Tensor, rope_switch: int | None) -> None:
     """Refuse prompts below `rope_switch` whose answers may end above it."""
     if rope_switch is None:
@@ -194,13 +177,6 @@ def generation_result(
     )
     odd = logprobs.values.isnan()
     return without_answers(result, set(logprobs.row_index[odd].tolist())) if bool(odd.any()) else result
-
-
-#: Why a row has no answer.
-NOT_NUMBERS = (
-    "the logits are NaN or infinite, so that they say nothing about tokens; look for NaN in the weights, and if "
-    "they overflow in half precision, load the model with dtype='float32'"
-)
 
 
 def without_answers(result: GenerateResult, rows: Collection[int]) -> GenerateResult:
@@ -275,22 +251,6 @@ class SequenceBatch:
         return wanted, self.targets[picked], self.index[picked]
 
 
-@dataclass(frozen=True, eq=False)
-class ScoredTokens:
-    """The scores of some tokens.
-
-    Attributes:
-        index: int64[n], where the tokens stand in ``request.sequences.values``.
-        scores: what was asked of them.
-    """
-
-    index: Tensor
-    scores: TokenScores
-
-    def to(self, device: torch.device) -> ScoredTokens:
-        return ScoredTokens(self.index.to(device), self.scores.to(device))
-
-
 def scoring_requests(request: ScoreRequest, scored: Ragged, rope_switch: int | None) -> Iterator[SequenceBatch]:
     """Yield the sequences that have a position to score, in batches whose positions the model encodes alike.
 
@@ -311,101 +271,3 @@ def scoring_requests(request: ScoreRequest, scored: Ragged, rope_switch: int | N
             wanted=scored.values[index],
             index=index,
         )
-
-
-def scored_positions(request: ScoreRequest) -> Ragged:
-    """Return bool, as long as the sequences: the positions from `score_from` on."""
-    sequences = request.sequences
-    return Ragged(sequences.positions >= request.score_from.cpu()[sequences.row_index], sequences.lengths)
-
-
-def scoring_result(
-    request: ScoreRequest, scored: Ragged, parts: Sequence[ScoredTokens], vocab_size: int
-) -> ScoreResult:
-    """Return the scores of all parts in the places of their tokens, and 0.0 elsewhere; gradients flow to them.
-
-    Rows that no part has were aborted: their errors say so.
-
-    Args:
-        scored: `scored_positions` of the request.
-    """
-    sequences = request.sequences
-    device = request.device or sequences.values.device
-    total = sequences.values.shape[0]
-    index = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(part.index for part in parts)])
-    logits = None
-    if request.return_logits:
-        pieces = [piece for part in parts for piece in part.scores.logits]
-        logits = Ragged(_scattered(pieces, index, (total, vocab_size)), sequences.lengths)
-    errors = None
-    # No token has two parts.
-    if len(index) != int(scored.values.sum()):
-        missing = scored.values.clone()
-        missing[index.cpu()] = False
-        aborted = {*sequences.row_index[missing].tolist()}
-        errors = tuple("aborted before it was scored" if row in aborted else "" for row in range(len(sequences)))
-        scored = scored.with_values(scored.values & ~missing)
-    argmax = None
-    if request.return_argmax:
-        found = torch.full((total,), -1, dtype=torch.int64, device=device)
-        for part in parts:
-            assert part.scores.argmax is not None
-            found[part.index] = part.scores.argmax
-        argmax = Ragged(found, sequences.lengths)
-    result = ScoreResult(
-        logprobs=Ragged(_scattered([part.scores.logprobs for part in parts], index, (total,)), sequences.lengths),
-        scored=scored.to(device),
-        logits=logits,
-        errors=errors,
-        argmax=argmax,
-        **_top_of_all(request, parts, index),
-        **Provenance.label_of_scores(request.temperature, truncated=request.support is not None),
-    )
-    finite = result.logprobs.values.detach().isfinite()
-    # Not with a graph: its gradients would be NaN for all rows.
-    return result if request.grad or bool(finite.all()) else _without_scores(result, request, finite.cpu())
-
-
-def _without_scores(result: ScoreResult, request: ScoreRequest, finite: Tensor) -> ScoreResult:
-    """Return the result with an error in place of the scores of rows that have a log-prob that is not finite."""
-    sequences, errors = request.sequences, list(result.errors or ("",) * len(request.sequences))
-    for at in (~finite).nonzero().flatten().tolist():
-        row, position = int(sequences.row_index[at]), int(sequences.positions[at])
-        if not errors[row]:
-            excluded = f"position {position}: the model gives the id {int(sequences.values[at])} the probability 0"
-            errors[row] = NOT_NUMBERS if bool(result.logprobs.values[at].isnan()) else excluded
-    failed = torch.tensor([bool(error) for error in errors])[sequences.row_index].to(result.logprobs.values.device)
-    fillers = {"logprobs": 0.0, "scored": False, "logits": 0.0, "argmax": -1}
-    fillers |= {"top_ids": -1, "top_logprobs": 0.0, "tail_log_mass": 0.0}
-    columns = {name: rows for name in fillers if (rows := getattr(result, name)) is not None}
-    cleared = {
-        name: rows.with_values(
-            rows.values.masked_fill(failed.reshape(-1, *[1] * (rows.values.ndim - 1)), fillers[name])
-        )
-        for name, rows in columns.items()
-    }
-    return replace(result, **cleared, errors=tuple(errors))
-
-
-def _top_of_all(request: ScoreRequest, parts: Sequence[ScoredTokens], index: Tensor) -> dict[str, Any]:
-    """Return what is said of several ids at each position, in the places of their tokens."""
-    k = request.top_k if request.top_ids is None else request.top_ids.values.shape[1]
-    if not request.top_k and request.top_ids is None:
-        return {}
-    sequences, tops = request.sequences, [part.scores.top for part in parts if part.scores.top is not None]
-    total = sequences.values.shape[0]
-    ids = torch.full((total, k), -1, dtype=torch.int64, device=index.device)
-    if tops:
-        ids[index] = torch.cat([top.ids for top in tops])
-    values = {
-        "top_ids": ids,
-        "top_logprobs": _scattered([top.logprobs for top in tops], index, (total, k)),
-        "tail_log_mass": _scattered([top.tail for top in tops], index, (total,)),
-    }
-    return {name: Ragged(each, sequences.lengths) for name, each in values.items()}
-
-
-def _scattered(parts: Sequence[Tensor], index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return float32 zeros of `shape`, with the rows of `parts` at `index`."""
-    out = torch.zeros(shape, device=index.device)
-    return out.index_put((index,), torch.cat(list(parts))) if parts else out

@@ -13,19 +13,23 @@ from torch import Tensor, nn
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import Ragged, ScoreRequest, ScoreResult
+from corelm_engine_kit.token_scores import (
+    ScoredTokens,
+    TokenQuery,
+    TokenScores,
+    scored_positions,
+    scores_of_logits,
+    scoring_result,
+)
+from corelm_engine_kit.transfer import to_device
 from transformers_backend.batches import Grouping, groups_of, micro_batches
 from transformers_backend.calls import Aborted, Call
 from transformers_backend.engine import CausalLM, runs_layers_again
 from transformers_backend.protocol import (
-    ScoredTokens,
     SequenceBatch,
-    scored_positions,
     scoring_requests,
-    scoring_result,
 )
 from transformers_backend.self_test import TAIL, OwnRow, SelfTest, TailLogits
-from transformers_backend.token_scores import TokenQuery, TokenScores, scores_of_logits
-from transformers_backend.transfer import to_device
 
 #: How log-probs are made of the model's last hidden states: see `transformers_backend.fast.head`. The plain way is
 #: "whole": the model's own forward makes all logits of a batch.

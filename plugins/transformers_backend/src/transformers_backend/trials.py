@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from corelm.spec import Ragged
+from corelm_engine_kit.masses import log_softmax_at
 from transformers_backend.engine import CausalLM
-from transformers_backend.masses import log_softmax_at
 
 #: Length of the longest trial row, if the model reads so many ids.
 LONGEST = 8

@@ -71,6 +71,14 @@ def conformance(
             help="The engine keeps its KV cache when weights change in the middle of an answer.",
         ),
     ] = False,
+    new_weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="A folder with other weights for the same model, for a backend that loads paths. By default new "
+            "weights are tensors: those of the oracle with some noise.",
+        ),
+    ] = None,
     not_shown: Annotated[
         list[str] | None,
         typer.Option(
@@ -116,6 +124,7 @@ def conformance(
                 engine_sampling=sampling,
                 recomputes_in_flight=not keeps_cache_in_flight,
                 not_shown=reasons,
+                new_weights=None if new_weights is None else (new_weights, PlainOracle.load(new_weights)),
             )
             status = by_name.run(subject, output, [] if select is None else ["-k", select])
         if status == _NO_TESTS:

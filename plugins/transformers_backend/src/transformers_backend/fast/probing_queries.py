@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from corelm.spec import Ragged
+from corelm_engine_kit.token_scores import TokenQuery, TokenScores, scores_of_logits
 from transformers_backend.engine import is_device_failure
 from transformers_backend.fast.probing import HeadFormula, equal_but_for_rounding
 from transformers_backend.fast.split import SplitForward
 from transformers_backend.fast.tiled_scores import tiled_scores
 from transformers_backend.fast.tiles import TiledHead
-from transformers_backend.token_scores import TokenQuery, TokenScores, scores_of_logits
 
 _log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from corelm.spec import Ragged
+from corelm_engine_kit.transfer import to_device
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast.layouts import ReadBatch
 from transformers_backend.fast.onednn import quick_products
 from transformers_backend.fast.packing import attention_per_segment
 from transformers_backend.fast.split import SplitForward
 from transformers_backend.fast.varlen import JointAttention
-from transformers_backend.transfer import to_device
 
 
 class BodyReader:

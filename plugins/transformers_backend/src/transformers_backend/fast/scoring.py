@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from corelm.spec import Ragged, ScoreRequest
+from corelm_engine_kit.token_scores import ScoredTokens, TokenQuery, TokenScores
+from corelm_engine_kit.transfer import to_device
 from transformers_backend.calls import Call
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast.head import ScoringHead
@@ -25,7 +27,7 @@ from transformers_backend.fast.reading import BodyReader
 from transformers_backend.fast.split import SplitForward
 from transformers_backend.fast.tiled_scores import tiled_scores
 from transformers_backend.fast.varlen import JointAttention, TransformersFlash, torch_varlen
-from transformers_backend.protocol import ScoredTokens, SequenceBatch
+from transformers_backend.protocol import SequenceBatch
 from transformers_backend.scoring import (
     PACKED,
     PLAIN_LAYOUTS,
@@ -36,8 +38,6 @@ from transformers_backend.scoring import (
     tokens_per_pass,
 )
 from transformers_backend.self_test import TAIL, SelfTest, TailLogits
-from transformers_backend.token_scores import TokenQuery, TokenScores
-from transformers_backend.transfer import to_device
 
 #: On a CPU, tokens that share a forward pass of packed rows. More of them take more memory and save no time, except
 #: those that share a start.

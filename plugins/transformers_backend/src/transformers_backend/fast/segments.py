@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from transformers_backend.transfer import to_device
+from corelm_engine_kit.transfer import to_device
 
 #: Keys that are gathered for one call. A long start that many rows share would otherwise be copied for all of them at
 #: once; keys and values of 8 heads of 128 bfloat16 take 512 MiB.

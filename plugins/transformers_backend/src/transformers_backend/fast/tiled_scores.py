@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from corelm.spec import TopIds
+from corelm_engine_kit.token_scores import TokenQuery, TokenScores, logprobs_by_sets
 from transformers_backend.fast.tiles import TiledHead
-from transformers_backend.token_scores import TokenQuery, TokenScores, logprobs_by_sets
 
 
 def tiled_scores(head: TiledHead, states: Tensor, query: TokenQuery) -> TokenScores:

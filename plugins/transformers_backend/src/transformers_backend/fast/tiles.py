@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from corelm.spec import Ragged, TopIds
+from corelm_engine_kit.token_scores import logprobs_in_sets
 from transformers_backend.fast.logit_tiles import HeadForm, LogitTiles, LogSum, add_product
 from transformers_backend.fast.reductions import TileReduction, reduction_for
 from transformers_backend.fast.set_logits import SetLogits
 from transformers_backend.fast.top_logits import GivenLogits, LargestLogit
 from transformers_backend.fast.top_logprobs import TopLogprobs
-from transformers_backend.token_scores import logprobs_in_sets
 
 
 @dataclass(frozen=True, eq=False)

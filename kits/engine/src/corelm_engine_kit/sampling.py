@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 
 from corelm.spec import Ragged, SamplingParams, TopIds
-from transformers_backend.columns import argmax, inverse_cdf
-from transformers_backend.masses import KeptIds, kept_ids, log_softmax_at, log_total, most_probable
-from transformers_backend.softmax import Workspace
+from corelm_engine_kit.columns import argmax, inverse_cdf
+from corelm_engine_kit.masses import KeptIds, kept_ids, log_softmax_at, log_total, most_probable
+from corelm_engine_kit.softmax import Workspace
 
 #: How many random numbers are drawn for an answer at a time. Fixed, because a stream must not depend on how long the
 #: answer gets.
 _BLOCK = 64
+#: Why a row has no answer.
+NOT_NUMBERS = (
+    "the logits are NaN or infinite, so that they say nothing about tokens; look for NaN in the weights, and if "
+    "they overflow in half precision, load the model with dtype='float32'"
+)
 #: How many candidates top-p looks at before it sorts the whole vocabulary.
 _SHORT_LIST = 1024
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from corelm.spec import Ragged, TokenSets, TopIds
-from transformers_backend.softmax import Workspace
+from corelm_engine_kit.softmax import Workspace
 
 #: Up to how many columns the ids that are left are sorted.
 _FEW = 1024

@@ -12,9 +12,9 @@ from torch import Tensor
 from corelm.backend.arguments import answer_seeds
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
-from transformers_backend.columns import argmax, inverse_cdf
-from transformers_backend.masses import log_softmax_at
-from transformers_backend.sampling import Sampler, UniformStreams, truncated
+from corelm_engine_kit.columns import argmax, inverse_cdf
+from corelm_engine_kit.masses import log_softmax_at
+from corelm_engine_kit.sampling import Sampler, UniformStreams, truncated
 
 CPU = torch.device("cpu")
 V = 700

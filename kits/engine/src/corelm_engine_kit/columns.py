@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from transformers_backend.softmax import Workspace
+from corelm_engine_kit.softmax import Workspace
 
 #: Vocabulary entries in a tile of a two-level search, and up to how many are searched in one level. These depend on
 #: nothing but the width: what a row gets must not depend on how many other rows there are.

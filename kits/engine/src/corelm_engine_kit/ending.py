@@ -1,4 +1,4 @@
-"""`AnswerEnding`: which answers the newest tokens ended, and why."""
+"""`answer_limits`: how long answers may get. `AnswerEnding`: which answers the newest tokens ended, and why."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from corelm.spec import Ragged, SamplingParams, StopStrings
+from corelm.errors import InvalidRequestError
+from corelm.spec import GenerateRequest, Ragged, SamplingParams, StopStrings
 
 
 class AnswerEnding:
@@ -73,3 +75,20 @@ class AnswerEnding:
         self._limits = [self._limits[row] for row in kept]
         if self._watches is not None:
             self._watches = [self._watches[row] for row in kept]
+
+
+def answer_limits(request: GenerateRequest, max_context: int | None) -> Tensor:
+    """Return int64[rows]: the longest answer each prompt may get.
+
+    Raises:
+        InvalidRequestError: `max_new_tokens` is None and the model states no context to fill.
+    """
+    lengths, limit = request.prompts.lengths, request.sampling.max_new_tokens
+    if limit is not None:
+        return torch.full_like(lengths, limit)
+    if max_context is None:
+        raise InvalidRequestError(
+            "max_new_tokens=None fills the model's context, but this model states none; give a number",
+            field="max_new_tokens",
+        )
+    return max_context - lengths

@@ -1,19 +1,20 @@
 """`TokenQuery`: what a request asks of some positions, `TokenScores`: the answer, and how full logits give it.
 
-Here every position has a row of logits as long as the vocabulary. `transformers_backend.fast.tiled_scores` gives the
-same numbers without them.
+`scoring_result` builds the result of a call from the scores of its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from corelm.spec import Ragged, ScoreRequest, TopIds
-from transformers_backend.transfer import to_device
+from corelm.spec import Provenance, Ragged, ScoreRequest, ScoreResult, TopIds
+from corelm_engine_kit.sampling import NOT_NUMBERS
+from corelm_engine_kit.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,3 +237,125 @@ def _top_of(tempered: Tensor, query: TokenQuery) -> TopIds:
         # The derivative of the log of nothing is NaN, which would reach every weight.
         rest = others.masked_fill(nothing[:, None], 0.0).logsumexp(-1).masked_fill(nothing, -torch.inf)
     return TopIds(ids, values - normalizer[:, None], rest - normalizer)
+
+
+# The result of a call ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredTokens:
+    """The scores of some tokens.
+
+    Attributes:
+        index: int64[n], where the tokens stand in ``request.sequences.values``.
+        scores: what was asked of them.
+    """
+
+    index: Tensor
+    scores: TokenScores
+
+    def to(self, device: torch.device) -> ScoredTokens:
+        return ScoredTokens(self.index.to(device), self.scores.to(device))
+
+
+def scored_positions(request: ScoreRequest) -> Ragged:
+    """Return bool, as long as the sequences: the positions from `score_from` on."""
+    sequences = request.sequences
+    return Ragged(sequences.positions >= request.score_from.cpu()[sequences.row_index], sequences.lengths)
+
+
+def scoring_result(
+    request: ScoreRequest,
+    scored: Ragged,
+    parts: Sequence[ScoredTokens],
+    vocab_size: int,
+    failed: Mapping[int, str] | None = None,
+) -> ScoreResult:
+    """Return the scores of all parts in the places of their tokens, and 0.0 elsewhere; gradients flow to them.
+
+    Args:
+        scored: `scored_positions` of the request.
+        failed: why a row could not be scored. Other rows that lack a score were aborted: their errors say so.
+    """
+    sequences = request.sequences
+    device = request.device or sequences.values.device
+    total = sequences.values.shape[0]
+    index = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(part.index for part in parts)])
+    logits = None
+    if request.return_logits:
+        pieces = [piece for part in parts for piece in part.scores.logits]
+        logits = Ragged(_scattered(pieces, index, (total, vocab_size)), sequences.lengths)
+    errors = [(failed or {}).get(row, "") for row in range(len(sequences))]
+    # No token has two parts.
+    if len(index) != int(scored.values.sum()):
+        missing = scored.values.clone()
+        missing[index.cpu()] = False
+        for row in {*sequences.row_index[missing].tolist()}:
+            errors[row] = errors[row] or "aborted before it was scored"
+        scored = scored.with_values(scored.values & ~missing)
+    argmax = None
+    if request.return_argmax:
+        found = torch.full((total,), -1, dtype=torch.int64, device=device)
+        for part in parts:
+            assert part.scores.argmax is not None
+            found[part.index] = part.scores.argmax
+        argmax = Ragged(found, sequences.lengths)
+    result = ScoreResult(
+        logprobs=Ragged(_scattered([part.scores.logprobs for part in parts], index, (total,)), sequences.lengths),
+        scored=scored.to(device),
+        logits=logits,
+        errors=tuple(errors) if any(errors) else None,
+        argmax=argmax,
+        **_top_of_all(request, parts, index),
+        **Provenance.label_of_scores(request.temperature, truncated=request.support is not None),
+    )
+    finite = result.logprobs.values.detach().isfinite()
+    # Not with a graph: its gradients would be NaN for all rows.
+    if request.grad or (result.errors is None and bool(finite.all())):
+        return result
+    return _without_scores(result, request, finite.cpu())
+
+
+def _without_scores(result: ScoreResult, request: ScoreRequest, finite: Tensor) -> ScoreResult:
+    """Return the result without scores of rows that have an error or a log-prob that is not finite."""
+    sequences, errors = request.sequences, list(result.errors or ("",) * len(request.sequences))
+    for at in (~finite).nonzero().flatten().tolist():
+        row, position = int(sequences.row_index[at]), int(sequences.positions[at])
+        if not errors[row]:
+            excluded = f"position {position}: the model gives the id {int(sequences.values[at])} the probability 0"
+            errors[row] = NOT_NUMBERS if bool(result.logprobs.values[at].isnan()) else excluded
+    failed = torch.tensor([bool(error) for error in errors])[sequences.row_index].to(result.logprobs.values.device)
+    fillers = {"logprobs": 0.0, "scored": False, "logits": 0.0, "argmax": -1}
+    fillers |= {"top_ids": -1, "top_logprobs": 0.0, "tail_log_mass": 0.0}
+    columns = {name: rows for name in fillers if (rows := getattr(result, name)) is not None}
+    cleared = {
+        name: rows.with_values(
+            rows.values.masked_fill(failed.reshape(-1, *[1] * (rows.values.ndim - 1)), fillers[name])
+        )
+        for name, rows in columns.items()
+    }
+    return replace(result, **cleared, errors=tuple(errors))
+
+
+def _top_of_all(request: ScoreRequest, parts: Sequence[ScoredTokens], index: Tensor) -> dict[str, Any]:
+    """Return what is said of several ids at each position, in the places of their tokens."""
+    k = request.top_k if request.top_ids is None else request.top_ids.values.shape[1]
+    if not request.top_k and request.top_ids is None:
+        return {}
+    sequences, tops = request.sequences, [part.scores.top for part in parts if part.scores.top is not None]
+    total = sequences.values.shape[0]
+    ids = torch.full((total, k), -1, dtype=torch.int64, device=index.device)
+    if tops:
+        ids[index] = torch.cat([top.ids for top in tops])
+    values = {
+        "top_ids": ids,
+        "top_logprobs": _scattered([top.logprobs for top in tops], index, (total, k)),
+        "tail_log_mass": _scattered([top.tail for top in tops], index, (total,)),
+    }
+    return {name: Ragged(each, sequences.lengths) for name, each in values.items()}
+
+
+def _scattered(parts: Sequence[Tensor], index: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return float32 zeros of `shape`, with the rows of `parts` at `index`."""
+    out = torch.zeros(shape, device=index.device)
+    return out.index_put((index,), torch.cat(list(parts))) if parts else out
