@@ -173,7 +173,10 @@ def mismatch_by_version(td: TensorDictBase, **options: Unpack[MismatchOptions]) 
     keys, pair = correction.keys, read_pair(td, correction.keys)
     labels, index = _token_versions(pair.layout, keys.gen, keys.masks)
     places = index.to(pair.mask.device)
-    parts = {label: pair._replace(mask=pair.mask & (places == place)) for place, label in enumerate(labels)}
+    parts = {
+        label: Pair(pair.gen, pair.ref, pair.mask & (places == place), pair.layout)
+        for place, label in enumerate(labels)
+    }
     return {label: _report(part, correction) for label, part in parts.items() if bool(part.mask.any())}
 
 

@@ -117,8 +117,9 @@ class InputReader:
             tools, problems = _tools_of(given, ".".join(key_parts(options.tools_key)), shape)
             if not self._skips:
                 refuse(problems, ".".join(key_parts(options.tools_key)))
-        if options.continue_final_message and part == "prompt":
-            begun, bad = final_turns(chats, backend.eos_token_ids if options.prefer_tokens else None)
+        if part == "prompt" and options.continue_final_message is not None:
+            eos_ids = backend.eos_token_ids if options.prefer_tokens else None
+            begun, bad = final_turns(chats, options.continue_final_message, eos_ids)
             if not self._skips:
                 refuse(bad, name)
             problems = bad | problems
@@ -526,16 +527,29 @@ def _not_tools(one: Any) -> str:
     return f"expected a list of dicts or None, got {where}{shown(odd)}{advice}"
 
 
-def final_turns(chats: Sequence[Chat], eos_ids: Collection[int] | None) -> tuple[list[Message | None], Problems]:
-    """Return the assistant turn that ends each prompt, or None, and the prompts that cannot be continued.
+#: Why a prompt that ends with an assistant turn is refused unless that turn is to be continued.
+_ENDED = (
+    "the conversation ends with an assistant turn; give the policy continue_final_message=True to continue that turn, "
+    "None to sample a new one after it, or add the turn that the next answer replies to"
+)
+
+
+def final_turns(
+    chats: Sequence[Chat], continues: bool, eos_ids: Collection[int] | None, ended: str = _ENDED
+) -> tuple[list[Message | None], Problems]:
+    """Return the assistant turn that ends each prompt, or None, and the prompts that cannot be answered.
 
     Args:
+        continues: whether the answer continues such a turn. If not, a prompt that has one is refused.
+        ended: what is said about it.
         eos_ids: what the ids of a sampled turn may end with, to be left out; None leaves out the ids.
     """
     begun: list[Message | None] = []
     problems: Problems = {}
     for row, chat in enumerate(chats):
         last = chat[-1] if chat and chat[-1].role == "assistant" else None
+        if last is not None and not continues:
+            problems[row], last = ended, None
         if last is not None and (last.content is None or last.tool_calls):
             problems[row] = "its last turn calls tools or has no text, so it cannot be continued; remove that turn"
             last = None

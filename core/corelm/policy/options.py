@@ -146,7 +146,8 @@ class PolicyOptions:
         continue_final_message: for generation: True continues a conversation that ends with an assistant turn: that
             turn is the beginning of the answer. The message in the history is the whole turn, and `response_parser`
             gets its whole text; the response of texts and tokens is what was sampled. Other conversations get a new
-            turn. False samples a new turn after any conversation, as OpenAI-compatible servers do.
+            turn. False refuses a conversation that ends with an assistant turn; None samples a new turn after it, as
+            environments need whose rows end at different times.
         adapter: the adapter that answers or scores: the name of one that ``backend.load_adapter`` has loaded, or False
             for the base weights alone. So ``policy.replace(adapter=False)`` is the reference of a policy with an
             adapter, in the same engine. None leaves the model as it is.
@@ -188,7 +189,7 @@ class PolicyOptions:
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     completion_boundary: Boundary = "joint"
     response_parser: ResponseParser | str | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = False
     tools_key: NestedKey | None = "tools"
     adapter: Adapter = None
 
@@ -201,8 +202,9 @@ class PolicyOptions:
         validate.one_of("truncation", self.truncation, ("error", "left"))
         validate.one_of("completion_boundary", self.completion_boundary, ("joint", "separate"))
         validate.one_of("inplace", self.inplace, (None, True, False, "empty"))
-        for name in ("generate", "overwrite", "return_argmax", "return_support", "continue_final_message"):
+        for name in ("generate", "overwrite", "return_argmax", "return_support"):
             validate.flag(name, getattr(self, name))
+        validate.one_of("continue_final_message", self.continue_final_message, (False, True, None))
         for name in ("top_logprobs", "top_k"):
             self._set(name, validate.count(name, getattr(self, name)))
         self._settle_log_probs_key()

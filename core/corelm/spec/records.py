@@ -351,12 +351,16 @@ class WeightUpdate:
     @property
     def by_owner(self) -> bool:
         """Whether the owner has changed the weights, so that there is nothing to load."""
-        return self.adapter is None and self.state_dict is self.path is self.stream is None
+        return not self._given and self.adapter is None
 
     @property
     def unloads(self) -> bool:
         """Whether an adapter is to be unloaded."""
-        return self.adapter is not None and self.state_dict is self.path is self.stream is None
+        return not self._given and self.adapter is not None
+
+    @property
+    def _given(self) -> bool:
+        return not (self.state_dict is None and self.path is None and self.stream is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

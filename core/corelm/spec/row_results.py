@@ -66,7 +66,7 @@ class TopIds:
         """`ids`, `logprobs` and `tail`."""
         return self.ids, self.logprobs, self.tail
 
-    def fields(self, lengths: Tensor, device: torch.device) -> dict[str, Ragged]:
+    def fields(self, lengths: Tensor, device: torch.device) -> dict[str, Any]:
         """Return the fields of a result, if these are the positions of rows of such `lengths`."""
         names = ("top_ids", "top_logprobs", "tail_log_mass")
         return {name: Ragged(each, lengths).to(device) for name, each in zip(names, self.columns, strict=True)}
@@ -158,7 +158,7 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
     device = request.prompts.values.device
     ids = Ragged.from_list([answer.ids for answer in answers])
     logprobs = kept_ids = mass = None
-    top: dict[str, Ragged] = {}
+    top: dict[str, Any] = {}
     if request.logprobs != "none":
         logprobs = Ragged.from_list([answer.logprobs for answer in answers], torch.float32).to(device)
     if request.return_support:

@@ -155,7 +155,7 @@ class SamplingParams:
         if given is None and value is not None:
             raise invalid("sampling_params", f"expected a SamplingParams of corelm or a mapping, got {shown(value)}")
         given = _canonical(given or {})
-        if None in given.values():
+        if any(each is None for each in given.values()):
             given = {name: each for name, each in given.items() if each is not None or name == "max_new_tokens"}
         given |= changes
         if given.get("do_sample") is False and given.get("temperature"):

@@ -78,13 +78,12 @@ def test_an_assistant_turn_at_the_end_is_continued_as_in_python(files):
     assert settings_of(files[1])["settings"]["continue_final_message"] is True
 
 
-def test_a_new_turn_is_sampled_after_an_assistant_turn_by_default(files):
-    write_rows(files[0], [{"messages": BEGUN}])
-    assert generate(files, "--temperature", 0, "--return-tokens").exit_code == 0
-    with corelm.get_backend("toy") as backend:
-        policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 9, "temperature": 0})
-        expected = policy(TensorDict(history=History.from_chats([BEGUN])))
-    assert [row["token_ids"] for row in rows(files[1])] == [ids.tolist() for ids in expected["tokens"].response]
+def test_an_assistant_turn_at_the_end_is_refused_with_the_flag_to_type(files):
+    write_rows(files[0], [{"messages": BEGUN}, {"messages": CHAT}])
+    result = generate(files)
+    assert result.exit_code == 1 and len(rows(files[1])) == 1
+    (failed,) = rows(files[1].with_name("answers.errors.jsonl"))
+    assert failed["line"] == 1 and "give --continue-final-message to continue that turn" in failed["error"]
 
 
 def test_answers_that_continue_a_turn_are_not_scored_as_the_next_turn(files, tmp_path):

@@ -103,7 +103,7 @@ def test_grpo_loss_and_gradient_match_the_formula(backend, trainer, trained, pad
 @LAYOUTS
 @pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
 def test_with_all_tokens_scored_the_strategy_selects_what_counts(backend, trainer, trained, model, pad, strategy):
-    td = LLMPolicy(backend, generate=False, pad_output=pad)(rollout(backend, pad))
+    td = LLMPolicy(backend, generate=False, overwrite=True, pad_output=pad)(rollout(backend, pad))
     mask = {"sft": "all_response_mask", "rlhf": "all_assistant_mask", "generic": "all_attention_mask"}[strategy]
     terms = []
     for ids, counts, advantage in zip(

@@ -35,15 +35,15 @@ def test_answers_are_those_of_a_policy_with_the_same_seed(server: ServerThread, 
     assert answer.model == "m" and answer.object == "chat.completion"
 
 
-@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize("continues", [None, True])
 def test_a_conversation_that_ends_with_the_assistant_is_answered_as_by_a_policy(
-    server: ServerThread, backend: Backend, continues: bool
+    server: ServerThread, backend: Backend, continues: bool | None
 ) -> None:
     chat = [*CHAT, {"role": "assistant", "content": "I am"}]
     options = {"max_new_tokens": 24, "temperature": 0.7}
     policy = LLMPolicy(backend, sampling_params=options, continue_final_message=continues)
     expected = policy(TensorDict(history=History.from_chats([chat])), seed=7)["text"].response[0]
-    more = {"continue_final_message": True, "add_generation_prompt": False} if continues else {}
+    more = {"continue_final_message": bool(continues), "add_generation_prompt": not continues}
     with client_of(server) as client:
         asked = {**ASKED, "messages": chat, "extra_body": more}
         assert client.chat.completions.create(**asked).choices[0].message.content == expected

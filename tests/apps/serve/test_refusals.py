@@ -66,6 +66,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ),
     (CHATS, {"messages": CHAT, "chat_template_kwargs": {"max_length": 5}}, "chat_template_kwargs", "max_length"),
     (CHATS, {"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs", "expected an object"),
+    (CHATS, {"messages": [*CHAT, {"role": "assistant", "content": "I"}]}, "messages", "add_generation_prompt=true"),
     (CHATS, {"messages": CHAT, "add_generation_prompt": False}, "add_generation_prompt", "give one of the two"),
     (CHATS, {"messages": CHAT, "continue_final_message": "yes"}, "continue_final_message", "expected True or False"),
     (

@@ -22,7 +22,7 @@ def test_examples_in_the_prompt_do_not_count() -> None:
             TensorDict(history=History.from_chats([CHAT])), seed=0
         )
         score = LLMPolicy(backend, generate=False, input_mode="tokens", log_probs_key="ref_log_probs")
-        again = LLMPolicy(backend, generate=False)(rollout.clone())
+        again = LLMPolicy(backend, generate=False, overwrite=True)(rollout.clone())
         assert again["log_probs"].scored_mask[0].sum() > 6
         for td in (score(rollout.clone()), score(again)):
             assert mismatch_report(td, train_log_probs_key=("ref_log_probs", "full")).tokens == 6

@@ -42,14 +42,18 @@ def policy_of(backend, **options):
 
 
 @each("batching", [False, True])
-def test_a_conversation_that_ends_with_the_assistant_gets_a_new_turn_by_default(backend, batching):
+def test_a_conversation_that_ends_with_the_assistant_is_refused_by_default(backend, batching):
     policy = policy_of(backend, batching=batching)
     td = TensorDict(history=History.from_chats([chat("Hi"), BEGUN]))
-    out = policy(td)
+    with pytest.raises(InvalidRequestError, match=r"row 1: .*ends with an assistant turn.*continue_final_message=True"):
+        policy(td)
+    out = policy.replace(on_error="skip")(td)
+    assert out["errors"][0] == "" and "assistant turn" in out["errors"][1]
+    again = policy.replace(continue_final_message=None)(td)
     policy.cleanup_batching()
     prompt = backend.tokenizer.apply_chat_template(BEGUN, add_generation_prompt=True)
-    assert out["text"].prompt[1] == prompt
-    assert [len(each) for each in out["history"].full.chats] == [len(chat("Hi")) + 1, len(BEGUN) + 1]
+    assert again["text"].prompt[1] == prompt
+    assert [len(each) for each in again["history"].full.chats] == [len(chat("Hi")) + 1, len(BEGUN) + 1]
     assert policy.replace(generate=False)(td)["log_probs"].full  # scoring reads whole conversations
 
 

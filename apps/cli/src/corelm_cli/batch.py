@@ -132,22 +132,20 @@ def rendered_rows(
     tools: Mapping[int, list[Any] | None],
     options: PolicyOptions,
     *,
-    prompt: bool,
     ended: str = "",
 ) -> RenderedRows:
     """Render and tokenize conversations, each with its own tools.
 
     Args:
-        prompt: True for prompts to answer, False for conversations to score.
-        ended: what to say about a conversation that ends with an assistant turn, to refuse it; "" for nothing.
+        ended: for prompts, what to say about one that ends with an assistant turn, unless `options` continue it; "" for
+            conversations to score.
     """
     begun: list[Message | None] = [None] * len(chats)
     problems: Problems = {}
-    if ended:
-        problems = {row: ended for row, chat in enumerate(chats.values()) if chat and chat[-1].role == "assistant"}
-    elif prompt and options.continue_final_message:
+    prompt = bool(ended)
+    if prompt:
         eos_ids = backend.eos_token_ids if options.prefer_tokens else None
-        begun, problems = final_turns(list(chats.values()), eos_ids)
+        begun, problems = final_turns(list(chats.values()), bool(options.continue_final_message), eos_ids, ended)
     turns = dict(zip(chats, begun, strict=True))
     found = RenderedRows({}, {}, {key: problems[row] for row, key in enumerate(chats) if row in problems})
     while keys := [key for key in chats if key not in found.problems]:

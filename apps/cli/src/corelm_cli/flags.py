@@ -203,8 +203,8 @@ ContinueFinalMessage = Annotated[
     bool,
     typer.Option(
         "--continue-final-message",
-        help="Continue a conversation that ends with an assistant turn; `response` is what follows it. Otherwise a "
-        "new turn is sampled after it.",
+        help="Continue a conversation that ends with an assistant turn; `response` is what follows it. Otherwise such "
+        "a line fails.",
         rich_help_panel=PROMPTS,
     ),
 ]

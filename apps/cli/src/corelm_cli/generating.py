@@ -18,6 +18,11 @@ from corelm_cli.prompts import Prompt
 HARMLESS_TEXT = Prompt(line=0, id=0, digest="", asked={}, text="Hello")
 HARMLESS_CHAT = Prompt(line=0, id=0, digest="", asked={}, chat=(Message("user", "Hello"),))
 
+_ENDED = (
+    "messages: the conversation ends with an assistant turn; give --continue-final-message to continue that turn, or "
+    "add the turn that the next answer replies to"
+)
+
 
 @dataclass(kw_only=True)
 class Generator(Worker[Prompt]):
@@ -139,7 +144,7 @@ class Generator(Worker[Prompt]):
         texts = {at: prompt.text for at, prompt in enumerate(prompts) if prompt.text is not None}
         chats = {at: prompt.chat for at, prompt in enumerate(prompts) if prompt.chat is not None}
         tools = {at: prompts[at].tools for at in chats}
-        rendered = rendered_rows(self.engine, chats, tools, self.options, prompt=True)
+        rendered = rendered_rows(self.engine, chats, tools, self.options, ended=_ENDED)
         encoded = self.engine.tokenize(list(texts.values()), **self.options.tokenizer_kwargs).ids.tolist()
         ids = {**rendered.ids, **dict(zip(texts, encoded, strict=True))}
         errors = [LineError(prompts[at].line, prompts[at].id, what) for at, what in rendered.problems.items()]

@@ -181,13 +181,12 @@ class Scorer(Worker[ToScore]):
             wholes += [(at, (*chat, Message("assistant", each))) for each in line.completions] or [(at, chat)]
         prompts = {at: line.chat or () for at, line in lines.items() if line.completions}
         tools = {at: line.tools for at, line in lines.items()}
-        before = rendered_rows(self.engine, prompts, tools, self.options, prompt=True, ended=_ENDED)
+        before = rendered_rows(self.engine, prompts, tools, self.options, ended=_ENDED)
         after = rendered_rows(
             self.engine,
             {key: chat for key, (_, chat) in enumerate(wholes)},
             {key: tools[at] for key, (at, _) in enumerate(wholes)},
             self.options,
-            prompt=False,
         )
         found: dict[int, list[Scorable | str]] = {at: [] for at in lines}
         for key, (at, _) in enumerate(wholes):

@@ -160,7 +160,8 @@ def serve(
         )
     more = list(context.args)
     if path is not None and path.startswith("--"):
-        path, more = None, [path, *more]  # a flag of the engine that comes before any MODEL
+        # A flag of the engine that comes before any MODEL.
+        more, path = [path, *more], None
     if path is not None and model is not None:
         raise typer.BadParameter(f"the model is given twice, as {path} and with --model", param_hint="--model")
     own = [flag for each in context.command.params for flag in each.opts if flag.startswith("--")]

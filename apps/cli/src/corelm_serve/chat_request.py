@@ -51,7 +51,7 @@ class ChatAsk:
         top_logprobs: how many of the most probable ids to return for each token.
         tools: the tools for the chat template; None for none.
         template_kwargs: variables for the chat template.
-        continue_final_message: whether the answer continues an assistant turn at the end; see `PolicyOptions`.
+        continue_final_message: what to do after an assistant turn at the end; see `PolicyOptions`.
     """
 
     model: str | None
@@ -63,7 +63,7 @@ class ChatAsk:
     top_logprobs: int
     tools: list[dict[str, Any]] | None
     template_kwargs: Mapping[str, Any]
-    continue_final_message: bool
+    continue_final_message: bool | None
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ChatAsk:
@@ -92,14 +92,15 @@ class ChatAsk:
         )
 
 
-def _continues(given: Mapping[str, Any]) -> bool:
+def _continues(given: Mapping[str, Any]) -> bool | None:
+    """Return True to continue an assistant turn at the end, None to sample a new turn after it, False to refuse it."""
     continues = flag("continue_final_message", given.get("continue_final_message", False))
     if flag("add_generation_prompt", given.get("add_generation_prompt", not continues)) is continues:
         raise invalid(
             "add_generation_prompt",
             "a new turn is sampled, or with continue_final_message=true the last one is continued; give one of the two",
         )
-    return continues
+    return None if "add_generation_prompt" in given and not continues else continues
 
 
 def _template_kwargs(given: Any) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from corelm import Backend, Ragged
 from corelm.application import AnswerReader, InputRows, final_turns, generation_mode, render_chats, special_tokens
 from corelm.batching import DynamicBatcher, Limits
-from corelm.errors import CapabilityError, CoreLMError, refuse, spelled_out
+from corelm.errors import CapabilityError, CoreLMError, spelled_out
 from corelm.spec import Chat, GenerateResult, Message, SamplingParams
 from corelm.spec.message import new_call_id
 from corelm.validate import invalid, shown
@@ -29,6 +29,10 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that requests under way have to end when the server ends.
 PATIENCE = 10
+_ENDED = (
+    "the conversation ends with an assistant turn; give continue_final_message=true and add_generation_prompt=false to "
+    "continue that turn, or add_generation_prompt=true to sample a new one after it"
+)
 #: Seconds over which the tokens a second are counted.
 RATE_OVER = 60
 
@@ -196,13 +200,13 @@ class Service:
             InvalidRequestError, TemplateError: the conversation cannot be rendered, or continued.
         """
         begun = None
-        if ask.continue_final_message:
-            if self.parses:
-                raise invalid(
-                    "continue_final_message", "this server parses answers, which are whole turns; leave it out"
-                )
-            begun, problems = final_turns([messages], self.backend.eos_token_ids)
-            refuse(problems, "messages")
+        if ask.continue_final_message and self.parses:
+            raise invalid("continue_final_message", "this server parses answers, which are whole turns; leave it out")
+        if ask.continue_final_message is not None:
+            eos_ids = self.backend.eos_token_ids
+            begun, problems = final_turns([messages], ask.continue_final_message, eos_ids, _ENDED)
+            if problems:
+                raise invalid("messages", problems[0])
         rendered = render_chats(
             self.backend,
             [messages],

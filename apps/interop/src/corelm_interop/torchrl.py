@@ -72,7 +72,7 @@ class EnvPolicy(TensorDictModuleBase):
                 "continue_final_message out here: after an assistant turn, a new turn is sampled",
             )
         # A row of an environment that has ended keeps its last turn, and is sampled on with the others.
-        self.policy = _for_torchrl(policy)
+        self.policy = _for_torchrl(policy).replace(continue_final_message=None)
         self.in_keys, self.out_keys = self.policy.in_keys, self.policy.out_keys
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

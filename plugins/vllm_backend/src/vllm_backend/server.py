@@ -116,7 +116,7 @@ class VLLMServer(HttpEngine):
                 server.info = probe_server(server, LOGPROBS_MODES.get(logprobs_mode or ""), deadline)
                 if group is not None:
                     require_transfer(server.info.weight_transfer)
-                server._initial_version = server._weight_version(deadline.left())
+                server.remember_weights(deadline)
                 return server
         except BaseException:
             client.close()
@@ -129,6 +129,10 @@ class VLLMServer(HttpEngine):
     @property
     def checkpoint(self) -> Path | None:
         return local_checkpoint(self.info.model)
+
+    def remember_weights(self, deadline: Deadline) -> None:
+        """Take the weights that the server has now for those that it was opened with."""
+        self._initial_version = self._weight_version(deadline.left())
 
     # Rows ------------------------------------------------------------------------------------------------------------
 
