@@ -327,7 +327,11 @@ def nearest(name: Any, known: Iterable[str]) -> str | None:
 
 
 def _distance(one: str, other: str) -> int:
-    """Return how many letters must be added, dropped or replaced to make `other` of `one`."""
+    """Return how many letters must be added, dropped or replaced to make `other` of `one`; 1 for the same letters in
+    another order.
+    """
+    if sorted(one) == sorted(other):
+        return int(one != other)
     row = list(range(len(other) + 1))
     for letter in one:
         before, row = row, [row[0] + 1]

@@ -268,7 +268,7 @@ def test_changed_completions_under_a_scored_id_are_an_error(files):
     write_rows(files[0], [{"id": 1, "prompt": "The", "completion": " cat"}])
     score(files)
     write_rows(files[0], [{"id": 1, "prompt": "The", "completion": " sea"}])
-    assert score(files).exit_code == 1 and len(rows(files[1])) == 1
+    assert score(files).exit_code == 2 and len(rows(files[1])) == 1
 
 
 def test_scores_go_through_pipes(files):
