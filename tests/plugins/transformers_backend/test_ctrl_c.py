@@ -17,10 +17,7 @@ from helpers.processes import heed_interrupts, read_line
 pytestmark = pytest.mark.process
 #: Seconds after which a program is taken to go on. It ends within one or two on a machine that does nothing else.
 LIMIT = 60.0
-#: First a function that is called after those of corelm, and that runs `exec`, as one of torch may.
 SETUP = """
-import atexit
-atexit.register(exec, "pass")
 import asyncio, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
