@@ -105,6 +105,7 @@ class CoreLMAPI(ModelAPI):
                     template_kwargs=template_kwargs or {},
                     log_probs_mode=log_probs_mode,
                     # A conversation may end with a turn of the assistant, for example in a debate.
+                    continue_final_message=None,
                     return_masks=False,
                     inplace=False,
                 ),
