@@ -14,7 +14,7 @@ EXTRA := $(filter-out $(RUN),$(PACKAGES))
 METADATA := $(addsuffix /pyproject.toml,$(PACKAGES))
 
 # What make test runs. tests/mutants reads this list.
-TEST := tests/core tests/kits/testing tests/plugins/transformers_backend \
+TEST := tests/core tests/kits/testing tests/kits/engine/test_sampling.py tests/plugins/transformers_backend \
 	tests/apps/fleet/test_state.py tests/apps/fleet/test_stateful.py tests/apps/fleet/test_parts.py \
 	tests/test_docs.py tests/test_imports.py tests/real/test_briefly.py
 # What make check runs: all folders but those that need an engine or a harness, or hold no tests.
