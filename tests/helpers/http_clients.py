@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from corelm_engine_kit.http import HttpClient
 from helpers.http_server import Reply, Request, json_reply
 
 KEY = "sk-a-secret-of-this-test"
-Connect = Callable[..., HttpClient]
+if TYPE_CHECKING:
+    # Only here: it needs httpx, and some tests beside those that do need none.
+    from corelm_engine_kit.http import HttpClient
+
+Connect: TypeAlias = "Callable[..., HttpClient]"
 
 
 def echo(request: Request) -> Reply:

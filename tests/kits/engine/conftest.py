@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from corelm_engine_kit.http import HttpClient
 from helpers.http_clients import Connect, Waits, echo
 from helpers.http_server import FaultServer
+
+if TYPE_CHECKING:
+    from corelm_engine_kit import HttpClient
 
 
 @pytest.fixture
@@ -22,6 +24,8 @@ def waits() -> Waits:
 @pytest.fixture
 def connect(waits: Waits) -> Iterator[Connect]:
     """``connect(server, **options)``: a client that does not sleep. Closing it after the test must end its thread."""
+    from corelm_engine_kit import HttpClient
+
     before = set(threading.enumerate())
     with ExitStack() as stack:
 
