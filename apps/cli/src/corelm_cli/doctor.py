@@ -30,7 +30,7 @@ def doctor(
     path: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL", help="A model to open: how it will be run, how fast, and what is slower than need be."
+            metavar="MODEL", help="A model to open. Report how the backend runs it, and what slows it down."
         ),
     ] = None,
     python: Annotated[

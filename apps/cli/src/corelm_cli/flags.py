@@ -48,7 +48,7 @@ _FIRST = frozenset(
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options under headings: those used most, then the `rich_help_panel` of each.
+    """A command whose help groups options under headings: the most used first, then each `rich_help_panel`.
 
     Help and errors are plain text, which a log or a pipe can hold.
     """

@@ -1,4 +1,4 @@
-"""How a model will be run on this machine, how fast, and what is slower than it could be."""
+"""Check a model for `corelm doctor`: whether it opens, how the backend runs it, and what slows it down."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from packaging.version import Version
 
@@ -29,7 +29,7 @@ _PATIENCE = 20.0
 
 
 def model_findings(choice: EngineChoice, found: Scan) -> Iterator[Finding]:
-    """Open a model, time a short batch, and yield what is found.
+    """Open a model, time a short batch, and yield the findings.
 
     Args:
         choice: the model and its engine.
@@ -63,9 +63,9 @@ def model_findings(choice: EngineChoice, found: Scan) -> Iterator[Finding]:
 def _tokens_per_second(backend: Backend) -> float:
     prompts = backend.tokenize(["The quick brown fox jumps over the lazy dog"] * _PROMPTS).ids
     sampling = {"max_new_tokens": _TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 7}
-    mode = "raw" if "raw" in backend.capabilities.generation_modes else "none"
+    mode: Literal["raw", "none"] = "raw" if "raw" in backend.capabilities.generation_modes else "none"
     began = time.perf_counter()
-    answers = backend.generate(prompts, sampling, logprobs=mode)  # type: ignore[arg-type]
+    answers = backend.generate(prompts, sampling, logprobs=mode)
     spent = time.perf_counter() - began
     if backend.capabilities.score:
         backend.score_logprobs(prompts)
