@@ -51,6 +51,25 @@ def forwards(open_model: Open) -> Callable[..., int]:
     return count
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_call_makes_at_most_four_forwards_more(folder: Path, open_model: Open, dtype: torch.dtype) -> None:
+    sampling = {"max_new_tokens": 4, "ignore_eos": True}
+    calls: list[Callable[[Any], object]] = [
+        lambda backend: backend.score_logprobs(PROMPTS),
+        lambda backend: backend.generate(PROMPTS, sampling),
+    ]
+    for call in calls:
+        backend, taken = open_model(tiny_model("llama").to(dtype), fast=True), []
+        for _ in range(2):
+            with Forwards() as passes:
+                call(backend)
+            taken.append(passes.count)
+        first, second = taken
+        assert second < first <= second + 4
+        for file in folder.iterdir():
+            file.unlink()
+
+
 def test_the_second_to_open_a_model_makes_fewer_forwards(folder: Path, forwards: Callable[..., int]) -> None:
     first = forwards(tiny_model("llama"))
     kept = [*folder.iterdir()]

@@ -74,6 +74,17 @@ def llama4() -> Any:
     return wide(Llama4ForCausalLM(config))
 
 
+def test_weights_that_were_written_to_between_the_opening_and_the_first_call(open_model: Open) -> None:
+    model = tiny_model()
+    passes = ForwardPasses(model)
+    backend = open_model(model)
+    for parameter in model.parameters():
+        # This shows in no counter.
+        parameter.data.copy_(parameter.data.flip(0) * 3)
+    assert cached(backend, passes) is True
+    check(backend, model)
+
+
 def test_columns_that_a_model_takes_for_positions(open_model: Open) -> None:
     model = llama4()
     passes = ForwardPasses(model)

@@ -21,8 +21,7 @@ class CausalLM:
     Attributes:
         module: the module to call, PEFT wrapper included.
         base: the transformers model inside `module`.
-        vocab_size: width of the logits.
-        readable: ids below it have an embedding. A GPU that is given another id fails for the rest of the process.
+        vocab_size: width of the logits: what the head's weights say until `SelfTest` has read a row.
         max_context: longest input in tokens, or None if the model states no limit.
         rope_switch: number of tokens in a forward pass above which all positions are encoded differently (longrope);
             None for most models.
@@ -49,9 +48,14 @@ class CausalLM:
         self.padding = 0
         self._always = {"return_dict": True, **without_router}
         self._cache_name = cache_name(base)
-        embedded: int | None = getattr(_embeddings(base), "num_embeddings", None)
-        self.vocab_size: int = self._width_of_logits(embedded) or text.vocab_size
-        self.readable = min(self.vocab_size, embedded or self.vocab_size)
+        self._embedded: int | None = getattr(_embeddings(base), "num_embeddings", None)
+        head = getattr(base.get_output_embeddings(), "weight", None)
+        self.vocab_size: int = len(head) if isinstance(head, Tensor) else self._embedded or text.vocab_size
+
+    @property
+    def readable(self) -> int:
+        """Ids below it have an embedding. A GPU that is given another id fails for the rest of the process."""
+        return min(self.vocab_size, self._embedded or self.vocab_size)
 
     @property
     def device(self) -> torch.device:
@@ -221,21 +225,6 @@ class CausalLM:
         inputs |= {self._cache_name: cache, "use_cache": True, **keep}
         logits: Tensor = self.forward(attention_mask=attention_mask, **inputs).logits
         return logits[:, -1].float()
-
-    def _width_of_logits(self, embedded: int | None) -> int | None:
-        """Return the width of the logits, or None if the model cannot read a row of at most four ids.
-
-        Neither the configuration nor the head's weights say it for every model: a head may be quantized or cut.
-        """
-        try:
-            with self.evaluating():
-                row = torch.arange(min(4, self.max_context or 4)) % (embedded or 4)
-                return self.plain_logits(row, last=1).shape[-1]
-        except Exception:
-            # The first request fails with the model's own words, and a model that is only to be updated opens.
-            head = self.base.get_output_embeddings()
-            weight = getattr(head, "weight", None)
-            return weight.shape[0] if isinstance(weight, Tensor) else None
 
 
 def _embeddings(base: Any) -> nn.Module | None:
