@@ -101,6 +101,15 @@ def eight_bits(name: str, weight: Tensor) -> Tensor:
     return (weight / scale).round() * scale
 
 
+def eight_bits_in_groups(name: str, weight: Tensor) -> Tensor:
+    """Round every matrix to 8 bits, one scale for 32 values, as llama.cpp's Q8_0 does."""
+    if weight.ndim != 2:
+        return weight
+    parts = weight.reshape(-1, 32)
+    scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+    return ((parts / scale).round() * scale).reshape(weight.shape)
+
+
 def four_bits(name: str, weight: Tensor) -> Tensor:
     """Round a matrix to 4 bits with a zero point for groups of 32, as GPTQ and AWQ store it."""
     if weight.ndim != 2 or "embed" in name or "head" in name:
@@ -201,6 +210,7 @@ DEFECTS: dict[str, Defect] = {
     "rope scaling left out": Defect("rope", _no_rope_scaling, [("llama", _SCALED_ROPE), ("qwen2", _SCALED_ROPE)]),
     "weights before an update": Defect("other-weights", _weights(older), [("qwen2", {}), ("gpt2", {})]),
     "8 bits": Defect("quantized", _weights(eight_bits), [("qwen2", {}), ("llama", {})]),
+    "8 bits, embeddings and head too": Defect("quantized", _weights(eight_bits_in_groups), [("qwen2", {})]),
     "4 bits with zero points": Defect("quantized", _weights(four_bits), [("llama", {}), ("qwen2", {})]),
     "bfloat16": Defect("dtype", _half(torch.bfloat16), [("qwen2", {}), ("gpt2", {})]),
     "float16": Defect("dtype", _half(torch.float16), [("llama", {})]),

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from corelm.spec.records import SLEEP_LEVELS
 from corelm.spec.sampling import EVERY_ENGINE, FIELDS, LARGEST
-from corelm.validate import count, did_you_mean, flag, invalid, shown, token_ids
+from corelm.validate import count, did_you_mean, flag, invalid, positive, shown, token_ids
 
 Range = tuple[float, float]
 GenerationMode = Literal["raw", "processed", "scaled"]
@@ -76,6 +76,9 @@ class Capabilities:
         adapters: requests may name an adapter (LoRA, for example), and the optional hook `update_weights` loads and
             unloads adapters, even if `update_weights` is not declared, which is about the base weights.
         abort: the optional hook `abort` works.
+        precision: how far its log-probs of a row are from those of a float32 forward of the same weights, in nats a
+            token on average. None for what the dtype of its logits lets expect; an engine whose activations are
+            quantized, for example, has to say it. Comparisons and canaries take smaller differences for rounding.
 
     Raises:
         InvalidRequestError: an unknown name, a value of another type or out of range, or capabilities that contradict
@@ -110,6 +113,7 @@ class Capabilities:
     sleep_levels: frozenset[int] = frozenset()
     adapters: bool = False
     abort: bool = False
+    precision: float | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -122,6 +126,8 @@ class Capabilities:
             put("eos_token_ids", _ids(self.eos_token_ids, self.vocab_size))
         for name in ("score_top_k", "top_logprobs"):
             put(name, count(name, getattr(self, name), 0, LARGEST))
+        if self.precision is not None:
+            put("precision", positive("precision", self.precision))
         put("sampling", _parameters(self.sampling))
         put("generation_modes", _modes(self.generation_modes))
         put("sleep_levels", _levels(self.sleep_levels))

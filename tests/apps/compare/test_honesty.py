@@ -17,7 +17,7 @@ from corelm_compare.oracles import Oracle
 from corelm_compare.precision import explain, quantized
 from corelm_compare.sides import OpenSide
 from helpers.planted_defects import PROMPTS, loaded, opened, sound
-from helpers.planted_engines import Heats, Rescoring
+from helpers.planted_engines import Coarse, Heats, Rescoring, SaysItIsCoarse
 from helpers.tiny_models import random_rows
 from transformers_backend import TransformersBackend
 
@@ -62,6 +62,16 @@ def test_an_engine_that_treats_bos_in_its_own_way_has_no_wrong_cache(plugin, cau
     with sound(folder) as one, opened(plugin, loaded(folder), AutoTokenizer.from_pretrained(folder)) as other:
         found = compare([one, other], MIXED, oracle=folder)
     assert {(each.id, each.side, each.confidence) for each in found.causes} == {(cause, "planted", "certain")}
+
+
+def test_what_an_engine_declares_as_its_precision_is_rounding(folder_of):
+    folder = folder_of("qwen2", 3)
+    tokenizer, verdicts = AutoTokenizer.from_pretrained(folder), []
+    for plugin in (Coarse, SaysItIsCoarse):
+        with sound(folder) as one, opened(plugin, loaded(folder), tokenizer) as other:
+            found = compare([one, other], PROMPTS, oracle=folder)
+        verdicts.append((found.exit_code, found.verdict == "agree", [each.id for each in found.causes]))
+    assert verdicts[0][:2] == (1, False) and verdicts[1] == (0, True, [])
 
 
 class ReadsFirstIdsOtherwise(Rescoring):

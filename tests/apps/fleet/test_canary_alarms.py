@@ -8,8 +8,11 @@ import torch
 import corelm
 from apps.fleet.conftest import looks, table
 from corelm import Backend
+from corelm.errors import StaleWeightsError
 from corelm_fleet import probe_scores
+from corelm_fleet.canary import watch
 from corelm_testing.toy import Bigram
+from helpers.planted_engines import Coarse, SaysItIsCoarse
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -32,6 +35,17 @@ def test_clean_updates_raise_no_alarm(dtype: torch.dtype, updates: int) -> None:
             assert backend.update_weights(trained.state_dict(), expect=expect) == str(number)
             if number % 10 == 0:
                 looks(backend).look()
+
+
+def test_an_engine_of_a_declared_precision_raises_no_alarm() -> None:
+    model = tiny_model(seed=1)
+    with pytest.raises(StaleWeightsError):
+        watch(Backend.from_plugin(Coarse.open(model, tokenizer=tiny_tokenizer()), "coarse"))
+    with Backend.from_plugin(SaysItIsCoarse.open(tiny_model(), tokenizer=tiny_tokenizer()), "coarse") as backend:
+        watch(backend).look()
+        backend.update_weights(model.state_dict(), expect=probe_scores(model))
+        with pytest.raises(StaleWeightsError):
+            backend.update_weights(model.state_dict(), expect=probe_scores(tiny_model(seed=2)))
 
 
 def test_the_same_weights_twice_raise_no_alarm(toy: Backend) -> None:

@@ -170,17 +170,19 @@ class Measurements:
         return starts
 
     def _measure_own(self) -> None:
-        doubtful = [side.name for side in self.sides if side.dtype() is None and not self._is_float32(side)]
+        silent = [side for side in self.sides if side.dtype() is None and side.can.precision is None]
+        doubtful = [side.name for side in silent if not self._is_float32(side)]
         if self.oracle is not None and (doubtful or any(side.dtype() in HALVES for side in self.sides)):
             self.found.clock.step("the plain forward in low precision")
             self.roundings = halves(self.oracle, self.examined)
         for side in self.sides:
             if side.name in doubtful and self.truth is not None:
                 self._assumed[side.name] = related_dtype(self.examined_of(side), self.truth, self.roundings)
-            self.noise[side.name] = noise_of(self.dtype(side), self.roundings)
+            self.noise[side.name] = side.can.precision or noise_of(self.dtype(side), self.roundings)
             # Rounding is no fault of a side that does not say how it rounds.
             unknown = side.name in doubtful and self._assumed.get(side.name) is None
-            self.own_noise[side.name] = noise = noise_of("bfloat16" if unknown else self.dtype(side), self.roundings)
+            noise = noise_of("bfloat16", self.roundings) if unknown else self.noise[side.name]
+            self.own_noise[side.name] = noise
             if unknown:
                 self.found.note(
                     f"{side.name} does not say in which dtype it computes, so less than {noise:.2g} nats a token from "
@@ -206,7 +208,8 @@ class Measurements:
 
     def floor(self, side: OpenSide) -> float:
         """Return mean |Δ| from the plain forward that is not even rounding."""
-        return self.noise[side.name] if side.dtype() == "tf32" else FLOAT32_NOISE
+        declared = side.can.precision is not None or side.dtype() == "tf32"
+        return self.noise[side.name] if declared else FLOAT32_NOISE
 
     def allowed(self, side: OpenSide) -> float:
         """Return mean |Δ| up to which another side agrees with this one."""

@@ -76,9 +76,10 @@ def halves(oracle: Oracle, rows: Rows) -> list[Rounding]:
 def quantized(oracle: Oracle, rows: Rows) -> Iterator[Rounding]:
     """Return what usual schemes of quantized weights do to the numbers of the rows."""
     plain = torch.cat(oracle.numbers(rows))
-    for name, scheme in _SCHEMES.items():
-        changed = oracle.with_weights(_on_matrices(scheme))
-        yield Rounding(name, torch.cat(changed.numbers(rows)) - plain, True)
+    for whole, schemes in ((False, _SCHEMES), (True, _WHOLE)):
+        for name, scheme in schemes.items():
+            changed = oracle.with_weights(_on_matrices(scheme, whole=whole))
+            yield Rounding(name, torch.cat(changed.numbers(rows)) - plain, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +192,12 @@ def correlation(one: Tensor, other: Tensor) -> float:
     return float((a * b).sum()) / size if size > 0 else 0.0
 
 
-def _on_matrices(scheme: Callable[[Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
+def _on_matrices(scheme: Callable[[Tensor], Tensor], *, whole: bool) -> Callable[[str, Tensor], Tensor]:
+    """Return what a scheme does to the weights of a model: to all matrices, or to all but embeddings and head."""
+
     def change(name: str, weight: Tensor) -> Tensor:
-        # Schemes leave norms, embeddings and the output layer as they are.
-        kept = weight.ndim != 2 or any(part in name for part in ("embed", "lm_head", "wte", "wpe"))
-        return weight if kept else scheme(weight)
+        outside = not whole and any(part in name for part in ("embed", "lm_head", "wte", "wpe"))
+        return weight if weight.ndim != 2 or outside else scheme(weight)
 
     return change
 
@@ -261,4 +263,10 @@ _SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     **{f"int4 with zero points, groups of {size}": _with_zero_points(4, size, True) for size in (128, 64, 32)},
     **{f"int4 from the least weight on, groups of {size}": _with_zero_points(4, size, False) for size in (128, 64, 32)},
     "nf4": _nf4,
+}
+#: Those that also quantize embeddings and head, as the files of llama.cpp do.
+_WHOLE = {
+    "int8, groups of 32, embeddings and head too": _integers(8, 32),
+    "int4, groups of 32, embeddings and head too": _integers(4, 32),
+    "int4 from the least weight on, groups of 32, embeddings and head too": _with_zero_points(4, 32, False),
 }

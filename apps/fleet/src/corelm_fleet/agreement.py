@@ -40,6 +40,7 @@ def capabilities_of_all(given: Sequence[Capabilities]) -> Capabilities:
         # Log-probs of sampled tokens that engines do not have in common are returned by none.
         "top_logprobs": min(one.top_logprobs for one in given) if modes else 0,
         "concurrent_calls": True,
+        "precision": max((one.precision for one in given if one.precision is not None), default=None),
         "without_weights": can["update_weights"] and any(one.without_weights for one in given),
         "sleep_levels": frozenset.intersection(
             *(one.sleep_levels for one in given), SLEEP_LEVELS if can["update_weights"] else SLEEP_LEVELS[:1]

@@ -73,9 +73,10 @@ class Canary:
     """Options of a canary. ``canary=True`` means the defaults.
 
     Attributes:
-        tolerance: how far apart two scorings of one probe may be, in nats, averaged over its tokens. None for that of
-            the dtype: 0.001 in float32, 0.05 in float16 and TF32, 0.25 in bfloat16. An engine that returns no logits
-            does not show its dtype, and is taken to compute in bfloat16.
+        tolerance: how far apart two scorings of one probe may be, in nats, averaged over its tokens. None for twice the
+            `precision` that the engine declares, or else for that of the dtype: 0.001 in float32, 0.05 in float16 and
+            TF32, 0.25 in bfloat16. An engine that returns no logits does not show its dtype, and is taken to compute in
+            bfloat16.
 
     Raises:
         InvalidRequestError: the tolerance is not a number above 0.
@@ -361,8 +362,9 @@ class Watch:
     def _tolerance(self, dtype: str | None) -> float:
         if self.options.tolerance is not None:
             return self.options.tolerance
-        coarsest = TOLERANCES["bfloat16"]
-        return max(TOLERANCES.get(each or "", coarsest) for each in (dtype, self._questions.dtype))
+        coarsest, precision = TOLERANCES["bfloat16"], self._engine.capabilities.precision
+        own = TOLERANCES.get(self._questions.dtype or "", coarsest) if precision is None else 2 * precision
+        return max(TOLERANCES.get(dtype or "", coarsest), own)
 
     def _least(self) -> float:
         return self._tolerance("float32") * _NOTICED
