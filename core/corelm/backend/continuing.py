@@ -114,7 +114,6 @@ def prepare_continuation(
             **options,
         )
     answers = _Answers(old, reasons, ServedRows(index, rows), left, sampling, stops)
-    nothing = call.nothing
 
     def finish(batch: GenerateResult) -> GenerateResult:
         with renumbering(caller_rows):
@@ -123,7 +122,6 @@ def prepare_continuation(
     return replace(
         call,
         finish=finish,
-        nothing=None if nothing is None else lambda: answers.joined(nothing()),
         caller_rows=caller_rows[call.caller_rows],
     )
 

@@ -247,7 +247,7 @@ class OpenEngine:
             if hook not in self._asked:
                 raise CapabilityError(f"backend {self.name!r} has no hook {hook}", capability=hook)
             timeout = getattr(request, "timeout", None) if timeout is None else timeout
-            more = self._supervised or timeout is not None or call.nothing is not None or call.delivery is not None
+            more = self._supervised or timeout is not None or not call.rows or call.delivery is not None
             if more or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO):
                 return self._supervise(call, timeout, attended)
             turn = Turn(lock, self._exclusive, hook, getattr(request, "request_ids", ()), attended)
@@ -361,7 +361,7 @@ class OpenEngine:
                     ) from None
 
         with no_inference_mode():
-            if call.nothing is not None:
+            if not call.rows:
                 return call.nothing()
             with logged(self.name, hook, call.request):
                 try:

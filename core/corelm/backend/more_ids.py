@@ -109,11 +109,6 @@ class IdsAtPositions:
             return cls(top_ids=ids, problems=problems)
         return cls(top_k=k)
 
-    @property
-    def k(self) -> int:
-        """How many ids are returned at each position."""
-        return self.top_k if self.top_ids is None else self.top_ids.values.shape[1]
-
     def select(self, rows: Tensor) -> IdsAtPositions:
         """Return those of the rows with these numbers."""
         support = None if self.support is None else self.support.select(rows)

@@ -32,8 +32,6 @@ from corelm.backend.more_ids import (
 from corelm.backend.skipping import (
     OnError,
     admitted,
-    no_answers,
-    no_scores,
     renumbered,
     spread_answers,
     spread_scores,
@@ -41,6 +39,7 @@ from corelm.backend.skipping import (
 from corelm.errors import CoreLMError
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm.spec.row_results import generate_result, score_result
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.version_runs import renamed, with_runs
 
@@ -57,7 +56,6 @@ class PreparedCall(Call, Generic[R]):
         request: the checked request.
         finish: makes the caller's result from a checked result. Call it before the engine serves another call: it
             reads which weights are in force.
-        nothing: makes the result of a call without rows; None for a call that the engine has to serve.
         caller_rows: int64: the caller's row for each row of the request.
         rows: number of rows in the engine's result.
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
@@ -70,7 +68,6 @@ class PreparedCall(Call, Generic[R]):
     hook: Literal["generate", "score_logprobs"]
     request: GenerateRequest | ScoreRequest
     finish: Callable[[Any], R]
-    nothing: Callable[[], R] | None
     caller_rows: Tensor
     rows: int
     tokens: int
@@ -81,6 +78,15 @@ class PreparedCall(Call, Generic[R]):
     @property
     def origins(self) -> Sequence[Origin]:
         return () if self.origin is None else (self.origin,)
+
+    def nothing(self) -> R:
+        if isinstance(self.request, GenerateRequest):
+            return self.finish(generate_result(self.request, []))
+        none = score_result(self.request, {})
+        if self.request.return_logits:
+            logits = torch.zeros(0, self.engine.capabilities.vocab_size)
+            none = replace(none, logits=none.logprobs.with_values(logits))
+        return self.finish(none)
 
     def finished(self, result: Any) -> R:
         return self.finish(checked(self.engine, self.hook, result, self.request))
@@ -206,9 +212,6 @@ def prepare_generation(
             delivery.complete(batch)
         return batch
 
-    def nothing() -> GenerateResult:
-        return finish(no_answers(mode, sampling, support=support_from_engine, top_logprobs=top_logprobs))
-
     total, given, new = len(names), rows.values.shape[0], sampling.max_new_tokens
     # Without a limit an answer may fill the context.
     most = (capabilities.max_context or 0) * total if new is None else given + new * total
@@ -217,7 +220,6 @@ def prepare_generation(
         hook="generate",
         request=request,
         finish=finish,
-        nothing=None if total else nothing,
         caller_rows=answers.index // samples,
         rows=total,
         tokens=max(given, most),
@@ -303,16 +305,11 @@ def prepare_scoring(
             batch = spread_scores(batch, served, lengths, problems, engine.version_with(adapter))
         return batch
 
-    def nothing() -> ScoreResult:
-        logits, truncated = capabilities.vocab_size if return_logits else 0, support is not None
-        return finish(no_scores(temperature, logits=logits, argmax=return_argmax, support=truncated, top_ids=named.k))
-
     return PreparedCall(
         engine=engine,
         hook="score_logprobs",
         request=request,
         finish=finish,
-        nothing=None if names else nothing,
         caller_rows=served.index,
         rows=len(names),
         tokens=rows.values.shape[0],

@@ -13,9 +13,7 @@ from torch import Tensor
 from corelm import validate
 from corelm.backend.futures import own
 from corelm.errors import CoreLMError, Problems, refuse, spelled_out
-from corelm.spec.provenance import Mode, Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
-from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 
@@ -118,47 +116,6 @@ def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
 
 
 # Results -------------------------------------------------------------------------------------------------------------
-
-
-def no_answers(
-    mode: Mode | Literal["none"], sampling: SamplingParams, *, support: bool, top_logprobs: int
-) -> GenerateResult:
-    """Return what an engine would return for no prompts."""
-    return GenerateResult(
-        ids=_none(torch.int64),
-        logprobs=_none(),
-        finish_reasons=(),
-        kept_ids=TokenSets.from_list([]) if support else None,
-        kept_log_mass=_none() if support else None,
-        **_no_top(top_logprobs),
-        **Provenance.label(mode, sampling),
-    )
-
-
-def no_scores(temperature: float, *, logits: int, argmax: bool, support: bool, top_ids: int) -> ScoreResult:
-    """Return what an engine would return for no sequences.
-
-    Args:
-        logits: how many there are at each position; 0 if they were not asked for.
-    """
-    return ScoreResult(
-        logprobs=_none(),
-        scored=_none(torch.bool),
-        logits=_none(torch.float32, logits) if logits else None,
-        argmax=_none(torch.int64) if argmax else None,
-        **_no_top(top_ids),
-        **Provenance.label_of_scores(temperature, truncated=support),
-    )
-
-
-def _no_top(k: int) -> dict[str, Any]:
-    if not k:
-        return {}
-    return {"top_ids": _none(torch.int64, k), "top_logprobs": _none(torch.float32, k), "tail_log_mass": _none()}
-
-
-def _none(dtype: torch.dtype = torch.float32, *shape: int) -> Ragged:
-    return Ragged(torch.zeros(0, *shape, dtype=dtype), torch.zeros(0, dtype=torch.int64))
 
 
 def spread_answers(
