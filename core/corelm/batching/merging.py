@@ -183,20 +183,14 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
 
 def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChunk], None] | None:
     """Return a function that takes the chunks of the joined request and hands each to the request of its row."""
-    listeners = {request.on_tokens for request in requests if request.on_tokens is not None}
     owners = _owners(requests)
 
     def deliver(chunk: TokenChunk) -> None:
-        if isinstance(chunk, TokenChunk) and type(chunk.row) is int and 0 <= chunk.row < len(owners):
-            request, row = owners[chunk.row]
-            if request.on_tokens is not None:
-                request.on_tokens(replace(chunk, row=row))
-        else:
-            # It belongs to no row, so every request that listens finds it wrong.
-            for each in listeners:
-                each(chunk)
+        request, row = owners[chunk.row]
+        if request.on_tokens is not None:
+            request.on_tokens(replace(chunk, row=row))
 
-    return deliver if listeners else None
+    return deliver if any(request.on_tokens for request in requests) else None
 
 
 def _shared_count(requests: Sequence[GenerateRequest]) -> Callable[[int, int], None] | None:
