@@ -12,7 +12,6 @@ from .backend.engine_call import current_call as current_call
 from .backend.futures import in_thread as in_thread
 from .backend.futures import join as join
 from .backend.futures import own as own
-from .backend.futures import unfinished as unfinished
 from .backend.futures import uninterrupted as uninterrupted
 from .backend.hooks import OUT_OF_TURN as OUT_OF_TURN
 from .backend.hooks import Hooks as Hooks

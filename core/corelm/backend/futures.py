@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from corelm.errors import EngineError, brief, described, is_interrupt, is_main_thread
-from corelm.waiting import done_within, next_item
+from corelm.waiting import next_item
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,15 +55,6 @@ def own(error: E) -> E:
         return error
     made.__cause__ = error.__cause__
     return made.with_traceback(error.__traceback__)
-
-
-def unfinished(futures: Iterable[Future[Any]], timeout: float | None = None) -> set[Future[Any]]:
-    """Wait until all futures are done. Return those that are not done after `timeout` seconds. Ctrl-C ends the wait."""
-    end = None if timeout is None else time.monotonic() + timeout
-    futures = list(futures)
-    for future in futures:
-        done_within(future, None if end is None else max(0.0, end - time.monotonic()))
-    return {future for future in futures if not future.done()}
 
 
 def join(threads: Iterable[threading.Thread], timeout: float) -> None:
