@@ -23,7 +23,7 @@ from corelm.backend.engine_call import Call, Delivering, EngineCall
 from corelm.backend.futures import Outcome, start
 from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, Hooks, typed
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted, program_deadline
-from corelm.backend.turns import EngineLock, Turn, reaper
+from corelm.backend.turns import EngineLock, Turn
 from corelm.backend.weights import Weights, WeightsListener
 from corelm.errors import (
     BackendClosedError,
@@ -422,8 +422,20 @@ class OpenEngine:
             return
         if not self.capabilities.concurrent_calls:
             turn, outside = Turn(self.lock, True), getattr(self.lock.local, "turn", None)
+            attended = time.monotonic()
+
+            def end_abandoned() -> None:
+                nonlocal attended
+                holders = list(self.lock.holders)
+                abandoned = [each for each in holders if each.abandoned]
+                self._abort_quietly(holders if abort else abandoned)
+                if len(abandoned) < len(holders):
+                    attended = time.monotonic()
+                elif time.monotonic() - attended > patience:
+                    raise TimeoutError
+
             try:
-                self.lock.acquire(turn, remind=reaper(self.lock, patience, self._abort_quietly, abort))
+                self.lock.acquire(turn, remind=end_abandoned)
                 self.closed = True
             except TimeoutError:
                 self.closed = self._release_late = True

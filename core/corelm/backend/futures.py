@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import asyncio
 import copy
 import logging
 import threading
@@ -112,7 +111,7 @@ def uninterrupted(function: Callable[[], T]) -> T:
     Python raises a `KeyboardInterrupt` in the main thread only, between any two steps of it. State that several threads
     share must not be left half changed, so the main thread has another thread change it.
     """
-    if not is_main_thread() or _in_event_loop():
+    if not is_main_thread():
         return function()
     outcome = Outcome()
     try:
@@ -158,12 +157,3 @@ class Outcome:
         finally:
             # The error's traceback refers to this frame.
             del error
-
-
-def _in_event_loop() -> bool:
-    # asyncio turns an interrupt into a cancelled task, and its thread must not wait.
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
