@@ -1,8 +1,7 @@
 from .backend.aborts import Aborts as Aborts
 from .backend.arguments import answer_seeds as answer_seeds
 from .backend.check_requests import generation_mode as generation_mode
-from .backend.check_requests import prompt_problems as prompt_problems
-from .backend.check_requests import sequence_problems as sequence_problems
+from .backend.check_requests import row_problems as row_problems
 from .backend.check_results import checked as checked
 from .backend.engine_call import Arrival as Arrival
 from .backend.engine_call import Call as Call

@@ -159,7 +159,7 @@ def prepare_generation(
         )
     top_logprobs = 0 if top_logprobs == 0 else top_of_answers(top_logprobs, mode, engine)
     asked, count, samples = sampling, rows.lengths.shape[0], sampling.num_samples or 1
-    problems = {**check_requests.prompt_problems(rows, capabilities, sampling), **(problems or {})}
+    problems = {**check_requests.row_problems(rows, capabilities, sampling), **(problems or {})}
     served = admitted(problems, count, on_error, "prompts")
     answers = served if samples == 1 else served.repeat(samples)
     names = arguments.request_ids(request_ids, count * samples)
@@ -275,7 +275,7 @@ def prepare_scoring(
     named = NO_IDS
     if support is not None or top_ids is not None or type(top_k) is not int or top_k:
         named = IdsAtPositions.of(engine, rows, starts, support, top_k, top_ids)
-    problems = {**named.problems, **check_requests.sequence_problems(rows, capabilities), **(problems or {})}
+    problems = {**named.problems, **check_requests.row_problems(rows, capabilities), **(problems or {})}
     served = admitted(problems, count, on_error, "sequences")
     names = arguments.request_ids(request_ids, count)
     if problems:

@@ -19,7 +19,7 @@ from corelm.tensors.token_sets import TokenSets
 
 OnError = Literal["raise", "skip"]
 T = TypeVar("T")
-R = TypeVar("R", Ragged, TokenSets)
+R = TypeVar("R", bound=Ragged | TokenSets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
