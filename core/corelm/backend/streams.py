@@ -111,9 +111,6 @@ class AnswerStream(_Stream[T], Iterator[AnswerChunk]):
         call, self._finish = prepare(self._events.put)
         self._request = _Request(backend, call, self._events.put)
 
-    def __iter__(self) -> AnswerStream[T]:
-        return self
-
     def __next__(self) -> AnswerChunk:
         if self._ended or self._request is None:
             raise StopIteration
@@ -156,9 +153,6 @@ class AsyncAnswerStream(_Stream[T], AsyncIterator[AnswerChunk]):
     def __init__(self, backend: _Backend, prepare: Prepare[T]) -> None:
         self._backend, self._prepare = backend, prepare
         self._events: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
-
-    def __aiter__(self) -> AsyncAnswerStream[T]:
-        return self
 
     async def __anext__(self) -> AnswerChunk:
         if self._ended:

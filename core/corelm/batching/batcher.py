@@ -218,9 +218,6 @@ class DynamicBatcher(Backend):
             # If a thread is left, the patience with its call has been spent.
             self.engine.close(patience=PATIENCE if ended else 0.0)
 
-    def __enter__(self) -> DynamicBatcher:
-        return self
-
     def _end(self, well: bool) -> None:
         self.close(flush=well)
 
