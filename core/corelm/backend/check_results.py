@@ -123,22 +123,7 @@ def _rows(
     """
     if not isinstance(given, Ragged):
         raise WrongResult(f"{name} is a {type(given).__name__}, expected a Ragged")
-    _check_tensor(name, given.values, dtype, shape, grad=grad)
-    if not isinstance(given.lengths, Tensor):
-        raise WrongResult(f"the lengths of {name} are a {type(given.lengths).__name__}, which is not a tensor")
-    try:
-        # The lengths may have been changed after they were checked.
-        rows = Ragged(given.values, given.lengths)
-    except ValueError as error:
-        raise WrongResult(f"{name}: {error}") from None
-    if like is not None and not torch.equal(rows.lengths, like.lengths):
-        raise WrongResult(f"{name} and the ids differ in length")
-    return rows
-
-
-def _check_tensor(
-    name: str, values: Any, dtype: torch.dtype | None, shape: tuple[int, ...] = (), *, grad: bool = False
-) -> None:
+    values = given.values
     if why := unreadable(values):
         raise WrongResult(f"{name} is {why}")
     if values.is_inference():
@@ -152,6 +137,16 @@ def _check_tensor(
     if not right or not values.ndim or tuple(values.shape[1:]) != shape:
         expected = f"{dtype or 'a floating-point type'}[{', '.join(map(str, ('total', *shape)))}]"
         raise WrongResult(f"{name} are {values.dtype}{list(values.shape)}, expected {expected}")
+    if not isinstance(given.lengths, Tensor):
+        raise WrongResult(f"the lengths of {name} are a {type(given.lengths).__name__}, which is not a tensor")
+    try:
+        # The lengths may have been changed after they were checked.
+        rows = Ragged(values, given.lengths)
+    except ValueError as error:
+        raise WrongResult(f"{name}: {error}") from None
+    if like is not None and not torch.equal(rows.lengths, like.lengths):
+        raise WrongResult(f"{name} and the ids differ in length")
+    return rows
 
 
 def _check_vocabulary(name: str, ids: Tensor, vocab_size: int) -> None:
@@ -180,14 +175,12 @@ def _tokens(batch: TokenizeResult, request: TokenizeRequest, engine: OpenEngine)
     if batch.offsets is None:
         return {"ids": ids}
     # Each id covers characters of its own text. Assistant masks are computed from these offsets.
-    _check_tensor("offsets", batch.offsets, torch.int64, (2,))
-    if len(batch.offsets) != len(ids.values):
-        raise WrongResult(f"returned {len(batch.offsets)} offsets for {len(ids.values)} ids")
-    start, end = batch.offsets.cpu().unbind(-1)
+    offsets = _rows("offsets", Ragged(batch.offsets, ids.lengths), torch.int64, shape=(2,)).values
+    start, end = offsets.cpu().unbind(-1)
     sizes = torch.tensor(list(map(len, request.texts)), dtype=torch.int64)[ids.row_index]
     wrong = (start < 0) | (end < start) | (end > sizes)
     _refuse(wrong, ids, "the id covers other characters than those of its text")
-    return {"ids": ids, "offsets": batch.offsets}
+    return {"ids": ids, "offsets": offsets}
 
 
 # Answers --------------------------------------------------------------------------------------------------------------

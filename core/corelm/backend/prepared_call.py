@@ -22,13 +22,7 @@ from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
 from corelm.backend.engine_call import Call, Origin
 from corelm.backend.given_weights import checked_adapter
-from corelm.backend.more_ids import (
-    NO_IDS,
-    IdsAtPositions,
-    support_comes_from_engine,
-    top_of_answers,
-    with_known_support,
-)
+from corelm.backend.more_ids import ids_at_positions, support_comes_from_engine, top_of_answers, with_known_support
 from corelm.backend.skipping import (
     OnError,
     admitted,
@@ -36,7 +30,7 @@ from corelm.backend.skipping import (
     spread_answers,
     spread_scores,
 )
-from corelm.errors import CoreLMError
+from corelm.errors import CoreLMError, Problems
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.row_results import generate_result, score_result
@@ -272,15 +266,17 @@ def prepare_scoring(
         adapter = _adapter(engine, adapter)
     lengths, count = rows.lengths, rows.lengths.shape[0]
     starts = arguments.starts(score_from, count)
-    named = NO_IDS
+    named: dict[str, Any] = {}
+    wrong: Problems = {}
     if support is not None or top_ids is not None or type(top_k) is not int or top_k:
-        named = IdsAtPositions.of(engine, rows, starts, support, top_k, top_ids)
-    problems = {**named.problems, **check_requests.row_problems(rows, capabilities), **(problems or {})}
+        named, wrong = ids_at_positions(engine, rows, starts, support, top_k, top_ids)
+    problems = {**wrong, **check_requests.row_problems(rows, capabilities), **(problems or {})}
     served = admitted(problems, count, on_error, "sequences")
     names = arguments.request_ids(request_ids, count)
     if problems:
         rows, starts = rows.select(served.index), starts[served.index]
-        names, named = tuple([names[row] for row in served.index.tolist()]), named.select(served.index)
+        names = tuple([names[row] for row in served.index.tolist()])
+        named = {name: ids if isinstance(ids, int) else ids.select(served.index) for name, ids in named.items()}
     request = ScoreRequest(
         sequences=rows,
         score_from=starts,
@@ -292,9 +288,7 @@ def prepare_scoring(
         request_ids=names,
         timeout=engine.time_limit(timeout),
         adapter=adapter,
-        support=named.support,
-        top_k=named.top_k,
-        top_ids=named.top_ids,
+        **named,
     )
 
     def finish(batch: ScoreResult) -> ScoreResult:
