@@ -201,8 +201,13 @@ def _generation(batch: GenerateResult, request: GenerateRequest, engine: OpenEng
         check_runs(replace(batch, ids=ids), WrongResult)
     _check_ends(batch, ids, given, request, engine)
     changed: dict[str, Any] = {"ids": ids}
-    if batch.logprobs is not None or request.logprobs != "none":
-        changed["logprobs"] = _answer_logprobs(batch, ids, request)
+    if batch.logprobs is not None:
+        changed["logprobs"] = _rows("logprobs", batch.logprobs, torch.float32, ids)
+    if request.logprobs != "none":
+        if batch.logprobs is None:
+            raise WrongResult(f"returned no log-probs, but {request.logprobs} ones were asked for")
+        _check_logprobs(changed["logprobs"])
+        _check_label(batch, request)
     if request.return_support or batch.kept_ids is not None:
         changed |= _kept(batch, ids, request, vocab)
     if request.top_logprobs or batch.top_ids is not None:
@@ -245,13 +250,7 @@ def _check_ends(
             )
 
 
-def _answer_logprobs(batch: GenerateResult, ids: Ragged, request: GenerateRequest) -> Ragged:
-    if batch.logprobs is None:
-        raise WrongResult(f"returned no log-probs, but {request.logprobs} ones were asked for")
-    logprobs = _rows("logprobs", batch.logprobs, torch.float32, ids)
-    if request.logprobs == "none":
-        return logprobs
-    _check_logprobs(logprobs)
+def _check_label(batch: GenerateResult, request: GenerateRequest) -> None:
     if batch.mode != request.logprobs:
         raise WrongResult(f"returned {batch.mode} log-probs, but {request.logprobs} ones were asked for")
     if batch.support not in ("full", "truncated"):
@@ -262,7 +261,6 @@ def _answer_logprobs(batch: GenerateResult, ids: Ragged, request: GenerateReques
             raise WrongResult(f"reports temperature {batch.temperature}, but {label['temperature']} was asked for")
         if label["support"] == "truncated" and batch.support == "full":
             raise WrongResult("reports full support, but truncation, min_new_tokens or engine_kwargs were asked for")
-    return logprobs
 
 
 def _kept(batch: GenerateResult, ids: Ragged, request: GenerateRequest, vocab_size: int) -> dict[str, Any]:

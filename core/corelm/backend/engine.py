@@ -395,11 +395,7 @@ class OpenEngine:
         return not self.implements("health") or bool(self.call(Call("health", HealthRequest())))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
-
-        Raises:
-            CapabilityError: the engine cannot abort.
-        """
+        """End these requests. See `Backend.abort`."""
         self.require("abort", "its requests cannot be aborted")
         self.call(Call("abort", AbortRequest(request_ids=tuple(request_ids))))
 

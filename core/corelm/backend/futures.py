@@ -50,8 +50,6 @@ def own(error: E) -> E:
     except Exception:
         # This exception class cannot be copied.
         return error
-    if not isinstance(made, type(error)):
-        return error
     made.__cause__ = error.__cause__
     return made.with_traceback(error.__traceback__)
 
