@@ -13,7 +13,7 @@ from .backend.futures import join as join
 from .backend.futures import own as own
 from .backend.futures import uninterrupted as uninterrupted
 from .backend.hooks import OUT_OF_TURN as OUT_OF_TURN
-from .backend.hooks import Hooks as Hooks
+from .backend.hooks import hooks_of as hooks_of
 from .backend.hooks import to_containers as to_containers
 from .backend.prepared_call import prepare_scoring as prepare_scoring
 from .backend.program_end import at_program_end as at_program_end

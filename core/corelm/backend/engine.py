@@ -21,7 +21,7 @@ from torch import nn
 from corelm.backend.call_log import log_retry, logged, logger, place
 from corelm.backend.engine_call import Call, Delivering, EngineCall
 from corelm.backend.futures import Outcome, start
-from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, Hooks, typed
+from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, hooks_of, typed
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted, program_deadline
 from corelm.backend.turns import EngineLock, Turn
 from corelm.backend.weights import Weights, WeightsListener
@@ -33,6 +33,7 @@ from corelm.errors import (
     EngineError,
     described,
 )
+from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import AbortRequest, CloseRequest, HealthRequest, When
 from corelm.tensors.modes import in_caller_modes, no_inference_mode
@@ -101,13 +102,12 @@ class OpenEngine:
         self.listener: WeightsListener | None = None
         self.closed = False
         self._retry = _retrying(retry)
-        hooks = Hooks.of(plugin, name, wrappers)
-        self.capabilities = hooks.capabilities
-        self._hooks = hooks.calls
-        self.wrapped = hooks.wrapped
-        self._supervised = hooks.wrapped or self._retry is not None
+        self._hooks, by_core = hooks_of(plugin, name, wrappers)
+        self.capabilities: Capabilities = plugin.capabilities
+        self.wrapped = bool(wrappers)
+        self._supervised = self.wrapped or self._retry is not None
         self._exclusive = not self.capabilities.concurrent_calls
-        self._turnless = OUT_OF_TURN | hooks.by_core
+        self._turnless = OUT_OF_TURN | by_core
         self.lock = EngineLock(name)
         self._process = os.getpid()
         # Acquired once, by the thread that calls the engine's `close`: the one that closes, or, if it has stopped
