@@ -64,19 +64,17 @@ def checked(engine: OpenEngine, hook: str, batch: Any, request: Any, *, copy: bo
     return replace(batch, **changed)
 
 
-def errors_of_answers(batch: GenerateResult) -> list[str]:
-    """Return what went wrong with each answer; "" for those that did not fail."""
-    rows = zip_longest(batch.finish_reasons, batch.errors or (), fillvalue="")
-    return [(text or "failed, and the engine gave no reason") if reason == "error" else "" for reason, text in rows]
-
-
-def refuse_failed(errors: Sequence[str], samples: int, backend: str) -> None:
+def refuse_failed(batch: GenerateResult | ScoreResult, samples: int, backend: str) -> None:
     """Raise an `EngineError` for rows that the engine did not serve; its `problems` name the prompts or sequences.
 
     Args:
-        errors: what went wrong with each row; "" for nothing.
         samples: rows for each prompt or sequence.
     """
+    errors: Sequence[str] = batch.errors or ()
+    if isinstance(batch, GenerateResult):
+        rows = zip_longest(batch.finish_reasons, errors, fillvalue="")
+        unsaid = "failed, and the engine gave no reason"
+        errors = [(text or unsaid) if reason == "error" else "" for reason, text in rows]
     problems = {row // samples: text for row, text in enumerate(errors) if text}
     if problems:
         raise EngineError(f"backend {backend!r}: {spelled_out(problems)}", usable=True, problems=problems)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend import arguments, check_requests
-from corelm.backend.check_results import checked, errors_of_answers, refuse_failed
+from corelm.backend.check_results import checked, refuse_failed
 from corelm.backend.continuing import prepare_continuation
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
@@ -186,7 +186,7 @@ def prepare_generation(
         if delivery is not None:
             delivery.compare(batch, engine.fault("generate"))
         if on_error == "raise" and "error" in batch.finish_reasons:
-            refuse_failed(errors_of_answers(batch), samples, engine.name)
+            refuse_failed(batch, samples, engine.name)
         batch = replace(
             batch,
             mode=batch.mode if logprobs == "none" else logprobs,
@@ -293,7 +293,7 @@ def prepare_scoring(
 
     def finish(batch: ScoreResult) -> ScoreResult:
         if on_error == "raise" and batch.errors is not None:
-            refuse_failed(batch.errors, 1, engine.name)
+            refuse_failed(batch, 1, engine.name)
         batch = replace(batch, weight_versions=_versions(engine, batch, len(names), adapter), adapter=adapter)
         if problems:
             batch = spread_scores(batch, served, lengths, problems, engine.version_with(adapter))
