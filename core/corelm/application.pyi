@@ -1,8 +1,7 @@
 from .backend.aborts import Aborts as Aborts
 from .backend.arguments import answer_seeds as answer_seeds
 from .backend.check_requests import generation_mode as generation_mode
-from .backend.check_requests import prompt_problems as prompt_problems
-from .backend.check_requests import sequence_problems as sequence_problems
+from .backend.check_requests import row_problems as row_problems
 from .backend.check_results import checked as checked
 from .backend.engine_call import Arrival as Arrival
 from .backend.engine_call import Call as Call
@@ -12,10 +11,9 @@ from .backend.engine_call import current_call as current_call
 from .backend.futures import in_thread as in_thread
 from .backend.futures import join as join
 from .backend.futures import own as own
-from .backend.futures import unfinished as unfinished
 from .backend.futures import uninterrupted as uninterrupted
 from .backend.hooks import OUT_OF_TURN as OUT_OF_TURN
-from .backend.hooks import Hooks as Hooks
+from .backend.hooks import hooks_of as hooks_of
 from .backend.hooks import to_containers as to_containers
 from .backend.prepared_call import prepare_scoring as prepare_scoring
 from .backend.program_end import at_program_end as at_program_end

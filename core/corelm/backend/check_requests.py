@@ -22,26 +22,16 @@ _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 
-def prompt_problems(prompts: Ragged, capabilities: Capabilities, sampling: SamplingParams) -> Problems:
-    """Return the problems of prompts, which must leave room in the context for the answer."""
-    new = sampling.max_new_tokens
-    # Without a limit the answer fills the context, so there must be room for at least one token.
-    return _row_problems(prompts, capabilities, capabilities.empty_prompt, 1 if new is None else new, sampling)
-
-
-def sequence_problems(sequences: Ragged, capabilities: Capabilities) -> Problems:
-    """Return the problems of sequences to score, which may fill the context."""
-    return _row_problems(sequences, capabilities, False, 0)
-
-
-def _row_problems(
-    rows: Ragged, capabilities: Capabilities, may_be_empty: bool, room: int, sampling: SamplingParams | None = None
-) -> Problems:
-    """Return the rows with ids outside the vocabulary, without tokens, or without `room` in the context.
+def row_problems(rows: Ragged, capabilities: Capabilities, sampling: SamplingParams | None = None) -> Problems:
+    """Return the rows with ids outside the vocabulary, without tokens, or without room in the context.
 
     Args:
-        sampling: what the rows are prompts for; None for rows to score.
+        sampling: what the rows are prompts for, which must leave room for the answer; None for rows to score.
     """
+    may_be_empty, room = sampling is not None and capabilities.empty_prompt, 0
+    if sampling is not None:
+        # Without a limit the answer fills the context, so there must be room for at least one token.
+        room = 1 if sampling.max_new_tokens is None else sampling.max_new_tokens
     limit, size, lengths = capabilities.max_context, capabilities.vocab_size, rows.lengths.tolist()
     low, high = value_range(rows.values)
     too_long = limit is not None and max(lengths, default=0) + room > limit

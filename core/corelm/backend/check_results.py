@@ -1,7 +1,8 @@
 """Read what a hook returned: checked against the specification, and in storage that the engine does not hold.
 
-Core does this for every plugin. `fail` makes an `EngineError` that names the plugin and the hook. An error of another
-kind, from a result that cannot be read at all, becomes one in `OpenEngine.call`.
+Core does this for every plugin, and checks what is cheap and fatal: rows, lengths, types, ids in the vocabulary,
+log-probs that are finite and at most 0, finish reasons, labels. The conformance kit checks the numbers. An error of
+another kind, from a result that cannot be read at all, becomes an `EngineError` in `OpenEngine.call`.
 
 An engine may reuse its buffers for the next call, but containers create rows from a result much later, so tensors are
 copied: 12 bytes a token, and more where other ids were asked for. Logits and what carries gradients are large and are
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from corelm.backend.engine import OpenEngine
 from corelm.errors import EngineError, spelled_out
-from corelm.spec.answer_text import StopStrings
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import (
     FINISH_REASONS,
@@ -39,11 +39,6 @@ from corelm.validate import shown
 
 #: Rounding may put a log-probability above 0, but by no more than this. The same for float32 and float64.
 ABOVE_ZERO = 2.0**-10
-#: An id with a higher log-prob has more than half of the probability, even after rounding.
-_MOST_PROBABLE = -0.65
-#: How far two log-probs of the same id at the same position may be apart. An engine may compute them in two ways, in
-#: bfloat16; what is to be found here are other positions and other ids.
-_APART = 0.1
 
 
 class WrongResult(Exception):
@@ -69,19 +64,17 @@ def checked(engine: OpenEngine, hook: str, batch: Any, request: Any, *, copy: bo
     return replace(batch, **changed)
 
 
-def errors_of_answers(batch: GenerateResult) -> list[str]:
-    """Return what went wrong with each answer; "" for those that did not fail."""
-    rows = zip_longest(batch.finish_reasons, batch.errors or (), fillvalue="")
-    return [(text or "failed, and the engine gave no reason") if reason == "error" else "" for reason, text in rows]
-
-
-def refuse_failed(errors: Sequence[str], samples: int, backend: str) -> None:
+def refuse_failed(batch: GenerateResult | ScoreResult, samples: int, backend: str) -> None:
     """Raise an `EngineError` for rows that the engine did not serve; its `problems` name the prompts or sequences.
 
     Args:
-        errors: what went wrong with each row; "" for nothing.
         samples: rows for each prompt or sequence.
     """
+    errors: Sequence[str] = batch.errors or ()
+    if isinstance(batch, GenerateResult):
+        rows = zip_longest(batch.finish_reasons, errors, fillvalue="")
+        unsaid = "failed, and the engine gave no reason"
+        errors = [(text or unsaid) if reason == "error" else "" for reason, text in rows]
     problems = {row // samples: text for row, text in enumerate(errors) if text}
     if problems:
         raise EngineError(f"backend {backend!r}: {spelled_out(problems)}", usable=True, problems=problems)
@@ -128,22 +121,7 @@ def _rows(
     """
     if not isinstance(given, Ragged):
         raise WrongResult(f"{name} is a {type(given).__name__}, expected a Ragged")
-    _check_tensor(name, given.values, dtype, shape, grad=grad)
-    if not isinstance(given.lengths, Tensor):
-        raise WrongResult(f"the lengths of {name} are a {type(given.lengths).__name__}, which is not a tensor")
-    try:
-        # The lengths may have been changed after they were checked.
-        rows = Ragged(given.values, given.lengths)
-    except ValueError as error:
-        raise WrongResult(f"{name}: {error}") from None
-    if like is not None and not torch.equal(rows.lengths, like.lengths):
-        raise WrongResult(f"{name} and the ids differ in length")
-    return rows
-
-
-def _check_tensor(
-    name: str, values: Any, dtype: torch.dtype | None, shape: tuple[int, ...] = (), *, grad: bool = False
-) -> None:
+    values = given.values
     if why := unreadable(values):
         raise WrongResult(f"{name} is {why}")
     if values.is_inference():
@@ -157,6 +135,16 @@ def _check_tensor(
     if not right or not values.ndim or tuple(values.shape[1:]) != shape:
         expected = f"{dtype or 'a floating-point type'}[{', '.join(map(str, ('total', *shape)))}]"
         raise WrongResult(f"{name} are {values.dtype}{list(values.shape)}, expected {expected}")
+    if not isinstance(given.lengths, Tensor):
+        raise WrongResult(f"the lengths of {name} are a {type(given.lengths).__name__}, which is not a tensor")
+    try:
+        # The lengths may have been changed after they were checked.
+        rows = Ragged(values, given.lengths)
+    except ValueError as error:
+        raise WrongResult(f"{name}: {error}") from None
+    if like is not None and not torch.equal(rows.lengths, like.lengths):
+        raise WrongResult(f"{name} and the ids differ in length")
+    return rows
 
 
 def _check_vocabulary(name: str, ids: Tensor, vocab_size: int) -> None:
@@ -185,14 +173,12 @@ def _tokens(batch: TokenizeResult, request: TokenizeRequest, engine: OpenEngine)
     if batch.offsets is None:
         return {"ids": ids}
     # Each id covers characters of its own text. Assistant masks are computed from these offsets.
-    _check_tensor("offsets", batch.offsets, torch.int64, (2,))
-    if len(batch.offsets) != len(ids.values):
-        raise WrongResult(f"returned {len(batch.offsets)} offsets for {len(ids.values)} ids")
-    start, end = batch.offsets.cpu().unbind(-1)
+    offsets = _rows("offsets", Ragged(batch.offsets, ids.lengths), torch.int64, shape=(2,)).values
+    start, end = offsets.cpu().unbind(-1)
     sizes = torch.tensor(list(map(len, request.texts)), dtype=torch.int64)[ids.row_index]
     wrong = (start < 0) | (end < start) | (end > sizes)
     _refuse(wrong, ids, "the id covers other characters than those of its text")
-    return {"ids": ids, "offsets": batch.offsets}
+    return {"ids": ids, "offsets": offsets}
 
 
 # Answers --------------------------------------------------------------------------------------------------------------
@@ -213,13 +199,18 @@ def _generation(batch: GenerateResult, request: GenerateRequest, engine: OpenEng
         check_runs(replace(batch, ids=ids), WrongResult)
     _check_ends(batch, ids, given, request, engine)
     changed: dict[str, Any] = {"ids": ids}
-    if batch.logprobs is not None or request.logprobs != "none":
-        changed["logprobs"] = _answer_logprobs(batch, ids, request)
+    if batch.logprobs is not None:
+        changed["logprobs"] = _rows("logprobs", batch.logprobs, torch.float32, ids)
+    if request.logprobs != "none":
+        if batch.logprobs is None:
+            raise WrongResult(f"returned no log-probs, but {request.logprobs} ones were asked for")
+        _check_logprobs(changed["logprobs"])
+        _check_label(batch, request)
     if request.return_support or batch.kept_ids is not None:
         changed |= _kept(batch, ids, request, vocab)
     if request.top_logprobs or batch.top_ids is not None:
         everywhere = torch.ones(ids.values.shape[0], dtype=torch.bool)
-        changed |= _top(batch, request.top_logprobs, ids, everywhere, vocab, batch.logprobs)
+        changed |= _top(batch, request.top_logprobs, ids, everywhere, vocab)
     return changed
 
 
@@ -249,7 +240,7 @@ def _check_ends(
             limit = context - prompt if most is None and context is not None else most
             if limit is not None and length != limit:
                 raise WrongResult(f"row {row}: finish reason 'length' after {length} tokens, but the limit is {limit}")
-        if reason == "stop" and row not in stopped and not _at_stop_string(batch, ids, row, request, engine):
+        if reason == "stop" and row not in stopped and not sampling.stop:
             end = f"ends with id {int(ids.values[ids.offsets[row + 1] - 1])}" if length else "has no tokens"
             raise WrongResult(
                 f"row {row}: finish reason 'stop', but the answer {end}, and neither a stop id nor a stop string ended "
@@ -257,26 +248,7 @@ def _check_ends(
             )
 
 
-def _at_stop_string(batch: GenerateResult, ids: Ragged, row: int, request: GenerateRequest, engine: OpenEngine) -> bool:
-    """Return whether a stop string can have ended an answer: its text holds one.
-
-    At which token is not asked: an engine that holds half a character back finds a stop string a few tokens late, and
-    may then count one that was complete before `min_new_tokens`. Texts of the engine's own may differ from what the
-    ids decode to: core takes the engine's word for its stop strings.
-    """
-    if not request.sampling.stop or batch.texts is not None:
-        return bool(request.sampling.stop)
-    prompt, answer = (rows.select([row]).values.tolist() for rows in (request.prompts, ids))
-    return StopStrings.of(request.sampling, engine.tokenizer).after(prompt).occurs_in(answer)
-
-
-def _answer_logprobs(batch: GenerateResult, ids: Ragged, request: GenerateRequest) -> Ragged:
-    if batch.logprobs is None:
-        raise WrongResult(f"returned no log-probs, but {request.logprobs} ones were asked for")
-    logprobs = _rows("logprobs", batch.logprobs, torch.float32, ids)
-    if request.logprobs == "none":
-        return logprobs
-    _check_logprobs(logprobs)
+def _check_label(batch: GenerateResult, request: GenerateRequest) -> None:
     if batch.mode != request.logprobs:
         raise WrongResult(f"returned {batch.mode} log-probs, but {request.logprobs} ones were asked for")
     if batch.support not in ("full", "truncated"):
@@ -287,7 +259,6 @@ def _answer_logprobs(batch: GenerateResult, ids: Ragged, request: GenerateReques
             raise WrongResult(f"reports temperature {batch.temperature}, but {label['temperature']} was asked for")
         if label["support"] == "truncated" and batch.support == "full":
             raise WrongResult("reports full support, but truncation, min_new_tokens or engine_kwargs were asked for")
-    return logprobs
 
 
 def _kept(batch: GenerateResult, ids: Ragged, request: GenerateRequest, vocab_size: int) -> dict[str, Any]:
@@ -306,9 +277,6 @@ def _kept(batch: GenerateResult, ids: Ragged, request: GenerateRequest, vocab_si
         raise WrongResult(f"row {row}, position {problems[row][0]}: {problems[row][1]}")
     mass = _rows("kept_log_mass", mass, torch.float32, ids)
     _check_logprobs(mass)
-    if batch.logprobs is not None and batch.mode == "processed":
-        alone = (kept.ids.lengths == 1) & (batch.logprobs.values < -_APART).cpu()
-        _refuse(alone, ids, "no other id was left, so the log-prob should be 0")
     return {"kept_ids": kept, "kept_log_mass": mass}
 
 
@@ -384,9 +352,7 @@ def _scores(batch: ScoreResult, request: ScoreRequest, engine: OpenEngine) -> di
     elif batch.argmax is not None:
         raise WrongResult("returned an argmax, but none was asked for")
     if request.top_k or request.top_ids is not None or batch.top_ids is not None:
-        # Log-probs over a support are of another distribution.
-        own = logprobs if request.support is None else None
-        changed |= _top(batch, request.top_k, sequences, scored, vocab, own, request.top_ids, grad=grad)
+        changed |= _top(batch, request.top_k, sequences, scored, vocab, request.top_ids, grad=grad)
     return changed
 
 
@@ -398,11 +364,6 @@ def _argmax(batch: ScoreResult, scored: Tensor, request: ScoreRequest, vocab_siz
     found = argmax.values.cpu()
     _refuse(~scored & (found != -1), sequences, "the argmax of what was not scored must be -1")
     _check_vocabulary("an argmax", found[scored], vocab_size)
-    # With a support, the most probable id of all may be outside the ids over which the log-probs were normalised.
-    if request.support is None:
-        likely = scored & (batch.logprobs.values.detach().cpu() > _MOST_PROBABLE)
-        what = "the given id has more than half of the probability, but it is not the argmax"
-        _refuse(likely & (found != sequences.values.cpu()), sequences, what)
     return argmax
 
 
@@ -422,7 +383,6 @@ def _top(
     tokens: Ragged,
     counted: Tensor,
     vocab_size: int,
-    own: Ragged | None,
     named: Ragged | None = None,
     *,
     grad: bool = False,
@@ -433,7 +393,6 @@ def _top(
         k: how many of the most probable ids were asked for.
         tokens: the ids that were sampled or scored.
         counted: bool[total], on the CPU: where there is something to return.
-        own: the log-probs of these tokens; None if they are not of the same distribution.
         named: the ids that the request names.
         grad: whether gradients were asked for.
     """
@@ -450,33 +409,12 @@ def _top(
     best, values, rest = ids.values.cpu(), logprobs.values.detach().cpu(), tail.values.detach().cpu()
     blank = ((best == -1) & (values == 0.0)).all(-1) & (rest == 0.0)
     _refuse(~counted & ~blank, tokens, "nothing was scored here, so top_ids must be -1 and the log-probs 0.0")
-    best, values, rest = best[counted], values[counted], rest[counted]
-
-    def refuse(wrong: Tensor, what: str) -> None:
-        _refuse(torch.zeros_like(counted).masked_scatter_(counted, wrong), tokens, what)
-
-    absent = best == -1
-    _check_vocabulary("one of the most probable ids", best[~absent], vocab_size)
+    _check_vocabulary("one of the most probable ids", best[best != -1], vocab_size)
     # Keep the `~(...)`: NaN fails every comparison and must be refused.
-    refuse((~(values <= _APART)).any(-1) | ~(rest <= _APART), "a log-prob is nan or above 0")
-    refuse((absent & (values != -math.inf)).any(-1), "an id of -1 must have the log-prob -inf")
-    ordered = best.sort(-1).values
-    refuse(((ordered.diff(dim=-1) == 0) & (ordered[:, 1:] >= 0)).any(-1), "one of the most probable ids is twice")
-    if named is None:
-        refuse((~absent & (values == -math.inf)).any(-1), "an id without a probability must be -1")
-        refuse((values[:, 1:] > values[:, :-1]).any(-1), "the most probable ids are not in descending order")
-    elif not torch.equal(best, named.values.cpu()[counted]):
+    wrong = ~(values <= ABOVE_ZERO).all(-1) | ~(rest <= ABOVE_ZERO)
+    _refuse(wrong, tokens, "a log-prob of the top ids or of the tail is nan or above 0")
+    if named is not None and not torch.equal(best[counted], named.values.cpu()[counted]):
         raise WrongResult("returned other top_ids than the request names")
-    total = torch.cat([values, rest[:, None]], -1).double().exp().sum(-1)
-    refuse((total - 1.0).abs() > _APART, "the probabilities of the top ids and of the tail do not add up to 1")
-    if own is not None:
-        there = best == tokens.values.cpu()[counted, None]
-        given = own.values.detach().cpu()[counted, None]
-        differ = (there & ((values - given).abs() > _APART) & (values > -math.inf)).any(-1)
-        refuse(differ, "the log-prob of the token is not the one that top_logprobs has for the same id")
-        if named is None:
-            missing = ~there.any(-1) & (given[:, 0] > values[:, -1] + _APART)
-            refuse(missing, "the token is more probable than the last of the most probable ids, but not among them")
     return {"top_ids": ids, "top_logprobs": logprobs, "tail_log_mass": tail}
 
 

@@ -22,7 +22,7 @@ from corelm.backend.skipping import ServedRows, renumbering
 from corelm.errors import Problems, ProvenanceMismatchError, refuse
 from corelm.spec.answer_text import StopStrings
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
-from corelm.spec.records import GenerateResult
+from corelm.spec.records import GenerateResult, fields_of_rows
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.version_runs import backward, renamed, run_problems, with_runs
 from corelm.tensors.ragged import Ragged
@@ -31,12 +31,8 @@ from corelm.validate import invalid
 
 #: A prepared call. Its module imports this one.
 C = TypeVar("C", bound=Any)
-#: Fields of a result with a value, or a row of values, for each token.
-_OF_TOKENS = ("logprobs", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
 #: Fields that a result has together or not at all.
 _TOGETHER = (("kept_ids", "kept_log_mass"), ("top_ids", "top_logprobs", "tail_log_mass"))
-#: Fields with one entry a row.
-_OF_ROWS = ("finish_reasons", "version_runs", "weight_versions")
 
 
 def prepare_continuation(
@@ -71,14 +67,13 @@ def prepare_continuation(
     if len(old.ids) != rows:
         raise invalid("continue_from", f"has {len(old.ids)} answers, but the call is for {rows}")
     _must_agree(old, sampling, **label)
-    _must_be_whole(old)
+    wrong = _field_problems(old, engine.capabilities.vocab_size)
     stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
     strings = StopStrings.of(sampling, engine.tokenizer)
     stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(samples)]
-    reasons, wrong = _reasons(old, stop_ids, stops, limit)
+    reasons, ended = _reasons(old, stop_ids, stops, limit)
     going = [row for row, reason in enumerate(reasons) if not reason]
-    wrong |= _version_problems(old, going, engine.version_with(label["adapter"]))
-    wrong |= _token_problems(old, engine.capabilities.vocab_size)
+    wrong |= ended | _version_problems(old, going, engine.version_with(label["adapter"]))
     for row in going:
         # The engine would count these tokens from the seam on.
         if int(old.ids.lengths[row]) < sampling.min_new_tokens:
@@ -114,18 +109,12 @@ def prepare_continuation(
             **options,
         )
     answers = _Answers(old, reasons, ServedRows(index, rows), left, sampling, stops)
-    nothing = call.nothing
 
     def finish(batch: GenerateResult) -> GenerateResult:
         with renumbering(caller_rows):
             return answers.joined(call.finish(batch))
 
-    return replace(
-        call,
-        finish=finish,
-        nothing=None if nothing is None else lambda: answers.joined(nothing()),
-        caller_rows=caller_rows[call.caller_rows],
-    )
+    return replace(call, finish=finish, caller_rows=caller_rows[call.caller_rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,20 +140,16 @@ class _Answers:
     def joined(self, new: GenerateResult) -> GenerateResult:
         """Return all answers, whole, given what the engine has added to those that go on."""
         old, device = self.old, new.ids.values.device
-        ids = old.ids.to(device).join(self.open.ragged(new.ids))
-        lengths, reasons = self._ends(ids, new)
+        lengths, reasons = self._ends(old.ids.to(device).join(self.open.ragged(new.ids)), new)
         start = torch.zeros_like(lengths)
-        fields: dict[str, Any] = {"ids": ids.slice(start, lengths)}
+        fields = {
+            name: getattr(old, name).to(device).join(self.open.ragged(rows)).slice(start, lengths)
+            for name, rows in fields_of_rows(new).items()
+            if isinstance(rows, (Ragged, TokenSets))
+        }
         if old.logprobs is not None and old.support == "truncated":
             # What follows may be of full support: the minimum of new tokens has been reached.
             fields["support"] = old.support
-        for name in _OF_TOKENS:
-            one, other = getattr(old, name), getattr(new, name)
-            if one is not None and other is not None:
-                fields[name] = one.to(device).join(self.open.ragged(other)).slice(start, lengths)
-        if old.kept_ids is not None and new.kept_ids is not None:
-            added = TokenSets.from_flat(*map(self.open.ragged, new.kept_ids.as_rows))
-            fields["kept_ids"] = old.kept_ids.to(device).join(added).slice(start, lengths)
         errors = self.open.values(new.errors or ("",) * len(self.open), "")
         fields |= {"finish_reasons": reasons, "errors": errors if any(errors) else None}
         # What the engine says of its cache is of longer prompts, which have the partial answers in them.
@@ -287,33 +272,25 @@ def _common_limit(
 # Whether partial answers can be what they say: a caller may have saved them, cut them, or put them together -----------
 
 
-def _must_be_whole(old: GenerateResult) -> None:
-    """Refuse a result that lacks a field which another one needs, or an entry for a row."""
-    for names in _TOGETHER:
-        missing = [name for name in names if getattr(old, name) is None]
-        if 0 < len(missing) < len(names):
-            there = next(name for name in names if name not in missing)
-            raise invalid("continue_from", f"has {there} and no {missing[0]}; give the result as generate returned it")
-    for name in _OF_ROWS:
-        given = getattr(old, name)
-        if given is not None and len(given) != len(old.ids):
-            raise invalid("continue_from", f"has {len(given)} {name} for {len(old.ids)} answers")
-
-
-def _token_problems(old: GenerateResult, vocab_size: int) -> Problems:
+def _field_problems(old: GenerateResult, vocab_size: int) -> Problems:
     """Return the rows with another number of values than tokens, or with a set that cannot be that of its token.
 
     An empty set stands for the whole vocabulary.
+
+    Raises:
+        InvalidRequestError: the result lacks a field which another one needs, or an entry for a row.
     """
+    for names in _TOGETHER:
+        if len({getattr(old, name) is None for name in names}) > 1:
+            has = f"has not all of {', '.join(names)}"
+            raise invalid("continue_from", f"{has}, which belong together; give the result as generate returned it")
     lengths, problems = old.ids.lengths, Problems()
-    fields = {name: rows.lengths for name in _OF_TOKENS if isinstance(rows := getattr(old, name), Ragged)}
-    if old.kept_ids is not None:
-        fields["kept_ids"] = old.kept_ids.lengths
-    for name, found in fields.items():
-        if len(found) != len(lengths):
-            raise invalid("continue_from", f"has {name} of {len(found)} answers for {len(lengths)}")
-        for row in (found != lengths).nonzero().flatten().tolist():
-            problems.setdefault(row, f"has {name} at {int(found[row])} positions for {int(lengths[row])} tokens")
+    for name, rows in fields_of_rows(old).items():
+        if len(rows) != len(lengths):
+            raise invalid("continue_from", f"has {name} of {len(rows)} answers for {len(lengths)}")
+        differ = rows.lengths != lengths if isinstance(rows, (Ragged, TokenSets)) else torch.zeros(0)
+        for row in differ.nonzero().flatten().tolist():
+            problems.setdefault(row, f"has {name} at {int(rows.lengths[row])} positions for {int(lengths[row])} tokens")
     if old.kept_ids is None or problems:
         return problems
     everywhere = torch.ones(len(old.kept_ids.ids), dtype=torch.bool)

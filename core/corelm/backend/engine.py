@@ -21,9 +21,9 @@ from torch import nn
 from corelm.backend.call_log import log_retry, logged, logger, place
 from corelm.backend.engine_call import Call, Delivering, EngineCall
 from corelm.backend.futures import Outcome, start
-from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, Hooks, typed
+from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, hooks_of, typed
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted, program_deadline
-from corelm.backend.turns import EngineLock, Turn, reaper
+from corelm.backend.turns import EngineLock, Turn
 from corelm.backend.weights import Weights, WeightsListener
 from corelm.errors import (
     BackendClosedError,
@@ -33,6 +33,7 @@ from corelm.errors import (
     EngineError,
     described,
 )
+from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import AbortRequest, CloseRequest, HealthRequest, When
 from corelm.tensors.modes import in_caller_modes, no_inference_mode
@@ -101,13 +102,12 @@ class OpenEngine:
         self.listener: WeightsListener | None = None
         self.closed = False
         self._retry = _retrying(retry)
-        hooks = Hooks.of(plugin, name, wrappers)
-        self.capabilities = hooks.capabilities
-        self._hooks = hooks.calls
-        self.wrapped = hooks.wrapped
-        self._supervised = hooks.wrapped or self._retry is not None
+        self._hooks, by_core = hooks_of(plugin, name, wrappers)
+        self.capabilities: Capabilities = plugin.capabilities
+        self.wrapped = bool(wrappers)
+        self._supervised = self.wrapped or self._retry is not None
         self._exclusive = not self.capabilities.concurrent_calls
-        self._turnless = OUT_OF_TURN | hooks.by_core
+        self._turnless = OUT_OF_TURN | by_core
         self.lock = EngineLock(name)
         self._process = os.getpid()
         # Acquired once, by the thread that calls the engine's `close`: the one that closes, or, if it has stopped
@@ -247,7 +247,7 @@ class OpenEngine:
             if hook not in self._asked:
                 raise CapabilityError(f"backend {self.name!r} has no hook {hook}", capability=hook)
             timeout = getattr(request, "timeout", None) if timeout is None else timeout
-            more = self._supervised or timeout is not None or call.nothing is not None or call.delivery is not None
+            more = self._supervised or timeout is not None or not call.rows or call.delivery is not None
             if more or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO):
                 return self._supervise(call, timeout, attended)
             turn = Turn(lock, self._exclusive, hook, getattr(request, "request_ids", ()), attended)
@@ -361,7 +361,7 @@ class OpenEngine:
                     ) from None
 
         with no_inference_mode():
-            if call.nothing is not None:
+            if not call.rows:
                 return call.nothing()
             with logged(self.name, hook, call.request):
                 try:
@@ -395,11 +395,7 @@ class OpenEngine:
         return not self.implements("health") or bool(self.call(Call("health", HealthRequest())))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
-
-        Raises:
-            CapabilityError: the engine cannot abort.
-        """
+        """End these requests. See `Backend.abort`."""
         self.require("abort", "its requests cannot be aborted")
         self.call(Call("abort", AbortRequest(request_ids=tuple(request_ids))))
 
@@ -422,8 +418,20 @@ class OpenEngine:
             return
         if not self.capabilities.concurrent_calls:
             turn, outside = Turn(self.lock, True), getattr(self.lock.local, "turn", None)
+            attended = time.monotonic()
+
+            def end_abandoned() -> None:
+                nonlocal attended
+                holders = list(self.lock.holders)
+                abandoned = [each for each in holders if each.abandoned]
+                self._abort_quietly(holders if abort else abandoned)
+                if len(abandoned) < len(holders):
+                    attended = time.monotonic()
+                elif time.monotonic() - attended > patience:
+                    raise TimeoutError
+
             try:
-                self.lock.acquire(turn, remind=reaper(self.lock, patience, self._abort_quietly, abort))
+                self.lock.acquire(turn, remind=end_abandoned)
                 self.closed = True
             except TimeoutError:
                 self.closed = self._release_late = True

@@ -7,7 +7,7 @@ context variables and clocks are not in it: a wrapper asks `current_call` on the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ class Call:
     Attributes:
         hook: the hook's name.
         request: its request.
-        nothing: makes the result of a call without rows, for which no engine is asked; None for any other.
+        rows: number of rows. No engine is asked for a call without rows.
         delivery: hands tokens to callers while the engine works; None if none reads along.
     """
 
     hook: str
     request: Any
-    nothing: Callable[[], Any] | None = None
+    rows: int = 1
     delivery: Delivering | None = None
 
     def __init__(self, hook: str, request: Any) -> None:
@@ -38,6 +38,9 @@ class Call:
     def origins(self) -> Sequence[Origin]:
         """The users' calls that it serves, for wrappers that measure."""
         return ()
+
+    def nothing(self) -> Any:
+        """Return the result of a call without rows."""
 
     def finished(self, result: Any) -> Any:
         """Return the caller's result, made from what the engine returned. No other call can change the weights yet."""

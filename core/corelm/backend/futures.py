@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import asyncio
 import copy
 import logging
 import threading
@@ -14,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from corelm.errors import EngineError, brief, described, is_interrupt, is_main_thread
-from corelm.waiting import done_within, next_item
+from corelm.waiting import next_item
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,19 +50,8 @@ def own(error: E) -> E:
     except Exception:
         # This exception class cannot be copied.
         return error
-    if not isinstance(made, type(error)):
-        return error
     made.__cause__ = error.__cause__
     return made.with_traceback(error.__traceback__)
-
-
-def unfinished(futures: Iterable[Future[Any]], timeout: float | None = None) -> set[Future[Any]]:
-    """Wait until all futures are done. Return those that are not done after `timeout` seconds. Ctrl-C ends the wait."""
-    end = None if timeout is None else time.monotonic() + timeout
-    futures = list(futures)
-    for future in futures:
-        done_within(future, None if end is None else max(0.0, end - time.monotonic()))
-    return {future for future in futures if not future.done()}
 
 
 def join(threads: Iterable[threading.Thread], timeout: float) -> None:
@@ -121,7 +109,7 @@ def uninterrupted(function: Callable[[], T]) -> T:
     Python raises a `KeyboardInterrupt` in the main thread only, between any two steps of it. State that several threads
     share must not be left half changed, so the main thread has another thread change it.
     """
-    if not is_main_thread() or _in_event_loop():
+    if not is_main_thread():
         return function()
     outcome = Outcome()
     try:
@@ -167,12 +155,3 @@ class Outcome:
         finally:
             # The error's traceback refers to this frame.
             del error
-
-
-def _in_event_loop() -> bool:
-    # asyncio turns an interrupt into a cancelled task, and its thread must not wait.
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -37,20 +37,8 @@ _NOT_IN_NAMES = frozenset("@+/\\")
 
 
 def checked_adapter(given: Any) -> Adapter:
-    """Return the adapter of a call.
-
-    Raises:
-        InvalidRequestError: it is neither a name, False nor None; `field` is ``adapter``.
-    """
-    if given is None or given is False:
-        return given
-    if given is True or not isinstance(given, str):
-        raise invalid(
-            "adapter",
-            f"expected the name of an adapter, False for the base weights or None, got {shown(given)}; "
-            "load_adapter(name, …) loads one",
-        )
-    return checked_name(given)
+    """Return the adapter of a call: a name, False or None. Errors are those of `checked_name`."""
+    return None if given is None else False if given is False else checked_name(given)
 
 
 def checked_name(given: Any) -> str:
@@ -60,7 +48,7 @@ def checked_name(given: Any) -> str:
         InvalidRequestError: it is not one; `field` is ``adapter``.
     """
     if not isinstance(given, str) or not given.strip() or not given.isprintable() or _NOT_IN_NAMES & {*given}:
-        raise invalid("adapter", f"expected a name without any of @ + / \\, got {shown(given)}")
+        raise invalid("adapter", f"expected the name of an adapter, without @ + / \\, got {shown(given)}")
     return given
 
 

@@ -7,8 +7,7 @@ is called without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -52,71 +51,56 @@ _NEEDED = (
 Hook = Callable[[Any], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What an open engine implements.
+def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[str, Hook], frozenset[str]]:
+    """Return the hooks of what a plugin's ``open`` returned, by name, and the names of those that are core's own.
 
-    Attributes:
-        capabilities: what the engine can do.
-        calls: the hooks by name: those that the plugin, core, or a wrapper in the plugin's place implements.
-        by_core: the names of those that are core's own. They do not enter the engine.
-        wrapped: whether there are wrappers.
+    Core's own do not enter the engine.
+
+    Args:
+        name: the name that the engine was opened by.
+        wrappers: objects with ``@hookimpl(wrapper=True)`` methods.
+
+    Raises:
+        BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the specification
+            does not know or that takes other arguments.
     """
-
-    capabilities: Capabilities
-    calls: Mapping[str, Hook]
-    by_core: frozenset[str]
-    wrapped: bool
-
-    @classmethod
-    def of(cls, engine: Any, name: str, wrappers: Sequence[object]) -> Hooks:
-        """Return the hooks of what a plugin's ``open`` returned.
-
-        Args:
-            name: the name that the engine was opened by.
-            wrappers: objects with ``@hookimpl(wrapper=True)`` methods.
-
-        Raises:
-            BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the
-                specification does not know or that takes other arguments.
-        """
-        misfit = f"open returned a {type(engine).__name__} without `capabilities` or `tokenizer`"
-        try:
-            capabilities, tokenizer = engine.capabilities, engine.tokenizer
-        except Exception as error:
-            raise _misfit(name, f"{misfit}: {described(error)}") from error
-        if not isinstance(capabilities, Capabilities):
-            raise _misfit(name, f"{misfit}: `capabilities` is of the type {type(capabilities).__name__}")
-        manager = pluggy.PluginManager(PROJECT)
-        manager.add_hookspecs(BackendSpec)
-        try:
-            manager.register(engine, name)
-            for wrapper in wrappers:
-                manager.register(wrapper)
-                if not manager.get_hookcallers(wrapper):
-                    raise _misfit(
-                        name, f"the wrapper {wrapper!r} has no hook; mark its methods with @hookimpl(wrapper=True)"
-                    )
-            # Otherwise a misspelt hook would be ignored silently.
-            manager.check_pending()
-        except (pluggy.PluginValidationError, ValueError) as error:
-            raise _misfit(name, str(error)) from error
-        calls: dict[str, Hook] = {}
-        for hook in _SPECIFIED:
-            if _implemented(manager, hook):
-                calls[hook] = _resolved(getattr(manager.hook, hook))
-        own: dict[str, Hook] = {"tokenize": Encoder(tokenizer), "to_containers": to_containers}
-        by_core = own.keys() - calls.keys()
-        for hook, function in own.items():
-            calls[hook] = function
-            if (caller := getattr(manager.hook, hook)).get_hookimpls():
-                # Wrappers see it, and an implementation that returns None leaves the request to it.
-                manager.register(SimpleNamespace(**{hook: hookimpl(trylast=True)(_as_method(function))}))
-                calls[hook] = _resolved(caller)
-        for capability, hook in _NEEDED:
-            if getattr(capabilities, capability) and hook not in calls:
-                raise _misfit(name, f"it declares {capability} and has no hook {hook}(self, request)")
-        return cls(capabilities, calls, frozenset(by_core), bool(wrappers))
+    misfit = f"open returned a {type(engine).__name__} without `capabilities` or `tokenizer`"
+    try:
+        capabilities, tokenizer = engine.capabilities, engine.tokenizer
+    except Exception as error:
+        raise _misfit(name, f"{misfit}: {described(error)}") from error
+    if not isinstance(capabilities, Capabilities):
+        raise _misfit(name, f"{misfit}: `capabilities` is of the type {type(capabilities).__name__}")
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(BackendSpec)
+    try:
+        manager.register(engine, name)
+        for wrapper in wrappers:
+            manager.register(wrapper)
+            if not manager.get_hookcallers(wrapper):
+                raise _misfit(
+                    name, f"the wrapper {wrapper!r} has no hook; mark its methods with @hookimpl(wrapper=True)"
+                )
+        # Otherwise a misspelt hook would be ignored silently.
+        manager.check_pending()
+    except (pluggy.PluginValidationError, ValueError) as error:
+        raise _misfit(name, str(error)) from error
+    calls: dict[str, Hook] = {}
+    for hook in _SPECIFIED:
+        if _implemented(manager, hook):
+            calls[hook] = _resolved(getattr(manager.hook, hook))
+    own: dict[str, Hook] = {"tokenize": Encoder(tokenizer), "to_containers": to_containers}
+    by_core = own.keys() - calls.keys()
+    for hook, function in own.items():
+        calls[hook] = function
+        if (caller := getattr(manager.hook, hook)).get_hookimpls():
+            # Wrappers see it, and an implementation that returns None leaves the request to it.
+            manager.register(SimpleNamespace(**{hook: hookimpl(trylast=True)(_as_method(function))}))
+            calls[hook] = _resolved(caller)
+    for capability, hook in _NEEDED:
+        if getattr(capabilities, capability) and hook not in calls:
+            raise _misfit(name, f"it declares {capability} and has no hook {hook}(self, request)")
+    return calls, frozenset(by_core)
 
 
 def typed(error: BaseException, name: str, hook: str) -> BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -72,56 +72,29 @@ def top_of_answers(given: Any, mode: Literal["none", "raw", "processed"], engine
     return k
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IdsAtPositions:
-    """The ids that a caller of `score_logprobs` names at each position, or how many of the most probable ones.
+def ids_at_positions(
+    engine: OpenEngine, sequences: Ragged, starts: Tensor, support: Any, top_k: Any, top_ids: Any
+) -> tuple[dict[str, Any], Problems]:
+    """Check the arguments of `score_logprobs` of these names, of which only one may be given.
 
-    Attributes:
-        support: the ids over which to normalise, as long as the sequences; None for the whole vocabulary.
-        top_k: how many of the most probable ids to return; 0 for none.
-        top_ids: the ids to return instead, ``[total, k]``, as long as the sequences; None for none.
-        problems: the rows whose ids are wrong, and why.
+    Returns:
+        The fields of a `ScoreRequest` that they make, and the rows whose ids are wrong.
     """
-
-    support: TokenSets | None = None
-    top_k: int = 0
-    top_ids: Ragged | None = None
-    problems: Problems = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, engine: OpenEngine, sequences: Ragged, starts: Tensor, support: Any, top_k: Any, top_ids: Any
-    ) -> IdsAtPositions:
-        """Check the arguments of these names, of which only one may be given."""
-        k = _most("top_k", top_k, "score_top_k", engine)
-        given = [name for name, one in (("support", support), ("top_ids", top_ids)) if one is not None]
-        given += ["top_k"] if k else []
-        if len(given) > 1:
-            raise invalid(given[-1], f"give only one of {' and '.join(given)} in a call")
-        vocab = engine.capabilities.vocab_size
-        if support is not None:
-            engine.require("score_support", "it normalises over the whole vocabulary; leave out support")
-            sets, problems = _given_support(support, sequences, starts, vocab)
-            return cls(support=sets, problems=problems)
-        if top_ids is not None:
-            engine.require("score_top_ids", "it returns no log-probs of other ids than those given; leave out top_ids")
-            ids, problems = _given_top_ids(top_ids, sequences, starts, vocab)
-            return cls(top_ids=ids, problems=problems)
-        return cls(top_k=k)
-
-    @property
-    def k(self) -> int:
-        """How many ids are returned at each position."""
-        return self.top_k if self.top_ids is None else self.top_ids.values.shape[1]
-
-    def select(self, rows: Tensor) -> IdsAtPositions:
-        """Return those of the rows with these numbers."""
-        support = None if self.support is None else self.support.select(rows)
-        return IdsAtPositions(support, self.top_k, None if self.top_ids is None else self.top_ids.select(rows))
-
-
-#: What most calls name.
-NO_IDS = IdsAtPositions()
+    k = _most("top_k", top_k, "score_top_k", engine)
+    given = [name for name, one in (("support", support), ("top_ids", top_ids)) if one is not None]
+    given += ["top_k"] if k else []
+    if len(given) > 1:
+        raise invalid(given[-1], f"give only one of {' and '.join(given)} in a call")
+    vocab = engine.capabilities.vocab_size
+    if support is not None:
+        engine.require("score_support", "it normalises over the whole vocabulary; leave out support")
+        sets, problems = _given_support(support, sequences, starts, vocab)
+        return {"support": sets}, problems
+    if top_ids is not None:
+        engine.require("score_top_ids", "it returns no log-probs of other ids than those given; leave out top_ids")
+        ids, problems = _given_top_ids(top_ids, sequences, starts, vocab)
+        return {"top_ids": ids}, problems
+    return {"top_k": k}, {}
 
 
 def _most(field: str, given: Any, capability: str, engine: OpenEngine) -> int:

@@ -16,31 +16,24 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend import arguments, check_requests
-from corelm.backend.check_results import checked, errors_of_answers, refuse_failed
+from corelm.backend.check_results import checked, refuse_failed
 from corelm.backend.continuing import prepare_continuation
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
 from corelm.backend.engine_call import Call, Origin
 from corelm.backend.given_weights import checked_adapter
-from corelm.backend.more_ids import (
-    NO_IDS,
-    IdsAtPositions,
-    support_comes_from_engine,
-    top_of_answers,
-    with_known_support,
-)
+from corelm.backend.more_ids import ids_at_positions, support_comes_from_engine, top_of_answers, with_known_support
 from corelm.backend.skipping import (
     OnError,
     admitted,
-    no_answers,
-    no_scores,
     renumbered,
     spread_answers,
     spread_scores,
 )
-from corelm.errors import CoreLMError
+from corelm.errors import CoreLMError, Problems
 from corelm.spec.provenance import Adapter
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm.spec.row_results import generate_result, score_result
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.version_runs import renamed, with_runs
 
@@ -57,7 +50,6 @@ class PreparedCall(Call, Generic[R]):
         request: the checked request.
         finish: makes the caller's result from a checked result. Call it before the engine serves another call: it
             reads which weights are in force.
-        nothing: makes the result of a call without rows; None for a call that the engine has to serve.
         caller_rows: int64: the caller's row for each row of the request.
         rows: number of rows in the engine's result.
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
@@ -70,7 +62,6 @@ class PreparedCall(Call, Generic[R]):
     hook: Literal["generate", "score_logprobs"]
     request: GenerateRequest | ScoreRequest
     finish: Callable[[Any], R]
-    nothing: Callable[[], R] | None
     caller_rows: Tensor
     rows: int
     tokens: int
@@ -81,6 +72,15 @@ class PreparedCall(Call, Generic[R]):
     @property
     def origins(self) -> Sequence[Origin]:
         return () if self.origin is None else (self.origin,)
+
+    def nothing(self) -> R:
+        if isinstance(self.request, GenerateRequest):
+            return self.finish(generate_result(self.request, []))
+        none = score_result(self.request, {})
+        if self.request.return_logits:
+            logits = torch.zeros(0, self.engine.capabilities.vocab_size)
+            none = replace(none, logits=none.logprobs.with_values(logits))
+        return self.finish(none)
 
     def finished(self, result: Any) -> R:
         return self.finish(checked(self.engine, self.hook, result, self.request))
@@ -153,7 +153,7 @@ def prepare_generation(
         )
     top_logprobs = 0 if top_logprobs == 0 else top_of_answers(top_logprobs, mode, engine)
     asked, count, samples = sampling, rows.lengths.shape[0], sampling.num_samples or 1
-    problems = {**check_requests.prompt_problems(rows, capabilities, sampling), **(problems or {})}
+    problems = {**check_requests.row_problems(rows, capabilities, sampling), **(problems or {})}
     served = admitted(problems, count, on_error, "prompts")
     answers = served if samples == 1 else served.repeat(samples)
     names = arguments.request_ids(request_ids, count * samples)
@@ -186,7 +186,7 @@ def prepare_generation(
         if delivery is not None:
             delivery.compare(batch, engine.fault("generate"))
         if on_error == "raise" and "error" in batch.finish_reasons:
-            refuse_failed(errors_of_answers(batch), samples, engine.name)
+            refuse_failed(batch, samples, engine.name)
         batch = replace(
             batch,
             mode=batch.mode if logprobs == "none" else logprobs,
@@ -206,9 +206,6 @@ def prepare_generation(
             delivery.complete(batch)
         return batch
 
-    def nothing() -> GenerateResult:
-        return finish(no_answers(mode, sampling, support=support_from_engine, top_logprobs=top_logprobs))
-
     total, given, new = len(names), rows.values.shape[0], sampling.max_new_tokens
     # Without a limit an answer may fill the context.
     most = (capabilities.max_context or 0) * total if new is None else given + new * total
@@ -217,7 +214,6 @@ def prepare_generation(
         hook="generate",
         request=request,
         finish=finish,
-        nothing=None if total else nothing,
         caller_rows=answers.index // samples,
         rows=total,
         tokens=max(given, most),
@@ -270,15 +266,17 @@ def prepare_scoring(
         adapter = _adapter(engine, adapter)
     lengths, count = rows.lengths, rows.lengths.shape[0]
     starts = arguments.starts(score_from, count)
-    named = NO_IDS
+    named: dict[str, Any] = {}
+    wrong: Problems = {}
     if support is not None or top_ids is not None or type(top_k) is not int or top_k:
-        named = IdsAtPositions.of(engine, rows, starts, support, top_k, top_ids)
-    problems = {**named.problems, **check_requests.sequence_problems(rows, capabilities), **(problems or {})}
+        named, wrong = ids_at_positions(engine, rows, starts, support, top_k, top_ids)
+    problems = {**wrong, **check_requests.row_problems(rows, capabilities), **(problems or {})}
     served = admitted(problems, count, on_error, "sequences")
     names = arguments.request_ids(request_ids, count)
     if problems:
         rows, starts = rows.select(served.index), starts[served.index]
-        names, named = tuple([names[row] for row in served.index.tolist()]), named.select(served.index)
+        names = tuple([names[row] for row in served.index.tolist()])
+        named = {name: ids if isinstance(ids, int) else ids.select(served.index) for name, ids in named.items()}
     request = ScoreRequest(
         sequences=rows,
         score_from=starts,
@@ -290,29 +288,22 @@ def prepare_scoring(
         request_ids=names,
         timeout=engine.time_limit(timeout),
         adapter=adapter,
-        support=named.support,
-        top_k=named.top_k,
-        top_ids=named.top_ids,
+        **named,
     )
 
     def finish(batch: ScoreResult) -> ScoreResult:
         if on_error == "raise" and batch.errors is not None:
-            refuse_failed(batch.errors, 1, engine.name)
+            refuse_failed(batch, 1, engine.name)
         batch = replace(batch, weight_versions=_versions(engine, batch, len(names), adapter), adapter=adapter)
         if problems:
             batch = spread_scores(batch, served, lengths, problems, engine.version_with(adapter))
         return batch
-
-    def nothing() -> ScoreResult:
-        logits, truncated = capabilities.vocab_size if return_logits else 0, support is not None
-        return finish(no_scores(temperature, logits=logits, argmax=return_argmax, support=truncated, top_ids=named.k))
 
     return PreparedCall(
         engine=engine,
         hook="score_logprobs",
         request=request,
         finish=finish,
-        nothing=None if names else nothing,
         caller_rows=served.index,
         rows=len(names),
         tokens=rows.values.shape[0],

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import TypeVar
 
 F = TypeVar("F", bound=Callable[[], object])
@@ -26,10 +27,7 @@ F = TypeVar("F", bound=Callable[[], object])
 #: Seconds that an ending program waits for calls that no caller waits for; and after Ctrl-C, once.
 PATIENCE, PATIENCE_AFTER_INTERRUPT = 5.0, 1.0
 
-_deadlines: list[float] = []
 _endings: list[Callable[[], object]] = []
-#: Whether the functions are being called before the other threads are awaited; and whether they have been.
-_before_threads = _waited = False
 
 
 def at_program_end(function: F) -> F:
@@ -39,14 +37,6 @@ def at_program_end(function: F) -> F:
     because they may wait for calls that it ends. Ctrl-C while it runs ends the process at once.
     """
     _endings.append(function)
-
-    @atexit.register
-    def call() -> None:
-        try:
-            function()
-        except KeyboardInterrupt:
-            end_as_interrupted()
-
     return function
 
 
@@ -56,21 +46,13 @@ def interrupted() -> bool:
     return isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) and not hasattr(sys, "ps1")
 
 
-def patience() -> float:
-    """Return how many seconds an ending program waits for calls that no caller waits for."""
-    if not interrupted():
-        return PATIENCE
-    return 0.0 if _waited else PATIENCE_AFTER_INTERRUPT
-
-
+@cache
 def program_deadline() -> float:
     """Return when an ending program stops waiting for calls, in the seconds of `time.monotonic`.
 
     All that wait share it, so that what waits later does not add to the time. It starts with the first of them.
     """
-    if not _deadlines:
-        _deadlines.append(time.monotonic() + patience())
-    return _deadlines[0]
+    return time.monotonic() + (PATIENCE_AFTER_INTERRUPT if interrupted() else PATIENCE)
 
 
 def end_as_interrupted() -> None:
@@ -86,38 +68,36 @@ def end_as_interrupted() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@atexit.register
-def _end_before_python_is_taken_down() -> None:
-    """After Ctrl-C, end the process by the signal before a daemon thread that leaves an engine can crash it."""
-    if interrupted() and any(thread.daemon for thread in threading.enumerate()):
+def end_stuck() -> None:
+    """End the process after Ctrl-C, because a call does not end, and threads that Python waits for may wait for it."""
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         end_as_interrupted()
 
 
-def end_stuck() -> None:
-    """End the process after Ctrl-C, because a call does not end, and threads that Python waits for may wait for it."""
-    if _before_threads and any(_is_awaited(thread) for thread in threading.enumerate()):
+@atexit.register
+def _at_exit() -> None:
+    _call_endings()
+    if interrupted() and any(thread.daemon for thread in threading.enumerate()):
+        # A daemon thread that leaves an engine can crash Python while it is taken down.
+        end_as_interrupted()
+
+
+def _before_threads_are_awaited() -> None:
+    if interrupted():
+        _call_endings()
+
+
+def _call_endings() -> None:
+    try:
+        for function in reversed(_endings):
+            function()
+    except KeyboardInterrupt:
         end_as_interrupted()
 
 
 def _open_files() -> list[io.IOBase]:
     # Of the type and not of the object: a proxy may say that it is a file, or fail when it is asked.
     return [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
-
-
-def _is_awaited(thread: threading.Thread) -> bool:
-    return thread is not threading.main_thread() and not thread.daemon
-
-
-def _before_threads_are_awaited() -> None:
-    global _before_threads, _waited
-    if interrupted():
-        _before_threads = True
-        try:
-            for function in reversed(_endings):
-                function()
-        except KeyboardInterrupt:
-            end_as_interrupted()
-        _before_threads, _waited = False, True
 
 
 # Python offers no public way to be called before the other threads are awaited; `concurrent.futures` uses this one too.

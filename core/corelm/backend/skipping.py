@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -13,14 +13,13 @@ from torch import Tensor
 from corelm import validate
 from corelm.backend.futures import own
 from corelm.errors import CoreLMError, Problems, refuse, spelled_out
-from corelm.spec.provenance import Mode, Provenance
-from corelm.spec.records import GenerateResult, ScoreResult
-from corelm.spec.sampling import SamplingParams
+from corelm.spec.records import GenerateResult, ScoreResult, fields_of_rows
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 
 OnError = Literal["raise", "skip"]
 T = TypeVar("T")
+R = TypeVar("R", bound=Ragged | TokenSets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,14 +46,14 @@ class ServedRows:
         """Return the rows of a batch that has every row `n` times, copies next to each other."""
         return ServedRows((self.index[:, None] * n + torch.arange(n)).flatten(), self.total * n)
 
-    def ragged(self, rows: Ragged) -> Ragged:
+    def ragged(self, rows: R) -> R:
         """Put rows back among the skipped ones, which are empty."""
         if len(self) == self.total:
             return rows
         # Empty rows have no values, so only the lengths change.
         lengths = torch.zeros(self.total, dtype=torch.int64)
         lengths[self.index] = rows.lengths
-        return Ragged(rows.values, lengths)
+        return replace(rows, lengths=lengths)
 
     def values(self, values: Sequence[T], filler: T) -> tuple[T, ...]:
         """Put one value per row back among the skipped rows, which get the filler."""
@@ -120,47 +119,6 @@ def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def no_answers(
-    mode: Mode | Literal["none"], sampling: SamplingParams, *, support: bool, top_logprobs: int
-) -> GenerateResult:
-    """Return what an engine would return for no prompts."""
-    return GenerateResult(
-        ids=_none(torch.int64),
-        logprobs=_none(),
-        finish_reasons=(),
-        kept_ids=TokenSets.from_list([]) if support else None,
-        kept_log_mass=_none() if support else None,
-        **_no_top(top_logprobs),
-        **Provenance.label(mode, sampling),
-    )
-
-
-def no_scores(temperature: float, *, logits: int, argmax: bool, support: bool, top_ids: int) -> ScoreResult:
-    """Return what an engine would return for no sequences.
-
-    Args:
-        logits: how many there are at each position; 0 if they were not asked for.
-    """
-    return ScoreResult(
-        logprobs=_none(),
-        scored=_none(torch.bool),
-        logits=_none(torch.float32, logits) if logits else None,
-        argmax=_none(torch.int64) if argmax else None,
-        **_no_top(top_ids),
-        **Provenance.label_of_scores(temperature, truncated=support),
-    )
-
-
-def _no_top(k: int) -> dict[str, Any]:
-    if not k:
-        return {}
-    return {"top_ids": _none(torch.int64, k), "top_logprobs": _none(torch.float32, k), "tail_log_mass": _none()}
-
-
-def _none(dtype: torch.dtype = torch.float32, *shape: int) -> Ragged:
-    return Ragged(torch.zeros(0, *shape, dtype=dtype), torch.zeros(0, dtype=torch.int64))
-
-
 def spread_answers(
     batch: GenerateResult, served: ServedRows, samples: int, problems: Problems, version: str
 ) -> GenerateResult:
@@ -174,19 +132,14 @@ def spread_answers(
     """
     skipped = {row * samples + sample: why for row, why in problems.items() for sample in range(samples)}
     fillers = {
-        **{"finish_reasons": "error", "texts": "", "cached_tokens": None},
+        **{"finish_reasons": "error", "texts": "", "cached_tokens": None, "errors": ""},
         **{"weight_versions": version, "version_runs": ((version, 0),)},
     }
-    spread: dict[str, Any] = {"errors": _errors(batch, served, skipped)}
-    for name in (each.name for each in fields(batch) if each.name != "errors"):
-        value = getattr(batch, name)
-        if isinstance(value, Ragged):
-            spread[name] = served.ragged(value)
-        elif isinstance(value, TokenSets):
-            spread[name] = TokenSets.from_flat(*map(served.ragged, value.as_rows))
-        elif name in fillers and value is not None:
-            spread[name] = served.values(value, fillers[name])
-    return replace(batch, **spread)
+    spread: dict[str, Any] = {}
+    for name, rows in fields_of_rows(batch).items():
+        laid_out = isinstance(rows, (Ragged, TokenSets))
+        spread[name] = served.ragged(rows) if laid_out else served.values(rows, fillers[name])
+    return replace(batch, **{**spread, "errors": _errors(batch, served, skipped)})
 
 
 def spread_scores(
@@ -206,8 +159,7 @@ def spread_scores(
         "weight_versions": served.values(batch.weight_versions or (), version),
         "errors": _errors(batch, served, problems),
     }
-    for name in (each.name for each in fields(batch)):
-        rows = getattr(batch, name)
+    for name, rows in fields_of_rows(batch).items():
         if isinstance(rows, Ragged):
             filler = -1 if name in ("argmax", "top_ids") else 0
             values = rows.values.new_full((total, *rows.values.shape[1:]), filler)

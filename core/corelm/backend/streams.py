@@ -10,23 +10,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from corelm.backend.delivery import Listener
-from corelm.backend.engine import OpenEngine
 from corelm.backend.futures import in_thread, uninterrupted
-from corelm.backend.prepared_call import PreparedCall, prepare_generation
+from corelm.backend.prepared_call import PreparedCall
 from corelm.errors import BackendClosedError
 from corelm.spec.answer_text import AnswerText, AnswerTexts
 from corelm.spec.records import GenerateRequest, GenerateResult, TokenChunk
-from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import in_caller_modes
 from corelm.validate import invalid
 from corelm.waiting import next_item
@@ -58,6 +54,14 @@ class AnswerChunk:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str | None = None
+
+
+class _Backend(Protocol):
+    """What a stream needs of a `Backend`, whose module imports this one."""
+
+    def submit(self, call: PreparedCall[Any]) -> Future[Any]: ...
+
+    def require_outside(self, field: str) -> None: ...
 
 
 class _Stream(Generic[T]):
@@ -101,14 +105,11 @@ class AnswerStream(_Stream[T], Iterator[AnswerChunk]):
     Another engine finishes the answers, and they are dropped.
     """
 
-    def __init__(self, backend: AnswerStreams, prepare: Prepare[T]) -> None:
+    def __init__(self, backend: _Backend, prepare: Prepare[T]) -> None:
         self._events: SimpleQueue[TokenChunk | None] = SimpleQueue()
         backend.require_outside("stream")
         call, self._finish = prepare(self._events.put)
         self._request = _Request(backend, call, self._events.put)
-
-    def __iter__(self) -> AnswerStream[T]:
-        return self
 
     def __next__(self) -> AnswerChunk:
         if self._ended or self._request is None:
@@ -149,12 +150,9 @@ class AsyncAnswerStream(_Stream[T], AsyncIterator[AnswerChunk]):
     block early, `aclose`, cancelling the task, or dropping the stream ends the request as `AnswerStream` does.
     """
 
-    def __init__(self, backend: AnswerStreams, prepare: Prepare[T]) -> None:
+    def __init__(self, backend: _Backend, prepare: Prepare[T]) -> None:
         self._backend, self._prepare = backend, prepare
         self._events: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
-
-    def __aiter__(self) -> AsyncAnswerStream[T]:
-        return self
 
     async def __anext__(self) -> AnswerChunk:
         if self._ended:
@@ -202,68 +200,6 @@ class AsyncAnswerStream(_Stream[T], AsyncIterator[AnswerChunk]):
         return _Request(self._backend, call, tell)
 
 
-class AnswerStreams(ABC):
-    """The methods of a backend that stream."""
-
-    engine: OpenEngine
-
-    @abstractmethod
-    def submit(self, call: PreparedCall[Any], *, block: bool = False) -> Future[Any]: ...
-
-    @property
-    def entered(self) -> bool:
-        """Whether this thread is in a call to the engine, and so must not wait for a call that another thread makes."""
-        return self.engine.entered
-
-    def require_outside(self, field: str) -> None:
-        """Refuse what waits for a call that another thread makes, if that thread would wait for this one.
-
-        Args:
-            field: the name of the method to refuse.
-
-        Raises:
-            InvalidRequestError: this thread is in a call to the engine, or belongs to a batcher.
-        """
-        if self.entered:
-            raise invalid(
-                field,
-                "this code runs inside a call to the engine (in a hook wrapper, or in a callback of a batcher), and "
-                f"{field} would wait forever for that call to end; use `generate`, or call the policy itself, here",
-            )
-
-    def stream(
-        self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, **options: Any
-    ) -> AnswerStream[GenerateResult]:
-        """Start `generate`, with the same arguments, and return an iterator over the tokens as they come.
-
-        After the last chunk, ``stream.result`` is what `generate` returns. Use it as a context manager if you may leave
-        early. An engine without the capability `streaming` gives each answer in one chunk when the call has ended. A
-        call is not retried (``get_backend(retry=…)``) after its first chunk. With ``new_turn=True`` the texts are those
-        of messages, which do not continue the text of the prompt: SentencePiece drops the first space of a text.
-
-        Raises:
-            InvalidRequestError: as for `generate`, and raised here; the errors of the engine are raised while reading.
-                Also in a hook wrapper or a callback of a batcher, where the stream would wait for itself.
-            CapabilityError: as for `generate`, and raised here.
-        """
-        return AnswerStream(self, partial(self._plan, prompts, sampling, options))
-
-    def astream(
-        self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, **options: Any
-    ) -> AsyncAnswerStream[GenerateResult]:
-        """Return what `stream` does for ``async for``. All errors are raised while reading."""
-        return AsyncAnswerStream(self, partial(self._plan, prompts, sampling, options))
-
-    def _plan(
-        self, prompts: Any, sampling: Any, options: Mapping[str, Any], listener: Listener
-    ) -> tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], GenerateResult]]:
-        return prepare_generation(self.engine, prompts, sampling, on_tokens=listener, **options), _as_it_is
-
-
-def _as_it_is(result: GenerateResult) -> GenerateResult:
-    return result
-
-
 class _Request:
     """A call under way whose tokens are read. None is put after its last chunk."""
 
@@ -272,21 +208,17 @@ class _Request:
 
     def __init__(
         self,
-        backend: AnswerStreams,
+        backend: _Backend,
         call: PreparedCall[GenerateResult],
         put: Callable[[TokenChunk | None], object],
     ) -> None:
         assert call.delivery is not None and isinstance(call.request, GenerateRequest)
-        self._engine, self._delivery, self._names = backend.engine, call.delivery, call.request.request_ids
-        self._new_text = AnswerTexts(call.request.sampling, backend.engine.tokenizer).answer
+        self._engine, self._delivery, self._names = call.engine, call.delivery, call.request.request_ids
+        self._new_text = AnswerTexts(call.request.sampling, call.engine.tokenizer).answer
         self._texts: dict[int, AnswerText] = {}
         done = self._done = threading.Event()
-        outcome = self._outcome = list[tuple[Any, BaseException | None]]()
 
         def tell_end(future: Future[Any]) -> None:
-            # The reader's thread leaves the future alone: an interrupt can leave the lock of a future locked.
-            error = BackendClosedError("the request was cancelled") if future.cancelled() else future.exception()
-            outcome.append((None if error else future.result(), error))
             done.set()
             put(None)
 
@@ -322,15 +254,11 @@ class _Request:
 
     def answer(self) -> GenerateResult:
         """Return the result of the call, which has ended, or raise its error."""
-        result: GenerateResult
-        (result, error) = self._outcome[0]
-        try:
-            if error is not None:
-                raise error
-            return result
-        finally:
-            # The error's traceback refers to this frame.
-            del error
+        assert self._future is not None
+        if self._future.cancelled():
+            raise BackendClosedError("the request was cancelled")
+        result: GenerateResult = self._future.result()
+        return result
 
     @property
     def in_engine(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from corelm.errors import BackendTimeoutError, EngineError
@@ -173,31 +173,3 @@ class EngineLock:
 
     def _nested(self, turn: Turn) -> bool:
         return not self.holders.keys().isdisjoint(turn.around)
-
-
-def reaper(
-    lock: EngineLock, seconds: float, abort: Callable[[Iterable[Turn]], object], abort_all: bool
-) -> Callable[[], None]:
-    """Return a `remind` that ends the turns that no caller waits for, and gives up on those that do not end.
-
-    Args:
-        lock: the engine's.
-        seconds: how long to wait once no caller waits for any of its holders. It then raises a `TimeoutError`.
-        abort: ends the requests of these turns.
-        abort_all: whether to end those as well that a caller waits for.
-    """
-    since: float | None = None
-
-    def remind() -> None:
-        nonlocal since
-        holders = list(lock.holders)
-        abandoned = [turn for turn in holders if turn.abandoned]
-        abort(holders if abort_all else abandoned)
-        if len(abandoned) < len(holders):
-            since = None
-        elif since is None:
-            since = time.monotonic()
-        elif time.monotonic() - since > seconds:
-            raise TimeoutError
-
-    return remind

@@ -131,18 +131,14 @@ class _Update:
     """One update of the base weights, as the answers see that go on in it.
 
     Attributes:
-        number: counts the updates.
         asked: the label that it asks for, which the engine is told.
         label: the label that its weights have so far; None if it was refused.
         turn: the turn of the engine's lock in which it is made. While that holds the lock, the label may still change.
-        next: the update after it. A call keeps the last one before it, and so finds those that came later.
     """
 
-    number: int
     asked: str
     label: str | None
     turn: object
-    next: _Update | None = None
 
 
 class Weights:
@@ -161,7 +157,7 @@ class Weights:
         self._notices = engine.implements("weights_state")
         # The labels that base weights (None) and each adapter had before.
         self._used: dict[str | None, set[str]] = {}
-        self._last = _Update(0, "", None, None)
+        self._updates: list[_Update] = []
         # A lock in C: its `with` statement cannot be interrupted half-way.
         self._mutex = threading.RLock()
 
@@ -256,11 +252,10 @@ class Weights:
         if listener is not None:
             listener.before_update(request)
         before, unused = self.state, self._unused(None, version)
-        request = replace(request, version=unused if version is None else version, number=self._last.number + 1)
-        update = _Update(request.number, request.version, unused, self._engine.lock.turns()[0])
+        request = replace(request, version=unused if version is None else version, number=len(self._updates) + 1)
+        update = _Update(request.version, unused, self._engine.lock.turns()[0])
         # Before the label changes: a call that begins now waits for the end of the update.
-        self._last.next = update
-        self._last = update
+        self._updates.append(update)
         self._move(label=unused, known={}, unseen=None)
         try:
             if loads:
@@ -367,7 +362,7 @@ class Weights:
                 with self._mutex:
                     self.state = replace(before, changes=self.state.changes + 1)
                 if isinstance(request, WeightUpdate) and request.adapter is None:
-                    self._last.label = None
+                    self._updates[-1].label = None
             raise
         if result is not True:
             raise self._engine.fault(hook)(f"returned {shown(result)}: {otherwise}")
@@ -431,13 +426,13 @@ class Weights:
         """
         deadline, fail = Deadline(request.timeout), self._engine.fault("generate")
         while True:
-            last = self._last
-            if not self._under_way(last):
+            known = len(self._updates)
+            if not any(map(self._under_way, self._updates[known - 1 : known])):
                 label = self.state.label
-                if last is self._last:
+                if known == len(self._updates):
                     break
             self._pause(deadline)
-        batch = self._engine.ask("generate", replace(request, weight_version=label, weight_update=last.number))
+        batch = self._engine.ask("generate", replace(request, weight_version=label, weight_update=known))
         if not isinstance(batch, GenerateResult):
             return batch
         check_runs(batch, fail)
@@ -450,10 +445,7 @@ class Weights:
                 )
             runs = tuple(((version, 0),) for version in batch.weight_versions)
         seen = {version for of_row in runs for version, _ in of_row}
-        updates: list[_Update] = []
-        while last.next is not None:
-            last = last.next
-            updates.append(last)
+        updates = self._updates[known:]
         while [each for each in updates if each.asked in seen and self._under_way(each)]:
             self._pause(deadline)
         if problem := _out_of_order(runs, [label, *[each.asked for each in updates]]):

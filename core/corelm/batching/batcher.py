@@ -124,7 +124,7 @@ class DynamicBatcher(Backend):
 
     def run(self, call: PreparedCall[R]) -> R:
         """Make a prepared call in its turn, together with others where they may share, and return its result."""
-        if call.nothing is not None or self.dispatcher.mine:
+        if not call.rows or self.dispatcher.mine:
             # A callback or a wrapper makes this call, and its thread would wait for itself.
             return call.run()
         if call.on_caller_thread:
@@ -147,7 +147,7 @@ class DynamicBatcher(Backend):
             QueueFullError: the queue is full, with ``on_full="raise"``.
             BackendClosedError: the batcher was closed.
         """
-        if call.nothing is not None:
+        if not call.rows:
             done: Future[R] = Future()
             done.set_result(call.run())
             return done
@@ -217,9 +217,6 @@ class DynamicBatcher(Backend):
         finally:
             # If a thread is left, the patience with its call has been spent.
             self.engine.close(patience=PATIENCE if ended else 0.0)
-
-    def __enter__(self) -> DynamicBatcher:
-        return self
 
     def _end(self, well: bool) -> None:
         self.close(flush=well)

@@ -115,7 +115,6 @@ class Dispatcher:
         # Threads that end or have ended.
         self._last: list[threading.Thread] = []
         self._aborts = Aborts(engine.abort, engine.name)
-        self._told = False
 
     # For callers -----------------------------------------------------------------------------------------------------
 
@@ -354,7 +353,6 @@ class Dispatcher:
         for entry in [entry for entry in self._entering if entry[0].number not in self.queue.outside]:
             self._entering.remove(entry)
             entry[1].put(None)
-        self._tell_if_others_wait()
         pauses = [self._next_end - now]
         if not self.in_flight and (wait := self.queue.wait(now)) is not None:
             pauses.append(wait)
@@ -460,19 +458,6 @@ class Dispatcher:
             self._stops.remove(stop)
             stop[1].put(None)
         return ended
-
-    def _tell_if_others_wait(self) -> None:
-        """Log, once, that requests wait in the queue although the engine itself could take them."""
-        no_thread = 1 < self._most_workers <= len(self.in_flight) and len(self.queue) > 0
-        if not self._told and (no_thread or self.queue.short_of_room(self._rows, self._tokens)):
-            self._told = True
-            _log.info(
-                "%s: requests wait in the batcher while %d rows (%d tokens) are in the engine; to send more at a time, "
-                "give batching=Limits(max_batch_size=…) a larger number, and max_batch_tokens if it is set",
-                self.engine.name,
-                self._rows,
-                self._tokens,
-            )
 
     # Workers ---------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from corelm.backend.engine_call import Call, Origin
 from corelm.backend.futures import own
 from corelm.backend.prepared_call import PreparedCall
 from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, CoreLMError, EngineError
-from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk, fields_of_rows
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import CallerModes
 from corelm.tensors.ragged import Ragged
@@ -160,43 +160,29 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
     if len({*names}) != len(names):
         # `bisect` then sends the requests one after another.
         raise EngineError("two requests use the same name in request_ids", usable=True)
+    joined: dict[str, Any] = {"request_ids": names}
+    for each in fields(first):
+        values = [getattr(request, each.name) for request in requests]
+        if isinstance(values[0], (Ragged, TokenSets)):
+            joined[each.name] = values[0].cat(values)
+        elif isinstance(values[0], torch.Tensor):
+            joined[each.name] = torch.cat(values)
     if isinstance(first, GenerateRequest):
-        seeds = None if first.seeds is None else torch.cat([request.seeds for request in requests])
-        return replace(
-            first,
-            prompts=Ragged.cat([request.prompts for request in requests]),
-            sampling=_unseeded(first.sampling),
-            seeds=seeds,
-            request_ids=names,
-            on_tokens=_shared_listener(requests),
-            on_answer=_shared_count(requests),
-        )
-    return replace(
-        first,
-        sequences=Ragged.cat([request.sequences for request in requests]),
-        score_from=torch.cat([request.score_from for request in requests]),
-        request_ids=names,
-        support=None if first.support is None else TokenSets.cat([request.support for request in requests]),
-        top_ids=None if first.top_ids is None else Ragged.cat([request.top_ids for request in requests]),
-    )
+        joined |= {"on_tokens": _shared_listener(requests), "on_answer": _shared_count(requests)}
+        joined["sampling"] = _unseeded(first.sampling)
+    return replace(first, **joined)
 
 
 def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChunk], None] | None:
     """Return a function that takes the chunks of the joined request and hands each to the request of its row."""
-    listeners = {request.on_tokens for request in requests if request.on_tokens is not None}
     owners = _owners(requests)
 
     def deliver(chunk: TokenChunk) -> None:
-        if isinstance(chunk, TokenChunk) and type(chunk.row) is int and 0 <= chunk.row < len(owners):
-            request, row = owners[chunk.row]
-            if request.on_tokens is not None:
-                request.on_tokens(replace(chunk, row=row))
-        else:
-            # It belongs to no row, so every request that listens finds it wrong.
-            for each in listeners:
-                each(chunk)
+        request, row = owners[chunk.row]
+        if request.on_tokens is not None:
+            request.on_tokens(replace(chunk, row=row))
 
-    return deliver if listeners else None
+    return deliver if any(request.on_tokens for request in requests) else None
 
 
 def _shared_count(requests: Sequence[GenerateRequest]) -> Callable[[int, int], None] | None:
@@ -231,12 +217,10 @@ def _parts(batch: Any, rows: Sequence[int]) -> list[GenerateResult | ScoreResult
     """Split a result into results of so many rows each, which share no storage."""
     ends = list(accumulate(rows, initial=0))
 
-    def parted(value: Any) -> Sequence[Any]:
-        if isinstance(value, (Ragged, TokenSets)):
-            return value.chunks(rows)
-        if isinstance(value, (tuple, list)):
-            return [tuple(value[start:end]) for start, end in pairwise(ends)]
-        return [value] * len(rows)
+    def parted(found: Any) -> Sequence[Any]:
+        if isinstance(found, (Ragged, TokenSets)):
+            return found.chunks(rows)
+        return [tuple(found[start:end]) for start, end in pairwise(ends)]
 
-    named = {each.name: parted(getattr(batch, each.name)) for each in fields(batch)}
+    named = {name: parted(found) for name, found in fields_of_rows(batch).items()}
     return [replace(batch, **{name: values[part] for name, values in named.items()}) for part in range(len(rows))]

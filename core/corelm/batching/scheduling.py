@@ -194,15 +194,6 @@ class TicketQueue(ABC, Generic[T]):
     def wait(self, now: float) -> float | None:
         """Return the seconds after which `take` may return something else even if nothing happens; None for never."""
 
-    def short_of_room(self, rows: int, tokens: int) -> bool:
-        """Return whether a ticket waits only because the limits let no more rows or tokens into the engine.
-
-        Args:
-            rows: rows that are in the engine.
-            tokens: tokens that are in the engine.
-        """
-        return False
-
     def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
         """Note that the engine has answered these tickets, in `took` seconds. Their callers do not know yet."""
 
@@ -231,12 +222,6 @@ class PassThroughQueue(TicketQueue[T]):
             alone = ticket.barrier or not self.limits.fits(rows + ticket.rows, tokens + ticket.tokens)
             return [] if rows and alone else [ticket]
         return []
-
-    def short_of_room(self, rows: int, tokens: int) -> bool:
-        first = next(iter(self.inside.values()), None)
-        if first is None or first.barrier or not rows:
-            return False
-        return not self.limits.fits(rows + first.rows, tokens + first.tokens)
 
 
 class GroupingQueue(TicketQueue[T]):

@@ -16,7 +16,7 @@ id 2 is EOS. In drawings, a dot is a pad.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -310,6 +310,12 @@ class ScoreResult:
     top_ids: Ragged | None = None
     top_logprobs: Ragged | None = None
     tail_log_mass: Ragged | None = None
+
+
+def fields_of_rows(batch: GenerateResult | ScoreResult) -> dict[str, Any]:
+    """Return the fields that have an entry for each row: `Ragged` or `TokenSets` for its tokens, or a tuple or list."""
+    found = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return {name: rows for name, rows in found.items() if isinstance(rows, (Ragged, TokenSets, tuple, list))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -165,14 +165,8 @@ def first_set(ids):
             lambda b: replace(b, top_ids=b.top_ids.with_values(b.top_ids.values[:, :3])),
             "expected torch.int64[total, 8]",
         ),
-        (lambda b: replace(b, top_logprobs=b.top_logprobs.with_values(b.top_logprobs.values.flip(-1))), "must have"),
         (lambda b: replace(b, top_logprobs=other(b.top_logprobs, 0, math.nan)), "nan or above 0"),
-        (lambda b: replace(b, tail_log_mass=other(b.tail_log_mass, 0, -0.5)), "do not add up to 1"),
-        (lambda b: replace(b, top_ids=other(b.top_ids, 3, 7)), "row 0, position 3: "),
-        (
-            lambda b: replace(b, top_ids=b.top_ids.with_values(b.top_ids.values.roll(1, 0))),
-            "is not the one that top_logprobs has",
-        ),
+        (lambda b: replace(b, top_ids=other(b.top_ids, 3, 9999)), "outside the vocabulary"),
     ],
 )
 def test_a_wrong_result_of_generate_is_refused(bend, says):
@@ -188,11 +182,6 @@ def test_a_wrong_result_of_generate_is_refused(bend, says):
         (lambda b: replace(b, top_ids=None), "returned not all of top_ids"),
         (lambda b: replace(b, top_ids=other(b.top_ids, 0, 5)), "row 0, position 0: nothing was scored here"),
         (lambda b: replace(b, top_ids=b.top_ids.with_values(b.top_ids.values.roll(1, 0))), "nothing was scored here"),
-        (lambda b: replace(b, top_logprobs=b.top_logprobs.with_values(b.top_logprobs.values / 2)), "add up to 1"),
-        (
-            lambda b: replace(b, logprobs=b.logprobs.with_values(torch.where(b.scored.values, -0.01, 0.0))),
-            "but not among them",
-        ),
     ],
 )
 def test_a_wrong_result_of_scoring_is_refused(bend, says):

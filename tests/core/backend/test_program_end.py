@@ -15,7 +15,7 @@ from corelm.backend import program_end
 
 @program_end.at_program_end
 def end_calls():
-    print("calls are ended", program_end.patience())
+    print("calls are ended")
     if program_end.interrupted():
         program_end.end_stuck()
 
@@ -56,7 +56,7 @@ def written(folder: Path) -> list[bytes]:
 def test_open_files_are_written_and_later_exit_functions_called(tmp_path: Path) -> None:
     status, printed, errors = ended("raise KeyboardInterrupt", tmp_path)
     assert status == -signal.SIGINT, errors
-    assert printed == ["calls are ended 1.0", "saved", "calls are ended 0.0"]
+    assert printed == ["calls are ended", "saved", "calls are ended"]
     assert written(tmp_path) == [b"written"] * 3
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
 
@@ -66,13 +66,13 @@ def test_open_files_are_written_while_another_thread_goes_on(tmp_path: Path) -> 
     status, printed, errors = ended(
         "threading.Thread(target=threading.Event().wait).start(); raise KeyboardInterrupt", tmp_path
     )
-    assert (status, printed) == (-signal.SIGINT, ["calls are ended 1.0"]), errors
+    assert (status, printed) == (-signal.SIGINT, ["calls are ended"]), errors
     assert written(tmp_path) == [b"written"] * 3
 
 
 @pytest.mark.process
 def test_a_program_that_is_not_interrupted_ends_by_itself(tmp_path: Path) -> None:
-    assert ended("", tmp_path) == (0, ["saved", "calls are ended 5.0"], "")
+    assert ended("", tmp_path) == (0, ["saved", "calls are ended"], "")
     assert written(tmp_path) == [b"written"] * 3
 
 

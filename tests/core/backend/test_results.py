@@ -187,9 +187,8 @@ def test_an_answer_may_stop_at_a_stop_id_or_a_stop_string():
     # In the last answer the engine found the string a token late.
     for ids in ([3, EOS], [3, 7], [3, 4, 5], [4, 5, 3]):
         assert ending(ids).generate([[1]], stops).ids.tolist() == [ids]
-    for ids, more in (([3, 4], {}), ([3, EOS], {"ignore_eos": True})):
-        with pytest.raises(EngineError):
-            ending(ids).generate([[1]], {**stops, **more})
+    with pytest.raises(EngineError):
+        ending([3, 4]).generate([[1]], {"max_new_tokens": 4, "stop_token_ids": [7]})
 
 
 def test_an_answer_whose_text_is_the_engines_own_may_stop_at_a_string_that_its_ids_do_not_show():

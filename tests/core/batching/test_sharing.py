@@ -204,20 +204,6 @@ def test_all_callers_reach_an_engine_with_concurrent_calls_at_once():
             assert ids(future) == [lone_answer([3 + n % 9], n)]
 
 
-def test_requests_that_wait_for_room_in_an_engine_with_concurrent_calls_are_told_once(caplog):
-    caplog.set_level("INFO", logger="corelm")
-    for most in (256, 2):
-        caplog.clear()
-        engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
-        with open_batcher(engine, max_batch_size=most) as batcher:
-            futures = [batcher.submit_generate([[3 + n]], SEEDED) for n in range(8)]
-            engine.wait_for(lambda: engine.inside == min(most, 8))  # noqa: B023
-            engine.free()
-            wait(futures, LONG)
-        told = [message for message in caplog.messages if "wait in the batcher" in message]
-        assert len(told) == (most == 2) and all("2 rows" in each and "max_batch_size=" in each for each in told)
-
-
 def test_an_update_is_alone_in_an_engine_with_concurrent_calls():
     engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
     with open_batcher(engine) as batcher, ThreadPoolExecutor(1) as pool:

@@ -214,11 +214,11 @@ def test_a_plugin_may_reuse_the_buffers_of_its_tokens():
 @each(
     "bend, says",
     [
-        (lambda offsets: offsets[:-1], "2 offsets for 3 ids"),
+        (lambda offsets: offsets[:-1], "lengths add up to 3, but there are 2 values"),
         (lambda offsets: offsets.float(), r"offsets are torch.float32\[3, 2\]"),
-        (lambda offsets: offsets.flatten(), r"offsets are torch.int64\[6\]"),
+        (lambda offsets: offsets.flatten(), "there are 6 values"),
         (lambda offsets: offsets.to_sparse(), "not dense"),
-        (lambda offsets: offsets.tolist(), "offsets is a list"),
+        (lambda offsets: offsets.tolist(), "its result cannot be read"),
         (lambda offsets: offsets - 1, "row 0, position 0: the id covers other"),
         (lambda offsets: offsets.flip(-1), "row 0, position 0: the id covers other"),
         (lambda offsets: offsets + 1, "row 0, position 1: the id covers other"),

@@ -34,6 +34,9 @@ TRUE_ANSWERS = f"""
     test_streamed_log_probs_are_true
     test_every_token_of_every_row_has_its_own_kept_ids
     test_scores_over_the_kept_ids_are_the_samplers_own
+"""
+#: The tests that compare the most probable ids of answers with the oracle's.
+TOP_IDS = """
     test_the_most_probable_ids_of_answers_are_the_models
     test_top_ids_are_the_models_own_at_every_temperature
     test_processed_top_ids_are_those_of_the_temperature
@@ -147,13 +150,13 @@ TABLE = {
         test_the_chunks_of_a_stream_are_its_result
         test_sampling_and_scoring_agree_on_the_response
         test_the_kept_ids_are_those_that_are_left""",
-    "PadsCounted": f"""{TRUE_ANSWERS}
+    "PadsCounted": f"""{TRUE_ANSWERS}{TOP_IDS}
         test_greedy_takes_the_likeliest_token_at_every_step
         test_an_answer_does_not_depend_on_the_other_rows
         test_an_answer_without_a_limit_fills_the_context
         test_sampling_and_scoring_agree_on_the_response
         test_the_kept_ids_do_not_depend_on_the_other_rows""",
-    "RowsSwapped": f"""{TRUE_ANSWERS}
+    "RowsSwapped": f"""{TRUE_ANSWERS}{TOP_IDS}
         test_greedy_takes_the_likeliest_token_at_every_step
         test_an_answer_does_not_depend_on_the_other_rows
         test_the_kept_ids_do_not_depend_on_the_other_rows""",

@@ -7,11 +7,11 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
-from corelm.application import Call, at_program_end, in_thread, unfinished, uninterrupted
+from corelm.application import Call, at_program_end, in_thread, uninterrupted
 from corelm.errors import CoreLMError, EngineError, StaleWeightsError, brief, first_few
 from corelm.spec import (
     AbortRequest,
@@ -260,7 +260,7 @@ def _open_all(members: Sequence[Member], canary: Canary) -> dict[str, OpenReplic
     try:
         for member in members:
             futures[member.name] = in_thread(partial(open_replica, member, canary), f"corelm-open-{member.name}")
-        unfinished(futures.values())
+        wait(futures.values())
         return {name: future.result() for name, future in futures.items()}
     except BaseException as error:
         for future in futures.values():
@@ -282,7 +282,7 @@ def _close_opened(future: Future[OpenReplica]) -> None:
 
 
 def _close_all(replicas: Sequence[OpenReplica]) -> None:
-    unfinished([in_thread(partial(replica.close, False), "corelm-fleet-close") for replica in replicas])
+    wait([in_thread(partial(replica.close, False), "corelm-fleet-close") for replica in replicas])
 
 
 def _watch_over(runner: weakref.ref[FleetRunner], stop: threading.Event) -> None:

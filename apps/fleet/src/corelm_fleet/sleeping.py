@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING
 
-from corelm.application import in_thread, unfinished
+from corelm.application import in_thread
 from corelm.errors import (
     CapabilityError,
     EngineError,
@@ -90,7 +91,7 @@ def _each(runner: FleetRunner, job: Callable[[OpenReplica], None], what: str) ->
     """
     running = dict(runner.lives.running)
     futures = {life: in_thread(partial(job, each), f"corelm-fleet-{life.replica}") for life, each in running.items()}
-    late = unfinished(futures.values(), runner.state.limits.load)
+    late = wait(futures.values(), runner.state.limits.load).not_done
     failures: dict[Life, BaseException] = {}
     refusals: list[CapabilityError | InvalidRequestError] = []
     for life, future in futures.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from corelm.application import OUT_OF_TURN, Hooks, open_plugin, to_containers
+from corelm.application import OUT_OF_TURN, hooks_of, open_plugin, to_containers
 from corelm.errors import CapabilityError
 from corelm.spec import AbortRequest, Capabilities, CloseRequest
 from corelm_fleet.hosting.failures import Failure
@@ -81,10 +81,10 @@ class EngineServer:
     """
 
     def __init__(self, engine: Any, name: str, wrappers: Sequence[object] = ()) -> None:
-        hooks = Hooks.of(engine, name, wrappers)
-        capabilities, self._hooks = hooks.capabilities, hooks.calls
+        self._hooks, by_core = hooks_of(engine, name, wrappers)
+        capabilities = engine.capabilities
         self._reasons = dict(getattr(engine, "reasons", {}))
-        if hooks.calls["to_containers"] is not to_containers:
+        if self._hooks["to_containers"] is not to_containers:
             raise CapabilityError(
                 f"backend {name!r} makes its own containers, which cannot leave its process; open it without python=",
                 capability="to_containers",
@@ -98,7 +98,7 @@ class EngineServer:
         # wait for nothing: a chat template may take seconds.
         encoding = threading.RLock()
         self._tokenizer_turns: dict[str, AbstractContextManager[object]] = {
-            "encode": encoding if "tokenize" in hooks.by_core else self._turn,
+            "encode": encoding if "tokenize" in by_core else self._turn,
             "method": encoding,
             "set": encoding,
         }
