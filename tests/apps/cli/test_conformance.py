@@ -12,8 +12,6 @@ import pytest
 
 from helpers.command_line import corelm_command
 
-SAMPLING = '{"num_beams": 2, "temperature": 0.0, "engine_kwargs": {"no_repeat_ngram_size": 1}}'
-
 #: The transformers backend with a defect: every log-prob is that of temperature 2.
 FLATTENED = """
 from dataclasses import replace
@@ -51,8 +49,7 @@ def suite_of(path):
 def test_a_good_backend_keeps_its_promises(kit, tiny_model, tmp_path):
     result = kit(
         *("transformers", "--model", str(tiny_model), "--oracle", "transformers", "--option", "dtype=float32"),
-        *("--keeps-cache-in-flight", "--engine-sampling", SAMPLING, "--draws", "400"),
-        *("-k", "log_prob or scored or new_weights or closing or engine_kwargs"),
+        *("--draws", "400", "-k", "log_prob or scored or new_weights or closing or engine_kwargs"),
     )
     assert result.returncode == 0, result.stdout + result.stderr
     suite = suite_of(tmp_path / "conformance.json")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import (
@@ -79,6 +79,8 @@ class SGLangBackend(HttpEngine):
     """
 
     requires_api = ">=1,<2"
+    #: What `corelm conformance` needs to know to test it.
+    conformance: ClassVar[Mapping[str, Any]] = {"engine_sampling": {"engine_kwargs": {"logit_bias": {"7": 20.0}}}}
     rows_path, id_field, health_path = protocol.GENERATE, "rid", MODEL_INFO
     ends_rows = True
     info: ServerInfo

@@ -58,6 +58,7 @@ class TransformersBackend:
         gate: lets new weights in while it samples.
         owns_model: whether the model was loaded here, and is to be gone after `close`.
         tokenizer, capabilities: what core asks of every backend.
+        conformance: what `corelm conformance` needs to know to test it.
     """
 
     requires_api = ">=1,<2"
@@ -82,6 +83,10 @@ class TransformersBackend:
         self._untried = False
         self.gate, self._log, self._rereads = UpdateGate(), VersionLog(), recompute_kv_on_update
         self.owns_model = owns_model
+        self.conformance = {
+            "engine_sampling": {"num_beams": 2, "temperature": 0.0, "engine_kwargs": {"no_repeat_ngram_size": 1}},
+            "recomputes_in_flight": recompute_kv_on_update,
+        }
         self._weights_state = WeightsState(engine.module)
         self._sleeping = SleepingWeights(engine.module)
         self.tokenizer = tokenizer

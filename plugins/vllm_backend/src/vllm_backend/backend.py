@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import (
@@ -46,6 +46,8 @@ class VLLMBackend:
     """Samples from and scores with vLLM in this process. `VLLMServer` does so behind a URL."""
 
     requires_api = ">=1,<2"
+    #: What `corelm conformance` needs to know to test it.
+    conformance: ClassVar[Mapping[str, Any]] = {"engine_sampling": {"engine_kwargs": {"logit_bias": {7: 20.0}}}}
 
     def __init__(self, engine: InProcessEngine) -> None:
         self.engine = engine

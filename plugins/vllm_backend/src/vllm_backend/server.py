@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -73,6 +73,8 @@ class VLLMServer(HttpEngine):
     """
 
     requires_api = ">=1,<2"
+    #: What `corelm conformance` needs to know to test it.
+    conformance: ClassVar[Mapping[str, Any]] = {"engine_sampling": {"engine_kwargs": {"logit_bias": {"7": 20.0}}}}
     rows_path, id_field, health_path = protocol.COMPLETIONS, "request_id", "/health"
     info: ServerInfo
 

@@ -65,12 +65,12 @@ def conformance(
         ),
     ] = None,
     keeps_cache_in_flight: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--keeps-cache-in-flight",
-            help="The engine keeps its KV cache when weights change in the middle of an answer.",
+            help="Whether the engine keeps its KV cache when weights change in the middle of an answer.",
+            show_default="as the plugin says",
         ),
-    ] = False,
+    ] = None,
     new_weights: Annotated[
         str | None,
         typer.Option(
@@ -115,13 +115,16 @@ def conformance(
             plain = PlainOracle.load(folder)
             # Opened here, so that an engine that does not open is one error and not one for each test.
             opened = stack.enter_context(engine.open())
+            of_plugin = getattr(opened.engine.plugin, "conformance", {})
+            if keeps_cache_in_flight is None:
+                keeps_cache_in_flight = not of_plugin.get("recomputes_in_flight", True)
             subject = by_name.Subject(
                 opened=opened,
                 open_backend=engine.open,
                 oracle=plain,
                 tolerance=tolerance,
                 draws=draws,
-                engine_sampling=sampling,
+                engine_sampling=of_plugin.get("engine_sampling") if sampling is None else sampling,
                 recomputes_in_flight=not keeps_cache_in_flight,
                 not_shown=reasons,
                 new_weights=None if new_weights is None else (new_weights, PlainOracle.load(new_weights)),
