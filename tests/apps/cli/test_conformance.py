@@ -24,6 +24,18 @@ class Flattened(TransformersBackend):
         return replace(super().score_logprobs(replace(request, temperature=2.0)), temperature=request.temperature)
 """
 
+#: The transformers backend without what it says of itself for the kit.
+SILENT = """
+from transformers_backend import TransformersBackend
+
+class Silent(TransformersBackend):
+    @classmethod
+    def open(cls, model):
+        opened = super().open(model)
+        del opened.conformance
+        return opened
+"""
+
 
 @pytest.fixture
 def kit(tmp_path):
@@ -83,8 +95,10 @@ UNSHOWN = ("-k", "engine_kwargs_change_answers")
 
 @pytest.mark.nightly
 @pytest.mark.process
-def test_what_is_declared_and_cannot_be_shown_fails(kit, tiny_model):
-    result = kit("transformers", "--model", str(tiny_model), *UNSHOWN)
+def test_what_is_declared_and_cannot_be_shown_fails(kit, tiny_model, fabricate):
+    site = fabricate("silent", "1", {"silent": "silent:Silent"}, {"silent": SILENT})
+    path = os.pathsep.join([str(site), *sys.path])
+    result = kit("silent", "--model", str(tiny_model), *UNSHOWN, PYTHONPATH=path)
     assert result.returncode == 1 and "--not-shown engine_kwargs=" in result.stdout
 
 

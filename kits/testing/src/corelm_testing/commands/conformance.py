@@ -124,7 +124,7 @@ def conformance(
                 oracle=plain,
                 tolerance=tolerance,
                 draws=draws,
-                engine_sampling=of_plugin.get("engine_sampling") if sampling is None else sampling,
+                engine_sampling=sampling or (None if "engine_kwargs" in reasons else of_plugin.get("engine_sampling")),
                 recomputes_in_flight=not keeps_cache_in_flight,
                 not_shown=reasons,
                 new_weights=None if new_weights is None else (new_weights, PlainOracle.load(new_weights)),
