@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -39,16 +38,20 @@ def engines(found: Scan) -> Iterator[Finding]:
         yield from pool.map(_backend, found.backends)
 
 
+def _newer(info: BackendInfo) -> str:
+    return f"install a newer {info.distribution} from where you have it"
+
+
 def _backend(info: BackendInfo) -> Finding:
     about = f"backend {info.name!r}"
     if info.problem is not None:
-        return Finding(about, "problem", f"{info.label}: {info.problem}", f"pip install --upgrade {info.distribution}")
+        return Finding(about, "problem", f"{info.label}: {info.problem}", _newer(info))
     try:
         refused = probe(_PLUGIN.format(info.name))
     except ProbeError as error:
         refused = f"importing {info.target} failed: {error}"
     if refused:
-        return Finding(about, "problem", refused, f"{sys.executable} -m pip install --upgrade {info.distribution}")
+        return Finding(about, "problem", refused, _newer(info))
     module = info.engine_module
     if module is None:
         return Finding(about, "ok", f"{info.label}; the plugin names no engine")

@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 import corelm
 from corelm._version import __version__
 from corelm.application import ALLOW_LIST, DISTRIBUTION, Scan, allow_list
+from corelm.errors import how_to_install
 from corelm_cli.diagnosis.findings import Finding
 
 #: Python versions that core is tested with.
@@ -95,8 +96,9 @@ def _requirements(found: Scan) -> Iterator[Finding]:
         unmet = list(unmet_requirements(lines))
         for wanted, installed in unmet:
             has = "it is not installed" if installed is None else f"{installed} is installed"
-            remedy = f'{sys.executable} -m pip install "{wanted}"'
-            yield Finding(name, "problem", f"asks for {wanted}, and {has}", remedy)
+            part = Requirement(wanted).name
+            line = how_to_install(part) if part.startswith("core-") else f'{sys.executable} -m pip install "{wanted}"'
+            yield Finding(name, "problem", f"asks for {wanted}, and {has}", line)
         if not unmet:
             met.append(name)
     if met:
