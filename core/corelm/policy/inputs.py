@@ -118,12 +118,12 @@ class InputReader:
             if not self._skips:
                 refuse(problems, ".".join(key_parts(options.tools_key)))
         if part == "prompt" and options.continue_final_message is not None:
-            eos_ids = backend.eos_token_ids if options.prefer_tokens else None
+            eos_ids = backend.engine.eos_token_ids if options.prefer_tokens else None
             begun, bad = final_turns(chats, options.continue_final_message, eos_ids)
             if not self._skips:
                 refuse(bad, name)
             problems = bad | problems
-            begun = begun if any(turn is not None for turn in begun) else None
+            begun = begun if any(begun) else None
         rendered = None
         while rendered is None:
             served = [row for row in range(len(chats)) if row not in problems] if problems else range(len(chats))
@@ -171,13 +171,7 @@ class InputReader:
         held, name = find_value(td, self._top), self._names[part]
         if part == "full" and isinstance(held, (Text, TensorDictBase)) and _are_completions(held.keys()):
             return self._completions(td, held, partial(_with_one_bos, backend))
-        if not isinstance(held, (Text, TensorDictBase)):
-            held = as_list(held)
-        shape: tuple[int, ...]
-        if type(held) is list and {*map(type, held)} == {str}:
-            texts, shape = held, (len(held),)
-        else:
-            texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
+        texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
         if isinstance(held, Text):
             # Empty nested lists do not show their shape.
             shape = tuple(held.batch_size)

@@ -24,12 +24,13 @@ from corelm.policy.messages import AnswerReader, answer_texts
 from corelm.policy.options import Keys, PolicyOptions
 from corelm.policy.rows import InputRows, find_value, provenance_of_scores
 from corelm.policy.tokens import nested_field
+from corelm.rendering.encoding import decoded
 from corelm.spec.answer_text import HALF_CHARACTER
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.version_runs import with_runs
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, value_range
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 
@@ -270,7 +271,7 @@ def generated(
     errors = batch.errors or ("",) * len(batch.finish_reasons)
     if "text" in fields or "history" in fields:
         said = answer_texts(batch, sampling, backend, rows.continued)
-        asked = rows.texts or _without_half(given_texts(rows.ids, backend), batch.ids)
+        asked = rows.texts or _without_half(_given_texts(rows.ids, backend), batch.ids)
         if rows.chats is not None:
             messages, problems = reader.read(rows, asked, said, batch, sampling, backend)
             if problems:
@@ -339,7 +340,7 @@ def scored(
     texts = None
     if "text" in fields:
         prompts, responses = rows.parts or (None, None)
-        texts = Parts(prompts, responses, rows.texts or given_texts(rows.ids, backend))
+        texts = Parts(prompts, responses, rows.texts or _given_texts(rows.ids, backend))
     return ContainerRequest(
         batch_size=rows.batch_size,
         fields=fields,
@@ -375,11 +376,13 @@ def _greedy(rows: InputRows, scored: Ragged, argmax: Ragged) -> tuple[bool, ...]
     return tuple(((number > 0) & (wrong == 0)).tolist())
 
 
-def given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:
+def _given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:
     """Return the texts that prompts or sequences decode to. Illegal ids, which only skipped rows have, are left out."""
-    legal = (ids.values >= 0) & (ids.values < backend.capabilities.vocab_size)
-    counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, legal.cpu().long())
-    return tuple(backend.detokenize(Ragged(ids.values[legal], counts), skip_special_tokens=False))
+    engine, rows = backend.engine, ids.tolist()
+    low, high = value_range(ids.values)
+    if low < 0 or high >= engine.capabilities.vocab_size:
+        rows = [[one for one in row if 0 <= one < engine.capabilities.vocab_size] for row in rows]
+    return tuple(decoded(engine.tokenizer, rows, skip_special_tokens=False))
 
 
 def _without_half(prompts: tuple[str, ...], answers: Ragged) -> tuple[str, ...]:
