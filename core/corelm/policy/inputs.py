@@ -47,6 +47,8 @@ from corelm.validate import as_list, invalid, read_once, shown
 
 Part = Literal["prompt", "full"]
 Tools = list[Any] | None
+#: How each mode's input is passed.
+_PASSED = {"history": "history=History.from_chats(…)", "text": "text=[…]", "tokens": "tokens=[…]"}
 
 
 class InputReader:
@@ -350,8 +352,12 @@ class InputReader:
         if mode != "history" and not isinstance(held, (TensorDictBase, Text, Tokens)):
             held = as_list(held)
         if held is None:
+            # A whole sequence under the key of its prompt would be scored without its response.
+            other_key = " or input_key" if part == "prompt" else ""
             raise MissingKeyError(
-                f"the TensorDict has no {name!r}; it has: {list_keys(td)}{_input_hint(td, mode, part)}", field=name
+                f"the TensorDict has no {name!r}; it has: {list_keys(td)}. Pass TensorDict({_PASSED[mode]}), or give "
+                f"the policy another input_mode{other_key}",
+                field=name,
             )
         if isinstance(held, bare):
             return held
@@ -372,24 +378,6 @@ def _wrong(name: str, expected: str, value: Any) -> InvalidRequestError:
     if kind.__module__.partition(".")[0] == "torchrl":
         advice = f" of {kind.__module__}; convert it with corelm_interop.torchrl.from_torchrl, or use its EnvPolicy"
     return invalid(name, f"expected {expected}, got {kind.__name__}{advice}")
-
-
-def _input_hint(td: TensorDictBase, mode: str, part: str) -> str:
-    """Return how to read a column that data sets and tokenizers have; "" if `td` has none."""
-    columns = ("messages", *(("prompt",) if part == "prompt" else ()), "text", "input_ids")
-    name = next((name for name in columns if name in td.keys()), "")
-    first = find_value(td, name) if name else None
-    while isinstance(first := as_list(first), list) and first:
-        first = first[0]
-    if isinstance(first, Mapping) and "role" in first:
-        also = "" if mode == "history" else ", and give the policy input_mode='history'"
-        return f"; {name!r} holds conversations: pass TensorDict(history=History.from_chats({name})){also}"
-    if not isinstance(first, str) and name != "input_ids":
-        return ""
-    kind, what = ("text", "texts") if isinstance(first, str) else ("tokens", "token ids")
-    options = [] if kind == mode else [f"input_mode={kind!r}"]
-    options += [f"input_key={name!r}"] if name in ("messages", "prompt") else []
-    return f"; {name!r} holds {what}: give the policy {', '.join(options)}" if options else ""
 
 
 def _must_be_batch_of(td: TensorDictBase, found: tuple[int, ...], name: str) -> None:

@@ -16,9 +16,11 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from corelm.backend.backend import Backend
+from corelm.containers.assemble import ABOUT_IDS
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens
-from corelm.containers.fields import flat, objects
-from corelm.containers.reading import carries_sets, key_parts, list_keys, provenance_of_rows, ragged, token_sets
+from corelm.containers.fields import NO_ID, flat, objects
+from corelm.containers.reading import key_parts, list_keys, provenance_of_rows, ragged
+from corelm.containers.turns import REQUEST_FIELDS, log_prob_fields
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.policy.messages import AnswerReader, answer_texts
 from corelm.policy.options import Keys, PolicyOptions
@@ -34,14 +36,6 @@ from corelm.tensors.ragged import Ragged, value_range
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 
-#: Fields of a `LogProbs` about the ids of each token: what they are called in results, and what stands where there is
-#: nothing.
-ABOUT_IDS = {
-    "kept_log_mass": ("kept_log_mass", 0.0),
-    "top_ids": ("top_ids", -1),
-    "top_log_probs": ("top_logprobs", 0.0),
-    "tail_log_mass": ("tail_log_mass", 0.0),
-}
 _DEFAULT = Keys()
 _CONTAINERS: dict[str, Any] = {
     "text": Text,
@@ -327,9 +321,9 @@ def _log_probs(
     if batch.kept_ids is not None:
         device = batch.kept_ids.ids.values.device
         found["kept_ids"] = TokenSets.empty(prompts.lengths).to(device).join(batch.kept_ids)
-    for name, filler in ABOUT_IDS.values():
-        if (rows := getattr(batch, name)) is not None:
-            found[name] = behind_prompts(rows, filler)
+    for given, name in ABOUT_IDS.items():
+        if (rows := getattr(batch, given)) is not None:
+            found[given] = behind_prompts(rows, NO_ID.get(name, 0))
     return found
 
 
@@ -501,14 +495,8 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
     held = found.get(options.keys.log_probs, None)
     if not isinstance(held, LogProbs):
         return GenerateResult(**answers)
-
-    def of_answers(name: str) -> Ragged:
-        return ragged(found, (options.keys.log_probs, name), masks=masks).to("cpu").slice(start, stop)
-
-    answers["logprobs"] = of_answers("full")
-    answers |= {to: of_answers(name) for name, (to, _) in ABOUT_IDS.items() if name in held.keys()}
-    if carries_sets(held):
-        answers["kept_ids"] = token_sets(found, options.keys.log_probs, masks=masks).to("cpu").slice(start, stop)
+    for name, values in log_prob_fields(found, key_parts(options.keys.log_probs), key_parts(masks)).items():
+        answers[REQUEST_FIELDS[name]] = values.slice(start, stop)
     labels = provenance_of_rows(held, len(full))
     refuse({row: "its provenance is not known" for row, one in enumerate(labels) if one is None}, "continue_from")
     known = [one for one in labels if one is not None]

@@ -165,13 +165,11 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             with no_inference_mode():
                 return self.forward(tensordict, seed=seed, timeout=timeout, progress=progress)
         bar = None if progress is False else self._bar(progress)
-        if bar is None:
-            rows, call = self._prepare(tensordict, seed, timeout)
-            return self._finish(tensordict, rows, self.backend.run(call))
-        with bar:
+        with bar or nullcontext():
             rows, call = self._prepare(tensordict, seed, timeout, bar=bar)
             result = self.backend.run(call)
-            bar.complete(result)
+            if bar is not None:
+                bar.complete(result)
             return self._finish(tensordict, rows, result)
 
     async def aforward(
