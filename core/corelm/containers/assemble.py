@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
 from corelm.tensors.lazy_rows import Field, Shape, lazy_rows, non_tensors
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, runs
 
 #: The fields of a request with one value, or k of them, per token, which go into `log_probs` next to the numbers, and
 #: what they are called there.
@@ -41,7 +42,7 @@ def assemble(request: ContainerRequest) -> TensorDict:
     """Return the containers named in ``request.fields``, with `finish_reason` and `errors` if the request has them.
 
     Every field has its own storage. If rows are not padded, every row has: it can be modified in place, kept or pickled
-    without the others. Do not modify the tensors of the request: rows are copied from them lazily, on first access.
+    without the others. Do not modify the tensors and messages of the request: rows are copied lazily, on first access.
     Gradients flow from all fields of `log_probs` to ``request.logprobs``.
 
     Raises:
@@ -54,12 +55,15 @@ def assemble(request: ContainerRequest) -> TensorDict:
         layout["columns"] = request.columns or dense_columns(tokens)
     answered = None
     if tokens.prompt is not None and tokens.response is not None:
-        answered = tokens.prompt.join_mask(tokens.response).to(tokens.full.values.device)
+        marks = runs((False, True), (tokens.prompt.lengths, tokens.response.lengths))
+        answered = tokens.full.with_values(marks.to(tokens.full.values.device))
     if layout["columns"] is not None:
         tokens = Parts(None, None, tokens.full)  # cut below, after padding
     out = TensorDict({}, batch_size=shape)
     if "text" in wanted and request.texts is not None:
-        texts = {name: non_tensors(values, shape) for name, values in _named(request.texts).items()}
+        texts = _named(request.texts)
+        for name, values in texts.items():
+            texts[name] = non_tensors(values, shape)
         out["text"] = Text.from_tensordict(TensorDict(texts, batch_size=shape))
     if "tokens" in wanted:
         out["tokens"] = container(Tokens, _named(tokens), shape, split=True, **layout)
@@ -72,7 +76,9 @@ def assemble(request: ContainerRequest) -> TensorDict:
     if "log_probs" in wanted:
         out["log_probs"] = container(LogProbs, _log_probs(request, tokens, answered), shape, split=True, **layout)
     if "history" in wanted and request.chats is not None:
-        chats = {name: History.of(values, shape) for name, values in _named(request.chats).items()}
+        chats = _named(request.chats)
+        for name, values in chats.items():
+            chats[name] = History.wrap(values, shape)
         out["history"] = ChatHistory.from_tensordict(TensorDict(chats, batch_size=shape))
     if request.argmax is not None:
         argmax = container(PerToken, {"full": request.argmax}, shape, **layout)
@@ -194,7 +200,7 @@ def _check(request: ContainerRequest) -> None:
     for name in sorted(request.fields):
         if data.get(name) is None:
             raise InvalidRequestError(f"{name!r} is in fields, but the request has no data for it", field=name)
-    given: dict[str, Any] = {name: getattr(request, name) for name in _PER_ROW}
+    given = dict(zip(_PER_ROW, attrgetter(*_PER_ROW)(request), strict=True))
     for name, parts in (("tokens", tokens), ("texts", request.texts), ("chats", request.chats)):
         if parts is not None:
             given |= {f"{name}.prompt": parts.prompt, f"{name}.response": parts.response, f"{name}.full": parts.full}
@@ -204,7 +210,8 @@ def _check(request: ContainerRequest) -> None:
                 f"{name} has {len(values)} rows, but a batch of {tuple(request.batch_size)} has {count}", field=name
             )
     for name in _PER_TOKEN:
-        if (rows := getattr(request, name)) is not None:
+        # Rows that `Ragged.with_values` made share their lengths.
+        if (rows := getattr(request, name)) is not None and rows.lengths is not full.lengths:
             must_have_lengths(rows.lengths, full.lengths, name)
     if tokens.prompt is not None and tokens.response is not None:
         must_have_lengths(tokens.prompt.lengths + tokens.response.lengths, full.lengths, "prompt and response")

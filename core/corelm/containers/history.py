@@ -47,7 +47,7 @@ class History(TensorClass["nocast"]):
     @classmethod
     def of(cls, chats: Iterable[Sequence[Message | Mapping[str, Any]]], batch_size: Sequence[int]) -> History:
         """Build from a flat sequence of chats, in C order of `batch_size`."""
-        return cls._wrap(_read_chats(chats), tuple(batch_size))
+        return cls.wrap(_read_chats(chats), tuple(batch_size))
 
     @classmethod
     def from_text(cls, texts: str | Sequence[Any]) -> History:
@@ -154,7 +154,8 @@ class History(TensorClass["nocast"]):
     # Storage ---------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def _wrap(cls, chats: list[Chat], shape: tuple[int, ...]) -> History:
+    def wrap(cls, chats: Sequence[Chat], shape: tuple[int, ...]) -> History:
+        """Build from conversations that nobody modifies, as `of` does from those of a caller."""
         if math.prod(shape) != len(chats):
             raise invalid("batch_size", f"{len(chats)} conversations do not fill a batch of shape {shape}")
         return cls(conversation=_stack(chats, shape), batch_size=shape)
@@ -177,13 +178,13 @@ class History(TensorClass["nocast"]):
     def _add(self, added: Sequence[Sequence[Any]], inplace: bool) -> History:
         chats = [before + new for before, new in zip(self.chats, _read_chats(added), strict=True)]
         shape = tuple(self.batch_size)
-        return self.set("conversation", _stack(chats, shape)) if inplace else self._wrap(chats, shape)
+        return self.set("conversation", _stack(chats, shape)) if inplace else self.wrap(chats, shape)
 
 
 class _Conversations(Sequence[dict[str, Any]]):
     """Presents chats as the rows that a History stores. Most are only read back as chats and never become rows."""
 
-    def __init__(self, chats: list[Chat]) -> None:
+    def __init__(self, chats: Sequence[Chat]) -> None:
         self.chats = chats
 
     def __len__(self) -> int:
@@ -195,7 +196,7 @@ class _Conversations(Sequence[dict[str, Any]]):
         return {"messages": [message.to_dict() for message in self.chats[index]]}
 
 
-def _stack(chats: list[Chat], shape: tuple[int, ...]) -> NonTensorData | NonTensorStack:
+def _stack(chats: Sequence[Chat], shape: tuple[int, ...]) -> NonTensorData | NonTensorStack:
     if not chats:
         # An empty stack can be neither concatenated nor memmapped; a NonTensorData with an empty batch can.
         return NonTensorData(None, batch_size=shape)

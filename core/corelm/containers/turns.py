@@ -14,7 +14,7 @@ from torch import Tensor
 from corelm.containers.assemble import ABOUT_IDS, assemble
 from corelm.containers.classes import LogProbs, Tokens
 from corelm.containers.fields import SETS
-from corelm.containers.reading import about_ids, list_keys, provenance_of_rows, ragged
+from corelm.containers.reading import Path, about_ids, list_keys, provenance_of_rows, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
 from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, Parts
@@ -24,7 +24,7 @@ from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 
 #: Fields of `LogProbs`, and the fields of a request that they become.
-_FIELDS = {"full": "logprobs", SETS: SETS, **{name: given for given, name in ABOUT_IDS.items()}}
+REQUEST_FIELDS = {"full": "logprobs", SETS: SETS, **{name: given for given, name in ABOUT_IDS.items()}}
 
 
 def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pad_id: int = 0) -> TensorDict:
@@ -87,7 +87,7 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
         sampled[here] |= turn.answered
         index[here[scored]] = start + scored.nonzero().flatten()
     picked = {name: _picked([turn.values[name] for turn in read], index, full) for name in names}
-    about: dict[str, Any] = {_FIELDS[name]: values for name, values in picked.items()}
+    about: dict[str, Any] = {REQUEST_FIELDS[name]: values for name, values in picked.items()}
     if "full" in names:
         about |= {"scored": full.with_values(index < starts[-1]), "provenance": _common_provenance(read)}
     request = ContainerRequest(
@@ -103,8 +103,9 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
     )
     out = assemble(request)
     if "full" in names:
-        versions = zip(*(turn.weight_versions for turn in read), strict=True)
-        out.set("weight_versions", non_tensors(list(versions), shapes[0]))
+        rows = zip(*(turn.provenances for turn in read), strict=True)
+        versions = [tuple("" if one is None else one.weight_version for one in row) for row in rows]
+        out.set("weight_versions", non_tensors(versions, shapes[0]))
     device = turns[0].device
     return out if device is None else out.to(device)
 
@@ -117,7 +118,7 @@ class _Turn:
         full: the prompt and the response, on the CPU.
         prompt_lengths: int64[rows].
         scored: bool, like the values of `full`.
-        values: the fields of its `LogProbs` in `_FIELDS`, as long as `full`.
+        values: the fields of its `LogProbs` in `REQUEST_FIELDS`, as long as `full`.
         provenances: one per row; None where it is not known.
     """
 
@@ -139,8 +140,7 @@ class _Turn:
         provenances: tuple[Provenance | None, ...] = (None,) * len(full)
         if isinstance(log_probs, LogProbs):
             scored = ragged(td, ("log_probs", "scored_mask")).values.cpu()
-            values = {"full": ragged(td, ("log_probs", "full")), **about_ids(td, ("log_probs",), ("masks",))}
-            values = {name: rows.to("cpu") for name, rows in values.items()}
+            values = log_prob_fields(td, ("log_probs",), ("masks",))
             provenances = provenance_of_rows(log_probs, len(full))
         return cls(full=full, prompt_lengths=prompt.lengths, scored=scored, values=values, provenances=provenances)
 
@@ -149,13 +149,16 @@ class _Turn:
         """bool, like the values of `full`: True where a token of the response is."""
         return self.full.positions >= self.prompt_lengths[self.full.row_index]
 
-    def part(self, row: int) -> SampledPart:
-        """Return where the response of a row is, and where its log-probs came from."""
-        return SampledPart(self.provenances[row], int(self.prompt_lengths[row]), int(self.full.lengths[row]))
-
     @property
-    def weight_versions(self) -> tuple[str, ...]:
-        return tuple("" if one is None else one.weight_version for one in self.provenances)
+    def parts(self) -> list[SampledPart]:
+        """Where the response of each row is, and where its log-probs came from."""
+        return list(map(SampledPart, self.provenances, self.prompt_lengths.tolist(), self.full.lengths.tolist()))
+
+
+def log_prob_fields(td: TensorDictBase, path: Path, masks: Path) -> dict[str, Any]:
+    """Return the fields in `REQUEST_FIELDS` that the log-probs at `path` have, on the CPU and as long as the tokens."""
+    found = {"full": ragged(td, (*path, "full"), masks=masks), **about_ids(td, path, masks)}
+    return {name: rows.to("cpu") for name, rows in found.items()}
 
 
 def _common_fields(turns: Sequence[_Turn]) -> list[str]:
@@ -165,7 +168,7 @@ def _common_fields(turns: Sequence[_Turn]) -> list[str]:
         MissingKeyError: only some turns have a field.
         InvalidRequestError: turns have different numbers of the most probable ids.
     """
-    names = [name for name in _FIELDS if any(name in turn.values for turn in turns)]
+    names = [name for name in REQUEST_FIELDS if any(name in turn.values for turn in turns)]
     for name in names:
         what = "log_probs" if name == "full" else f"log_probs.{name}"
         if not all(name in turn.values for turn in turns):
@@ -228,7 +231,7 @@ def _common_provenance(turns: Sequence[_Turn]) -> tuple[Provenance, ...] | None:
 
     All turns of a row whose provenance is known must be of one distribution.
     """
-    rows = [[turn.part(row) for turn in turns] for row in range(len(turns[0].full))]
+    rows = list(zip(*(turn.parts for turn in turns), strict=True))
     problems = {row: what for row, parts in enumerate(rows) if (what := disagreement(parts))}
     if problems:
         raise ProvenanceMismatchError(

@@ -47,6 +47,8 @@ from corelm.validate import as_list, invalid, read_once, shown
 
 Part = Literal["prompt", "full"]
 Tools = list[Any] | None
+#: How each mode's input is passed.
+_PASSED = {"history": "history=History.from_chats(…)", "text": "text=[…]", "tokens": "tokens=[…]"}
 
 
 class InputReader:
@@ -118,12 +120,12 @@ class InputReader:
             if not self._skips:
                 refuse(problems, ".".join(key_parts(options.tools_key)))
         if part == "prompt" and options.continue_final_message is not None:
-            eos_ids = backend.eos_token_ids if options.prefer_tokens else None
+            eos_ids = backend.engine.eos_token_ids if options.prefer_tokens else None
             begun, bad = final_turns(chats, options.continue_final_message, eos_ids)
             if not self._skips:
                 refuse(bad, name)
             problems = bad | problems
-            begun = begun if any(turn is not None for turn in begun) else None
+            begun = begun if any(begun) else None
         rendered = None
         while rendered is None:
             served = [row for row in range(len(chats)) if row not in problems] if problems else range(len(chats))
@@ -171,13 +173,7 @@ class InputReader:
         held, name = find_value(td, self._top), self._names[part]
         if part == "full" and isinstance(held, (Text, TensorDictBase)) and _are_completions(held.keys()):
             return self._completions(td, held, partial(_with_one_bos, backend))
-        if not isinstance(held, (Text, TensorDictBase)):
-            held = as_list(held)
-        shape: tuple[int, ...]
-        if type(held) is list and {*map(type, held)} == {str}:
-            texts, shape = held, (len(held),)
-        else:
-            texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
+        texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
         if isinstance(held, Text):
             # Empty nested lists do not show their shape.
             shape = tuple(held.batch_size)
@@ -356,8 +352,12 @@ class InputReader:
         if mode != "history" and not isinstance(held, (TensorDictBase, Text, Tokens)):
             held = as_list(held)
         if held is None:
+            # A whole sequence under the key of its prompt would be scored without its response.
+            other_key = " or input_key" if part == "prompt" else ""
             raise MissingKeyError(
-                f"the TensorDict has no {name!r}; it has: {list_keys(td)}{_input_hint(td, mode, part)}", field=name
+                f"the TensorDict has no {name!r}; it has: {list_keys(td)}. Pass TensorDict({_PASSED[mode]}), or give "
+                f"the policy another input_mode{other_key}",
+                field=name,
             )
         if isinstance(held, bare):
             return held
@@ -378,24 +378,6 @@ def _wrong(name: str, expected: str, value: Any) -> InvalidRequestError:
     if kind.__module__.partition(".")[0] == "torchrl":
         advice = f" of {kind.__module__}; convert it with corelm_interop.torchrl.from_torchrl, or use its EnvPolicy"
     return invalid(name, f"expected {expected}, got {kind.__name__}{advice}")
-
-
-def _input_hint(td: TensorDictBase, mode: str, part: str) -> str:
-    """Return how to read a column that data sets and tokenizers have; "" if `td` has none."""
-    columns = ("messages", *(("prompt",) if part == "prompt" else ()), "text", "input_ids")
-    name = next((name for name in columns if name in td.keys()), "")
-    first = find_value(td, name) if name else None
-    while isinstance(first := as_list(first), list) and first:
-        first = first[0]
-    if isinstance(first, Mapping) and "role" in first:
-        also = "" if mode == "history" else ", and give the policy input_mode='history'"
-        return f"; {name!r} holds conversations: pass TensorDict(history=History.from_chats({name})){also}"
-    if not isinstance(first, str) and name != "input_ids":
-        return ""
-    kind, what = ("text", "texts") if isinstance(first, str) else ("tokens", "token ids")
-    options = [] if kind == mode else [f"input_mode={kind!r}"]
-    options += [f"input_key={name!r}"] if name in ("messages", "prompt") else []
-    return f"; {name!r} holds {what}: give the policy {', '.join(options)}" if options else ""
 
 
 def _must_be_batch_of(td: TensorDictBase, found: tuple[int, ...], name: str) -> None:

@@ -16,31 +16,26 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from corelm.backend.backend import Backend
+from corelm.containers.assemble import ABOUT_IDS
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens
-from corelm.containers.fields import flat, objects
-from corelm.containers.reading import carries_sets, key_parts, list_keys, provenance_of_rows, ragged, token_sets
+from corelm.containers.fields import NO_ID, flat, objects
+from corelm.containers.reading import key_parts, list_keys, provenance_of_rows, ragged
+from corelm.containers.turns import REQUEST_FIELDS, log_prob_fields
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.policy.messages import AnswerReader, answer_texts
 from corelm.policy.options import Keys, PolicyOptions
 from corelm.policy.rows import InputRows, find_value, provenance_of_scores
 from corelm.policy.tokens import nested_field
+from corelm.rendering.encoding import decoded
 from corelm.spec.answer_text import HALF_CHARACTER
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.version_runs import with_runs
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, value_range
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 
-#: Fields of a `LogProbs` about the ids of each token: what they are called in results, and what stands where there is
-#: nothing.
-ABOUT_IDS = {
-    "kept_log_mass": ("kept_log_mass", 0.0),
-    "top_ids": ("top_ids", -1),
-    "top_log_probs": ("top_logprobs", 0.0),
-    "tail_log_mass": ("tail_log_mass", 0.0),
-}
 _DEFAULT = Keys()
 _CONTAINERS: dict[str, Any] = {
     "text": Text,
@@ -270,7 +265,7 @@ def generated(
     errors = batch.errors or ("",) * len(batch.finish_reasons)
     if "text" in fields or "history" in fields:
         said = answer_texts(batch, sampling, backend, rows.continued)
-        asked = rows.texts or _without_half(given_texts(rows.ids, backend), batch.ids)
+        asked = rows.texts or _without_half(_given_texts(rows.ids, backend), batch.ids)
         if rows.chats is not None:
             messages, problems = reader.read(rows, asked, said, batch, sampling, backend)
             if problems:
@@ -326,9 +321,9 @@ def _log_probs(
     if batch.kept_ids is not None:
         device = batch.kept_ids.ids.values.device
         found["kept_ids"] = TokenSets.empty(prompts.lengths).to(device).join(batch.kept_ids)
-    for name, filler in ABOUT_IDS.values():
-        if (rows := getattr(batch, name)) is not None:
-            found[name] = behind_prompts(rows, filler)
+    for given, name in ABOUT_IDS.items():
+        if (rows := getattr(batch, given)) is not None:
+            found[given] = behind_prompts(rows, NO_ID.get(name, 0))
     return found
 
 
@@ -339,7 +334,7 @@ def scored(
     texts = None
     if "text" in fields:
         prompts, responses = rows.parts or (None, None)
-        texts = Parts(prompts, responses, rows.texts or given_texts(rows.ids, backend))
+        texts = Parts(prompts, responses, rows.texts or _given_texts(rows.ids, backend))
     return ContainerRequest(
         batch_size=rows.batch_size,
         fields=fields,
@@ -375,11 +370,13 @@ def _greedy(rows: InputRows, scored: Ragged, argmax: Ragged) -> tuple[bool, ...]
     return tuple(((number > 0) & (wrong == 0)).tolist())
 
 
-def given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:
+def _given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:
     """Return the texts that prompts or sequences decode to. Illegal ids, which only skipped rows have, are left out."""
-    legal = (ids.values >= 0) & (ids.values < backend.capabilities.vocab_size)
-    counts = torch.zeros_like(ids.lengths).index_add_(0, ids.row_index, legal.cpu().long())
-    return tuple(backend.detokenize(Ragged(ids.values[legal], counts), skip_special_tokens=False))
+    engine, rows = backend.engine, ids.tolist()
+    low, high = value_range(ids.values)
+    if low < 0 or high >= engine.capabilities.vocab_size:
+        rows = [[one for one in row if 0 <= one < engine.capabilities.vocab_size] for row in rows]
+    return tuple(decoded(engine.tokenizer, rows, skip_special_tokens=False))
 
 
 def _without_half(prompts: tuple[str, ...], answers: Ragged) -> tuple[str, ...]:
@@ -498,14 +495,8 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
     held = found.get(options.keys.log_probs, None)
     if not isinstance(held, LogProbs):
         return GenerateResult(**answers)
-
-    def of_answers(name: str) -> Ragged:
-        return ragged(found, (options.keys.log_probs, name), masks=masks).to("cpu").slice(start, stop)
-
-    answers["logprobs"] = of_answers("full")
-    answers |= {to: of_answers(name) for name, (to, _) in ABOUT_IDS.items() if name in held.keys()}
-    if carries_sets(held):
-        answers["kept_ids"] = token_sets(found, options.keys.log_probs, masks=masks).to("cpu").slice(start, stop)
+    for name, values in log_prob_fields(found, key_parts(options.keys.log_probs), key_parts(masks)).items():
+        answers[REQUEST_FIELDS[name]] = values.slice(start, stop)
     labels = provenance_of_rows(held, len(full))
     refuse({row: "its provenance is not known" for row, one in enumerate(labels) if one is None}, "continue_from")
     known = [one for one in labels if one is not None]

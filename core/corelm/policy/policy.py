@@ -47,8 +47,6 @@ from corelm.tensors.ragged import Ragged
 
 Positions = Literal["attention", "assistant", "response"]
 
-#: Options with a line of their own in a policy's repr, and how long values may be there.
-_OWN_LINE, _LONGEST = frozenset({"input_mode", "generate", "sampling_params", "num_samples", "log_probs_mode"}), 60
 _NOT_COMPILED = "torch.compile cannot compile an LLMPolicy, whose model runs inside the engine; call the policy itself"
 _NOT_MOVED = (
     "an LLMPolicy has no weights to move or convert. Open the engine with the device and dtype that you want, such as "
@@ -167,13 +165,11 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             with no_inference_mode():
                 return self.forward(tensordict, seed=seed, timeout=timeout, progress=progress)
         bar = None if progress is False else self._bar(progress)
-        if bar is None:
-            rows, call = self._prepare(tensordict, seed, timeout)
-            return self._finish(tensordict, rows, self.backend.run(call))
-        with bar:
+        with bar or nullcontext():
             rows, call = self._prepare(tensordict, seed, timeout, bar=bar)
             result = self.backend.run(call)
-            bar.complete(result)
+            if bar is not None:
+                bar.complete(result)
             return self._finish(tensordict, rows, result)
 
     async def aforward(
@@ -496,7 +492,11 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         raise TypeError("a policy holds an open engine, which cannot be copied or pickled; use replace()")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({_described(self.backend, self.options)})"
+        """Return the call that makes such a policy, with the options that differ from their defaults."""
+        given = {"backend": repr(self.backend)} | _changed(self.options)
+        if "sampling_params" in given:
+            given["sampling_params"] = _call("dict", _changed(self.options.sampling_params))
+        return printable(_call(type(self).__name__, given))
 
 
 @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
@@ -544,43 +544,16 @@ def _batched(backend: Backend, batching: bool | Limits) -> DynamicBatcher:
     return backend
 
 
-def _described(backend: Backend, options: PolicyOptions) -> str:
-    """Return a line each for the backend, the mode, the sampling, the batching, and the other options that were set."""
-    batcher = backend if isinstance(backend, DynamicBatcher) else None
-    closed = ", closed" if backend.closed else ""
-    reads = {"history": "conversations", "text": "texts", "tokens": "token ids"}[options.input_mode]
-    mode = f"generate from {reads}" if options.generate else f"score {reads}"
-    lines = [
-        f"backend: {backend.name}, model {_shown(backend.model_name)}, "
-        f"weights {_shown(backend.weight_version)}{closed}",
-        f"mode: {mode} (input_mode={options.input_mode!r}), {options.log_probs_mode} log-probs",
-    ]
-    if options.generate:
-        lines.append(f"sampling: {_changes(options.sampling, always=('max_new_tokens', 'temperature'))}")
-    lines.append("batching: off" if batcher is None else f"batching: on, {_fields_of(batcher.limits)}")
-    others = _changes(options, leave_out=_OWN_LINE)
-    if others:
-        lines.append(f"options: {others}")
-    return "".join(f"\n    {line}" for line in lines) + "\n"
-
-
-def _changes(record: Any, always: tuple[str, ...] = (), leave_out: frozenset[str] = frozenset()) -> str:
-    """Return the fields of a dataclass that differ from their defaults, and those that are always shown."""
+def _changed(record: Any) -> dict[str, str]:
+    """Return the fields of a dataclass that differ from their defaults, in short."""
     plain = type(record)()
-    names = [field.name for field in dataclasses.fields(record) if field.name not in leave_out]
-    # do_sample follows from the temperature.
-    hidden = {"do_sample"} if isinstance(record, SamplingParams) else set()
-    return ", ".join(
-        f"{name}={_shown(getattr(record, name))}"
-        for name in names
-        if name in always or (name not in hidden and getattr(record, name) != getattr(plain, name))
-    )
+    return {
+        field.name: validate.shown(value)
+        for field in dataclasses.fields(record)
+        # do_sample follows from the temperature.
+        if field.name != "do_sample" and (value := getattr(record, field.name)) != getattr(plain, field.name)
+    }
 
 
-def _fields_of(record: Any) -> str:
-    return ", ".join(f"{field.name}={_shown(getattr(record, field.name))}" for field in dataclasses.fields(record))
-
-
-def _shown(value: Any) -> str:
-    text = printable(repr(value))
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+def _call(name: str, given: Mapping[str, str]) -> str:
+    return f"{name}({', '.join(f'{field}={value}' for field, value in given.items())})"

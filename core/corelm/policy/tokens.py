@@ -93,40 +93,43 @@ def read_ids(
     container = held if isinstance(held, Tokens) else None
     cells, shape, dense = _cells(held, part, name)
     depth = 1 if container is None else len(shape)
-    mask = _mask(td, keys, "all_attention_mask", depth, keys.name if container is not None else name)
+    masks = find_value(td, keys.masks)
+    at_fault = keys.name if container is not None else name
+    mask = _mask(td, masks, keys, "all_attention_mask", depth, at_fault)
     if container is not None and not container.padded:
         # `Masks` of another length that hide nothing are those of other tokens, and replaced or refused later.
-        loose = keys.given is None and isinstance(find_value(td, keys.masks), Masks)
+        loose = keys.given is None and isinstance(masks, Masks)
         if mask is not None and not (bool(mask.values.all()) and (loose or torch.equal(mask.lengths, cells.lengths))):
             raise _no_pads(keys.name)
         mask = None
     elif mask is None and backend is not None:
-        _refuse_pads(held, top, name, backend)
-    if mask is None:
-        mask = Ragged.full(cells.lengths, True, torch.bool)
-    elif container is not None and part == "prompt" and len(mask) == len(cells):
-        # The mask may be that of prompt and response.
-        mask = mask.slice(torch.zeros_like(cells.lengths), torch.minimum(mask.lengths, cells.lengths))
-    _must_be_as_long(cells, mask, keys.name if container is not None else name)
-    ids = _select(cells, mask)
+        _refuse_pads(held, cells if dense else None, top, name, backend)
+    if mask is not None:
+        if container is not None and part == "prompt" and len(mask) == len(cells):
+            # The mask may be that of prompt and response.
+            mask = mask.slice(torch.zeros_like(cells.lengths), torch.minimum(mask.lengths, cells.lengths))
+        _must_be_as_long(cells, mask, at_fault)
     columns, lengths, prompt_width = None, None, None
     if container is not None and part == "full" and "prompt" in container.keys():
         prompts, _, prompts_are_dense = _cells(container, "prompt", f"{top}.prompt")
-        lengths = _select(
-            mask, mask.with_values(mask.values & (mask.positions < prompts.lengths[mask.row_index]))
-        ).lengths
+        lengths = prompts.lengths
+        if mask is not None:
+            lengths = mask.sums(mask.values & (mask.positions < lengths[mask.row_index]))
         dense = dense and prompts_are_dense
         prompt_width = container.prompt.shape[-1] if dense else None
     if dense:
         width = held.shape[-1] if container is None else getattr(container, part).shape[-1]
-        columns = Columns(mask.values.reshape(len(mask), width), prompt_width)
-    said = None if part == "prompt" else _mask(td, keys, "all_assistant_mask", depth, "masks.all_assistant_mask")
+        marks = torch.ones_like(cells.values, dtype=torch.bool) if mask is None else mask.values
+        columns = Columns(marks.reshape(-1 if width else len(cells), width), prompt_width)
+    said = None
+    if part == "full":
+        said = _mask(td, masks, keys, "all_assistant_mask", depth, "masks.all_assistant_mask")
     if said is not None and container is not None:
         _must_be_as_long(cells, said, "masks.all_assistant_mask")
     fits = said is not None and torch.equal(said.lengths, cells.lengths)
     return InputRows(
         batch_size=shape,
-        ids=ids,
+        ids=_select(cells, mask),
         prompt_lengths=lengths,
         columns=columns,
         # Scoring cannot find out which tokens are the assistant's, so it keeps what the input says.
@@ -150,22 +153,23 @@ def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bo
         refuse_unreadable(value, name)
         if value.ndim == 0:
             raise invalid(name, "expected token ids along the last dimension, got a single number")
-        return rows_of_ids(_dense_rows(value), name), tuple(value.shape[:-1]), True
+        # A copy, because the caller may write to the tensor while a request waits.
+        return rows_of_ids(_dense_rows(value), name, copy=True), tuple(value.shape[:-1]), True
     ids = rows_of_ids(value, name).to("cpu")
     return ids, (len(ids),) if shape is None or isinstance(value, Tensor) else shape, False
 
 
-def _mask(td: TensorDictBase, keys: MaskKeys, which: str, depth: int, name: str) -> Ragged | None:
+def _mask(td: TensorDictBase, found: Any, keys: MaskKeys, which: str, depth: int, name: str) -> Ragged | None:
     """Return the rows of a mask as bool, on the CPU; None if there is none.
 
     Args:
         td: holds the masks.
+        found: the `Masks`, or what else is under their key.
         keys: where they are.
         which: the field of `Masks`.
         depth: how deep rows are in nested lists.
         name: what is at fault, for errors.
     """
-    found = find_value(td, keys.masks)
     attention = which == "all_attention_mask"
     value: Any
     if isinstance(found, Masks) and (keys.given is None or not attention):
@@ -226,10 +230,9 @@ def _must_be_as_long(cells: Ragged, mask: Ragged, name: str) -> None:
     refuse(problems, name)
 
 
-def _select(values: Ragged, mask: Ragged) -> Ragged:
-    """Return the values where a mask of the same lengths is True."""
-    counts = torch.zeros_like(values.lengths).index_add_(0, values.row_index, mask.values.long())
-    return Ragged(values.values[mask.values], counts)
+def _select(values: Ragged, mask: Ragged | None) -> Ragged:
+    """Return the values where a mask of the same lengths is True; all without a mask."""
+    return values if mask is None else Ragged(values.values[mask.values], mask.sums())
 
 
 def _dense_rows(values: Tensor) -> Ragged:
@@ -238,17 +241,23 @@ def _dense_rows(values: Tensor) -> Ragged:
     return Ragged(values.cpu().reshape(-1), torch.full((count,), width, dtype=torch.int64))
 
 
-def _refuse_pads(held: Any, top: str, name: str, backend: Backend) -> None:
-    """Refuse dense ids without a mask of which a row begins or ends with pads. Rows in a list have none."""
-    values = {name: held}
+def _refuse_pads(held: Any, cells: Ragged | None, top: str, name: str, backend: Backend) -> None:
+    """Refuse ids without a mask of which a row begins or ends with pads.
+
+    Args:
+        held: `Tokens`, of which all fields are looked at, or bare ids.
+        cells: the ids that are read; None if they are no dense tensor, which has no pads unless `Tokens` hold it.
+        top: the key of the ids or of their container.
+        name: the key of the ids that are read.
+        backend: has the tokenizer.
+    """
+    values = {} if cells is None else {name: cells}
     if isinstance(held, Tokens):
         parts = [part for part in ("prompt", "response", "full") if part in held.keys()]
         values = {f"{top}.{part}": _cells(held, part, name)[0] for part in parts if nested_field(held, part) is None}
+    engine = backend.engine
     for field, value in values.items():
-        if isinstance(value, Tensor) and not value.is_nested:
-            value = _dense_rows(value)
-        if isinstance(value, Ragged):
-            refuse_pads(value, backend.tokenizer, backend.eos_token_ids, field, _PADS_ADVICE)
+        refuse_pads(value, engine.tokenizer, engine.eos_token_ids, field, _PADS_ADVICE)
 
 
 def input_ids_of(td: TensorDictBase, top: Key, value: Any, part: str) -> tuple[TensorDictBase, Key] | None:

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import corelm
 from corelm import LLMPolicy
-from corelm.batching import Limits
 
 
-def test_a_policy_says_backend_model_mode_sampling_and_batching(backend):
-    shown = repr(LLMPolicy(backend, sampling_params={"max_new_tokens": 24, "temperature": 0.7, "stop": "end"}))
-    assert shown.startswith("LLMPolicy(") and f"backend: toy, model {backend.model_name!r}, weights '0'" in shown
-    assert "mode: generate from conversations (input_mode='history'), raw log-probs" in shown
-    assert "sampling: max_new_tokens=24, temperature=0.7, stop=('end',)" in shown
-    assert "batching: off" in shown and "options:" not in shown
+def test_a_policy_shows_its_backend_and_the_options_that_were_set(backend):
+    assert repr(LLMPolicy(backend)) == f"LLMPolicy(backend={backend!r})"
+    sampling = {"max_new_tokens": 24, "temperature": 0.7, "stop": "end"}
+    shown = repr(LLMPolicy(backend, input_mode="text", num_samples=4, sampling_params=sampling))
+    assert shown == (
+        f"LLMPolicy(backend={backend!r}, input_mode='text', "
+        "sampling_params=dict(max_new_tokens=24, temperature=0.7, stop=('end',)), num_samples=4)"
+    )
 
 
-def test_a_policy_names_the_options_that_were_set(backend):
-    shown = repr(LLMPolicy(backend, input_mode="text", num_samples=4, pad_output=True, on_error="skip"))
-    assert "temperature=1.0" in shown and "num_samples=4" in shown and "do_sample" not in shown
-    assert "options: pad_output=True, on_error='skip'" in shown
+def test_the_shown_call_makes_an_equal_policy(backend):
+    policy = LLMPolicy(backend, input_mode="tokens", generate=False, log_probs_mode="processed", top_k=3)
+    shown = repr(policy).replace(repr(backend), "backend")
+    again = eval(shown, {"LLMPolicy": LLMPolicy, "backend": backend})
+    assert again.options == policy.options
 
 
-def test_a_scoring_policy_shows_no_sampling(backend):
-    shown = repr(LLMPolicy(backend, input_mode="tokens", generate=False, log_probs_mode="processed"))
-    assert "mode: score token ids (input_mode='tokens'), processed log-probs" in shown and "sampling" not in shown
-
-
-def test_a_policy_with_a_batcher_shows_its_limits_and_a_closed_one_says_so():
-    with corelm.get_backend("toy") as opened:
-        policy = LLMPolicy(opened, batching=Limits(max_batch_size=8))
-        assert "batching: on, min_batch_size=1, max_batch_size=8" in repr(policy)
-        policy.cleanup_batching()
-    assert ", closed" in repr(policy)
+def test_a_policy_with_a_batcher_shows_it(backend):
+    assert repr(LLMPolicy(backend, batching=True)) == f"LLMPolicy(backend=DynamicBatcher({backend!r}))"
 
 
 class Parser:
