@@ -21,7 +21,7 @@ from corelm import History, LLMPolicy
 ROOT = Path(__file__).parents[1]
 #: Name → the most that is allowed.
 BUDGETS = {
-    "kernel, lines": 22_420,
+    "kernel, lines": 22_401,
     "kernel, files": 90,
     "Backend.generate, calls": 99,
     "Backend.generate, deepest": 10,
