@@ -44,7 +44,7 @@ EDITABLE = $(2)/python -m pip install --no-build-isolation --no-deps $(foreach e
 # Engines share two cores and a lot of memory: one target at a time.
 .NOTPARALLEL:
 .PHONY: help demo test test-core test-real check nightly lint types budgets mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
-.PHONY: .venv-newest/.installed test-hosts test-faults test-gpu bench bench-quick bench-real bench-gpu format docs drawings wheels dist sbom pins install clean
+.PHONY: .venv-newest/.installed test-hosts test-faults test-gpu bench bench-quick bench-real bench-gpu format docs notebooks drawings wheels dist sbom pins install clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -142,6 +142,9 @@ format: $(VENV)/.docs ## rewrite the code in the project's format
 
 docs: $(VENV)/.docs ## build the site into docs/_build; a warning is an error
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --builder html docs docs/_build
+
+notebooks: $(VENV)/.docs ## run the notebooks in docs/, and keep what they show
+	$(BIN)/jupyter-execute --inplace --NotebookClient.record_timing=False docs/notebooks/*.ipynb
 
 drawings: ## remake the pictures in docs/drawings from their .dot files; needs graphviz
 	for drawing in docs/drawings/*.dot; do dot -Tsvg $$drawing -o $${drawing%.dot}.svg || exit 1; done

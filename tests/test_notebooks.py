@@ -1,4 +1,7 @@
-"""The notebooks in docs/ are kept without outputs. The site runs them: tests/test_docs_site.py reads what they show."""
+"""The notebooks in docs/ are kept with what they show, for those who read them in the repository.
+
+`make notebooks` runs them again. The site runs them as well: tests/test_docs_site.py reads what they show there.
+"""
 
 import json
 from pathlib import Path
@@ -8,8 +11,16 @@ NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 NOTEBOOKS = [path for path in NOTEBOOKS if "_build" not in path.parts and ".jupyter_cache" not in path.parts]
 
 
-def test_notebooks_are_kept_without_outputs():
+def test_notebooks_are_kept_with_what_they_show():
     assert NOTEBOOKS
     for path in NOTEBOOKS:
-        cells = json.loads(path.read_text())["cells"]
-        assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells), path.name
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), path.name
+        shown = [output for cell in cells for output in cell["outputs"]]
+        assert shown and not any(output["output_type"] == "error" for output in shown), path.name
+        kinds = {kind for output in shown for kind in output.get("data", ())}
+        # A result shows its texts, token by token.
+        assert {"text/html", "image/png"} <= kinds and path.stat().st_size < 150_000, path.name
+        pages = ["".join(output["data"]["text/html"]) for output in shown if "text/html" in output.get("data", ())]
+        assert any("What is your name?" in page for page in pages), path.name
+        assert str(ROOT) not in path.read_text() and "/tmp/" not in path.read_text(), path.name
