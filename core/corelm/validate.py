@@ -6,7 +6,6 @@ Importing this module does not import torch, so that backends can be listed with
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 import os
@@ -318,11 +317,27 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
 
 
 def nearest(name: Any, known: Iterable[str]) -> str | None:
-    """Return the known name that is spelt most like `name`; None if it differs by more than about two letters."""
-    name = str(name)
-    as_long = [one for one in known if abs(len(one) - len(name)) <= 2]
-    cutoff = max(0.8, 1 - 2 / (len(name) or 1))
-    return next(iter(difflib.get_close_matches(name, as_long, 1, cutoff)), None)
+    """Return the known name that is spelt most like `name`; None if it differs by more than two letters.
+
+    Names of up to four letters may differ by one.
+    """
+    most, name = (2 if len(str(name)) > 4 else 1), str(name)
+    near = [(_distance(name, one), one) for one in known if abs(len(one) - len(name)) <= most]
+    return next((one for distance, one in sorted(near) if distance <= most), None)
+
+
+def _distance(one: str, other: str) -> int:
+    """Return how many letters must be added, dropped or replaced to make `other` of `one`; 1 for the same letters in
+    another order.
+    """
+    if sorted(one) == sorted(other):
+        return int(one != other)
+    row = list(range(len(other) + 1))
+    for letter in one:
+        before, row = row, [row[0] + 1]
+        for at, target in enumerate(other):
+            row.append(min(before[at] + (letter != target), before[at + 1] + 1, row[at] + 1))
+    return row[-1]
 
 
 def _range(low: float, high: float, above: bool) -> str:

@@ -88,7 +88,7 @@ def test_what_is_no_adapter_ends_the_run_and_names_the_flag(folder, files):
     for flag, says in (
         ("policy", "--adapter: there is no 'policy'; no adapter is loaded. Give --adapter policy=FOLDER"),
         (f"policy={folder}", f"--adapter: there is no readable adapter in {folder}"),
-        ("a@b", "--adapter: expected a name"),
+        ("a@b", "--adapter: expected the name"),
         ("=folder", "expected NAME or NAME=FOLDER, got '=folder'"),
         ("policy=", "expected NAME or NAME=FOLDER, got 'policy='"),
     ):

@@ -33,6 +33,7 @@ def test_every_capability_that_is_no_flag_has_a_rule() -> None:
         "sleep_levels": (frozenset({1, 2}), frozenset({1}), frozenset({1})),
         "score_top_k": (7, 5, 5),
         "top_logprobs": (3, 9, 3),
+        "precision": (None, 0.1, 0.1),
     }
     assert set(rules) == {each.name for each in fields(Capabilities) if not isinstance(each.default, bool)}
     can = {"update_weights": True, "score": True}
