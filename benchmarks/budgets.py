@@ -21,7 +21,7 @@ from corelm import History, LLMPolicy
 ROOT = Path(__file__).parents[1]
 #: Name → the most that is allowed.
 BUDGETS = {
-    "kernel, lines": 22_021,
+    "kernel, lines": 22_024,
     "kernel, files": 89,
     "Backend.generate, calls": 96,
     "Backend.generate, deepest": 8,

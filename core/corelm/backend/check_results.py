@@ -1,6 +1,6 @@
 """Read what a hook returned: checked against the specification, and in storage that the engine does not hold.
 
-Core does this for every plugin, and checks what is cheap and fatal: rows, lengths, types, ids in the vocabulary,
+Core does this for every plugin. It checks what is cheap and fatal: rows, lengths, types, ids in the vocabulary,
 log-probs that are finite and at most 0, finish reasons, labels. The conformance kit checks the numbers. An error of
 another kind, from a result that cannot be read at all, becomes an `EngineError` in `OpenEngine.call`.
 

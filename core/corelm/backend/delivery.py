@@ -172,6 +172,8 @@ class Delivery:
         row, ids = chunk.row, list(chunk.ids)
         if type(row) is not int or not 0 <= row < len(self._rows):
             raise WrongResult(f"row {row!r} is not one of the {len(self._rows)} rows of the result")
+        if self._reasons[row] is not None:
+            raise WrongResult(f"row {row}: got more after its last chunk")
         for token in ids:
             # The reader decodes it before the result is there to compare it with.
             if type(token) is not int or not 0 <= token < self._vocab_size:

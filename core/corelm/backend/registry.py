@@ -358,7 +358,7 @@ def _faults(plugin: Any) -> Iterator[str]:
 
 def _cure(error: BaseException, info: BackendInfo) -> str:
     """Return what to do about a plugin whose module failed to import."""
-    # Not a line for pip: on an index, somebody else may have the name.
+    # No command for pip: it could install somebody else's package of that name from an index.
     if isinstance(error, ModuleNotFoundError) and error.name and error.name != info.target.partition(":")[0]:
         return f"Install what has the module {error.name.partition('.')[0]!r}, or a newer {info.distribution}"
     return f"Install a newer {info.distribution} from where you have it"

@@ -57,7 +57,7 @@ class AnswerChunk:
 
 
 class _Backend(Protocol):
-    """What a stream needs of a `Backend`, whose module imports this one."""
+    """The methods of `Backend` that streams call. Its module imports this one, so the class cannot be imported here."""
 
     def submit(self, call: PreparedCall[Any]) -> Future[Any]: ...
 

@@ -175,7 +175,8 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
 
 def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChunk], None] | None:
     """Return a function that takes the chunks of the joined request and hands each to the request of its row."""
-    owners = _owners(requests)
+    # By number: in a list, the row -1 would be another caller's.
+    owners = dict(enumerate(_owners(requests)))
 
     def deliver(chunk: TokenChunk) -> None:
         request, row = owners[chunk.row]

@@ -155,7 +155,7 @@ class History(TensorClass["nocast"]):
 
     @classmethod
     def wrap(cls, chats: Sequence[Chat], shape: tuple[int, ...]) -> History:
-        """Build from conversations that nobody modifies, as `of` does from those of a caller."""
+        """Build as `of` does, without copying the messages: nobody else may modify them."""
         if math.prod(shape) != len(chats):
             raise invalid("batch_size", f"{len(chats)} conversations do not fill a batch of shape {shape}")
         return cls(conversation=_stack(chats, shape), batch_size=shape)

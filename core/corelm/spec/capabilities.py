@@ -77,8 +77,8 @@ class Capabilities:
             unloads adapters, even if `update_weights` is not declared, which is about the base weights.
         abort: the optional hook `abort` works.
         precision: how far its log-probs of a row are from those of a float32 forward of the same weights, in nats a
-            token on average. None for what the dtype of its logits lets expect; an engine whose activations are
-            quantized, for example, has to say it. Comparisons and canaries take smaller differences for rounding.
+            token on average. If it is None, comparisons and canaries assume the precision of the logits' dtype, so an
+            engine whose activations are quantized has to declare it. They treat smaller differences as rounding.
 
     Raises:
         InvalidRequestError: an unknown name, a value of another type or out of range, or capabilities that contradict

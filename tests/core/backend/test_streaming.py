@@ -141,7 +141,11 @@ def test_a_bad_request_is_refused_when_the_stream_is_made():
         (lambda chunk: replace(chunk, ids=[99]), "row 0: id 99 is not an int in the vocabulary of 16"),
         (lambda chunk: replace(chunk, logprobs=[float("nan")]), "row 0: handed other log-probs"),
         (lambda chunk: replace(chunk, logprobs=[]), "row 0: handed other log-probs"),
-        (lambda chunk: replace(chunk, finish_reason="done"), "finish reason 'done' in on_tokens"),
+        (lambda chunk: replace(chunk, finish_reason="length"), "row 0: got more after its last chunk"),
+        (
+            lambda chunk: replace(chunk, finish_reason="done"),
+            "finish reason 'done' in|got more after its last",
+        ),
         (lambda chunk: {"row": 0}, "on_tokens: AttributeError"),
     ],
 )

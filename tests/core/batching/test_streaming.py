@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,8 @@ FOUR = {"max_new_tokens": 4, "ignore_eos": True, "seed": 1}
 class Shared:
     """A batcher in front of a `Dripping` engine that is held in a first call, so that what follows shares the next."""
 
-    def __init__(self, **capabilities: object) -> None:
-        self.engine = Dripping(0, **capabilities)
+    def __init__(self, **options: Any) -> None:
+        self.engine = Dripping(0, **options)
         self.batcher = DynamicBatcher(Backend.from_plugin(self.engine, "dripping"), Limits(batching_timeout=0.05))
 
     def __enter__(self) -> Shared:
@@ -52,6 +54,15 @@ def test_each_caller_gets_the_tokens_of_its_own_rows():
         assert by_row(list(other)) == {0: [(7,)] * 4}
         assert one.result.ids.tolist() == [[4] * 4, [5] * 4] and ids(plain) == [[6] * 4]
         assert len(shared.engine.calls) == 2, "the callers did not share a call"
+
+
+def test_a_chunk_of_no_row_is_given_to_nobody():
+    with Shared(bend=lambda chunk: replace(chunk, row=chunk.row or -1)) as shared:
+        readers = [shared.batcher.stream([[token]], FOUR) for token in (4, 5)]
+        shared.engine.allow(None)
+        for reader in readers:
+            with pytest.raises(EngineError):
+                next(reader)
 
 
 def test_a_call_without_a_reader_is_sent_without_on_tokens():
