@@ -208,7 +208,7 @@ $(VENV)/.docs: $(VENV)/.test constraints/check.txt constraints/docs.txt
 	.venv-ray/bin/python -m pip install --no-compile $(TORCH)
 	cat constraints/run.txt constraints/test.txt constraints/check.txt | grep -v '^-r' > .venv-ray/pins.txt
 	.venv-ray/bin/python -m pip install --no-compile --constraint .venv-ray/pins.txt --requirement constraints/ray.txt \
-		hatchling pytest hypothesis
+		hatchling hatch-fancy-pypi-readme pytest hypothesis
 	.venv-ray/bin/python -m pip install --no-compile --no-build-isolation --constraint .venv-ray/pins.txt \
 		$(foreach each,$(RUN) apps/fleet plugins/ray_backend apps/interop,--editable $(each)) --editable "apps/cli[serve]"
 	touch $@
