@@ -2,7 +2,6 @@ from .backend.aborts import Aborts as Aborts
 from .backend.arguments import answer_seeds as answer_seeds
 from .backend.check_requests import generation_mode as generation_mode
 from .backend.check_requests import row_problems as row_problems
-from .backend.check_results import checked as checked
 from .backend.engine_call import Arrival as Arrival
 from .backend.engine_call import Call as Call
 from .backend.engine_call import EngineCall as EngineCall

@@ -75,7 +75,7 @@ def count(field: str, given: Any, low: int | None = 0, high: int | None = None) 
     expected += "" if high is None else f" and at most {high}"
     try:
         value = int(given)
-        if is_bool(given) or isinstance(given, (str, bytes)) or not bool(value == given):
+        if type(given) is not int and (is_bool(given) or isinstance(given, (str, bytes)) or not bool(value == given)):
             raise ValueError
         if (low is not None and value < low) or (high is not None and value > high):
             raise ValueError

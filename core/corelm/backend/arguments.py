@@ -37,6 +37,10 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None, *, copy:
     Raises:
         InvalidRequestError: `ids` is of another kind; if some rows are at fault, `rows` names them.
     """
+    if type(ids) is list and {*map(type, ids)} <= {list, tuple} and {*map(type, chain.from_iterable(ids))} <= {int}:
+        # An id of more than 64 bits is looked for below.
+        with suppress(OverflowError, RuntimeError, ValueError):
+            return Ragged.from_list(ids)
     if hasattr(ids, "__array__") and not isinstance(ids, Tensor):
         # The elements of a Series of lists are no numbers.
         numbers = getattr(getattr(ids, "dtype", None), "kind", "O") in "biufc"
@@ -107,16 +111,14 @@ def _from_rows(rows: Any, field: str) -> Ragged:
         raise invalid(field, f"expected rows of token ids, got {what}; pass its 'input_ids', tokenized without padding")
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise invalid(field, f"expected rows of token ids, got {shown(rows)}; backend.tokenize turns texts into ids")
-    try:
-        rows = list(rows)
-    except Exception as error:
-        raise invalid(
-            field, f"expected rows of token ids, got {shown(rows)}, which fails: {described(error)}"
-        ) from error
-    if {*map(type, rows)} <= {list, tuple} and {*map(type, chain.from_iterable(rows))} <= {int}:
-        # An id of more than 64 bits is looked for below.
-        with suppress(OverflowError, RuntimeError, ValueError):
-            return Ragged.from_list(rows)
+    if type(rows) is not list:
+        try:
+            read = list(rows)
+        except Exception as error:
+            raise invalid(
+                field, f"expected rows of token ids, got {shown(rows)}, which fails: {described(error)}"
+            ) from error
+        return rows_of_ids(read, field)
     found: list[Tensor | array[int]] = []
     problems: Problems = {}
     for index, row in enumerate(rows):
@@ -180,7 +182,10 @@ def _not_a_text(value: Any) -> str | None:
 def request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
     """Return one unique name per row: the given names, or generated ones."""
     if given is None:
-        return tuple([uuid.uuid4().hex for _ in range(rows)])
+        made: list[str] = []
+        for _ in range(rows):
+            made.append(uuid.uuid4().hex)
+        return tuple(made)
     names = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
     if not {*map(type, names)} <= {str} or not len(names) == len({*names}) == rows:
         raise invalid("request_ids", f"expected {rows} different names, got {shown(given)}")
@@ -266,29 +271,33 @@ def answer_seeds(seed: int, rows: Iterable[int], samples: int = 1) -> Tensor:
     >>> bool(answer_seeds(7, [0, 1], 2)[2] == answer_seeds(7, [1], 4)[0])
     True
     """
-    stream = _mix((seed + _GAMMA) & _MASK)
-    made = []
-    for row in rows:
-        of_row = _mix((stream + (row + 1) * _GAMMA) & _MASK)
-        for sample in range(samples):
-            made.append(_mix((of_row + (sample + 1) * _GAMMA) & _MASK) >> 1)
-    return torch.tensor(made, dtype=torch.int64)
+    return _mixed([seed], (0,), rows, range(samples))
 
 
 def continued_seeds(seeds: Tensor, lengths: Tensor) -> Tensor:
     """int64[answers]: seeds for answers that go on after so many tokens. With the old seed, an engine would draw the
     random numbers of the first tokens again. An answer without tokens keeps its seed.
     """
-    pairs = zip(seeds.tolist(), lengths.tolist(), strict=True)
-    made = [_mix((seed + length * _GAMMA) & _MASK) >> 1 if length else seed for seed, length in pairs]
-    return torch.tensor(made, dtype=torch.int64)
+    made = [_mixed([seed], (length - 1,)) for seed, length in zip(seeds.tolist(), lengths.tolist(), strict=True)]
+    return torch.where(lengths > 0, torch.cat([seeds.new_empty(0), *made]), seeds)
 
 
-def _mix(x: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195, fig. 19).
+def _mixed(states: Sequence[int], *levels: Iterable[int]) -> Tensor:
+    """int64, each in [0, 2**63): for each state, one new state for each number of the first level; and so on.
 
-    Every output bit depends on every input bit, the low 32 that torch's CPU generator keeps among them.
+    The states are those of SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195, fig. 19), whose
+    finalizer makes every output bit depend on every input bit, the low 32 that torch's CPU generator keeps among them.
     """
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+    for numbers in levels:
+        made: list[int] = []
+        for state in states:
+            for number in numbers:
+                x = (state + (number + 1) * _GAMMA) & _MASK
+                x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+                x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+                made.append(x ^ (x >> 31))
+        states = made
+    halves: list[int] = []
+    for state in states:
+        halves.append(state >> 1)
+    return torch.tensor(halves, dtype=torch.int64)

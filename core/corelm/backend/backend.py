@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from corelm.backend import arguments
 from corelm.backend.aborts import Aborts
 from corelm.backend.call_log import logger
-from corelm.backend.check_results import checked
 from corelm.backend.delivery import Listener
 from corelm.backend.engine import OpenEngine
 from corelm.backend.engine_call import Call
@@ -202,8 +201,7 @@ class Backend:
             parse_special=parse_special,
             offsets=offsets,
         )
-
-        tokens: TokenizeResult = self.engine.call(_TokenizeCall(request, self.engine))
+        tokens: TokenizeResult = self.engine.call(Call("tokenize", request))
         return tokens
 
     def detokenize(self, ids: Any, *, skip_special_tokens: bool = True, before: Any = None) -> list[str]:
@@ -699,13 +697,3 @@ class Backend:
     def _require_listener(self, expect: object) -> None:
         if expect is not None and self.engine.listener is None:
             raise invalid("expect", "nothing compares the backend with it; core-fleet does: open it with canary=True")
-
-
-class _TokenizeCall(Call):
-    def __init__(self, request: TokenizeRequest, engine: OpenEngine) -> None:
-        super().__init__("tokenize", request)
-        self._engine = engine
-
-    def finished(self, result: TokenizeResult) -> TokenizeResult:
-        tokens: TokenizeResult = checked(self._engine, "tokenize", result, self.request)
-        return tokens

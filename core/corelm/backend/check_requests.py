@@ -14,7 +14,7 @@ from corelm.spec.answer_text import skipped_texts
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Mode
 from corelm.spec.sampling import SamplingParams
-from corelm.tensors.ragged import Ragged, value_range
+from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid, one_of, shown
 
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
@@ -33,12 +33,11 @@ def row_problems(rows: Ragged, capabilities: Capabilities, sampling: SamplingPar
         # Without a limit the answer fills the context, so there must be room for at least one token.
         room = 1 if sampling.max_new_tokens is None else sampling.max_new_tokens
     limit, size, lengths = capabilities.max_context, capabilities.vocab_size, rows.lengths.tolist()
-    low, high = value_range(rows.values)
+    outside = (rows.values < 0) | (rows.values >= size)
     too_long = limit is not None and max(lengths, default=0) + room > limit
-    if 0 <= low <= high < size and not too_long and (may_be_empty or 0 not in lengths):
+    if not (too_long or bool(outside.any())) and (may_be_empty or 0 not in lengths):
         return {}
     problems: Problems = {}
-    outside = (rows.values < 0) | (rows.values >= size)
     # In reverse, so that the first bad id of a row is reported.
     for index in outside.nonzero().flatten().tolist()[::-1]:
         row, position, found = (int(each[index]) for each in (rows.row_index, rows.positions, rows.values))
@@ -125,7 +124,8 @@ def generation_mode(
     Raises:
         CapabilityError: the engine cannot return `wanted`, and none of its modes equals it here.
     """
-    one_of("logprobs", wanted, ("none", "raw", "processed"))
+    if not isinstance(wanted, str) or wanted not in ("none", "raw", "processed"):
+        one_of("logprobs", wanted, ("none", "raw", "processed"))
     if wanted == "none":
         return wanted
     if sampling.num_beams > 1:

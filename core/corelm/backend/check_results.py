@@ -1,8 +1,9 @@
 """Read what a hook returned: checked against the specification, and in storage that the engine does not hold.
 
 Core does this for every plugin. It checks what is cheap and fatal: rows, lengths, types, ids in the vocabulary,
-log-probs that are finite and at most 0, finish reasons, labels. The conformance kit checks the numbers. An error of
-another kind, from a result that cannot be read at all, becomes an `EngineError` in `OpenEngine.call`.
+log-probs that are finite and at most 0, finish reasons, labels. The conformance kit checks the numbers.
+`OpenEngine.call` makes an `EngineError` of a `WrongResult`, and of an error of another kind, from a result that cannot
+be read at all.
 
 An engine may reuse its buffers for the next call, but containers create rows from a result much later, so tensors are
 copied: 12 bytes a token, and more where other ids were asked for. Logits and what carries gradients are large and are
@@ -20,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.backend.engine import OpenEngine
 from corelm.errors import EngineError, spelled_out
+from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import (
     FINISH_REASONS,
@@ -42,26 +43,7 @@ ABOVE_ZERO = 2.0**-10
 
 
 class WrongResult(Exception):
-    """A result breaks the specification. `checked` raises it as an `EngineError`."""
-
-
-def checked(engine: OpenEngine, hook: str, batch: Any, request: Any, *, copy: bool = True) -> Any:
-    """Return what a hook returned for a request.
-
-    Args:
-        hook: `tokenize`, `generate` or `score_logprobs`.
-        copy: whether to copy it out of the engine's buffers; False if the caller does so.
-    """
-    kind, check = _CHECKS[hook]
-    try:
-        if not isinstance(batch, kind):
-            raise WrongResult(f"the result is a {type(batch).__name__}, expected a {kind.__name__}")
-        changed = check(batch, request, engine)
-    except WrongResult as wrong:
-        raise engine.fault(hook)(str(wrong)) from None
-    if copy and not getattr(request, "grad", False):
-        changed = {name: rows.clone() for name, rows in changed.items()}
-    return replace(batch, **changed)
+    """A result breaks the specification."""
 
 
 def refuse_failed(batch: GenerateResult | ScoreResult, samples: int, backend: str) -> None:
@@ -104,6 +86,10 @@ def _one_a_row(batch: Any, rows: int, *names: str) -> None:
                 raise WrongResult(f"row {row}: {name}: expected a str, got {type(value).__name__}")
 
 
+def _not_a(kind: str, batch: Any) -> WrongResult:
+    return WrongResult(f"the result is a {type(batch).__name__}, expected a {kind}")
+
+
 def _rows(
     name: str,
     given: Any,
@@ -112,12 +98,14 @@ def _rows(
     *,
     shape: tuple[int, ...] = (),
     grad: bool = False,
+    copy: bool = True,
 ) -> Ragged:
     """Return a field as rows of this `dtype`, or of any floating-point type, with as many values as those of `like`.
 
     Args:
         shape: that of the values of one position.
-        grad: whether the values may carry gradients.
+        grad: whether the values may carry gradients, and so are not copied.
+        copy: whether to copy them out of the engine's buffers.
     """
     if not isinstance(given, Ragged):
         raise WrongResult(f"{name} is a {type(given).__name__}, expected a Ragged")
@@ -137,55 +125,60 @@ def _rows(
         raise WrongResult(f"{name} are {values.dtype}{list(values.shape)}, expected {expected}")
     if not isinstance(given.lengths, Tensor):
         raise WrongResult(f"the lengths of {name} are a {type(given.lengths).__name__}, which is not a tensor")
+    values = values.clone() if copy and not grad else values
+    if like is not None and torch.equal(given.lengths, like.lengths) and len(values) == len(like.values):
+        return like.with_values(values)
     try:
         # The lengths may have been changed after they were checked.
-        rows = Ragged(values, given.lengths)
+        rows = Ragged(values, given.lengths.clone())
     except ValueError as error:
         raise WrongResult(f"{name}: {error}") from None
-    if like is not None and not torch.equal(rows.lengths, like.lengths):
+    if like is not None:
         raise WrongResult(f"{name} and the ids differ in length")
     return rows
 
 
 def _check_vocabulary(name: str, ids: Tensor, vocab_size: int) -> None:
-    low, high = value_range(ids)
-    if not 0 <= low <= high < vocab_size:
+    if bool(((ids < 0) | (ids >= vocab_size)).any()):
         raise WrongResult(f"returned {name} outside the vocabulary of {vocab_size}")
 
 
 def _check_logprobs(rows: Ragged) -> None:
     values = rows.values.detach()
-    low, high = value_range(values)
-    # Keep the `not (...)`: NaN fails every comparison and must be refused.
-    if not (low > -math.inf and high <= ABOVE_ZERO):
-        wrong = ~torch.isfinite(values) | (values > ABOVE_ZERO)
-        found = float(values[wrong][0])
-        _refuse(wrong.cpu(), rows, f"the log-prob is {found}, expected a finite number of at most 0")
+    # NaN fails every comparison, so this is how it is refused.
+    right = (values > -math.inf) & (values <= ABOVE_ZERO)
+    if not bool(right.all()):
+        found = float(values[~right][0])
+        _refuse(~right.cpu(), rows, f"the log-prob is {found}, expected a finite number of at most 0")
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
-def _tokens(batch: TokenizeResult, request: TokenizeRequest, engine: OpenEngine) -> dict[str, Any]:
+def _tokens(batch: Any, request: TokenizeRequest, _: Capabilities) -> TokenizeResult:
+    if not isinstance(batch, TokenizeResult):
+        raise _not_a("TokenizeResult", batch)
     ids = _rows("ids", batch.ids, torch.int64)
     if len(ids) != len(request.texts):
         raise WrongResult(f"returned {len(ids)} rows for {len(request.texts)} texts")
     if batch.offsets is None:
-        return {"ids": ids}
+        return replace(batch, ids=ids)
     # Each id covers characters of its own text. Assistant masks are computed from these offsets.
     offsets = _rows("offsets", Ragged(batch.offsets, ids.lengths), torch.int64, shape=(2,)).values
     start, end = offsets.cpu().unbind(-1)
     sizes = torch.tensor(list(map(len, request.texts)), dtype=torch.int64)[ids.row_index]
     wrong = (start < 0) | (end < start) | (end > sizes)
     _refuse(wrong, ids, "the id covers other characters than those of its text")
-    return {"ids": ids, "offsets": offsets}
+    return replace(batch, ids=ids, offsets=offsets)
 
 
 # Answers --------------------------------------------------------------------------------------------------------------
 
 
-def _generation(batch: GenerateResult, request: GenerateRequest, engine: OpenEngine) -> dict[str, Any]:
-    vocab = engine.capabilities.vocab_size
+def _answers(batch: Any, request: GenerateRequest, capabilities: Capabilities) -> GenerateResult:
+    if not isinstance(batch, GenerateResult):
+        raise _not_a("GenerateResult", batch)
+    vocab = capabilities.vocab_size
     ids = _rows("ids", batch.ids, torch.int64)
     given = request.prompts.lengths.tolist()
     if ids.lengths.shape[0] != len(given):
@@ -197,7 +190,7 @@ def _generation(batch: GenerateResult, request: GenerateRequest, engine: OpenEng
             raise WrongResult(f"row {row}: cached_tokens {shown(count)}, expected None or a number of at most {most}")
     if batch.version_runs is not None:
         check_runs(replace(batch, ids=ids), WrongResult)
-    _check_ends(batch, ids, given, request, engine)
+    _check_ends(batch, ids, given, request, capabilities.max_context)
     changed: dict[str, Any] = {"ids": ids}
     if batch.logprobs is not None:
         changed["logprobs"] = _rows("logprobs", batch.logprobs, torch.float32, ids)
@@ -211,36 +204,39 @@ def _generation(batch: GenerateResult, request: GenerateRequest, engine: OpenEng
     if request.top_logprobs or batch.top_ids is not None:
         everywhere = torch.ones(ids.values.shape[0], dtype=torch.bool)
         changed |= _top(batch, request.top_logprobs, ids, everywhere, vocab)
-    return changed
+    return replace(batch, **changed)
 
 
 def _check_ends(
-    batch: GenerateResult, ids: Ragged, given: Sequence[int], request: GenerateRequest, engine: OpenEngine
+    batch: GenerateResult, ids: Ragged, given: Sequence[int], request: GenerateRequest, context: int | None
 ) -> None:
     """Check that every answer ends where it has to, for the reason that it reports.
 
     Core does not know which ends `engine_kwargs` ask for, so they excuse any end. `given` are the lengths of prompts.
     """
-    sampling, context = request.sampling, engine.capabilities.max_context
+    sampling, lengths = request.sampling, ids.lengths.tolist()
     is_stop = torch.isin(ids.values.cpu(), torch.tensor(list(request.stop_ids), dtype=torch.int64))
-    is_last = torch.zeros_like(is_stop).index_fill_(0, ids.offsets[1:][ids.lengths > 0] - 1, True)
-    _refuse(is_stop & ~is_last, ids, "a stop id must end the answer, and tokens follow it")
-    stopped = {*ids.row_index[is_stop].tolist()}
-    lengths, most = ids.lengths.tolist(), sampling.max_new_tokens
+    last = (ids.lengths.cumsum(0) - 1)[ids.lengths > 0]
+    ended = iter(is_stop[last].tolist())
+    inside = is_stop.index_fill(0, last, False)
+    if bool(inside.any()):
+        _refuse(inside, ids, "a stop id must end the answer, and tokens follow it")
+    most = sampling.max_new_tokens
     if most is not None and max(lengths, default=0) > most:
         raise WrongResult(f"row {lengths.index(max(lengths))}: {max(lengths)} tokens, but max_new_tokens is {most}")
     for row, (reason, length, prompt) in enumerate(zip(batch.finish_reasons, lengths, given, strict=True)):
         if reason not in FINISH_REASONS:
             raise WrongResult(f"row {row}: finish reason {shown(reason)} is not one of {', '.join(FINISH_REASONS)}")
+        stopped = length > 0 and next(ended)
         if sampling.engine_kwargs:
             continue
         if reason == "length":
-            if row in stopped:
+            if stopped:
                 raise WrongResult(f"row {row}: finish reason 'length', but the answer ends with a stop id")
             limit = context - prompt if most is None and context is not None else most
             if limit is not None and length != limit:
                 raise WrongResult(f"row {row}: finish reason 'length' after {length} tokens, but the limit is {limit}")
-        if reason == "stop" and row not in stopped and not sampling.stop:
+        if reason == "stop" and not stopped and not sampling.stop:
             end = f"ends with id {int(ids.values[ids.offsets[row + 1] - 1])}" if length else "has no tokens"
             raise WrongResult(
                 f"row {row}: finish reason 'stop', but the answer {end}, and neither a stop id nor a stop string ended "
@@ -271,7 +267,7 @@ def _kept(batch: GenerateResult, ids: Ragged, request: GenerateRequest, vocab_si
         raise WrongResult(f"kept_ids is a {type(kept).__name__}, expected a TokenSets")
     if not torch.equal(kept.lengths, ids.lengths):
         raise WrongResult("kept_ids and ids differ in length")
-    kept = TokenSets(_rows("kept_ids", kept.ids, torch.int64), kept.lengths)
+    kept = TokenSets(_rows("kept_ids", kept.ids, torch.int64), ids.lengths)
     if problems := set_problems(kept, ids, vocab_size, torch.ones(len(kept.ids), dtype=torch.bool)):
         row = min(problems)
         raise WrongResult(f"row {row}, position {problems[row][0]}: {problems[row][1]}")
@@ -321,20 +317,24 @@ def set_problems(
 # Scores ---------------------------------------------------------------------------------------------------------------
 
 
-def _scores(batch: ScoreResult, request: ScoreRequest, engine: OpenEngine) -> dict[str, Any]:
-    sequences, grad, vocab = request.sequences, request.grad, engine.capabilities.vocab_size
+def _scores(batch: Any, request: ScoreRequest, capabilities: Capabilities) -> ScoreResult:
+    if not isinstance(batch, ScoreResult):
+        raise _not_a("ScoreResult", batch)
+    sequences, grad, vocab = request.sequences, request.grad, capabilities.vocab_size
     logprobs = _rows("logprobs", batch.logprobs, torch.float32, sequences, grad=grad)
-    changed = {"logprobs": logprobs, "scored": _rows("scored", batch.scored, torch.bool, sequences)}
+    changed: dict[str, Any] = {"logprobs": logprobs, "scored": _rows("scored", batch.scored, torch.bool, sequences)}
     _check_logprobs(logprobs)
     _one_a_row(batch, sequences.lengths.shape[0], "weight_versions", "errors")
     scored, positions, row_index = changed["scored"].values.cpu(), sequences.positions, sequences.row_index
     missing = (positions >= request.score_from[row_index]) & ~scored
     if batch.errors is not None:
         missing &= ~torch.tensor(list(map(bool, batch.errors)), dtype=torch.bool)[row_index]
-    _refuse(missing, sequences, "not every position asked for was scored")
-    _refuse(scored & (positions == 0), sequences, "is marked as scored, but no token precedes it")
-    not_zero = (logprobs.values.detach() != 0).cpu()
-    _refuse(not_zero & ~scored, sequences, "the log-prob of what was not scored must be 0.0")
+    first = scored & (positions == 0)
+    not_zero = (logprobs.values.detach() != 0).cpu() & ~scored
+    if bool((missing | first | not_zero).any()):
+        _refuse(missing, sequences, "not every position asked for was scored")
+        _refuse(first, sequences, "is marked as scored, but no token precedes it")
+        _refuse(not_zero, sequences, "the log-prob of what was not scored must be 0.0")
     label = Provenance.label_of_scores(request.temperature, truncated=request.support is not None)
     if batch.temperature != label["temperature"]:
         raise WrongResult(f"scored at temperature {batch.temperature}, but {request.temperature} was asked for")
@@ -353,7 +353,7 @@ def _scores(batch: ScoreResult, request: ScoreRequest, engine: OpenEngine) -> di
         raise WrongResult("returned an argmax, but none was asked for")
     if request.top_k or request.top_ids is not None or batch.top_ids is not None:
         changed |= _top(batch, request.top_k, sequences, scored, vocab, request.top_ids, grad=grad)
-    return changed
+    return replace(batch, **changed)
 
 
 def _argmax(batch: ScoreResult, scored: Tensor, request: ScoreRequest, vocab_size: int) -> Ragged:
@@ -370,7 +370,7 @@ def _argmax(batch: ScoreResult, scored: Tensor, request: ScoreRequest, vocab_siz
 def _check_logits(batch: ScoreResult, request: ScoreRequest, vocab_size: int) -> None:
     if batch.logits is None:
         raise WrongResult("returned no logits, but they were asked for")
-    logits = _rows("logits", batch.logits, None, request.sequences, shape=(vocab_size,), grad=request.grad)
+    logits = _rows("logits", batch.logits, None, request.sequences, shape=(vocab_size,), grad=request.grad, copy=False)
     values = logits.values.detach()
     # Keep the `not (...)`: NaN fails every comparison and must be refused. -inf is an id that cannot follow.
     if not value_range(values)[1] < math.inf:
@@ -418,8 +418,10 @@ def _top(
     return {"top_ids": ids, "top_logprobs": logprobs, "tail_log_mass": tail}
 
 
-_CHECKS: dict[str, tuple[Any, Callable[..., dict[str, Any]]]] = {
-    "tokenize": (TokenizeResult, _tokens),
-    "generate": (GenerateResult, _generation),
-    "score_logprobs": (ScoreResult, _scores),
+#: For each hook whose result is checked: takes what the engine returned, the request and the engine's capabilities,
+#: and returns the result in storage of its own.
+CHECKS: dict[str, Callable[[Any, Any, Capabilities], Any]] = {
+    "tokenize": _tokens,
+    "generate": _answers,
+    "score_logprobs": _scores,
 }

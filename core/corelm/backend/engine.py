@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from corelm.backend.call_log import log_retry, logged, logger, place
+from corelm.backend.check_results import CHECKS, WrongResult
 from corelm.backend.engine_call import Call, Delivering, EngineCall
 from corelm.backend.futures import Outcome, start
 from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, hooks_of, typed
@@ -68,6 +69,9 @@ class OpenEngine:
     Attributes:
         plugin: the plugin's own object, for tests and for options that only this engine has.
         capabilities: what the engine can do, as it declared when it was opened.
+        tokenizer: its tokenizer.
+        eos_token_ids: the ids that end an answer by themselves: the model's own list, else the tokenizer's EOS, as they
+            were when the engine was opened.
         name, model_name, software, timeout: as given.
         weights: their labels, the adapters, and what sleeps.
         lock: whose turn it is.
@@ -104,6 +108,10 @@ class OpenEngine:
         self._retry = _retrying(retry)
         self._hooks, by_core = hooks_of(plugin, name, wrappers)
         self.capabilities: Capabilities = plugin.capabilities
+        self.tokenizer: Any = plugin.tokenizer
+        self.eos_token_ids = self.capabilities.eos_token_ids
+        if self.eos_token_ids is None:
+            self.eos_token_ids = frozenset({getattr(self.tokenizer, "eos_token_id", None)} - {None})
         self.wrapped = bool(wrappers)
         self._supervised = self.wrapped or self._retry is not None
         self._exclusive = not self.capabilities.concurrent_calls
@@ -123,24 +131,10 @@ class OpenEngine:
     # What it is ------------------------------------------------------------------------------------------------------
 
     @property
-    def tokenizer(self) -> Any:
-        """The engine's tokenizer."""
-        return self.plugin.tokenizer
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end an answer by themselves: the model's own list, else the tokenizer's EOS."""
-        if self.capabilities.eos_token_ids is not None:
-            return self.capabilities.eos_token_ids
-        eos = getattr(self.tokenizer, "eos_token_id", None)
-        return frozenset() if eos is None else frozenset([eos])
-
-    @property
     def pad_id(self) -> int:
         """The id that fills dense tensors. No mask is ever derived from it."""
-        tokenizer = self.tokenizer
         for name in ("pad_token_id", "eos_token_id"):
-            if (token := getattr(tokenizer, name, None)) is not None:
+            if (token := getattr(self.tokenizer, name, None)) is not None:
                 return int(token)
         return 0
 
@@ -208,10 +202,6 @@ class OpenEngine:
         """Return whether a call with these requests, and no others, is in the engine."""
         return bool(names) and any(turn.request_ids == names for turn in list(self.lock.holders))
 
-    def time_limit(self, timeout: float | None) -> float | None:
-        """Return the seconds that a call may take: its own timeout, else the engine's."""
-        return self.timeout if timeout is None else seconds("timeout", timeout)
-
     def fault(self, hook: str) -> Callable[[str], EngineError]:
         """Return a function that makes the error for a result that breaks the specification."""
         return lambda what: EngineError(f"backend {self.name!r}, hook {hook}: {what}", usable=True)
@@ -226,7 +216,7 @@ class OpenEngine:
         *,
         turn: Turn | None = None,
     ) -> Any:
-        """Make a call: take the engine's turn, ask the hook, finish what it returned, and give every failure a type.
+        """Make a call: take the engine's turn, ask the hook, check what it returned, finish it. Type every failure.
 
         Args:
             call: the call.
@@ -243,7 +233,8 @@ class OpenEngine:
         """
         hook, request, lock = call.hook, call.request, self.lock
         if turn is None:
-            self.require_open()
+            if self.closed or os.getpid() != self._process:
+                self.require_open()
             if hook not in self._asked:
                 raise CapabilityError(f"backend {self.name!r} has no hook {hook}", capability=hook)
             timeout = getattr(request, "timeout", None) if timeout is None else timeout
@@ -258,7 +249,7 @@ class OpenEngine:
                 lock.acquire(turn, timeout)
             if self.closed:
                 self.require_open()
-            if turn.abandoned:
+            if (turn.left or turn.caller_waits is not None) and turn.abandoned:
                 raise BackendClosedError(f"backend {self.name!r}: the caller has cancelled this call or left it")
             before = self.weights.look(to_answer=True) if hook in READ_WEIGHTS else None
             if end is not None:
@@ -271,17 +262,21 @@ class OpenEngine:
                 if told is error:
                     raise
                 raise told from error
-            if before is not None:
+            if before is not None and before[0] is not None:
                 self.weights.require_same(hook, before)
             if result is None:
                 raise self.fault(hook)("returned None; a hook must return a result")
             try:
-                finished = call.finished(result)
+                if hook in CHECKS:
+                    result = CHECKS[hook](result, request, self.capabilities)
+                finished = call.finish(result)
             except CoreLMError:
                 raise
+            except WrongResult as wrong:
+                raise self.fault(hook)(str(wrong)) from None
             except Exception as error:
                 raise self.fault(hook)(f"its result cannot be read: {described(error)}") from error
-            # `finished` has labelled the numbers. Another thread may have noticed a change in the meantime.
+            # `finish` has labelled the numbers. Another thread may have noticed a change in the meantime.
             if before is not None and self.weights.state is not before[1]:
                 self.weights.require_same(hook, before, ask=False)
             return finished

@@ -42,8 +42,10 @@ class Call:
     def nothing(self) -> Any:
         """Return the result of a call without rows."""
 
-    def finished(self, result: Any) -> Any:
-        """Return the caller's result, made from what the engine returned. No other call can change the weights yet."""
+    def finish(self, result: Any) -> Any:
+        """Return the caller's result, made from the engine's, which was checked. No other call can change the weights
+        yet.
+        """
         return result
 
     def failed(self, error: CoreLMError) -> CoreLMError:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from corelm import validate
 from corelm.backend import arguments, check_requests
-from corelm.backend.check_results import checked, refuse_failed
+from corelm.backend.check_results import refuse_failed
 from corelm.backend.continuing import prepare_continuation
 from corelm.backend.delivery import Delivery, Listener
 from corelm.backend.engine import OpenEngine
@@ -61,7 +61,7 @@ class PreparedCall(Call, Generic[R]):
     engine: OpenEngine
     hook: Literal["generate", "score_logprobs"]
     request: GenerateRequest | ScoreRequest
-    finish: Callable[[Any], R]
+    finish: Callable[[Any], R]  # type: ignore[assignment]
     caller_rows: Tensor
     rows: int
     tokens: int
@@ -81,9 +81,6 @@ class PreparedCall(Call, Generic[R]):
             logits = torch.zeros(0, self.engine.capabilities.vocab_size)
             none = replace(none, logits=none.logprobs.with_values(logits))
         return self.finish(none)
-
-    def finished(self, result: Any) -> R:
-        return self.finish(checked(self.engine, self.hook, result, self.request))
 
     def failed(self, error: CoreLMError) -> CoreLMError:
         return renumbered(error, self.caller_rows)
@@ -174,7 +171,7 @@ def prepare_generation(
         seeds=seeds,
         stop_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids),
         request_ids=names,
-        timeout=engine.time_limit(timeout),
+        timeout=engine.timeout if timeout is None else validate.seconds("timeout", timeout),
         on_tokens=delivery if capabilities.streaming else None,
         on_answer=on_answer,
         adapter=adapter,
@@ -286,7 +283,7 @@ def prepare_scoring(
         grad=grad,
         device=None if device is None else validate.device(device),
         request_ids=names,
-        timeout=engine.time_limit(timeout),
+        timeout=engine.timeout if timeout is None else validate.seconds("timeout", timeout),
         adapter=adapter,
         **named,
     )

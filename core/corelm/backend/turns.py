@@ -30,11 +30,12 @@ class Turn:
 
     Attributes:
         around: the turns in which it is taken, from the innermost to the outermost.
+        caller_waits: as given.
         entered: whether it has held the lock.
         left: whether its caller has stopped waiting for it.
     """
 
-    __slots__ = ("_caller_waits", "around", "concurrent_with", "entered", "exclusive", "hook", "left", "request_ids")
+    __slots__ = ("around", "caller_waits", "concurrent_with", "entered", "exclusive", "hook", "left", "request_ids")
 
     def __init__(
         self,
@@ -51,12 +52,12 @@ class Turn:
         self.around: tuple[Turn, ...] = held
         self.exclusive, self.hook, self.request_ids = exclusive, hook, request_ids
         self.concurrent_with: frozenset[str] = concurrent_with | held[0].concurrent_with if held else concurrent_with
-        self._caller_waits, self.entered, self.left = caller_waits, False, False
+        self.caller_waits, self.entered, self.left = caller_waits, False, False
 
     @property
     def abandoned(self) -> bool:
         """Whether no caller waits for it any more."""
-        return self.left or (self._caller_waits is not None and not self._caller_waits())
+        return self.left or (self.caller_waits is not None and not self.caller_waits())
 
 
 class EngineLock:

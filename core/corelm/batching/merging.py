@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from corelm.backend.check_results import checked
 from corelm.backend.engine_call import Call, Origin
 from corelm.backend.futures import own
 from corelm.backend.prepared_call import PreparedCall
@@ -86,10 +85,8 @@ class _SharedCall(Call):
     def origins(self) -> list[Origin]:
         return [origin for call in self._calls for origin in call.origins]
 
-    def finished(self, result: Any) -> list[Result]:
-        # The parts are copies.
-        whole = checked(self._calls[0].engine, self.hook, result, self.request, copy=False)
-        parts = _parts(whole, [call.rows for call in self._calls])
+    def finish(self, result: Any) -> list[Result]:
+        parts = _parts(result, [call.rows for call in self._calls])
         return [_finished(call, part) for call, part in zip(self._calls, parts, strict=True)]
 
     def failed(self, error: CoreLMError) -> CoreLMError:

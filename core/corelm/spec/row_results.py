@@ -151,31 +151,31 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
         rows = [_incomplete(row, request) or row if isinstance(row, RowAnswer) else row for row in rows]
     answers: list[RowAnswer] = []
     errors: list[str] = []
+    ids, logprobs, reasons = list[Sequence[int]](), list[Sequence[float]](), list[str]()
     for row in rows:
-        failed = row if isinstance(row, RowFailure) else None
-        answers.append(row if isinstance(row, RowAnswer) else RowAnswer([], [], "abort" if row.aborted else "error"))
-        errors.append("" if failed is None or failed.aborted else failed.why)
+        answer = RowAnswer([], [], "abort" if row.aborted else "error") if isinstance(row, RowFailure) else row
+        answers.append(answer)
+        errors.append(row.why if isinstance(row, RowFailure) and not row.aborted else "")
+        ids.append(answer.ids)
+        logprobs.append(answer.logprobs)
+        reasons.append(answer.finish_reason)
     device = request.prompts.values.device
-    ids = Ragged.from_list([answer.ids for answer in answers])
-    logprobs = kept_ids = mass = None
-    top: dict[str, Any] = {}
+    found: dict[str, Any] = {"ids": Ragged.from_list(ids), "logprobs": None}
     if request.logprobs != "none":
-        logprobs = Ragged.from_list([answer.logprobs for answer in answers], torch.float32).to(device)
+        found["logprobs"] = Ragged.from_list(logprobs, torch.float32)
     if request.return_support:
-        kept_ids = TokenSets.from_list([[sorted(ids) for ids in answer.kept_ids] for answer in answers]).to(device)
-        mass = Ragged.from_list([answer.kept_log_mass for answer in answers], torch.float32).to(device)
+        found["kept_ids"] = TokenSets.from_list([[sorted(each) for each in answer.kept_ids] for answer in answers])
+        found["kept_log_mass"] = Ragged.from_list([answer.kept_log_mass for answer in answers], torch.float32)
     if k := request.top_logprobs:
-        found = [answer.top for answer in answers if answer.top is not None]
-        top = TopIds.cat(found, k).fields(ids.lengths, device)
+        top = TopIds.cat([answer.top for answer in answers if answer.top is not None], k)
+        found |= top.fields(found["ids"].lengths, device)
+    if device.type != "cpu":
+        found = {name: None if field is None else field.to(device) for name, field in found.items()}
     return GenerateResult(
-        ids=ids.to(device),
-        logprobs=logprobs,
-        finish_reasons=tuple([answer.finish_reason for answer in answers]),
+        finish_reasons=tuple(reasons),
         errors=tuple(errors) if any(errors) else None,
         cached_tokens=_cached_tokens(request, answers),
-        kept_ids=kept_ids,
-        kept_log_mass=mass,
-        **top,
+        **found,
         **Provenance.label(request.logprobs, request.sampling),
     )
 
@@ -194,7 +194,10 @@ def _incomplete(answer: RowAnswer, request: GenerateRequest) -> RowFailure | Non
 
 
 def _cached_tokens(request: GenerateRequest, answers: Sequence[RowAnswer]) -> tuple[int | None, ...] | None:
-    counts = [count if type(count := answer.cached_tokens) is int and count >= 0 else None for answer in answers]
+    counts: list[int | None] = []
+    for answer in answers:
+        count = answer.cached_tokens
+        counts.append(count if type(count) is int and count >= 0 else None)
     if {*counts} <= {None}:
         return None
     lengths = request.prompts.lengths.tolist()

@@ -107,7 +107,7 @@ class SamplingParams:
         put = object.__setattr__
         for name, (default, read) in _READ.items():
             value = getattr(self, name)
-            if value is not default:
+            if value is not default and not (value is None and name == "max_new_tokens"):
                 put(self, name, read(name, value))
         if type(self.engine_kwargs) is not dict or self.engine_kwargs:
             put(self, "engine_kwargs", _of_engine("engine_kwargs", self.engine_kwargs))
@@ -154,13 +154,12 @@ class SamplingParams:
         given = value if isinstance(value, Mapping | None) else sampling_fields(value, {*FIELDS, *ALIASES})
         if given is None and value is not None:
             raise invalid("sampling_params", f"expected a SamplingParams of corelm or a mapping, got {shown(value)}")
-        given = _canonical(given or {})
-        if any(each is None for each in given.values()):
-            given = {name: each for name, each in given.items() if each is not None or name == "max_new_tokens"}
-        given |= changes
+        given = _canonical(given or {}, none_is_default=True) | changes
         if given.get("do_sample") is False and given.get("temperature"):
             given["temperature"] = 0.0  # as in transformers, where a temperature means nothing then
-        return cls(**given)
+        made = object.__new__(cls)
+        _made(made, **given)
+        return made
 
     @property
     def greedy(self) -> bool:
@@ -191,15 +190,19 @@ class SamplingParams:
         """Return the parameters that an engine must declare to be given them: not at their default, and not handled by
         core.
         """
-        return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.name not in EVERY_ENGINE and getattr(self, f.name) != getattr(_NEUTRAL, f.name)
-        }
+        found = {}
+        for name in FIELDS:
+            if name not in EVERY_ENGINE and getattr(self, name) != getattr(_NEUTRAL, name):
+                found[name] = getattr(self, name)
+        return found
 
 
-def _canonical(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters under their own names; refuse conflicts and unknown names."""
+def _canonical(given: Mapping[str, Any], none_is_default: bool = False) -> dict[str, Any]:
+    """Return the parameters under their own names; refuse conflicts and unknown names.
+
+    Args:
+        none_is_default: whether to leave out what is None, except for `max_new_tokens`.
+    """
     out: dict[str, Any] = {}
     source: dict[str, str] = {}
     for name, value in given.items():
@@ -212,6 +215,10 @@ def _canonical(given: Mapping[str, Any]) -> dict[str, Any]:
             both = f"{source[key]}={shown(out[key])} and {name}={shown(value)}"
             raise invalid(key, f"{both} are the same parameter; give one")
         out[key], source[key] = value, name
+    if none_is_default:
+        for key in [*out]:
+            if out[key] is None and key != "max_new_tokens":
+                del out[key]
     return out
 
 
@@ -254,10 +261,6 @@ def _marks(name: str, value: Any) -> tuple[str, ...]:
     return texts
 
 
-def _limit(name: str, value: Any) -> int | None:
-    return None if value is None else count(name, value, 1, LARGEST)
-
-
 def _top_k(name: str, value: Any) -> int | None:
     kept = count(name, value, -1, LARGEST)
     return kept if kept > 0 else None
@@ -285,7 +288,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "reasoning_marks": _marks,
     "stop_token_ids": _ids,
     "top_k": _top_k,
-    "max_new_tokens": _limit,
+    "max_new_tokens": partial(count, low=1, high=LARGEST),
     "min_new_tokens": partial(count, high=LARGEST),
     "top_p": partial(number, low=0.0, high=1.0, above=True),
     "min_p": partial(number, low=0.0, high=1.0),

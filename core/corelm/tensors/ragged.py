@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -66,16 +66,26 @@ class Ragged:
             TypeError: a value does not fit `dtype`: a float among integers, which would be cut off.
         """
         rows = list(rows)
-        if {*map(type, rows)} <= {list, tuple, array}:
-            return cls(_flat(rows, dtype), torch.tensor(list(map(len, rows)), dtype=torch.int64))
-        rows = [_of_array(row) if isinstance(row, array) else row for row in rows]
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        # A list and no generator: Ctrl-C while a generator that is not exhausted is closed would be lost.
-        if any([isinstance(row, Tensor) for row in rows]):  # noqa: C419
-            values = torch.cat([_made(row, dtype).reshape(-1) for row in rows])
-        else:
-            values = _flat(rows, dtype)
-        return cls(values, lengths)
+        if not {*map(type, rows)} <= {list, tuple, array}:
+            rows = [_of_array(row) if isinstance(row, array) else row for row in rows]
+            # A list and no generator: Ctrl-C while a generator that is not exhausted is closed would be lost.
+            if any([isinstance(row, Tensor) for row in rows]):  # noqa: C419
+                lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+                return cls(torch.cat([_made(row, dtype).reshape(-1) for row in rows]), lengths)
+        lengths, values = torch.tensor(list(map(len, rows)), dtype=torch.int64), None
+        if code := {torch.int64: "q", torch.float32: "f"}.get(dtype):
+            # Takes a tenth of the time of torch.tensor, which handles everything that fails here.
+            with suppress(TypeError, OverflowError):
+                flat = array(code)
+                for row in rows:
+                    if isinstance(row, array):
+                        flat.extend(row)
+                    else:
+                        flat.fromlist(row if isinstance(row, list) else list(row))
+                values = torch.frombuffer(flat, dtype=dtype) if flat else None
+        made = object.__new__(cls)
+        made.__dict__.update(values=_joined(rows, dtype) if values is None else values, lengths=lengths)
+        return made
 
     @classmethod
     def from_padded(cls, padded: Tensor, mask: Tensor) -> Ragged:
@@ -150,8 +160,12 @@ class Ragged:
 
     def tolist(self) -> list[list[Any]]:
         """Return one list per row."""
-        flat, ends = self.values.tolist(), self.offsets.tolist()
-        return [flat[start:end] for start, end in pairwise(ends)]
+        flat, start = self.values.tolist(), 0
+        rows: list[list[Any]] = []
+        for length in self.lengths.tolist():
+            rows.append(flat[start : start + length])
+            start += length
+        return rows
 
     def sums(self, values: Tensor | None = None) -> Tensor:
         """Return int64[rows]: the sum of each row of integers or bools, or of other `values` as long as these."""
@@ -337,19 +351,7 @@ def unreadable(values: Any) -> str:
     return ""
 
 
-def _flat(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    code = {torch.int64: "q", torch.float32: "f"}.get(dtype)
-    if code:
-        # Takes a tenth of the time of torch.tensor, which handles everything that fails here.
-        with suppress(TypeError, OverflowError):
-            values = array(code)
-            for row in rows:
-                if isinstance(row, array):
-                    values.extend(row)
-                else:
-                    values.fromlist(row if isinstance(row, list) else list(row))
-            if values:
-                return torch.frombuffer(values, dtype=dtype)
+def _joined(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
     return _made([value for row in rows for value in row], dtype)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from corelm import Backend
-from corelm.application import Aborts, Call, checked
+from corelm.application import Aborts, Call
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.spec import GenerateRequest, WeightUpdate
 from corelm_fleet.agreement import require_plain
@@ -67,16 +67,15 @@ class _ReplicaCall(Call):
         super().__init__("generate" if isinstance(request, GenerateRequest) else "score_logprobs", request)
         self._replica = replica
 
-    def finished(self, result: Any) -> Result:
+    def finish(self, result: Result) -> Result:
         engine = self._replica.backend.engine
-        read: Result = checked(engine, self.hook, result, self.request)
         if engine.weights.state.label != self._replica.label:
             raise EngineError(
                 f"{engine.name}: the weights were changed where they are, so they are not those of the fleet; use "
                 "update_weights, or weights_changed, on the fleet",
                 usable=False,
             )
-        return read
+        return result
 
 
 class OpenReplica:

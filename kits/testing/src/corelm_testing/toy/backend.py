@@ -83,7 +83,7 @@ class ToyBackend:
 
     def _answer(self, row: int, prompt: list[int], seed: int, request: GenerateRequest) -> RowAnswer:
         sampling, generator = request.sampling, torch.Generator().manual_seed(seed)
-        stop_strings = StopStrings.of(sampling, self.tokenizer).after(prompt).watch()
+        stop_strings = StopStrings.of(sampling, self.tokenizer).after(prompt).watch() if sampling.stop else None
         ids: list[int] = []
         logprobs: list[float] = []
         kept: list[list[int]] = []
@@ -110,7 +110,7 @@ class ToyBackend:
             ids.append(token)
             if request.on_tokens is not None:
                 request.on_tokens(TokenChunk(row=row, ids=[token], logprobs=logprobs[-1:]))
-            if token in request.stop_ids or (sampling.stop and stop_strings.completed_by(token)):
+            if token in request.stop_ids or (stop_strings is not None and stop_strings.completed_by(token)):
                 return answer("stop")
         return answer("length")
 
