@@ -16,7 +16,6 @@ from corelm.backend.aborts import Aborts
 from corelm.backend.call_log import logger
 from corelm.backend.delivery import Listener
 from corelm.backend.engine import OpenEngine
-from corelm.backend.engine_call import Call
 from corelm.backend.futures import in_thread
 from corelm.backend.given_weights import NewAdapter, NewWeights, checked_name, source_of_adapter, source_of_weights
 from corelm.backend.prepared_call import PreparedCall, R, prepare_generation, prepare_scoring
@@ -201,7 +200,7 @@ class Backend:
             parse_special=parse_special,
             offsets=offsets,
         )
-        tokens: TokenizeResult = self.engine.call(Call("tokenize", request))
+        tokens: TokenizeResult = self.engine.convert("tokenize", request)
         return tokens
 
     def detokenize(self, ids: Any, *, skip_special_tokens: bool = True, before: Any = None) -> list[str]:
@@ -372,7 +371,8 @@ class Backend:
 
     def to_containers(self, request: ContainerRequest) -> TensorDict:
         """Wrap a batch of rows as TensorClasses in a TensorDict."""
-        return self.engine.call(Call("to_containers", request))
+        containers: TensorDict = self.engine.convert("to_containers", request)
+        return containers
 
     def provenance(self, batch: GenerateResult | ScoreResult) -> Provenance | tuple[Provenance, ...]:
         """Return where the log-probs of a result came from: one for all rows if they agree, else one per row.

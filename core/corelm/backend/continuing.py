@@ -104,6 +104,7 @@ def prepare_continuation(
             ),
             seeds=None if given is None else arguments.continued_seeds(given[index], lengths),
             request_ids=[names[row] for row in going],
+            read=True,
             problems={at: problems[row] for at, row in enumerate(caller_rows.tolist()) if row in problems},
             **label,
             **options,

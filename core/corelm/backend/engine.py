@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import Empty
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tenacity
 import torch
@@ -22,7 +22,7 @@ from corelm.backend.call_log import log_retry, logged, logger, place
 from corelm.backend.check_results import CHECKS, WrongResult
 from corelm.backend.engine_call import Call, Delivering, EngineCall
 from corelm.backend.futures import Outcome, start
-from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, hooks_of, typed
+from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, hooks_of
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted, program_deadline
 from corelm.backend.turns import EngineLock, Turn
 from corelm.backend.weights import Weights, WeightsListener
@@ -33,6 +33,9 @@ from corelm.errors import (
     CoreLMError,
     EngineError,
     described,
+    is_interrupt,
+    is_main_thread,
+    message,
 )
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter
@@ -106,7 +109,7 @@ class OpenEngine:
         self.listener: WeightsListener | None = None
         self.closed = False
         self._retry = _retrying(retry)
-        self._hooks, by_core = hooks_of(plugin, name, wrappers)
+        self._hooks, self._own = hooks_of(plugin, name, wrappers)
         self.capabilities: Capabilities = plugin.capabilities
         self.tokenizer: Any = plugin.tokenizer
         self.eos_token_ids = self.capabilities.eos_token_ids
@@ -115,7 +118,7 @@ class OpenEngine:
         self.wrapped = bool(wrappers)
         self._supervised = self.wrapped or self._retry is not None
         self._exclusive = not self.capabilities.concurrent_calls
-        self._turnless = OUT_OF_TURN | by_core
+        self._turnless = OUT_OF_TURN | self._own
         self.lock = EngineLock(name)
         self._process = os.getpid()
         # Acquired once, by the thread that calls the engine's `close`: the one that closes, or, if it has stopped
@@ -182,7 +185,7 @@ class OpenEngine:
         Raises:
             BackendClosedError: this is such a fork.
         """
-        if self.elsewhere:
+        if os.getpid() != self._process:
             raise BackendClosedError(
                 f"backend {self.name!r} belongs to another process, which this one is a fork of; "
                 "call get_backend in this process"
@@ -257,7 +260,7 @@ class OpenEngine:
             try:
                 result = self._asked[hook](request)
             except BaseException as error:
-                told = typed(error, self.name, hook)
+                told = _typed(error, self.name, hook)
                 told = call.failed(told) if isinstance(told, CoreLMError) else told
                 if told is error:
                     raise
@@ -324,7 +327,26 @@ class OpenEngine:
         try:
             return self._hooks[hook](request)
         except BaseException as error:
-            told = typed(error, self.name, hook)
+            told = _typed(error, self.name, hook)
+            if told is error:
+                raise
+            raise told from error
+
+    def convert(self, hook: Literal["tokenize", "to_containers"], request: Any) -> Any:
+        """Return what one of these hooks makes of a request. Core's own are plain functions, and take no turn.
+
+        Raises:
+            CoreLMError: as for `call`.
+        """
+        around = self._supervised or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO)
+        if around or hook not in self._own:
+            return self.call(Call(hook, request))
+        self.require_open()
+        try:
+            result = self._hooks[hook](request)
+            return CHECKS[hook](result, request, self.capabilities) if hook in CHECKS else result
+        except BaseException as error:
+            told = _typed(error, self.name, hook)
             if told is error:
                 raise
             raise told from error
@@ -470,6 +492,26 @@ class OpenEngine:
         names = tuple(name for turn in list(turns) for name in turn.request_ids)
         if names and self.capabilities.abort:
             self.ask("abort", AbortRequest(request_ids=names))
+
+
+def _typed(error: BaseException, name: str, hook: str) -> BaseException:
+    """Return the error for the caller of a hook that has raised `error`, or whose result was wrong.
+
+    It is `error` itself if that is core's own or ends the program.
+
+    Args:
+        name: the name that the engine was opened by.
+        hook: the hook's name.
+    """
+    # An engine can raise asyncio.CancelledError or SystemExit, too. They are its failure and end no program. On the
+    # main thread, a SystemExit may be that of the program's own handler of a signal.
+    if isinstance(error, CoreLMError) or is_interrupt(error) or (isinstance(error, SystemExit) and is_main_thread()):
+        return error
+    if isinstance(error, WrongResult):
+        return EngineError(f"backend {name!r}, hook {hook}: {error}", usable=True)
+    if isinstance(error, TimeoutError):
+        return BackendTimeoutError(f"backend {name!r}, hook {hook}: {message(error)}")
+    return EngineError(f"backend {name!r}, hook {hook}: {described(error)}")
 
 
 # Timeouts and retries -------------------------------------------------------------------------------------------------

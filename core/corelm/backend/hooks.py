@@ -13,16 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from corelm.errors import (
-    BackendIncompatibleError,
-    BackendTimeoutError,
-    CoreLMError,
-    EngineError,
-    described,
-    is_interrupt,
-    is_main_thread,
-    message,
-)
+from corelm.errors import BackendIncompatibleError, described
 from corelm.rendering.encoding import Encoder
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.hookspecs import PROJECT, BackendSpec, hookimpl
@@ -101,24 +92,6 @@ def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[s
         if getattr(capabilities, capability) and hook not in calls:
             raise _misfit(name, f"it declares {capability} and has no hook {hook}(self, request)")
     return calls, frozenset(by_core)
-
-
-def typed(error: BaseException, name: str, hook: str) -> BaseException:
-    """Return the error for the caller of a hook that has raised `error`: see `corelm.spec.hookspecs`.
-
-    It is `error` itself if that is core's own or ends the program.
-
-    Args:
-        name: the name that the engine was opened by.
-        hook: the hook's name.
-    """
-    # An engine can raise asyncio.CancelledError or SystemExit, too. They are its failure and end no program. On the
-    # main thread, a SystemExit may be that of the program's own handler of a signal.
-    if isinstance(error, CoreLMError) or is_interrupt(error) or (isinstance(error, SystemExit) and is_main_thread()):
-        return error
-    if isinstance(error, TimeoutError):
-        return BackendTimeoutError(f"backend {name!r}, hook {hook}: {message(error)}")
-    return EngineError(f"backend {name!r}, hook {hook}: {described(error)}")
 
 
 def _implemented(manager: pluggy.PluginManager, hook: str) -> bool:

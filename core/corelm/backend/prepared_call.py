@@ -103,6 +103,7 @@ def prepare_generation(
     timeout: float | None = None,
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
+    read: bool = False,
     adapter: Adapter = None,
     return_support: bool = False,
     top_logprobs: int = 0,
@@ -115,6 +116,7 @@ def prepare_generation(
 
     Args:
         problems: rows that are known to be bad, and why.
+        read: whether the rows are int64 already, as a policy reads them; the engine is given a copy.
         on_tokens: takes the tokens of the answers as they come.
         on_answer: takes the row and the number of tokens of each answer that is complete, if the engine says so. Rows
             are those of the engine's result.
@@ -122,7 +124,7 @@ def prepare_generation(
     """
     engine.require_open()
     capabilities, sampling = engine.capabilities, SamplingParams.make(sampling)
-    rows = arguments.rows_of_ids(prompts, "prompts", engine, copy=True)
+    rows = prompts.clone() if read else arguments.rows_of_ids(prompts, "prompts", engine, copy=True)
     check_requests.sampling_is_honoured(sampling, engine)
     support_from_engine = return_support is not False and support_comes_from_engine(return_support, sampling, engine)
     mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name, support_from_engine)
@@ -234,6 +236,7 @@ def prepare_scoring(
     timeout: float | None = None,
     on_error: OnError = "raise",
     problems: Mapping[int, str] | None = None,
+    read: bool = False,
     adapter: Adapter = None,
     support: Any = None,
     top_k: int = 0,
@@ -243,10 +246,11 @@ def prepare_scoring(
 
     Args:
         problems: rows that are known to be bad, and why.
+        read: whether the rows are int64 already, as a policy reads them; the engine is given a copy.
     """
     engine.require_open()
     capabilities = engine.capabilities
-    rows = arguments.rows_of_ids(sequences, "sequences", engine, copy=True)
+    rows = sequences.clone() if read else arguments.rows_of_ids(sequences, "sequences", engine, copy=True)
     engine.require("score", "score_logprobs needs an engine that scores")
     if type(temperature) is not float or temperature != 1.0:
         # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.

@@ -144,7 +144,7 @@ def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bo
         shape = tuple(held.batch_size)
         if not held.padded:
             view = TensorDict({"tokens": held}, batch_size=held.batch_size)
-            return ragged(view, ("tokens", part)).to("cpu"), shape, False
+            return rows_of_ids(ragged(view, ("tokens", part)), name).to("cpu"), shape, False
         try:
             value = getattr(held, part)
         except InvalidRequestError:  # rows that are padded to different widths

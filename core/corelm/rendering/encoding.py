@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -178,13 +178,13 @@ def decoded(
 ) -> list[str]:
     """Return one text per row of ids: what it adds to the text of the ids `before` it, if these are given."""
 
-    def decode_rows(some: Sequence[list[int]]) -> list[str]:
-        # A tokenizer in another process decodes all rows in one call.
-        if all_at_once := getattr(tokenizer, "decode_rows", None):
-            return list(all_at_once(some, skip_special_tokens=skip_special_tokens))
-        return [tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in some]
-
-    return decode_rows(rows) if before is None else LeftContexts(decode_rows, before).texts(rows)
+    # A tokenizer in another process decodes all rows in one call.
+    decode_rows = getattr(tokenizer, "decode_rows", None)
+    if decode_rows is None:
+        decode_rows = partial(map, partial(tokenizer.decode, skip_special_tokens=skip_special_tokens))
+    else:
+        decode_rows = partial(decode_rows, skip_special_tokens=skip_special_tokens)
+    return list(decode_rows(rows)) if before is None else LeftContexts(decode_rows, before).texts(rows)
 
 
 def _ids(encodings: Sequence[Any]) -> Ragged:

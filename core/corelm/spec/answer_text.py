@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 #: Ids to text, with ``skip_special_tokens`` already decided: of one row, and of several.
 Decode = Callable[[list[int]], str]
-DecodeRows = Callable[[list[list[int]]], Sequence[str]]
+DecodeRows = Callable[[list[list[int]]], Iterable[str]]
 
 #: What an incomplete character decodes to.
 HALF_CHARACTER = "\ufffd"
