@@ -1,7 +1,7 @@
 from .backend.aborts import Aborts as Aborts
 from .backend.arguments import answer_seeds as answer_seeds
-from .backend.check_requests import generation_mode as generation_mode
-from .backend.check_requests import row_problems as row_problems
+from .backend.arguments import generation_mode as generation_mode
+from .backend.arguments import row_problems as row_problems
 from .backend.engine_call import Arrival as Arrival
 from .backend.engine_call import Call as Call
 from .backend.engine_call import EngineCall as EngineCall
@@ -9,7 +9,6 @@ from .backend.engine_call import Origin as Origin
 from .backend.engine_call import current_call as current_call
 from .backend.futures import in_thread as in_thread
 from .backend.futures import join as join
-from .backend.futures import own as own
 from .backend.futures import uninterrupted as uninterrupted
 from .backend.hooks import OUT_OF_TURN as OUT_OF_TURN
 from .backend.hooks import hooks_of as hooks_of

@@ -25,11 +25,14 @@ Each is also a builtin exception that a caller would think to catch::
 from __future__ import annotations
 
 import builtins
+import copy
 import inspect
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 #: Row numbers, each with what is wrong with the row.
 Problems = dict[int, str]
@@ -338,3 +341,14 @@ def is_main_thread() -> bool:
     """Return whether the caller is the main thread: the one in which Python handles signals."""
     # Not `current_thread`, which would remember threads that `threading` did not start.
     return threading.get_ident() == threading.main_thread().ident
+
+
+def own(error: E) -> E:
+    """Return a copy of an error for one of several callers. Raising it writes to it, so callers cannot share one."""
+    try:
+        made = copy.copy(error)
+    except Exception:
+        # This exception class cannot be copied.
+        return error
+    made.__cause__ = error.__cause__
+    return made.with_traceback(error.__traceback__)

@@ -1,4 +1,4 @@
-"""`OpenEngine`: an engine that is open, everything that core knows about it, and `call`, the one way into it."""
+"""`OpenEngine`: an engine that is open, and `call`, the one way into it. `PreparedCall`: a call that is ready."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import tenacity
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from corelm.backend.call_log import log_retry, logged, logger, place
 from corelm.backend.check_results import CHECKS, WrongResult
-from corelm.backend.engine_call import Call, Delivering, EngineCall
+from corelm.backend.engine_call import Call, Delivering, Delivery, EngineCall, Origin
 from corelm.backend.futures import Outcome, start
-from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, hooks_of
+from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, OpenPlugin
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted, program_deadline
+from corelm.backend.skipping import renumbered
 from corelm.backend.turns import EngineLock, Turn
 from corelm.backend.weights import Weights, WeightsListener
 from corelm.errors import (
@@ -37,13 +38,23 @@ from corelm.errors import (
     is_main_thread,
     message,
 )
-from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter
-from corelm.spec.records import AbortRequest, CloseRequest, HealthRequest, When
+from corelm.spec.records import (
+    AbortRequest,
+    CloseRequest,
+    GenerateRequest,
+    GenerateResult,
+    HealthRequest,
+    ScoreRequest,
+    ScoreResult,
+    When,
+)
+from corelm.spec.row_results import generate_result, score_result
 from corelm.tensors.modes import in_caller_modes, no_inference_mode
 from corelm.validate import invalid, seconds, shown
 
 T = TypeVar("T")
+R = TypeVar("R", GenerateResult, ScoreResult)
 
 #: Seconds that closing waits for a call whose caller has stopped waiting.
 PATIENCE = 5.0
@@ -51,7 +62,7 @@ PATIENCE = 5.0
 _PAUSE = 0.02
 
 
-class OpenEngine:
+class OpenEngine(OpenPlugin):
     """An engine that is open: its hooks, what it can do, its tokenizer, and the weights in force.
 
     A `Backend` and a `DynamicBatcher` in front of it hold the same `OpenEngine`.
@@ -70,12 +81,7 @@ class OpenEngine:
         model: the model object that the plugin was given, if it was given one.
 
     Attributes:
-        plugin: the plugin's own object, for tests and for options that only this engine has.
-        capabilities: what the engine can do, as it declared when it was opened.
-        tokenizer: its tokenizer.
-        eos_token_ids: the ids that end an answer by themselves: the model's own list, else the tokenizer's EOS, as they
-            were when the engine was opened.
-        name, model_name, software, timeout: as given.
+        model_name, software, timeout: as given. `OpenPlugin` has the others.
         weights: their labels, the adapters, and what sleeps.
         lock: whose turn it is.
         listener: what is told of every change of the weights; None at first.
@@ -100,8 +106,7 @@ class OpenEngine:
         timeout: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        self.plugin = plugin
-        self.name = name
+        super().__init__(plugin, name, wrappers)
         self.given_model = (lambda: None) if model is None else weakref.ref(model)
         self.model_name = model_name
         self.software = software
@@ -109,16 +114,10 @@ class OpenEngine:
         self.listener: WeightsListener | None = None
         self.closed = False
         self._retry = _retrying(retry)
-        self._hooks, self._own = hooks_of(plugin, name, wrappers)
-        self.capabilities: Capabilities = plugin.capabilities
-        self.tokenizer: Any = plugin.tokenizer
-        self.eos_token_ids = self.capabilities.eos_token_ids
-        if self.eos_token_ids is None:
-            self.eos_token_ids = frozenset({getattr(self.tokenizer, "eos_token_id", None)} - {None})
         self.wrapped = bool(wrappers)
         self._supervised = self.wrapped or self._retry is not None
         self._exclusive = not self.capabilities.concurrent_calls
-        self._turnless = OUT_OF_TURN | self._own
+        self._turnless = OUT_OF_TURN | self.own
         self.lock = EngineLock(name)
         self._process = os.getpid()
         # Acquired once, by the thread that calls the engine's `close`: the one that closes, or, if it has stopped
@@ -126,20 +125,12 @@ class OpenEngine:
         self._release_claim = threading.Lock()
         self._release_late = False
         self.weights = Weights(self)
-        self._asked: dict[str, Hook] = {**self._hooks}
+        self._asked: dict[str, Hook] = {**self.hooks}
         if self.capabilities.updates_in_flight:
             self._asked["generate"] = self.weights.sample
         _open.add(self)
 
     # What it is ------------------------------------------------------------------------------------------------------
-
-    @property
-    def pad_id(self) -> int:
-        """The id that fills dense tensors. No mask is ever derived from it."""
-        for name in ("pad_token_id", "eos_token_id"):
-            if (token := getattr(self.tokenizer, name, None)) is not None:
-                return int(token)
-        return 0
 
     @property
     def weight_version(self) -> str:
@@ -149,24 +140,6 @@ class OpenEngine:
     def version_with(self, adapter: Adapter) -> str:
         """Return the label of rows that are made with this adapter and the weights in force."""
         return self.weights.version_with(adapter)
-
-    def implements(self, hook: str) -> bool:
-        """Return whether the engine or core implements the hook, or a wrapper does so in the engine's place."""
-        return hook in self._hooks
-
-    def require(self, capability: str, why: str) -> None:
-        """Refuse a call that needs a capability which the engine does not have.
-
-        Args:
-            capability: a field of `Capabilities`.
-            why: why the call needs it, or what the caller can do without it, if the plugin's `reasons` do not say.
-
-        Raises:
-            CapabilityError: the engine did not declare the capability.
-        """
-        if not getattr(self.capabilities, capability):
-            why = getattr(self.plugin, "reasons", {}).get(capability, why)
-            raise CapabilityError(f"backend {self.name!r} lacks {capability}: {why}", capability=capability)
 
     def require_open(self) -> None:
         """Refuse a call to a closed engine, and to one that another process has opened.
@@ -204,10 +177,6 @@ class OpenEngine:
     def works_on(self, names: Sequence[str]) -> bool:
         """Return whether a call with these requests, and no others, is in the engine."""
         return bool(names) and any(turn.request_ids == names for turn in list(self.lock.holders))
-
-    def fault(self, hook: str) -> Callable[[str], EngineError]:
-        """Return a function that makes the error for a result that breaks the specification."""
-        return lambda what: EngineError(f"backend {self.name!r}, hook {hook}: {what}", usable=True)
 
     # Calling it ------------------------------------------------------------------------------------------------------
 
@@ -325,7 +294,7 @@ class OpenEngine:
             CoreLMError: see `corelm.spec.hookspecs`.
         """
         try:
-            return self._hooks[hook](request)
+            return self.hooks[hook](request)
         except BaseException as error:
             told = _typed(error, self.name, hook)
             if told is error:
@@ -339,11 +308,11 @@ class OpenEngine:
             CoreLMError: as for `call`.
         """
         around = self._supervised or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO)
-        if around or hook not in self._own:
+        if around or hook not in self.own:
             return self.call(Call(hook, request))
         self.require_open()
         try:
-            result = self._hooks[hook](request)
+            result = self.hooks[hook](request)
             return CHECKS[hook](result, request, self.capabilities) if hook in CHECKS else result
         except BaseException as error:
             told = _typed(error, self.name, hook)
@@ -492,6 +461,57 @@ class OpenEngine:
         names = tuple(name for turn in list(turns) for name in turn.request_ids)
         if names and self.capabilities.abort:
             self.ask("abort", AbortRequest(request_ids=names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedCall(Call, Generic[R]):
+    """One call to an engine that has not been made yet.
+
+    Attributes:
+        engine: the engine to call.
+        hook: the hook to call with `request`.
+        request: the checked request.
+        finish: makes the caller's result from a checked result. Call it before the engine serves another call: it
+            reads which weights are in force.
+        caller_rows: int64: the caller's row for each row of the request.
+        rows: number of rows in the engine's result.
+        tokens: most tokens that the engine has to hold: those given and those that may be sampled.
+        delivery: takes the tokens of the answers to a caller that reads along; None without such a caller.
+        on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.
+        origin: who made the call and when; None if the engine has no wrappers, which could measure it.
+    """
+
+    engine: OpenEngine
+    hook: Literal["generate", "score_logprobs"]
+    request: GenerateRequest | ScoreRequest
+    finish: Callable[[Any], R]  # type: ignore[assignment]
+    caller_rows: Tensor
+    rows: int
+    tokens: int
+    origin: Origin | None
+    delivery: Delivery | None = None
+    on_caller_thread: bool = False
+
+    @property
+    def origins(self) -> Sequence[Origin]:
+        return () if self.origin is None else (self.origin,)
+
+    def nothing(self) -> R:
+        if isinstance(self.request, GenerateRequest):
+            return self.finish(generate_result(self.request, []))
+        none = score_result(self.request, {})
+        if self.request.return_logits:
+            logits = torch.zeros(0, self.engine.capabilities.vocab_size)
+            none = replace(none, logits=none.logprobs.with_values(logits))
+        return self.finish(none)
+
+    def failed(self, error: CoreLMError) -> CoreLMError:
+        return renumbered(error, self.caller_rows)
+
+    def run(self, timeout: float | None = None, attended: Callable[[], bool] | None = None) -> R:
+        """Make the call on this thread and return its result. See `OpenEngine.call`."""
+        result: R = self.engine.call(self, timeout, attended)
+        return result
 
 
 def _typed(error: BaseException, name: str, hook: str) -> BaseException:

@@ -1,4 +1,4 @@
-"""`Call`: a call of a hook on its way through core, and what core tells wrappers about it.
+"""`Call`: a call of a hook on its way through core, what core tells wrappers about it, and `Delivery` of its tokens.
 
 A request says what the engine is to do. Plugins pickle requests and send them to other processes, so the callers'
 context variables and clocks are not in it: a wrapper asks `current_call` on the thread on which its hook is called.
@@ -6,14 +6,19 @@ context variables and clocks are not in it: a wrapper asks `current_call` on the
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from corelm.errors import CoreLMError
+from torch import Tensor
+
+from corelm.errors import CoreLMError, EngineError, InvalidRequestError, described, is_interrupt
+from corelm.spec.records import GenerateResult, TokenChunk
 
 
 class Call:
@@ -142,3 +147,175 @@ _current: ContextVar[EngineCall | None] = ContextVar("corelm_engine_call", defau
 def current_call() -> EngineCall | None:
     """Return the call that this thread is in; None outside the hooks of an engine."""
     return _current.get()
+
+
+# Tokens, while the engine works --------------------------------------------------------------------------------
+
+#: Takes the chunks of a call, with the caller's numbers of the rows, from one thread at a time. A thread of the engine
+#: calls it, so it has to return at once and must not ask the backend for anything.
+Listener = Callable[[TokenChunk], Any]
+
+
+class _WrongChunk(Exception):
+    """A chunk breaks the specification."""
+
+
+class Delivery:
+    """Checks the chunks of one call and hands them on. It is the ``on_tokens`` of the call's request.
+
+    A chunk that breaks the specification ends the delivery, and `compare` then fails the call. What the listener raises
+    does not reach the engine: the listener is not called again, and `complete` fails the call.
+
+    Args:
+        listener: takes the chunks.
+        rows: the caller's row for each row of the request's result.
+        vocab_size: legal ids are in ``[0, vocab_size)``.
+        with_logprobs: whether chunks carry log-probs.
+        prompts: the caller's prompts, if the text of an answer continues that of its prompt.
+        samples: answers per prompt.
+
+    Attributes:
+        started: whether the listener has been given something. Such a call is not repeated.
+        under_way: whether the engine works on the call.
+        arrivals: when the tokens of each row came out of the engine, by the rows of the request's result.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        rows: Sequence[int],
+        vocab_size: int,
+        with_logprobs: bool,
+        prompts: Sequence[Tensor] = (),
+        samples: int = 1,
+    ) -> None:
+        self._prompts, self._samples = prompts, samples
+        self.started = self.under_way = False
+        self.arrivals: dict[int, Arrival] = {}
+        self._listener, self._rows = listener, rows
+        self._vocab_size, self._with_logprobs = vocab_size, with_logprobs
+        self._ids: list[list[int]] = [[] for _ in rows]
+        self._logprobs: list[list[float]] = [[] for _ in rows]
+        self._reasons: list[str | None] = [None for _ in rows]
+        self._fault = ""
+        self._failure: BaseException | None = None
+        self._left = False
+        # Reentrant, because a listener may leave while it is called.
+        self._lock = threading.RLock()
+
+    def __call__(self, chunk: TokenChunk) -> None:
+        """Take a chunk from the engine."""
+        with self._lock:
+            if not self.under_way or self._fault:
+                return
+            try:
+                ids, logprobs = self._checked(chunk)
+            except Exception as error:
+                self._fault = str(error) if isinstance(error, _WrongChunk) else described(error)
+                return
+            row = chunk.row
+            self._note_arrival(row, len(ids))
+            self._ids[row] += ids
+            self._logprobs[row] += logprobs
+            self._reasons[row] = chunk.finish_reason
+            self._tell(self._rows[row], ids, logprobs, chunk.finish_reason)
+
+    def prompt_of(self, row: int) -> list[int]:
+        """Return the ids whose text a row of the caller's continues."""
+        return self._prompts[row // self._samples].tolist() if self._prompts else []
+
+    def begin(self) -> bool:
+        """Note that the engine begins with the call. Return False if the caller has left."""
+        with self._lock:
+            self.under_way = not self._left
+            return self.under_way
+
+    def end(self) -> None:
+        """Note that the engine is done with the call. Chunks that come later are dropped."""
+        with self._lock:
+            self.under_way = False
+
+    def leave(self) -> None:
+        """Hand on nothing more, because the caller has left."""
+        with self._lock:
+            self._left = True
+
+    def compare(self, batch: GenerateResult, fail: Callable[[str], EngineError]) -> None:
+        """Check that the chunks of each row, joined, are that row of the engine's result, or the beginning of it.
+
+        A row that failed has no answer to compare its chunks with.
+
+        Raises:
+            EngineError: they differ, or a chunk was wrong.
+        """
+        if self._fault:
+            raise fail(f"on_tokens: {self._fault}")
+        logprobs = None if batch.logprobs is None else batch.logprobs.tolist()
+        for row, (ids, reason) in enumerate(zip(batch.ids.tolist(), batch.finish_reasons, strict=True)):
+            told = self._ids[row]
+            if reason == "error" or not (told or self._reasons[row]):
+                continue
+            if batch.texts is not None:
+                raise fail(f"row {row}: handed its tokens to on_tokens, and returned texts; texts cannot be streamed")
+            count = len(told) if self._reasons[row] is None else len(ids)
+            if told != ids[:count]:
+                raise fail(f"row {row}: handed {len(told)} tokens to on_tokens that are not the {len(ids)} it returned")
+            if self._with_logprobs and (logprobs is None or self._logprobs[row] != logprobs[row][:count]):
+                raise fail(f"row {row}: handed other log-probs to on_tokens than it returned")
+            if self._reasons[row] not in (None, reason):
+                raise fail(f"row {row}: finish reason {self._reasons[row]!r} in on_tokens, {reason!r} in the result")
+
+    def complete(self, batch: GenerateResult) -> None:
+        """Hand on what is missing of the caller's result: answers that were not streamed, and their ends.
+
+        Raises:
+            InvalidRequestError: the listener raised an exception.
+        """
+        told = {row: (len(self._ids[at]), self._reasons[at]) for at, row in enumerate(self._rows)}
+        logprobs = None if batch.logprobs is None else batch.logprobs.tolist()
+        with self._lock:
+            for row, (ids, reason) in enumerate(zip(batch.ids.tolist(), batch.finish_reasons, strict=True)):
+                known, ended = told.get(row, (0, None))
+                if ended is None:
+                    values = [] if logprobs is None else logprobs[row][known:]
+                    text = None if batch.texts is None else batch.texts[row]
+                    self._tell(row, ids[known:], values, reason, text)
+        if self._failure is not None:
+            raise InvalidRequestError(
+                f"on_tokens: it raised {described(self._failure)}; what listens to tokens must not fail",
+                field="on_tokens",
+            ) from self._failure
+
+    def _note_arrival(self, row: int, tokens: int) -> None:
+        now, known = time.monotonic(), self.arrivals.get(row)
+        if known is not None:
+            known.last, known.later = now, known.later + tokens
+        elif tokens:
+            self.arrivals[row] = Arrival(now, now)
+
+    def _tell(
+        self, row: int, ids: Sequence[int], logprobs: Sequence[float], reason: str | None, text: str | None = None
+    ) -> None:
+        if self._left or self._failure is not None:
+            return
+        self.started = True
+        chunk = TokenChunk(row=row, ids=tuple(ids), logprobs=tuple(logprobs), finish_reason=reason, text=text)
+        try:
+            self._listener(chunk)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            self._failure = error
+
+    def _checked(self, chunk: TokenChunk) -> tuple[list[int], list[float]]:
+        """Return the ids and the log-probs of a chunk, these rounded to float32 as in the result."""
+        row, ids = chunk.row, list(chunk.ids)
+        if type(row) is not int or not 0 <= row < len(self._rows):
+            raise _WrongChunk(f"row {row!r} is not one of the {len(self._rows)} rows of the result")
+        if self._reasons[row] is not None:
+            raise _WrongChunk(f"row {row}: got more after its last chunk")
+        for token in ids:
+            # The reader decodes it before the result is there to compare it with.
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise _WrongChunk(f"row {row}: id {token!r} is not an int in the vocabulary of {self._vocab_size}")
+        return ids, array("f", chunk.logprobs).tolist() if self._with_logprobs else []

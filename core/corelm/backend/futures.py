@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import copy
 import logging
 import threading
 import time
@@ -17,7 +16,6 @@ from corelm.waiting import next_item
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-E = TypeVar("E", bound=BaseException)
 
 #: Seconds after which a thread that waits for another one looks whether it still has to.
 LOOK_AGAIN = 0.1
@@ -41,17 +39,6 @@ def settle(future: Future[Any], result: Any = None, *, error: BaseException | No
             raise
         _log.error("a callback of a request raised %s", brief(described(failure)), exc_info=failure)
     return True
-
-
-def own(error: E) -> E:
-    """Return a copy of an error for one of several callers. Raising it writes to it, so callers cannot share one."""
-    try:
-        made = copy.copy(error)
-    except Exception:
-        # This exception class cannot be copied.
-        return error
-    made.__cause__ = error.__cause__
-    return made.with_traceback(error.__traceback__)
 
 
 def join(threads: Iterable[threading.Thread], timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""`PreparedCall`: a checked request, and how the engine's result becomes the caller's.
+"""`prepare_generation` and `prepare_scoring`: from a caller's arguments to a call that is ready to be made.
 
 A call is prepared on the caller's thread. The engine may then serve it later, on another thread, or together with other
 calls (`corelm.batching`): everything before and after the engine's part belongs to this call alone.
@@ -9,86 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from corelm import validate
-from corelm.backend import arguments, check_requests
-from corelm.backend.check_results import refuse_failed
-from corelm.backend.continuing import prepare_continuation
-from corelm.backend.delivery import Delivery, Listener
-from corelm.backend.engine import OpenEngine
-from corelm.backend.engine_call import Call, Origin
+from corelm.backend import arguments
+from corelm.backend.check_results import refuse_failed, set_problems
+from corelm.backend.engine import OpenEngine, PreparedCall
+from corelm.backend.engine_call import Delivery, Listener, Origin
 from corelm.backend.given_weights import checked_adapter
-from corelm.backend.more_ids import ids_at_positions, support_comes_from_engine, top_of_answers, with_known_support
-from corelm.backend.skipping import (
-    OnError,
-    admitted,
-    renumbered,
-    spread_answers,
-    spread_scores,
-)
-from corelm.errors import CoreLMError, Problems
-from corelm.spec.provenance import Adapter
-from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.spec.row_results import generate_result, score_result
+from corelm.backend.skipping import OnError, ServedRows, admitted, renumbering, spread_answers, spread_scores
+from corelm.errors import Problems, ProvenanceMismatchError, refuse
+from corelm.spec.answer_text import StopStrings
+from corelm.spec.provenance import Adapter, Provenance, VersionRuns
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, fields_of_rows
 from corelm.spec.sampling import SamplingParams
-from corelm.spec.version_runs import renamed, with_runs
-
-R = TypeVar("R", GenerateResult, ScoreResult)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PreparedCall(Call, Generic[R]):
-    """One call to an engine that has not been made yet.
-
-    Attributes:
-        engine: the engine to call.
-        hook: the hook to call with `request`.
-        request: the checked request.
-        finish: makes the caller's result from a checked result. Call it before the engine serves another call: it
-            reads which weights are in force.
-        caller_rows: int64: the caller's row for each row of the request.
-        rows: number of rows in the engine's result.
-        tokens: most tokens that the engine has to hold: those given and those that may be sampled.
-        delivery: takes the tokens of the answers to a caller that reads along; None without such a caller.
-        on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.
-        origin: who made the call and when; None if the engine has no wrappers, which could measure it.
-    """
-
-    engine: OpenEngine
-    hook: Literal["generate", "score_logprobs"]
-    request: GenerateRequest | ScoreRequest
-    finish: Callable[[Any], R]  # type: ignore[assignment]
-    caller_rows: Tensor
-    rows: int
-    tokens: int
-    origin: Origin | None
-    delivery: Delivery | None = None
-    on_caller_thread: bool = False
-
-    @property
-    def origins(self) -> Sequence[Origin]:
-        return () if self.origin is None else (self.origin,)
-
-    def nothing(self) -> R:
-        if isinstance(self.request, GenerateRequest):
-            return self.finish(generate_result(self.request, []))
-        none = score_result(self.request, {})
-        if self.request.return_logits:
-            logits = torch.zeros(0, self.engine.capabilities.vocab_size)
-            none = replace(none, logits=none.logprobs.with_values(logits))
-        return self.finish(none)
-
-    def failed(self, error: CoreLMError) -> CoreLMError:
-        return renumbered(error, self.caller_rows)
-
-    def run(self, timeout: float | None = None, attended: Callable[[], bool] | None = None) -> R:
-        """Make the call on this thread and return its result. See `OpenEngine.call`."""
-        result: R = self.engine.call(self, timeout, attended)
-        return result
+from corelm.spec.version_runs import backward, renamed, run_problems, with_runs
+from corelm.tensors.ragged import Ragged
+from corelm.tensors.token_sets import TokenSets
+from corelm.validate import invalid
 
 
 @torch.inference_mode(False)
@@ -125,16 +66,17 @@ def prepare_generation(
     engine.require_open()
     capabilities, sampling = engine.capabilities, SamplingParams.make(sampling)
     rows = prompts.clone() if read else arguments.rows_of_ids(prompts, "prompts", engine, copy=True)
-    check_requests.sampling_is_honoured(sampling, engine)
-    support_from_engine = return_support is not False and support_comes_from_engine(return_support, sampling, engine)
-    mode = check_requests.generation_mode(logprobs, sampling, capabilities, engine.name, support_from_engine)
+    arguments.sampling_is_honoured(sampling, engine)
+    support_from_engine = return_support is not False and arguments.support_comes_from_engine(
+        return_support, sampling, engine
+    )
+    mode = arguments.generation_mode(logprobs, sampling, capabilities, engine.name, support_from_engine)
     if adapter is not None:
         adapter = _adapter(engine, adapter)
     if continue_from is not None:
         if on_tokens is not None:
-            raise validate.invalid("continue_from", "answers that go on cannot be streamed yet; call generate")
-        return prepare_continuation(
-            prepare_generation,
+            raise invalid("continue_from", "answers that go on cannot be streamed yet; call generate")
+        return _prepare_continuation(
             engine,
             rows,
             sampling,
@@ -150,9 +92,9 @@ def prepare_generation(
             on_error=on_error,
             on_answer=on_answer,
         )
-    top_logprobs = 0 if top_logprobs == 0 else top_of_answers(top_logprobs, mode, engine)
+    top_logprobs = 0 if top_logprobs == 0 else arguments.top_of_answers(top_logprobs, mode, engine)
     asked, count, samples = sampling, rows.lengths.shape[0], sampling.num_samples or 1
-    problems = {**check_requests.row_problems(rows, capabilities, sampling), **(problems or {})}
+    problems = {**arguments.row_problems(rows, capabilities, sampling), **(problems or {})}
     served = admitted(problems, count, on_error, "prompts")
     answers = served if samples == 1 else served.repeat(samples)
     names = arguments.request_ids(request_ids, count * samples)
@@ -198,7 +140,7 @@ def prepare_generation(
             name = partial(engine.weights.named, adapter)
             batch = with_runs(batch, [renamed(runs, name) for runs in batch.version_runs])
         if return_support and not support_from_engine:
-            batch = with_known_support(batch, greedy=sampling.greedy)
+            batch = arguments.with_known_support(batch, greedy=sampling.greedy)
         if problems:
             batch = spread_answers(batch, answers, samples, problems, engine.version_with(adapter))
         if delivery is not None:
@@ -270,8 +212,8 @@ def prepare_scoring(
     named: dict[str, Any] = {}
     wrong: Problems = {}
     if support is not None or top_ids is not None or type(top_k) is not int or top_k:
-        named, wrong = ids_at_positions(engine, rows, starts, support, top_k, top_ids)
-    problems = {**wrong, **check_requests.row_problems(rows, capabilities), **(problems or {})}
+        named, wrong = arguments.ids_at_positions(engine, rows, starts, support, top_k, top_ids)
+    problems = {**wrong, **arguments.row_problems(rows, capabilities), **(problems or {})}
     served = admitted(problems, count, on_error, "sequences")
     names = arguments.request_ids(request_ids, count)
     if problems:
@@ -325,3 +267,304 @@ def _versions(engine: OpenEngine, batch: GenerateResult | ScoreResult, rows: int
     if batch.weight_versions is None:
         return (engine.weights.version_with(adapter),) * rows
     return tuple([engine.weights.named(adapter, version) for version in batch.weight_versions])
+
+
+# Answers that go on ---------------------------------------------------------------------------------------------------
+
+# Their ids are kept, never tokenized again. The engine is asked with each prompt and the ids that its answer has.
+# It has one limit for all rows, so a row that needs fewer tokens than another may get too many: these are cut off here.
+# So is what follows a stop string that begins in the old part and ends in the new one, which the engine cannot see.
+
+#: Fields that a result has together or not at all.
+_TOGETHER = (("kept_ids", "kept_log_mass"), ("top_ids", "top_logprobs", "tail_log_mass"))
+
+
+def _prepare_continuation(
+    engine: OpenEngine,
+    prompts: Ragged,
+    sampling: SamplingParams,
+    old: Any,
+    *,
+    seeds: Any,
+    request_ids: Any,
+    problems: Mapping[int, str],
+    label: Mapping[str, Any],
+    **options: Any,
+) -> PreparedCall[GenerateResult]:
+    """Return a call for the answers that go on, whose result is all answers, whole.
+
+    Args:
+        old: the argument `continue_from`.
+        label: the arguments that `_must_agree` takes.
+        options: the other arguments of `prepare_generation`, which apply to the answers that go on as they are.
+
+    Raises:
+        InvalidRequestError: `old` is no result of these prompts, or cannot be continued like this.
+        ProvenanceMismatchError: its log-probs are of another distribution than those that would follow.
+    """
+    samples, limit = sampling.num_samples or 1, sampling.max_new_tokens
+    rows = len(prompts) * samples
+    if not isinstance(old, GenerateResult):
+        raise invalid("continue_from", f"expected a GenerateResult, got a {type(old).__name__}")
+    if len(old.ids) != rows:
+        raise invalid("continue_from", f"has {len(old.ids)} answers, but the call is for {rows}")
+    _must_agree(old, sampling, **label)
+    wrong = _field_problems(old, engine.capabilities.vocab_size)
+    stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
+    strings = StopStrings.of(sampling, engine.tokenizer)
+    stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(samples)]
+    reasons, ended = _reasons(old, stop_ids, stops, limit)
+    going = [row for row, reason in enumerate(reasons) if not reason]
+    wrong |= ended | _version_problems(old, going, engine.version_with(label["adapter"]))
+    for row in going:
+        # The engine would count these tokens from the seam on.
+        if int(old.ids.lengths[row]) < sampling.min_new_tokens:
+            wrong.setdefault(
+                row,
+                f"has fewer than min_new_tokens={sampling.min_new_tokens} tokens, and the engine would "
+                "count only new ones; sample this row from its prompt",
+            )
+    refuse(wrong, "continue_from")
+    index, lengths = torch.tensor(going, dtype=torch.int64), old.ids.lengths[going]
+    if bool(lengths.any()):
+        _refuse_penalties(sampling)
+    repeated = prompts if samples == 1 else prompts.repeat(samples)
+    joined = repeated.join(old.ids.to(prompts.values.device)).select(index)
+    left = [None if limit is None else limit - length for length in lengths.tolist()]
+    names = arguments.request_ids(request_ids, rows)
+    given = arguments.seeds_of_call(engine, sampling, len(prompts), seeds)
+    caller_rows = index // samples
+    with renumbering(caller_rows):
+        call = prepare_generation(
+            engine,
+            joined,
+            SamplingParams.make(
+                sampling,
+                num_samples=None,
+                min_new_tokens=0,
+                max_new_tokens=_common_limit(left, joined.lengths, sampling, engine),
+            ),
+            seeds=None if given is None else arguments.continued_seeds(given[index], lengths),
+            request_ids=[names[row] for row in going],
+            read=True,
+            problems={at: problems[row] for at, row in enumerate(caller_rows.tolist()) if row in problems},
+            **label,
+            **options,
+        )
+    answers = _Answers(old, reasons, ServedRows(index, rows), left, sampling, stops)
+
+    def finish(batch: GenerateResult) -> GenerateResult:
+        with renumbering(caller_rows):
+            return answers.joined(call.finish(batch))
+
+    return replace(call, finish=finish, caller_rows=caller_rows[call.caller_rows])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answers:
+    """Partial answers, and how the engine's answers join them.
+
+    Attributes:
+        old: the partial answers.
+        reasons: their finish reasons; "" for those that go on.
+        open: those that go on.
+        left: how many tokens each of these may still get; None for no limit.
+        sampling: how the call samples.
+        stops: the stop strings of each answer.
+    """
+
+    old: GenerateResult
+    reasons: Sequence[str]
+    open: ServedRows
+    left: Sequence[int | None]
+    sampling: SamplingParams
+    stops: Sequence[StopStrings]
+
+    def joined(self, new: GenerateResult) -> GenerateResult:
+        """Return all answers, whole, given what the engine has added to those that go on."""
+        old, device = self.old, new.ids.values.device
+        lengths, reasons = self._ends(old.ids.to(device).join(self.open.ragged(new.ids)), new)
+        start = torch.zeros_like(lengths)
+        fields = {
+            name: getattr(old, name).to(device).join(self.open.ragged(rows)).slice(start, lengths)
+            for name, rows in fields_of_rows(new).items()
+            if isinstance(rows, (Ragged, TokenSets))
+        }
+        if old.logprobs is not None and old.support == "truncated":
+            # What follows may be of full support: the minimum of new tokens has been reached.
+            fields["support"] = old.support
+        errors = self.open.values(new.errors or ("",) * len(self.open), "")
+        fields |= {"finish_reasons": reasons, "errors": errors if any(errors) else None}
+        # What the engine says of its cache is of longer prompts, which have the partial answers in them.
+        whole = replace(new, **fields, sampling=self.sampling, cached_tokens=None)
+        return with_runs(whole, self._runs(new, lengths.tolist()))
+
+    def _ends(self, ids: Ragged, new: GenerateResult) -> tuple[Tensor, tuple[str, ...]]:
+        """Return where each answer ends, int64[rows], and why."""
+        lengths, reasons = ids.lengths.clone(), list(self.reasons)
+        rows = ids.split()
+        for at, row in enumerate(self.open.index.tolist()):
+            length, reason, left = int(lengths[row]), new.finish_reasons[at], self.left[at]
+            if left is not None and int(new.ids.lengths[at]) > left:
+                length, reason = length - int(new.ids.lengths[at]) + left, "length"
+            end = None if reason == "error" else self.stops[row].first_end(rows[row][:length].tolist())
+            if end is not None:
+                length, reason = end, "stop"
+            lengths[row], reasons[row] = length, reason
+        return lengths, tuple(reasons)
+
+    def _runs(self, new: GenerateResult, lengths: Sequence[int]) -> list[VersionRuns]:
+        found = [list(runs) for runs in _runs_of(self.old)]
+        for row, runs in zip(self.open.index.tolist(), _runs_of(new), strict=True):
+            before = int(self.old.ids.lengths[row])
+            kept = found[row] if before else []
+            found[row] = kept + [(version, before + first) for version, first in runs if before + first < lengths[row]]
+            found[row] = found[row] or [runs[0]]
+        return [renamed(tuple(runs), lambda version: version) for runs in found]
+
+
+def _must_agree(
+    old: GenerateResult,
+    sampling: SamplingParams,
+    *,
+    logprobs: Any,
+    adapter: Adapter,
+    return_support: bool,
+    top_logprobs: int,
+) -> None:
+    """Refuse partial answers that were not sampled for what this call asks for: its arguments of these names."""
+    if old.texts is not None:
+        raise invalid("continue_from", "this engine's texts are not what its ids decode to, so they cannot be joined")
+    if old.adapter != adapter:
+        raise invalid("continue_from", f"was sampled with adapter={old.adapter!r}; give the same")
+    if (old.logprobs is None) != (logprobs == "none"):
+        has = "no log-probs" if old.logprobs is None else "log-probs"
+        raise invalid("continue_from", f"has {has}, but logprobs={logprobs!r} was asked for; ask for the same")
+    if (old.kept_ids is None) == return_support:
+        raise invalid("continue_from", "return_support must be what it was when these answers were begun")
+    k = 0 if old.top_ids is None else old.top_ids.values.shape[-1]
+    if k != top_logprobs:
+        raise invalid("continue_from", f"was sampled with top_logprobs={k}; give the same")
+    if old.logprobs is None:
+        return
+    wanted = dict(Provenance.label(logprobs, sampling))
+    found = {"mode": old.mode, "temperature": old.temperature, "support": old.support}
+    if found != wanted:
+        raise ProvenanceMismatchError(
+            f"continue_from: its log-probs are {_words(found)}, and those that follow would be {_words(wanted)}; "
+            "sample as these answers were begun"
+        )
+    # One label names the penalties of all tokens.
+    before = sampling.penalties if old.sampling is None else old.sampling.penalties
+    if old.mode == "processed" and before != sampling.penalties:
+        raise ProvenanceMismatchError(
+            f"continue_from: its log-probs were sampled with the penalties {dict(before)}, and those that follow "
+            f"would be with {dict(sampling.penalties)}; give the same"
+        )
+
+
+def _words(label: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value!r}" for name, value in label.items())
+
+
+def _reasons(
+    old: GenerateResult, stop_ids: frozenset[int], stops: Sequence[StopStrings], limit: int | None
+) -> tuple[list[str], Problems]:
+    """Return the finish reason of each partial answer, "" for those that go on, and what is wrong with some."""
+    found, problems = [], Problems()
+    for row, (ids, reason) in enumerate(zip(old.ids.tolist(), old.finish_reasons, strict=True)):
+        at = next((position for position, token in enumerate(ids) if token in stop_ids), None)
+        if at is not None and at < len(ids) - 1:
+            problems[row] = f"has the stop id {ids[at]} at position {at}, and tokens after it"
+        if reason == "stop" or at is not None:
+            found.append("stop")
+        elif limit is not None and len(ids) > limit:
+            problems[row] = f"has {len(ids)} tokens, but max_new_tokens is {limit}"
+            found.append("length")
+        elif limit == len(ids):
+            found.append("length")
+        else:
+            if (end := stops[row].first_end(ids)) is not None:
+                problems[row] = f"holds a stop string, which ends at position {end - 1}"
+            found.append("")
+    return found, problems
+
+
+def _refuse_penalties(sampling: SamplingParams) -> None:
+    for name, value in sampling.penalties:
+        if name != "repetition_penalty":
+            # A repetition penalty counts the prompt as well, so it sees them.
+            raise invalid(
+                name,
+                f"{name}={value} counts the tokens of an answer, and the engine would count only new ones; sample "
+                "these answers from their prompts",
+            )
+
+
+def _common_limit(
+    left: Sequence[int | None], lengths: Tensor, sampling: SamplingParams, engine: OpenEngine
+) -> int | None:
+    """Return one limit for all rows: that of the row that needs most; none if some would not fit the context then."""
+    limits = [each for each in left if each is not None]
+    if not limits:
+        return sampling.max_new_tokens
+    most, context = max(limits), engine.capabilities.max_context
+    return None if context is not None and int(lengths.max()) + most > context else most
+
+
+# Whether partial answers can be what they say: a caller may have saved them, cut them, or put them together -----------
+
+
+def _field_problems(old: GenerateResult, vocab_size: int) -> Problems:
+    """Return the rows with another number of values than tokens, or with a set that cannot be that of its token.
+
+    An empty set stands for the whole vocabulary.
+
+    Raises:
+        InvalidRequestError: the result lacks a field which another one needs, or an entry for a row.
+    """
+    for names in _TOGETHER:
+        if len({getattr(old, name) is None for name in names}) > 1:
+            has = f"has not all of {', '.join(names)}"
+            raise invalid("continue_from", f"{has}, which belong together; give the result as generate returned it")
+    lengths, problems = old.ids.lengths, Problems()
+    for name, rows in fields_of_rows(old).items():
+        if len(rows) != len(lengths):
+            raise invalid("continue_from", f"has {name} of {len(rows)} answers for {len(lengths)}")
+        differ = rows.lengths != lengths if isinstance(rows, (Ragged, TokenSets)) else torch.zeros(0)
+        for row in differ.nonzero().flatten().tolist():
+            problems.setdefault(row, f"has {name} at {int(rows.lengths[row])} positions for {int(lengths[row])} tokens")
+    if old.kept_ids is None or problems:
+        return problems
+    everywhere = torch.ones(len(old.kept_ids.ids), dtype=torch.bool)
+    wrong = set_problems(old.kept_ids, old.ids, vocab_size, everywhere, empty=True)
+    return {row: f"kept_ids, position {position}: {what}" for row, (position, what) in wrong.items()}
+
+
+def _version_problems(old: GenerateResult, going: Sequence[int], in_force: str) -> Problems:
+    """Return the rows whose runs do not ascend, or whose weights go backwards, also from the old part to the new one,
+    which has the weights that are `in_force`.
+    """
+    problems = Problems()
+    lengths = old.ids.lengths.tolist()
+    for row, runs in enumerate(old.version_runs or ()):
+        if why := run_problems(runs, lengths[row]) or backward(runs):
+            problems[row] = f"version_runs: {why}"
+    known = _runs_of(old)
+    for row in going:
+        if row in problems or not lengths[row]:
+            continue
+        if backward(((known[row][-1][0], 0), (in_force, lengths[row]))):
+            problems[row] = (
+                f"was sampled with the weights {known[row][-1][0]} up to position {lengths[row] - 1}, and would go on "
+                f"with the older weights {in_force}; sample it from its prompt, or, if the weights in force are newer, "
+                "say so: weights_changed(version=…)"
+            )
+    return problems
+
+
+def _runs_of(batch: GenerateResult) -> Sequence[VersionRuns]:
+    """Return the runs of each row; one run for a row of one version, which is called "" if it is not known."""
+    if batch.version_runs is not None:
+        return batch.version_runs
+    return [((version, 0),) for version in batch.weight_versions or ("",) * len(batch.ids)]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from corelm import validate
-from corelm.backend.futures import own
-from corelm.errors import CoreLMError, Problems, refuse, spelled_out
+from corelm.errors import CoreLMError, Problems, own, refuse, spelled_out
 from corelm.spec.records import GenerateResult, ScoreResult, fields_of_rows
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets

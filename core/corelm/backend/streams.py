@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from corelm.backend.delivery import Listener
+from corelm.backend.engine import PreparedCall
+from corelm.backend.engine_call import Listener
 from corelm.backend.futures import in_thread, uninterrupted
-from corelm.backend.prepared_call import PreparedCall
 from corelm.errors import BackendClosedError
 from corelm.spec.answer_text import AnswerText, AnswerTexts
 from corelm.spec.records import GenerateRequest, GenerateResult, TokenChunk

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from corelm.backend.backend import Backend
-from corelm.backend.engine import PATIENCE, end_calls
+from corelm.backend.engine import PATIENCE, PreparedCall, R, end_calls
 from corelm.backend.futures import join
-from corelm.backend.prepared_call import PreparedCall, R
 from corelm.backend.program_end import at_program_end, program_deadline
 from corelm.batching.dispatcher import Dispatcher, QueuedCall
 from corelm.batching.merging import sharing_key

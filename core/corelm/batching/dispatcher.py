@@ -24,12 +24,11 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from corelm.backend.aborts import Aborts
-from corelm.backend.engine import PATIENCE, OpenEngine
-from corelm.backend.futures import LOOK_AGAIN, Outcome, join, own, settle, start
-from corelm.backend.prepared_call import PreparedCall
+from corelm.backend.engine import PATIENCE, OpenEngine, PreparedCall
+from corelm.backend.futures import LOOK_AGAIN, Outcome, join, settle, start
 from corelm.batching.merging import Result, ask_together, bisect
 from corelm.batching.scheduling import Ticket, TicketQueue
-from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError, described
+from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError, described, own
 from corelm.tensors.modes import CallerModes
 from corelm.waiting import next_item
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
+from corelm.backend.engine import PreparedCall
 from corelm.backend.engine_call import Call, Origin
-from corelm.backend.futures import own
-from corelm.backend.prepared_call import PreparedCall
-from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, CoreLMError, EngineError
+from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, CoreLMError, EngineError, own
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk, fields_of_rows
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import CallerModes

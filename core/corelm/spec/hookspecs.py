@@ -27,7 +27,7 @@ a method ``decode(ids, skip_special_tokens=…)``. Core reads `eos_token_id`, `p
 for a text in which a user typed a special token, and ``return_offsets_mapping=True`` if an assistant mask needs
 character offsets.
 
-Core checks every request before it calls a hook (`corelm/backend/check_requests.py`) and every result before it returns
+Core checks every request before it calls a hook (`corelm/backend/arguments.py`) and every result before it returns
 it (`corelm/backend/check_results.py`), so a plugin needs no checks. A hook that cannot serve a request raises an
 exception:
 

@@ -136,7 +136,7 @@ def test_our_own_parameters_are_refused_in_engine_kwargs(backend):
 
 
 def test_beam_search_with_log_probs_names_the_option_of_the_policy():
-    from corelm.backend.check_requests import generation_mode
+    from corelm.backend.arguments import generation_mode
 
     with (
         corelm.get_backend("toy") as toy,

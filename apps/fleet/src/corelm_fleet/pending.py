@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from corelm import Ragged
-from corelm.application import own
+from corelm.errors import own
 from corelm.spec import GenerateRequest, GenerateResult, RowAnswer, RowFailure, TokenChunk
 from corelm.tensors.modes import CallerModes
 from corelm.waiting import next_item

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from corelm.backend.futures import own
-from corelm.errors import spelled_out
+from corelm.errors import own, spelled_out
 from corelm.spec import Adapter
 from corelm.validate import shown
 from corelm_testing.cassette.difference import difference

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corelm import Ragged, TokenSets
-from corelm.backend.futures import own
+from corelm.errors import own
 from corelm.spec import Adapter, GenerateResult
 from corelm_testing.cassette.errors import CassetteError
 from corelm_testing.cassette.index import Played, RecordedCall, answers_per_row
