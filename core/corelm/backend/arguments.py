@@ -69,8 +69,9 @@ def rows_of_ids(ids: Any, field: str, engine: OpenPlugin | None = None, *, copy:
     if not isinstance(ids, Ragged):
         return _from_rows(ids, field)
     for values, of_what in ((ids.values, "token"), (ids.lengths, "length")):
-        refuse_unreadable(values, field)
-        if not _is_integer(values) or values.ndim != 1:
+        if why := unreadable(values):
+            raise invalid(field, f"expected a dense tensor, got {why}")
+        if (values.dtype != torch.int64 and not _is_integer(values)) or values.ndim != 1:
             raise invalid(field, f"expected one integer per {of_what}, got {values.dtype}{list(values.shape)}")
     try:
         # Build and validate new rows: the caller may have modified the lengths since they were checked.

@@ -137,12 +137,23 @@ def as_stored(container: Any, name: str) -> Any:
 
 
 def is_padded(container: Any, name: str = "padded") -> bool:
-    """Return whether the rows are dense.
+    """Return whether the rows are dense. Without rows, as they were stored.
 
     Raises:
         InvalidRequestError: some rows are dense and others are not.
     """
-    kinds = _layouts(container._tensordict, name)
+    kinds, parts = set[bool](), [container._tensordict]
+    while parts:
+        td = parts.pop()
+        if not isinstance(td, LazyStackedTensorDict):
+            mark = td.get(name, None)
+            marks = mark.tolist() if isinstance(mark, NonTensorStack) else None if mark is None else mark.data
+            for one in flat(marks):
+                kinds.add(one is True)
+        elif flat_source(td) is None:
+            parts += td.tensordicts
+        else:
+            kinds.add(False)
     if len(kinds) > 1:
         raise InvalidRequestError(
             f"{type(container).__name__}: some rows are padded and others are not, so they cannot be read together; "
@@ -150,17 +161,6 @@ def is_padded(container: Any, name: str = "padded") -> bool:
             field=name,
         )
     return True in kinds
-
-
-def _layouts(td: TensorDictBase, name: str) -> set[bool]:
-    """Return whether rows are dense: a bool, or both if rows differ. Without rows, as they were stored."""
-    if flat_source(td) is not None:
-        return {False}
-    if isinstance(td, LazyStackedTensorDict):
-        return set().union(*(_layouts(part, name) for part in td.tensordicts))
-    mark = td.get(name, None)
-    marks = flat(mark.tolist()) if isinstance(mark, NonTensorStack) else [None if mark is None else mark.data]
-    return {one is True for one in marks}
 
 
 def tensors(container: Any, name: str) -> Any:
@@ -201,7 +201,10 @@ def strings(container: Any, name: str) -> Any:
 
 def rows(td: TensorDictBase) -> list[TensorDictBase]:
     """Return the rows of `td`, each with batch shape (), in C order."""
-    return [td] if not td.batch_dims else [row for part in td.unbind(0) for row in rows(part)]
+    found = [td]
+    for _ in range(td.batch_dims):
+        found = [row for part in found for row in part.unbind(0)]
+    return found
 
 
 def flat(value: Any) -> list[Any]:

@@ -25,7 +25,6 @@ from corelm.containers.fields import (
     SETS,
     TOP,
     WIDE,
-    flat,
     must_be_of_one_width,
     must_have_lengths,
     row_objects,
@@ -103,29 +102,35 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
             f"its keys: {sorted(map(str, td.keys(include_nested=True)))}",
             field=str(key),
         )
-    if (unmade := _unmade(container, name)) is not None:
-        # A copy, because the caller may modify it.
-        return unmade.clone()
+    if _unmade(container, name) is not None:
+        return ragged_rows(container, name)
     try:
-        padded, values = container.padded, getattr(container, name)
-        attention = getattr(td.get(masks, None), "all_attention_mask", None) if padded else None
+        if not container.padded:
+            return ragged_rows(container, name)
+        values, attention = getattr(container, name), getattr(td.get(masks, None), "all_attention_mask", None)
     except InvalidRequestError:  # a stack of both layouts, or dense rows of different widths
         # `td` may have fewer batch dimensions than the container, or none.
         held = {tuple(path): container, **({masks: td.get(masks)} if td.get(masks, None) is not None else {})}
         parts = [ragged(row, key, masks=masks) for row in rows(TensorDict(held, batch_size=container.batch_size))]
         must_be_of_one_width([part.values for part in parts], key)
         return Ragged.cat(parts)
-    if padded:
-        mask = values >= 0 if name == SETS else _attention_columns(values, attention, name, masks)
-        return Ragged(values[mask], mask.sum(-1).flatten())
-    row_values = flat(values)
+    mask = values >= 0 if name == SETS else _attention_columns(values, attention, name, masks)
+    return Ragged(values[mask], mask.sum(-1).flatten())
+
+
+def ragged_rows(container: Any, name: str) -> Ragged:
+    """Return the rows of a field of a container that is not padded, in C order. Errors are those of `ragged`."""
+    if (unmade := _unmade(container, name)) is not None:
+        # A copy, because the caller may modify it.
+        return unmade.clone()
+    td = container._tensordict
+    row_values = [row.get(name) for row in rows(td)]
     if not row_values:
         # The stored tensor still has their dtype and device.
-        empty = container._tensordict.get(name)
-        row_values = [empty.new_empty((0, *empty.shape[container.batch_dims + 1 :]))]
-        return Ragged(row_values[0], torch.zeros(0, dtype=torch.int64))
-    must_be_of_one_width(row_values, key)
-    return Ragged(torch.cat(row_values), torch.tensor([row.shape[0] for row in row_values], dtype=torch.int64))
+        empty = td.get(name)
+        return Ragged(empty.new_empty((0, *empty.shape[td.batch_dims + 1 :])), torch.zeros(0, dtype=torch.int64))
+    must_be_of_one_width(row_values, name)
+    return Ragged(torch.cat(row_values), torch.tensor(list(map(len, row_values)), dtype=torch.int64))
 
 
 def row_lengths(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Tensor:

@@ -274,7 +274,7 @@ class InputReader:
         if completions:
             rows = self._scorable(rows)
         # Nested tensors are read like bare ones, and replaced by rows.
-        if container and top == self._tokens_key and nested_field(ids, part) is None:
+        if container and top == self._tokens_key and (in_rows or nested_field(ids, part) is None):
             rows = replace(rows, conflicts={})
         _must_be_batch_of(td, rows.batch_size, name)
         return rows

@@ -20,7 +20,7 @@ from corelm.backend.arguments import refuse_pads, refuse_unreadable, rows_of_ids
 from corelm.backend.backend import Backend
 from corelm.containers.classes import Masks, Tokens
 from corelm.containers.fields import rows
-from corelm.containers.reading import list_keys, ragged
+from corelm.containers.reading import list_keys, ragged_rows
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.policy.rows import InputRows, find_value
 from corelm.spec.records import Columns
@@ -91,12 +91,12 @@ def read_ids(
         InvalidRequestError: these are no ids, their mask does not fit, or they have pads and no mask.
     """
     container = held if isinstance(held, Tokens) else None
-    cells, shape, dense = _cells(held, part, name)
+    cells, shape, dense, in_rows = _cells(held, part, name)
     depth = 1 if container is None else len(shape)
     masks = find_value(td, keys.masks)
     at_fault = keys.name if container is not None else name
     mask = _mask(td, masks, keys, "all_attention_mask", depth, at_fault)
-    if container is not None and not container.padded:
+    if in_rows:
         # `Masks` of another length that hide nothing are those of other tokens, and replaced or refused later.
         loose = keys.given is None and isinstance(masks, Masks)
         if mask is not None and not (bool(mask.values.all()) and (loose or torch.equal(mask.lengths, cells.lengths))):
@@ -111,7 +111,7 @@ def read_ids(
         _must_be_as_long(cells, mask, at_fault)
     columns, lengths, prompt_width = None, None, None
     if container is not None and part == "full" and "prompt" in container.keys():
-        prompts, _, prompts_are_dense = _cells(container, "prompt", f"{top}.prompt")
+        prompts, _, prompts_are_dense, _ = _cells(container, "prompt", f"{top}.prompt")
         lengths = prompts.lengths
         if mask is not None:
             lengths = mask.sums(mask.values & (mask.positions < lengths[mask.row_index]))
@@ -137,14 +137,15 @@ def read_ids(
     )
 
 
-def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bool]:
-    """Return ids with their pads, on the CPU; the batch size; and whether they are one dense tensor."""
+def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bool, bool]:
+    """Return ids with their pads, on the CPU; the batch size; whether they are one dense tensor; whether they are in
+    `Tokens` that are not padded.
+    """
     value, shape = held, None
     if isinstance(held, Tokens):
         shape = tuple(held.batch_size)
         if not held.padded:
-            view = TensorDict({"tokens": held}, batch_size=held.batch_size)
-            return rows_of_ids(ragged(view, ("tokens", part)), name).to("cpu"), shape, False
+            return rows_of_ids(ragged_rows(held, part), name).to("cpu"), shape, False, True
         try:
             value = getattr(held, part)
         except InvalidRequestError:  # rows that are padded to different widths
@@ -154,9 +155,9 @@ def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bo
         if value.ndim == 0:
             raise invalid(name, "expected token ids along the last dimension, got a single number")
         # A copy, because the caller may write to the tensor while a request waits.
-        return rows_of_ids(_dense_rows(value), name, copy=True), tuple(value.shape[:-1]), True
+        return rows_of_ids(_dense_rows(value), name, copy=True), tuple(value.shape[:-1]), True, False
     ids = rows_of_ids(value, name).to("cpu")
-    return ids, (len(ids),) if shape is None or isinstance(value, Tensor) else shape, False
+    return ids, (len(ids),) if shape is None or isinstance(value, Tensor) else shape, False, False
 
 
 def _mask(td: TensorDictBase, found: Any, keys: MaskKeys, which: str, depth: int, name: str) -> Ragged | None:
@@ -176,8 +177,7 @@ def _mask(td: TensorDictBase, found: Any, keys: MaskKeys, which: str, depth: int
         if which not in found.keys() or (keys.given is not None and "all_attention_mask" in found.keys()):
             return None
         try:
-            view = TensorDict({"masks": found}, batch_size=found.batch_size)
-            value = getattr(found, which) if found.padded else ragged(view, ("masks", which))
+            value = getattr(found, which) if found.padded else ragged_rows(found, which)
         except InvalidRequestError:  # rows that are padded to different widths, or a stack of both layouts
             value, depth = [getattr(row, which) for row in rows(found)], 1
     else:
