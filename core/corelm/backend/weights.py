@@ -131,11 +131,13 @@ class _Update:
     """One update of the base weights, as the answers see that go on in it.
 
     Attributes:
+        number: which update of the engine it is, from 1 on.
         asked: the label that it asks for, which the engine is told.
         label: the label that its weights have so far; None if it was refused.
         turn: the turn of the engine's lock in which it is made. While that holds the lock, the label may still change.
     """
 
+    number: int
     asked: str
     label: str | None
     turn: object
@@ -157,6 +159,7 @@ class Weights:
         self._notices = engine.implements("weights_state")
         # The labels that base weights (None) and each adapter had before.
         self._used: dict[str | None, set[str]] = {}
+        # The last update, and those before it that answers under way may have seen.
         self._updates: list[_Update] = []
         # A lock in C: its `with` statement cannot be interrupted half-way.
         self._mutex = threading.RLock()
@@ -252,10 +255,13 @@ class Weights:
         if listener is not None:
             listener.before_update(request)
         before, unused = self.state, self._unused(None, version)
-        request = replace(request, version=unused if version is None else version, number=len(self._updates) + 1)
-        update = _Update(request.version, unused, self._engine.lock.turns()[0])
+        last, holders = self._updates[-1:], list(self._engine.lock.holders)
+        number = last[0].number + 1 if last else 1
+        request = replace(request, version=unused if version is None else version, number=number)
+        update = _Update(number, request.version, unused, self._engine.lock.turns()[0])
+        seen = self._updates if any(turn.hook == "generate" for turn in holders) else last
         # Before the label changes: a call that begins now waits for the end of the update.
-        self._updates.append(update)
+        self._updates = [*seen, update]
         self._move(label=unused, known={}, unseen=None)
         try:
             if loads:
@@ -426,12 +432,13 @@ class Weights:
         """
         deadline, fail = Deadline(request.timeout), self._engine.fault("generate")
         while True:
-            known = len(self._updates)
-            if not any(map(self._under_way, self._updates[known - 1 : known])):
+            last = self._updates[-1:]
+            if not any(map(self._under_way, last)):
                 label = self.state.label
-                if known == len(self._updates):
+                if last == self._updates[-1:]:
                     break
             self._pause(deadline)
+        known = last[0].number if last else 0
         batch = self._engine.ask("generate", replace(request, weight_version=label, weight_update=known))
         if not isinstance(batch, GenerateResult):
             return batch
@@ -445,7 +452,7 @@ class Weights:
                 )
             runs = tuple(((version, 0),) for version in batch.weight_versions)
         seen = {version for of_row in runs for version, _ in of_row}
-        updates = self._updates[known:]
+        updates = [each for each in self._updates if each.number > known]
         while [each for each in updates if each.asked in seen and self._under_way(each)]:
             self._pause(deadline)
         if problem := _out_of_order(runs, [label, *[each.asked for each in updates]]):
