@@ -23,7 +23,6 @@ from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.errors import CoreLMError, EngineError, brief
 from corelm.rendering.encoding import decoded
-from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import (
     SLEEP_LEVELS,
@@ -70,10 +69,19 @@ class Backend:
 
     Attributes:
         engine: the engine with its hooks. ``engine.plugin`` is the plugin's own object.
+        name: the name that the engine was opened by.
+        model_name: the name that labels its numbers.
+        timeout: seconds that a call may take when the call does not say; None sets no limit.
+        capabilities: what the engine can do.
+        tokenizer: the engine's tokenizer.
+        eos_token_ids: the ids that end an answer by themselves: the model's own list, else the tokenizer's EOS.
     """
 
     def __init__(self, engine: OpenEngine) -> None:
         self.engine = engine
+        self.name, self.model_name, self.timeout = engine.name, engine.model_name, engine.timeout
+        self.capabilities, self.tokenizer = engine.capabilities, engine.tokenizer
+        self.eos_token_ids = engine.eos_token_ids
         self._aborts = Aborts(engine.abort, engine.name)
 
     @classmethod
@@ -89,21 +97,6 @@ class Backend:
     # What it is ------------------------------------------------------------------------------------------------------
 
     @property
-    def name(self) -> str:
-        """The name that the engine was opened by."""
-        return self.engine.name
-
-    @property
-    def model_name(self) -> str:
-        """The name that labels its numbers."""
-        return self.engine.model_name
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds that a call may take when the call does not say; None sets no limit."""
-        return self.engine.timeout
-
-    @property
     def weight_version(self) -> str:
         """The label of the weights in force, "0" until they first change.
 
@@ -111,11 +104,6 @@ class Backend:
         in place (see its README) counts up with each change.
         """
         return self.engine.weight_version
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the engine can do."""
-        return self.engine.capabilities
 
     @property
     def info(self) -> Mapping[str, str]:
@@ -128,16 +116,6 @@ class Backend:
         """
         self.engine.require_open()
         return MappingProxyType(dict(getattr(self.engine.plugin, "info", {})))
-
-    @property
-    def tokenizer(self) -> Any:
-        """The engine's tokenizer."""
-        return self.engine.tokenizer
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end an answer by themselves: the model's own list, else the tokenizer's EOS."""
-        return self.engine.eos_token_ids
 
     @property
     def pad_id(self) -> int:
@@ -381,7 +359,7 @@ class Backend:
             batch: what this backend returned.
         """
         engine, processed = self.engine, batch.mode == "processed"
-        versions = batch.weight_versions or (engine.version_with(batch.adapter),)
+        versions = batch.weight_versions or (engine.weights.version_with(batch.adapter),)
         sampling = None
         runs: list[VersionRuns] = [()] * len(versions)
         if isinstance(batch, GenerateResult):

@@ -38,7 +38,6 @@ from corelm.errors import (
     is_main_thread,
     message,
 )
-from corelm.spec.provenance import Adapter
 from corelm.spec.records import (
     AbortRequest,
     CloseRequest,
@@ -136,10 +135,6 @@ class OpenEngine(OpenPlugin):
     def weight_version(self) -> str:
         """The label of the weights in force, "0" until they first change."""
         return self.weights.version_with(None)
-
-    def version_with(self, adapter: Adapter) -> str:
-        """Return the label of rows that are made with this adapter and the weights in force."""
-        return self.weights.version_with(adapter)
 
     def require_open(self) -> None:
         """Refuse a call to a closed engine, and to one that another process has opened.

@@ -142,7 +142,7 @@ def prepare_generation(
         if return_support and not support_from_engine:
             batch = arguments.with_known_support(batch, greedy=sampling.greedy)
         if problems:
-            batch = spread_answers(batch, answers, samples, problems, engine.version_with(adapter))
+            batch = spread_answers(batch, answers, samples, problems, engine.weights.version_with(adapter))
         if delivery is not None:
             delivery.complete(batch)
         return batch
@@ -239,7 +239,7 @@ def prepare_scoring(
             refuse_failed(batch, 1, engine.name)
         batch = replace(batch, weight_versions=_versions(engine, batch, len(names), adapter), adapter=adapter)
         if problems:
-            batch = spread_scores(batch, served, lengths, problems, engine.version_with(adapter))
+            batch = spread_scores(batch, served, lengths, problems, engine.weights.version_with(adapter))
         return batch
 
     return PreparedCall(
@@ -315,7 +315,7 @@ def _prepare_continuation(
     stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(samples)]
     reasons, ended = _reasons(old, stop_ids, stops, limit)
     going = [row for row, reason in enumerate(reasons) if not reason]
-    wrong |= ended | _version_problems(old, going, engine.version_with(label["adapter"]))
+    wrong |= ended | _version_problems(old, going, engine.weights.version_with(label["adapter"]))
     for row in going:
         # The engine would count these tokens from the seam on.
         if int(old.ids.lengths[row]) < sampling.min_new_tokens:

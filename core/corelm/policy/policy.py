@@ -382,7 +382,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     def score_provenance(self) -> Provenance:
         """The label of the log-probs that this policy scores over the whole vocabulary, with the weights in force."""
         label, adapter = Provenance.label_of_scores(self._temperature), self.options.adapter
-        version = self.backend.engine.version_with(adapter)
+        version = self.backend.engine.weights.version_with(adapter)
         return Provenance(self.backend.name, self.backend.model_name, version, **label, adapter=adapter)
 
     @no_inference_mode()

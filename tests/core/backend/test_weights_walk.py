@@ -289,7 +289,7 @@ class Walk(RuleBasedStateMachine):
             elif end == "done":
                 self.adapters.pop(name, None)
             elif end not in REFUSED:
-                partly = self.backend.engine.version_with(name).rpartition("@")[2]
+                partly = self.backend.engine.weights.version_with(name).rpartition("@")[2]
                 assert partly not in used and (partly != version or not load)
                 used.add(partly)
                 if name in self.adapters:
