@@ -1,4 +1,3 @@
-from .backend.aborts import Aborts as Aborts
 from .backend.arguments import answer_seeds as answer_seeds
 from .backend.arguments import generation_mode as generation_mode
 from .backend.arguments import row_problems as row_problems
@@ -7,6 +6,7 @@ from .backend.engine_call import Call as Call
 from .backend.engine_call import EngineCall as EngineCall
 from .backend.engine_call import Origin as Origin
 from .backend.engine_call import current_call as current_call
+from .backend.futures import Aborts as Aborts
 from .backend.futures import in_thread as in_thread
 from .backend.futures import join as join
 from .backend.futures import uninterrupted as uninterrupted
@@ -54,8 +54,8 @@ from .policy.rows import InputRows as InputRows
 from .policy.rows import find_value as find_value
 from .policy.rows import last_tokens as last_tokens
 from .policy.rows import room_for_prompts as room_for_prompts
-from .rendering.completions import encode_completions as encode_completions
 from .rendering.encoding import Encoder as Encoder
+from .rendering.encoding import encode_completions as encode_completions
 from .rendering.render import render as render
 from .rendering.response_parsers import AUTO as AUTO
 from .rendering.segments import Segment as Segment

@@ -14,9 +14,9 @@ import pytest
 import tenacity
 
 import corelm
-from corelm.backend.aborts import Aborts
 from corelm.backend.backend import Backend
 from corelm.backend.call_log import place
+from corelm.backend.futures import Aborts
 from corelm.batching import DynamicBatcher
 from corelm.errors import BackendTimeoutError, EngineError, brief
 from corelm_testing.toy import ToyBackend

@@ -26,7 +26,7 @@ from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Mode
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
-from corelm.tensors.ragged import Ragged, as_tensor, unreadable
+from corelm.tensors.ragged import Ragged, as_tensor, is_integer, unreadable
 from corelm.tensors.token_sets import TokenSets, ascending
 from corelm.validate import as_list, count, flag, invalid, is_bool, is_index, one_of, read_once, shown, unencodable
 
@@ -71,7 +71,7 @@ def rows_of_ids(ids: Any, field: str, engine: OpenPlugin | None = None, *, copy:
     for values, of_what in ((ids.values, "token"), (ids.lengths, "length")):
         if why := unreadable(values):
             raise invalid(field, f"expected a dense tensor, got {why}")
-        if (values.dtype != torch.int64 and not _is_integer(values)) or values.ndim != 1:
+        if (values.dtype != torch.int64 and not is_integer(values)) or values.ndim != 1:
             raise invalid(field, f"expected one integer per {of_what}, got {values.dtype}{list(values.shape)}")
     try:
         # Build and validate new rows: the caller may have modified the lengths since they were checked.
@@ -93,7 +93,7 @@ def refuse_pads(ids: Ragged, tokenizer: Any, eos_ids: Collection[int], field: st
         field: what is at fault, for the error.
         advice: what to do about it.
     """
-    eos, bos = (getattr(tokenizer, name, None) for name in ("eos_token_id", "bos_token_id"))
+    eos, bos = getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "bos_token_id", None)
     pad = getattr(tokenizer, "pad_token_id", None)
     pad = eos if pad is None else pad
     if pad is None or not bool((ids.values == pad).any()):
@@ -146,7 +146,7 @@ def _from_rows(rows: Any, field: str) -> Ragged:
 def _row(row: Any) -> Tensor | array[int]:
     if hasattr(row, "__array__"):
         tensor = as_tensor(row)
-        if unreadable(tensor) or tensor.ndim != 1 or not _is_integer(tensor):
+        if unreadable(tensor) or tensor.ndim != 1 or not is_integer(tensor):
             raise TypeError
         return tensor
     if not isinstance(row, (list, tuple)):
@@ -159,10 +159,6 @@ def _tensor(array: Any, field: str) -> Tensor:
         return as_tensor(array)
     except TypeError as error:  # NumPy has types that torch lacks
         raise invalid(field, f"expected an array of integers: {error}") from error
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
@@ -225,7 +221,7 @@ def _integers(given: Any, count: int, field: str) -> Tensor:
     if why := unreadable(found):
         raise invalid(field, f"expected {count} integers, got {why}")
     # torch makes floats of an empty list.
-    if found.shape != (count,) or not (_is_integer(found) or count == 0):
+    if found.shape != (count,) or not (is_integer(found) or count == 0):
         raise invalid(field, f"expected {count} integers, got {shown(given)}")
     return found.to("cpu", torch.int64, copy=True)
 

@@ -23,9 +23,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from corelm.backend.aborts import Aborts
 from corelm.backend.engine import PATIENCE, OpenEngine, PreparedCall
-from corelm.backend.futures import LOOK_AGAIN, Outcome, join, settle, start
+from corelm.backend.futures import LOOK_AGAIN, Aborts, Outcome, join, settle, start
 from corelm.batching.merging import Result, ask_together, bisect
 from corelm.batching.scheduling import Ticket, TicketQueue
 from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError, described, own

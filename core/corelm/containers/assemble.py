@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from tensordict import NonTensorData, TensorClass, TensorDict
-from torch import Tensor
 
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
 from corelm.containers.fields import COUNTS, NO_ID, SETS, must_have_lengths
@@ -22,7 +21,7 @@ from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
 from corelm.tensors.lazy_rows import Field, Shape, lazy_rows, non_tensors
-from corelm.tensors.ragged import Ragged, runs
+from corelm.tensors.ragged import Ragged, is_integer, runs
 
 #: The fields of a request with one value, or k of them, per token, which go into `log_probs` next to the numbers, and
 #: what they are called there.
@@ -149,11 +148,6 @@ def dense_columns(tokens: Parts[Ragged]) -> Columns:
         return Columns(tokens.full.mask("right"), None)
     prompt = tokens.prompt.mask("left")
     return Columns(torch.cat([prompt, tokens.response.mask("right")], -1), prompt.shape[-1])
-
-
-def is_integer(values: Tensor) -> bool:
-    """Return whether these are integers, and no bools."""
-    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
 def _log_probs(request: ContainerRequest, tokens: Parts[Ragged], answered: Ragged | None) -> dict[str, Field]:

@@ -18,7 +18,6 @@ from tensordict import (
 )
 from torch import Tensor
 
-from corelm.containers.assemble import is_integer
 from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens, as_provenance
 from corelm.containers.fields import (
     COUNTS,
@@ -34,7 +33,7 @@ from corelm.containers.history import History
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import FlatRows, flat_source
-from corelm.tensors.ragged import Ragged, as_mask
+from corelm.tensors.ragged import Ragged, as_mask, is_integer
 from corelm.tensors.token_sets import TokenSets
 
 Path = tuple[str, ...]

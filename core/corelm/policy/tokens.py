@@ -24,7 +24,7 @@ from corelm.containers.reading import list_keys, ragged_rows
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.policy.rows import InputRows, find_value
 from corelm.spec.records import Columns
-from corelm.tensors.ragged import Ragged, as_mask, as_tensor, not_a_mask, unreadable
+from corelm.tensors.ragged import Ragged, as_mask, as_tensor, is_integer, not_a_mask, unreadable
 from corelm.validate import as_list, invalid, shown
 
 Key = tuple[str, ...]
@@ -154,8 +154,10 @@ def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bo
         refuse_unreadable(value, name)
         if value.ndim == 0:
             raise invalid(name, "expected token ids along the last dimension, got a single number")
+        if not is_integer(value):
+            raise invalid(name, f"expected one integer per token, got {value.dtype}{list(value.shape)}")
         # A copy, because the caller may write to the tensor while a request waits.
-        return rows_of_ids(_dense_rows(value), name, copy=True), tuple(value.shape[:-1]), True, False
+        return _dense_rows(value.to("cpu", torch.int64, copy=True)), tuple(value.shape[:-1]), True, False
     ids = rows_of_ids(value, name).to("cpu")
     return ids, (len(ids),) if shape is None or isinstance(value, Tensor) else shape, False, False
 
@@ -238,7 +240,7 @@ def _select(values: Ragged, mask: Ragged | None) -> Ragged:
 def _dense_rows(values: Tensor) -> Ragged:
     """Return the rows of ``[*batch, width]``, each with all of its columns, on the CPU."""
     count, width = math.prod(values.shape[:-1]), values.shape[-1]
-    return Ragged(values.cpu().reshape(-1), torch.full((count,), width, dtype=torch.int64))
+    return Ragged(values.cpu().reshape(-1), torch.full((count,), width))
 
 
 def _refuse_pads(held: Any, cells: Ragged | None, top: str, name: str, backend: Backend) -> None:

@@ -10,15 +10,16 @@ counts bytes instead (`ByteCounts`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from corelm.errors import Problems
 from corelm.spec.answer_text import LeftContexts
 from corelm.spec.records import TokenizeRequest, TokenizeResult
 from corelm.tensors.ragged import Ragged
@@ -195,3 +196,95 @@ def _pairs(rows: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
     """Return int64[total, 2]: [start, end) of every token of every row, one after another."""
     pairs = chain.from_iterable(rows)
     return Ragged.from_list([list(chain.from_iterable(pairs))]).values.reshape(-1, 2)
+
+
+# Prompts and the texts that continue them: where in the ids of both does the completion begin? ------------------------
+
+
+class Tokenize(Protocol):
+    """Texts to ids, one row per text, as `Backend.tokenize` does it."""
+
+    def __call__(
+        self, texts: Sequence[str], *, add_special_tokens: bool, parse_special: bool = True, offsets: bool = False
+    ) -> TokenizeResult: ...
+
+
+#: How prompt and completion become ids: tokenized as one text, or each by itself.
+Boundary = Literal["joint", "separate"]
+
+NO_PROMPT = (
+    "the prompt has no tokens, and only a token after another one has a log-prob; give a longer prompt, or begin it "
+    "with the tokenizer's BOS or EOS token, as lm-eval does"
+)
+NO_COMPLETION = "the completion has no tokens, so there is nothing to score"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedCompletions:
+    """Prompts and completions as ids, one row per pair.
+
+    Attributes:
+        ids: the ids of prompt and completion together.
+        starts: int64[rows], the position in `ids` at which the completion begins.
+        problems: the rows that cannot be scored, and why.
+        merged: the rows in which a token holds the end of the prompt and the beginning of the completion.
+    """
+
+    ids: Ragged
+    starts: Tensor
+    problems: Problems
+    merged: tuple[int, ...]
+
+
+def encode_completions(
+    tokenize: Tokenize,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    boundary: Boundary = "joint",
+    options: Mapping[str, Any] | None = None,
+) -> EncodedCompletions:
+    """Tokenize pairs of a prompt and a completion.
+
+    "joint" does what lm-eval does: whitespace at the end of a prompt belongs to the completion, both are tokenized
+    together, and the completion begins after as many tokens as the prompt has alone. "separate" tokenizes both by
+    themselves and joins the ids, as `DPOTrainer` of TRL 0.26 does.
+
+    Special tokens that the tokenizer adds at the end of a text never count as the prompt's: with "joint" they follow
+    the completion, with "separate" they are left out.
+
+    `options` are `add_special_tokens` and `parse_special`, for `tokenize`.
+    """
+    options = {"add_special_tokens": True, **(options or {})}
+    joint = boundary == "joint"
+    starts_of = [prompt.rstrip() for prompt in prompts] if joint else list(prompts)
+    place = {text: number for number, text in enumerate(dict.fromkeys(starts_of))}
+    alone = tokenize(list(place), **options).ids
+    alone = alone.slice(torch.zeros_like(alone.lengths), (alone.lengths - _ending(tokenize, options)).clamp_min(0))
+    first = alone.select(torch.tensor([place[text] for text in starts_of], dtype=torch.int64))
+    if joint:
+        ids = tokenize([prompt + rest for prompt, rest in zip(prompts, completions, strict=True)], **options).ids
+    else:
+        ids = first.join(tokenize(list(completions), **{**options, "add_special_tokens": False}).ids)
+    starts = torch.minimum(first.lengths, ids.lengths)
+    problems: Problems = {}
+    for row, (start, length) in enumerate(zip(first.lengths.tolist(), ids.lengths.tolist(), strict=True)):
+        if start == 0:
+            problems[row] = NO_PROMPT
+        elif start >= length:
+            problems[row] = f"prompt and completion together have {length} tokens, and the prompt alone has {start}"
+            if completions[row].strip():
+                problems[row] += "; they merge into one token, so begin the completion with a space"
+    before = ids.slice(torch.zeros_like(starts), starts)
+    pairs = zip(before.tolist(), first.tolist(), strict=True) if joint else ()
+    merged = tuple(row for row, (one, other) in enumerate(pairs) if one != other and row not in problems)
+    return EncodedCompletions(ids, starts, problems, merged)
+
+
+def _ending(tokenize: Tokenize, options: Mapping[str, Any]) -> int:
+    """Return how many special tokens the tokenizer adds at the end of a text."""
+    if not options["add_special_tokens"]:
+        return 0
+    (full,) = tokenize(["a"], **options).ids.tolist()
+    (bare,) = tokenize(["a"], **{**options, "add_special_tokens": False}).ids.tolist()
+    ends = [at + len(bare) for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare]
+    return len(full) - ends[-1] if ends else 0

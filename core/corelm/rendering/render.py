@@ -28,12 +28,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError
+from corelm.rendering.encoding import Tokenize
 from corelm.rendering.segments import Segment, memory, segments_of, special_tokens
 from corelm.spec.message import Chat
 from corelm.spec.records import TokenizeResult
@@ -46,14 +47,6 @@ _Encoded = tuple[Tensor, Tensor]
 _log = logging.getLogger(__name__)
 #: The special tokens that `_warn_of_spelled` has warned about.
 _warned: set[str] = set()
-
-
-class Tokenize(Protocol):
-    """Texts to ids, one row per text, as `Backend.tokenize` does it."""
-
-    def __call__(
-        self, texts: Sequence[str], *, add_special_tokens: bool, parse_special: bool = True, offsets: bool = False
-    ) -> TokenizeResult: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -64,16 +64,21 @@ class FlatRows:
 
 def lazy_rows(fields: Mapping[str, Field], shape: Shape) -> TensorDictBase:
     """Return a lazy stack of one TensorDict a row. Do not modify `fields` afterwards."""
-    if 0 not in shape:
-        return _lazy(LazyStackedTensorDict, FlatRows(fields, shape))
-    # A stack needs at least one row.
-    empty = {
-        name: rows.values.reshape(*shape, 0, *rows.values.shape[1:])
-        if isinstance(rows, Ragged)
-        else non_tensors(rows, shape)
-        for name, rows in fields.items()
-    }
-    return TensorDict(empty, batch_size=shape)
+    if 0 in shape:
+        # A stack needs at least one row.
+        empty = {
+            name: rows.values.reshape(*shape, 0, *rows.values.shape[1:])
+            if isinstance(rows, Ragged)
+            else non_tensors(rows, shape)
+            for name, rows in fields.items()
+        }
+        return TensorDict(empty, batch_size=shape)
+    source = FlatRows(fields, shape)
+    if not shape:
+        return source.make()
+    stack: TensorDictBase = object.__new__(_LAZY[LazyStackedTensorDict])
+    stack.__dict__.update({_SOURCE: source, "_batch_size": torch.Size(shape)})
+    return stack
 
 
 def non_tensors(values: Sequence[Any], shape: Shape) -> NonTensorData | NonTensorStack:
@@ -81,7 +86,12 @@ def non_tensors(values: Sequence[Any], shape: Shape) -> NonTensorData | NonTenso
     if 0 in shape:
         # An empty stack can be neither saved nor indexed; a NonTensorData with an empty batch can.
         return NonTensorData([], batch_size=shape)
-    return _lazy(NonTensorStack, FlatObjects(values, shape))
+    source = FlatObjects(values, shape)
+    if not shape:
+        return source.make()
+    stack: NonTensorStack = object.__new__(_LAZY[NonTensorStack])
+    stack.__dict__.update({_SOURCE: source, "_batch_size": torch.Size(shape)})
+    return stack
 
 
 def flat_source(stack: Any) -> FlatRows | FlatObjects | None:
@@ -141,14 +151,6 @@ def _lazy_class(ordinary: Any) -> Any:
 
 _LAZY = {kind: _lazy_class(kind) for kind in (LazyStackedTensorDict, NonTensorStack)}
 _CLASSES = tuple(_LAZY.values())
-
-
-def _lazy(ordinary: Any, source: FlatRows | FlatObjects) -> Any:
-    if not source.shape:
-        return source.make()
-    stack = object.__new__(_LAZY[ordinary])
-    stack.__dict__.update({_SOURCE: source, "_batch_size": torch.Size(source.shape)})
-    return stack
 
 
 def _make_rows(stack: Any, ordinary: Any) -> Any:

@@ -335,6 +335,11 @@ def as_tensor(given: Any) -> Tensor:
     return torch.as_tensor(given.copy() if getattr(flags, "writeable", True) is False else given)
 
 
+def is_integer(values: Tensor) -> bool:
+    """Return whether these are integers, and no bools."""
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
 def unreadable(values: Any) -> str:
     """Return why the values of a tensor cannot be read or indexed like those of a plain one; "" if they can.
 
