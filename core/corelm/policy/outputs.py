@@ -265,7 +265,10 @@ def generated(
     errors = batch.errors or ("",) * len(batch.finish_reasons)
     if "text" in fields or "history" in fields:
         said = answer_texts(batch, sampling, backend, rows.continued)
-        asked = rows.texts or _without_half(_given_texts(rows.ids, backend), batch.ids)
+        asked = rows.texts or _given_texts(rows.ids, backend)
+        # The text of an answer begins with a character that its prompt left incomplete.
+        begun = _without_half(asked, batch.ids)
+        asked = rows.texts or begun
         if rows.chats is not None:
             messages, problems = reader.read(rows, asked, said, batch, sampling, backend)
             if problems:
@@ -278,8 +281,7 @@ def generated(
             chats = Parts(rows.chats, replies, tuple(map(add, asked_before, replies)))
         if "text" in fields:
             after = said if rows.chats is None else answer_texts(batch, sampling, backend, rows.ids)
-            whole = tuple(map(add, _without_half(asked, batch.ids), after))
-            texts = Parts(asked, said, whole)
+            texts = Parts(asked, said, tuple(map(add, begun, after)))
     # True where the answers are: those positions are scored, and they are the assistant's.
     answered = rows.ids.join_mask(batch.ids)
     assistant = answered
@@ -414,10 +416,10 @@ def deliver(
         return made
     there: dict[str, Any] = {}
     if in_place:
-        kept = [
-            name for name in _CONTAINERS if name != "log_probs" and (_joins(rows, options) or _reads(name, options))
-        ]
-        there = {name: find_value(td, getattr(keys, name)) for name in kept}
+        joins = _joins(rows, options)
+        for name in _CONTAINERS.keys() - {"log_probs"}:
+            if joins or _reads(name, options):
+                there[name] = find_value(td, getattr(keys, name))
     if where is False:
         out: TensorDictBase = TensorDict({}, batch_size=request.batch_size, device=device)
     else:

@@ -174,6 +174,8 @@ def _mask(td: TensorDictBase, found: Any, keys: MaskKeys, which: str, depth: int
         name: what is at fault, for errors.
     """
     attention = which == "all_attention_mask"
+    if found is None and (keys.given is None or not attention):
+        return None
     value: Any
     if isinstance(found, Masks) and (keys.given is None or not attention):
         if which not in found.keys() or (keys.given is not None and "all_attention_mask" in found.keys()):

@@ -65,18 +65,22 @@ class LeftContexts:
 
     def __init__(self, decode_rows: DecodeRows, before: Sequence[Sequence[int]]) -> None:
         self._decode_rows = decode_rows
-        self._contexts = [list(ids[-_CONTEXT:]) for ids in before]
-        leads = list(decode_rows(self._contexts))
-        for row, (ids, lead) in enumerate(zip(before, leads, strict=True)):
+        self._contexts: list[list[int]] = []
+        for ids in before:
+            self._contexts.append(list(ids[-_CONTEXT:]))
+        self._leads = list(decode_rows(self._contexts))
+        for row, (ids, lead) in enumerate(zip(before, self._leads, strict=True)):
             if len(ids) > _CONTEXT and (not lead or HALF_CHARACTER in lead):
                 self._contexts[row] = list(ids)
-                (leads[row],) = decode_rows([list(ids)])
-        self._leads = [lead.rstrip(HALF_CHARACTER) for lead in leads]
+                (lead,) = decode_rows([list(ids)])
+            self._leads[row] = lead.rstrip(HALF_CHARACTER)
 
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return what each row adds to the text of the ids before it."""
-        wholes = self._decode_rows([[*ids, *row] for ids, row in zip(self._contexts, rows, strict=True)])
-        found = []
+        joined, found = list[list[int]](), list[str]()
+        for ids, row in zip(self._contexts, rows, strict=True):
+            joined.append([*ids, *row])
+        wholes = self._decode_rows(joined)
         for row, lead, whole in zip(rows, self._leads, wholes, strict=True):
             if not whole.startswith(lead):
                 # The decoder has changed the text before, for example a space before a comma.
