@@ -1,7 +1,7 @@
 """What callers pass, read and checked before a hook is called. An argument that is wrong is refused with its name.
 
-Core does this for every plugin. Functions that end in `_problems` return ``{row: what is wrong}``, so that the caller
-can refuse all bad rows together or skip them.
+Core does this for every plugin. Functions that end in `_problems` return ``{row: what is wrong}``, so that
+the caller can refuse all bad rows together or skip them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def rows_of_ids(ids: Any, field: str, engine: OpenPlugin | None = None, *, copy:
     """Return int64 rows.
 
     Args:
-        ids: a `Ragged`; a list or Series of lists, tensors or arrays; an integer tensor or array ``[rows, time]``; or
-            a nested tensor, which has one row per sequence.
+        ids: a `Ragged`; a list or Series of lists, tensors or arrays; an integer tensor or array ``[rows,
+            time]``; or a nested tensor, which has one row per sequence.
         field: the argument's name, for errors.
         engine: its pads are refused in a tensor or array, which has no mask here; None looks for no pads.
         copy: whether the rows must not share memory with `ids`, which the caller may write to while a request waits.
@@ -243,8 +243,8 @@ def seeds_of_call(engine: OpenPlugin, sampling: SamplingParams, rows: int, given
     """Return int64[rows * samples], the seeds of a call's answers: those given, or derived from ``sampling.seed`` or
     torch's generator.
 
-    None lets the engine choose. It is returned for an engine that takes no seeds, and, unless the caller gave a seed,
-    for one whose seeds are costly.
+    None lets the engine choose. It is returned for an engine that takes no seeds, and, unless the caller gave
+    a seed, for one whose seeds are costly.
     """
     capabilities, samples, greedy = engine.capabilities, sampling.num_samples or 1, sampling.temperature == 0.0
     if not capabilities.per_answer_seeds:

@@ -56,9 +56,9 @@ class Backend:
     thread at a time unless it declares `concurrent_calls`. A backend cannot be copied or pickled, and a fork of its
     process cannot use it: open the engine in the process that needs it.
 
-    A timeout ends the caller's wait. An engine that does not declare `stops_at_timeout` is then called on a thread and
-    finishes alone; scoring with gradients stays on the caller's thread. A thread that makes a call has its caller's
-    context variables, gradient mode, autocast and CUDA device.
+    A timeout ends the caller's wait. An engine that does not declare `stops_at_timeout` is then called on a
+    thread and finishes alone; scoring with gradients stays on the caller's thread. A thread that makes a call
+    has its caller's context variables, gradient mode, autocast and CUDA device.
 
     `generate` and `score_logprobs` check their arguments and hand the prepared call to `run`; the variants that do not
     wait hand it to `submit`. A subclass that decides when and where calls are made overrides these two.
@@ -99,8 +99,8 @@ class Backend:
     def weight_version(self) -> str:
         """The label of the weights in force, "0" until they first change.
 
-        `update_weights` and `weights_changed` change it. An engine that notices that the owner of its model trains it
-        in place (see its README) counts up with each change.
+        `update_weights` and `weights_changed` change it. An engine that notices that the owner of its model
+        trains it in place (see its README) counts up with each change.
         """
         return self.engine.weight_version
 
@@ -186,8 +186,8 @@ class Backend:
         Args:
             ids: the rows, as `generate` takes prompts.
             skip_special_tokens: whether special tokens have no text.
-            before: for each row, the ids that precede it, such as the prompt of an answer. The text is then what the
-                row adds to theirs: decoders of SentencePiece drop the first space of a text.
+            before: for each row, the ids that precede it, such as the prompt of an answer. The text is then
+                what the row adds to theirs: decoders of SentencePiece drop the first space of a text.
         """
         self.engine.require_open()
         rows = arguments.rows_of_ids(ids, "ids").tolist()
@@ -221,15 +221,15 @@ class Backend:
             seeds: int64[answers], one seed per answer, instead of the seeds derived from ``sampling.seed``.
             request_ids: one name per answer.
             timeout: seconds that the call may take; None for the backend's own timeout.
-            on_error: "raise" looks for all bad rows first and then runs nothing. "skip" serves the other rows; a bad
-                row comes back empty, with the finish reason `error` and its message in `errors`.
+            on_error: "raise" looks for all bad rows first and then runs nothing. "skip" serves the other
+                rows; a bad row comes back empty, with the finish reason `error` and its message in `errors`.
             adapter: the name of the adapter that answers, see `load_adapter`; False for the base weights alone. None
                 leaves the model as it is: without an adapter, or with those active in a PEFT model object.
             return_support: also return, for each sampled token, the ids that top-k, top-p and min-p had left
-                (`kept_ids`) and the log of their mass (`kept_log_mass`). `score_logprobs` takes them as `support`. The
-                set is empty, which stands for the whole vocabulary, if nothing was cut off.
-            top_logprobs: how many of the most probable ids to return at each sampled token, with their log-probs under
-                the distribution of `logprobs`, and the log of the mass of all others.
+                (`kept_ids`) and the log of their mass (`kept_log_mass`). `score_logprobs` takes them as
+                `support`. The set is empty, which stands for the whole vocabulary, if nothing was cut off.
+            top_logprobs: how many of the most probable ids to return at each sampled token, with their
+                log-probs under the distribution of `logprobs`, and the log of the mass of all others.
             continue_from: what an earlier call returned for the same prompts, for example when an update has aborted
                 it: its answers go on from their ids, under the weights in force, up to `max_new_tokens` in all. Old
                 tokens keep their log-probs and versions. Answers that have ended are returned as they are.
@@ -306,19 +306,19 @@ class Backend:
             request_ids: one name per sequence.
             timeout: as for `generate`.
             on_error: as for `generate`. Nothing of a bad row is scored, and `errors` says why.
-            adapter: as for `generate`. Scores with ``adapter=False`` are those of the reference that an adapter started
-                from.
-            support: `TokenSets`, or nested lists: the ids over which to normalise at each position, as `kept_ids` of
-                answers sampled with `return_support` has them; one set for each id of a sequence, or for each that is
-                scored. An empty set stands for the whole vocabulary.
-            top_k: how many of the most probable ids to return at each scored position, with their log-probs and the log
-                of the mass of all others.
-            top_ids: int64 ``[total, k]`` as a `Ragged`, or one tensor ``[time, k]`` a row: the ids to return instead,
-                for each id of a sequence, or for each that is scored; -1 stands for no id.
+            adapter: as for `generate`. Scores with ``adapter=False`` are those of the reference that an
+                adapter started from.
+            support: `TokenSets`, or nested lists: the ids over which to normalise at each position, as
+                `kept_ids` of answers sampled with `return_support` has them; one set for each id of a
+                sequence, or for each that is scored. An empty set stands for the whole vocabulary.
+            top_k: how many of the most probable ids to return at each scored position, with their log-probs
+                and the log of the mass of all others.
+            top_ids: int64 ``[total, k]`` as a `Ragged`, or one tensor ``[time, k]`` a row: the ids to return
+                instead, for each id of a sequence, or for each that is scored; -1 stands for no id.
 
         Raises:
-            InvalidRequestError: bad ids, an empty or too long sequence, an illegal temperature or `score_from`; a set
-                that lacks the given id, or has one twice or outside the vocabulary.
+            InvalidRequestError: bad ids, an empty or too long sequence, an illegal temperature or
+                `score_from`; a set that lacks the given id, or has one twice or outside the vocabulary.
             CapabilityError: the engine cannot score, or cannot score like this.
             EngineError, BackendTimeoutError, BackendClosedError: as for `generate`.
         """
@@ -451,11 +451,11 @@ class Backend:
         Args:
             weights: a model, a state dict or an iterator of (name, tensor) with the names of its checkpoint, or a path.
             version: the label of these weights; None counts up from the last label.
-            when: "drain" lets answers in flight finish on the old weights first. "abort" ends them with the reason
-                `abort`, in an engine that can. "now" lets them go on, on the new weights: their `version_runs` say from
-                which token on. Scores never mix two sets of weights.
-            expect: what the engine should answer, for what listens to its updates, such as a canary of ``core-fleet``
-                before any other call is served. Without a listener, it is refused.
+            when: "drain" lets answers in flight finish on the old weights first. "abort" ends them with the
+                reason `abort`, in an engine that can. "now" lets them go on, on the new weights: their
+                `version_runs` say from which token on. Scores never mix two sets of weights.
+            expect: what the engine should answer, for what listens to its updates, such as a canary of
+                ``core-fleet`` before any other call is served. Without a listener, it is refused.
 
         Raises:
             InvalidRequestError: the weights do not fit; the old ones are still in force.
@@ -520,15 +520,15 @@ class Backend:
     ) -> str:
         """Load an adapter (LoRA, for example), or replace the one of this name, and return its version.
 
-        Calls name it with ``adapter=name``. Their rows carry a label such as ``"0+policy@3"``: the version of the base
-        weights, the adapter, and its version. The base weights and their version stay as they are.
+        Calls name it with ``adapter=name``. Their rows carry a label such as ``"0+policy@3"``: the version of
+        the base weights, the adapter, and its version. The base weights and their version stay as they are.
 
         Args:
             name: the name; without any of ``@ + / \\``.
-            weights: a PEFT model, of which the adapter of this name is read, or else the active one; a folder that PEFT
-                wrote; or a state dict with the names that ``peft.get_peft_model_state_dict`` gives.
-            config: PEFT's configuration of the adapter in a state dict, such as a ``LoraConfig`` or its dict. None for
-                that of the adapter that is replaced.
+            weights: a PEFT model, of which the adapter of this name is read, or else the active one; a folder
+                that PEFT wrote; or a state dict with the names that ``peft.get_peft_model_state_dict`` gives.
+            config: PEFT's configuration of the adapter in a state dict, such as a ``LoraConfig`` or its dict.
+                None for that of the adapter that is replaced.
             version: the label of this adapter; None counts up from the last one of this name, from "1".
             when: as for `update_weights`, but not "now": an answer is of one version of its adapter.
 
@@ -564,10 +564,10 @@ class Backend:
         another error than the first three, part of the engine may sleep: `wake` it, or close it.
 
         Args:
-            level: 1 keeps the weights in the memory of the machine. 2 drops them, for an update that follows anyway:
-                the engine answers again after `wake` and `update_weights`.
-            when: "drain" lets answers in flight finish first; "abort" ends them with the reason `abort`, in an engine
-                that can.
+            level: 1 keeps the weights in the memory of the machine. 2 drops them, for an update that follows
+                anyway: the engine answers again after `wake` and `update_weights`.
+            when: "drain" lets answers in flight finish first; "abort" ends them with the reason `abort`, in
+                an engine that can.
 
         Raises:
             InvalidRequestError: no such level, or none at which this engine can sleep now.
@@ -612,8 +612,8 @@ class Backend:
 
         Raises:
             InvalidRequestError: an unknown part.
-            StaleWeightsError: the listener objects: the weights came back as others. Rows get a label that no weights
-                had before.
+            StaleWeightsError: the listener objects: the weights came back as others. Rows get a label that no
+                weights had before.
             EngineError: the engine failed. It counts as asleep, and `wake` can be called again. If it failed when the
                 listener looked, it is awake, and rows get a label as above, until an update succeeds.
         """
@@ -649,8 +649,8 @@ class Backend:
         a timeout to bound this. If no caller waits for it any more, an engine that can abort ends it.
 
         Raises:
-            BackendTimeoutError: the engine still works on a call whose caller has stopped waiting. The backend is
-                closed, and the engine is released when that call ends.
+            BackendTimeoutError: the engine still works on a call whose caller has stopped waiting. The
+                backend is closed, and the engine is released when that call ends.
         """
         self.engine.close()
 

@@ -2,8 +2,8 @@
 
 Core does this for every plugin. It checks what is cheap and fatal: rows, lengths, types, ids in the vocabulary,
 log-probs that are finite and at most 0, finish reasons, labels. The conformance kit checks the numbers.
-`OpenEngine.call` makes an `EngineError` of a `WrongResult`, and of an error of another kind, from a result that cannot
-be read at all.
+`OpenEngine.call` makes an `EngineError` of a `WrongResult`, and of an error of another kind, from a result
+that cannot be read at all.
 
 An engine may reuse its buffers for the next call, but containers create rows from a result much later, so tensors are
 copied: 12 bytes a token, and more where other ids were asked for. Logits and what carries gradients are large and are
@@ -418,8 +418,8 @@ def _top(
     return {"top_ids": ids, "top_logprobs": logprobs, "tail_log_mass": tail}
 
 
-#: For each hook whose result is checked: takes what the engine returned, the request and the engine's capabilities,
-#: and returns the result in storage of its own.
+#: For each hook whose result is checked: takes what the engine returned, the request and the engine's
+#: capabilities, and returns the result in storage of its own.
 CHECKS: dict[str, Callable[[Any, Any, Capabilities], Any]] = {
     "tokenize": _tokens,
     "generate": _answers,

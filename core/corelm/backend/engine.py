@@ -119,8 +119,8 @@ class OpenEngine(OpenPlugin):
         self._turnless = OUT_OF_TURN | self.own
         self.lock = EngineLock(name)
         self._process = os.getpid()
-        # Acquired once, by the thread that calls the engine's `close`: the one that closes, or, if it has stopped
-        # waiting, the one that makes the last call.
+        # Acquired once, by the thread that calls the engine's `close`: the one that closes, or, if it has
+        # stopped waiting, the one that makes the last call.
         self._release_claim = threading.Lock()
         self._release_late = False
         self.weights = Weights(self)
@@ -383,17 +383,17 @@ class OpenEngine(OpenPlugin):
     def close(self, patience: float = PATIENCE, *, abort: bool = False) -> None:
         """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
 
-        An engine that takes one call at a time finishes that call first, as long as its caller waits for it. An engine
-        with `concurrent_calls` ends the calls under way. In a fork of the process that opened the engine, this does
-        nothing.
+        An engine that takes one call at a time finishes that call first, as long as its caller waits for it.
+        An engine with `concurrent_calls` ends the calls under way. In a fork of the process that opened the
+        engine, this does nothing.
 
         Args:
             patience: seconds to wait for a call whose caller has stopped waiting. The engine aborts it if it can.
             abort: also abort the calls that callers wait for.
 
         Raises:
-            BackendTimeoutError: the engine still works on such a call. It takes no other, and its `close` is called
-                when that call ends.
+            BackendTimeoutError: the engine still works on such a call. It takes no other, and its `close` is
+                called when that call ends.
         """
         if self.elsewhere:
             return
@@ -466,8 +466,8 @@ class PreparedCall(Call, Generic[R]):
         engine: the engine to call.
         hook: the hook to call with `request`.
         request: the checked request.
-        finish: makes the caller's result from a checked result. Call it before the engine serves another call: it
-            reads which weights are in force.
+        finish: makes the caller's result from a checked result. Call it before the engine serves another
+            call: it reads which weights are in force.
         caller_rows: int64: the caller's row for each row of the request.
         rows: number of rows in the engine's result.
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
@@ -518,8 +518,8 @@ def _typed(error: BaseException, name: str, hook: str) -> BaseException:
         name: the name that the engine was opened by.
         hook: the hook's name.
     """
-    # An engine can raise asyncio.CancelledError or SystemExit, too. They are its failure and end no program. On the
-    # main thread, a SystemExit may be that of the program's own handler of a signal.
+    # An engine can raise asyncio.CancelledError or SystemExit, too. They are its failure and end no program.
+    # On the main thread, a SystemExit may be that of the program's own handler of a signal.
     if isinstance(error, CoreLMError) or is_interrupt(error) or (isinstance(error, SystemExit) and is_main_thread()):
         return error
     if isinstance(error, WrongResult):
@@ -537,8 +537,8 @@ _left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 def call_for(timeout: float, function: Callable[[], T], name: str) -> T:
     """Return what the function returns, but wait for at most `timeout` seconds.
 
-    The function runs on a new daemon thread, with the caller's context variables and torch modes. If the wait ends
-    early, the function goes on, its result is dropped, and the thread ends with it.
+    The function runs on a new daemon thread, with the caller's context variables and torch modes. If the wait
+    ends early, the function goes on, its result is dropped, and the thread ends with it.
 
     Raises:
         TimeoutError: the function did not return in time.

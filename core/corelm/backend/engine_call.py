@@ -93,8 +93,8 @@ class Origin:
 
     Attributes:
         rows: its rows in the engine's result.
-        arrivals: when the tokens of its rows came, by its own row numbers. Only rows whose tokens the engine delivers
-            while it samples are in it, so it is empty if the caller does not read along.
+        arrivals: when the tokens of its rows came, by its own row numbers. Only rows whose tokens the engine
+            delivers while it samples are in it, so it is empty if the caller does not read along.
         asked: when its arguments had been checked, in the seconds of `time.monotonic`.
         context: the context variables of the caller. Enter a copy of it: another thread may be in this one.
         sent: how often the engine has been asked for it.
@@ -114,8 +114,8 @@ class EngineCall:
     Attributes:
         backend: the name that the engine was opened by.
         model: the name that labels its numbers.
-        origins: the users' calls that it serves, in the order of their rows. Empty for hooks other than `generate` and
-            `score_logprobs`, and for calls that core makes for itself.
+        origins: the users' calls that it serves, in the order of their rows. Empty for hooks other than
+            `generate` and `score_logprobs`, and for calls that core makes for itself.
         asked: when core was asked for it, in the seconds of `time.monotonic`. It has waited for the engine since then.
         attempt: how many times, this one included, the engine has been asked for it, or for a part of it.
     """
@@ -151,8 +151,8 @@ def current_call() -> EngineCall | None:
 
 # Tokens, while the engine works --------------------------------------------------------------------------------
 
-#: Takes the chunks of a call, with the caller's numbers of the rows, from one thread at a time. A thread of the engine
-#: calls it, so it has to return at once and must not ask the backend for anything.
+#: Takes the chunks of a call, with the caller's numbers of the rows, from one thread at a time. A thread of
+#: the engine calls it, so it has to return at once and must not ask the backend for anything.
 Listener = Callable[[TokenChunk], Any]
 
 

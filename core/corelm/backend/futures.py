@@ -93,8 +93,8 @@ def in_thread(function: Callable[[], T], name: str, future: Future[T] | None = N
 def uninterrupted(function: Callable[[], T]) -> T:
     """Return what the function returns. An interrupt may end the wait for it, but not the function itself.
 
-    Python raises a `KeyboardInterrupt` in the main thread only, between any two steps of it. State that several threads
-    share must not be left half changed, so the main thread has another thread change it.
+    Python raises a `KeyboardInterrupt` in the main thread only, between any two steps of it. State that
+    several threads share must not be left half changed, so the main thread has another thread change it.
     """
     if not is_main_thread():
         return function()

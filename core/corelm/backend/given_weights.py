@@ -26,8 +26,8 @@ from corelm.validate import invalid, shown
 
 #: What `update_weights` takes.
 NewWeights: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | nn.Module | str | os.PathLike[str]
-#: What `load_adapter` takes: a state dict with the names that ``peft.get_peft_model_state_dict`` gives, a PEFT model,
-#: or a folder that PEFT's `save_pretrained` wrote.
+#: What `load_adapter` takes: a state dict with the names that ``peft.get_peft_model_state_dict`` gives, a
+#: PEFT model, or a folder that PEFT's `save_pretrained` wrote.
 NewAdapter: TypeAlias = Mapping[str, Tensor] | nn.Module | str | os.PathLike[str]
 
 #: Wrappers that hold the model as their only child, under one of these names: torch.compile; DDP and others.
@@ -60,8 +60,8 @@ def source_of_weights(weights: NewWeights, streams: bool) -> dict[str, Any]:
         streams: whether the engine takes an iterator one by one.
 
     Raises:
-        InvalidRequestError: there is nothing to load, or an iterator failed that was read to its end; `field` is
-            ``weights``.
+        InvalidRequestError: there is nothing to load, or an iterator failed that was read to its end; `field`
+            is ``weights``.
     """
     if isinstance(weights, (str, os.PathLike)):
         return {"path": Path(weights)}
@@ -80,12 +80,12 @@ def source_of_weights(weights: NewWeights, streams: bool) -> dict[str, Any]:
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a model by the names that `save_pretrained` would give them. The model is not changed.
 
-    Adapters of PEFT are merged in a copy. Tensors are shared with the model wherever names and values are the module's
-    own. A tied tensor keeps both its names: a checkpoint may have either.
+    Adapters of PEFT are merged in a copy. Tensors are shared with the model wherever names and values are the
+    module's own. A tied tensor keeps both its names: a checkpoint may have either.
 
     Args:
-        model: a model of transformers, a PEFT model around one, or either in a wrapper (`torch.compile`, DDP). Another
-            module gives its `state_dict`.
+        model: a model of transformers, a PEFT model around one, or either in a wrapper (`torch.compile`,
+            DDP). Another module gives its `state_dict`.
 
     Raises:
         InvalidRequestError: the adapters cannot be merged, or a tensor has no values; `field` is ``weights``.
@@ -106,8 +106,8 @@ def checked_pairs(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
     """Yield the names and tensors of an iterator, each without its graph, and gathered if it is sharded.
 
     Raises:
-        InvalidRequestError: an item is not a name and a tensor, a name comes twice, or the iterator raised; `field` is
-            ``weights``.
+        InvalidRequestError: an item is not a name and a tensor, a name comes twice, or the iterator raised;
+            `field` is ``weights``.
     """
     found: set[str] = set()
     try:
@@ -158,8 +158,8 @@ def _merged(model: Any) -> nn.Module:
         # A copy of the structure around the same tensors.
         tensors = [*model.parameters(), *model.buffers()]
         twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        # Merging writes to the tensors of these layers. Each gets its own: the head may be tied to embeddings that have
-        # an adapter, and does not have that adapter.
+        # Merging writes to the tensors of these layers. Each gets its own: the head may be tied to embeddings
+        # that have an adapter, and does not have that adapter.
         layers = {module.get_base_layer() for module in twin.modules() if hasattr(module, "get_base_layer")}
         for module in {inner for layer in layers for inner in layer.modules()}:
             for name, tensor in list(module.named_parameters(recurse=False)):
@@ -187,8 +187,8 @@ def source_of_adapter(
         last_config: that one, if it is known.
 
     Raises:
-        InvalidRequestError: there is nothing to load, or its configuration is not known; `field` is ``weights`` or
-            ``config``.
+        InvalidRequestError: there is nothing to load, or its configuration is not known; `field` is
+            ``weights`` or ``config``.
     """
     if isinstance(weights, (str, os.PathLike, nn.Module)) and config is not None:
         where = "model" if isinstance(weights, nn.Module) else "folder"

@@ -1,8 +1,8 @@
 """The hooks of one engine, resolved when it is opened, and which of them do what.
 
-pluggy calls every plugin that is registered, but a user opens one engine by name. So each engine has a `PluginManager`
-of its own. It validates the plugin, and composes it with the wrappers that the user passed. A hook that nothing wraps
-is called without it.
+pluggy calls every plugin that is registered, but a user opens one engine by name. So each engine has a
+`PluginManager` of its own. It validates the plugin, and composes it with the wrappers that the user passed. A
+hook that nothing wraps is called without it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[s
         wrappers: objects with ``@hookimpl(wrapper=True)`` methods.
 
     Raises:
-        BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the specification
-            does not know or that takes other arguments.
+        BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the
+            specification does not know or that takes other arguments.
     """
     misfit = f"open returned a {type(engine).__name__} without `capabilities` or `tokenizer`"
     try:
@@ -108,8 +108,8 @@ class OpenPlugin:
         own: the names of those that are core's own.
         capabilities: what the engine can do, as it declared when it was opened.
         tokenizer: its tokenizer.
-        eos_token_ids: the ids that end an answer by themselves: the model's own list, else the tokenizer's EOS, as they
-            were when it was opened.
+        eos_token_ids: the ids that end an answer by themselves: the model's own list, else the tokenizer's
+            EOS, as they were when it was opened.
     """
 
     def __init__(self, plugin: Any, name: str, wrappers: Sequence[object] = ()) -> None:

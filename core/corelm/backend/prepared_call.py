@@ -59,8 +59,8 @@ def prepare_generation(
         problems: rows that are known to be bad, and why.
         read: whether the rows are int64 already, as a policy reads them; the engine is given a copy.
         on_tokens: takes the tokens of the answers as they come.
-        on_answer: takes the row and the number of tokens of each answer that is complete, if the engine says so. Rows
-            are those of the engine's result.
+        on_answer: takes the row and the number of tokens of each answer that is complete, if the engine says
+            so. Rows are those of the engine's result.
         new_turn: whether the streamed text of an answer is a message, and does not continue the text of its prompt.
     """
     engine.require_open()

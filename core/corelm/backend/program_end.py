@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import atexit
 
-# Imported before the registration below: what is registered first is called last, and this module then waits for the
-# worker threads of every pool. They may be waiting for calls that have to be ended first.
+# Imported before the registration below: what is registered first is called last, and this module then waits
+# for the worker threads of every pool. They may be waiting for calls that have to be ended first.
 import concurrent.futures.thread  # noqa: F401
 import gc
 import io
@@ -33,8 +33,8 @@ _endings: list[Callable[[], object]] = []
 def at_program_end(function: F) -> F:
     """Have the function called when the program ends; functions registered later are called first.
 
-    It is called when all other threads but daemons have ended. After Ctrl-C it is also called before they are awaited,
-    because they may wait for calls that it ends. Ctrl-C while it runs ends the process at once.
+    It is called when all other threads but daemons have ended. After Ctrl-C it is also called before they are
+    awaited, because they may wait for calls that it ends. Ctrl-C while it runs ends the process at once.
     """
     _endings.append(function)
     return function
@@ -100,6 +100,6 @@ def _open_files() -> list[io.IOBase]:
     return [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
 
 
-# Python offers no public way to be called before the other threads are awaited; `concurrent.futures` uses this one too.
-# If a later release drops it, the program waits for its threads first.
+# Python offers no public way to be called before the other threads are awaited; `concurrent.futures` uses
+# this one too. If a later release drops it, the program waits for its threads first.
 getattr(threading, "_register_atexit", lambda function: None)(_before_threads_are_awaited)

@@ -1,7 +1,7 @@
 """Find, list and load plugins by name through entry points; each kind of failure has its own error.
 
-Listing reads metadata and imports nothing. Loading imports one plugin module, which must be light. Only the plugin's
-``open``, which `get_backend` calls, imports the engine.
+Listing reads metadata and imports nothing. Loading imports one plugin module, which must be light. Only the
+plugin's ``open``, which `get_backend` calls, imports the engine.
 """
 
 from __future__ import annotations

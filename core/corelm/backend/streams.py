@@ -40,8 +40,8 @@ class AnswerChunk:
     """New tokens of one answer.
 
     Attributes:
-        row: the answer's row, counted in C order over the batch; with `num_samples`, the answers to one prompt follow
-            each other.
+        row: the answer's row, counted in C order over the batch; with `num_samples`, the answers to one
+            prompt follow each other.
         text: the text that is new and certain. It may be empty: half a character, or what may be the beginning of a
             stop string, waits for the next tokens. The texts of a row, joined, are the text of the answer.
         ids: the new tokens.
@@ -101,8 +101,8 @@ class _Stream(Generic[T]):
 class AnswerStream(_Stream[T], Iterator[AnswerChunk]):
     """The chunks of the answers to one call, as they come: an iterator and a context manager.
 
-    Leaving the ``with`` block early, `close`, or dropping the stream aborts the request in an engine that can abort.
-    Another engine finishes the answers, and they are dropped.
+    Leaving the ``with`` block early, `close`, or dropping the stream aborts the request in an engine that can
+    abort. Another engine finishes the answers, and they are dropped.
     """
 
     def __init__(self, backend: _Backend, prepare: Prepare[T]) -> None:
@@ -129,8 +129,8 @@ class AnswerStream(_Stream[T], Iterator[AnswerChunk]):
     def close(self) -> None:
         """End the request if it is under way, and wait up to a second until an engine that can abort has let go of it.
 
-        An engine that answers other callers in the same call goes on, and is not waited for. Chunks that were not read
-        are dropped. Closing twice is fine.
+        An engine that answers other callers in the same call goes on, and is not waited for. Chunks that were
+        not read are dropped. Closing twice is fine.
         """
         self._leave()
         for pause in self._pauses():
@@ -231,15 +231,15 @@ class _Request:
         try:
             uninterrupted(in_caller_modes(start))
         except BaseException:
-            # For example a KeyboardInterrupt, after which no reader is left. `start` may still be running: it cancels
-            # the future if this is too early for that.
+            # For example a KeyboardInterrupt, after which no reader is left. `start` may still be running: it
+            # cancels the future if this is too early for that.
             self.leave()
             raise
 
     def __del__(self) -> None:
         if self._future is not None and not self._done.is_set():
-            # On a thread, because the garbage collector may call this at any point of any code. At exit no thread
-            # starts.
+            # On a thread, because the garbage collector may call this at any point of any code. At exit no
+            # thread starts.
             with suppress(RuntimeError):
                 in_thread(self.leave, "corelm-stream-end")
 

@@ -11,8 +11,8 @@ from corelm.errors import BackendTimeoutError, EngineError
 
 #: Seconds between two calls of `remind`.
 REMINDER = 0.1
-#: Seconds after which a waiting thread looks again even if it was not woken: the thread that should have woken it may
-#: have been interrupted.
+#: Seconds after which a waiting thread looks again even if it was not woken: the thread that should have
+#: woken it may have been interrupted.
 LOOK_AGAIN = 0.25
 
 
@@ -25,8 +25,8 @@ class Turn:
         hook: the hook that is called in it.
         request_ids: the requests that are made in it.
         caller_waits: returns whether a caller waits for its result; None if one does as long as `left` is not set.
-        concurrent_with: hooks whose turns it does not wait for, although it is exclusive. The same holds for the turns
-            inside it. One that does not hold the lock yet waits for it as for any other.
+        concurrent_with: hooks whose turns it does not wait for, although it is exclusive. The same holds for
+            the turns inside it. One that does not hold the lock yet waits for it as for any other.
 
     Attributes:
         around: the turns in which it is taken, from the innermost to the outermost.
@@ -63,8 +63,8 @@ class Turn:
 class EngineLock:
     """A lock that is held shared or exclusive.
 
-    A thread that waits for exclusive access goes before threads that later ask for shared access, so it never starves.
-    A turn may be taken inside another one, in either mode.
+    A thread that waits for exclusive access goes before threads that later ask for shared access, so it never
+    starves. A turn may be taken inside another one, in either mode.
 
     An interrupt, such as a `KeyboardInterrupt`, can be raised between any two calls of the main thread. It must never
     leave the lock held. The lock is held by the turns in `holders`, which one C call each adds and removes. So who
@@ -85,8 +85,8 @@ class EngineLock:
         self.waiting: dict[Turn, SimpleQueue[None]] = {}
         self.local = threading.local()
         self._name = name
-        # A lock in C: its `with` statement cannot be interrupted half-way. Reentrant, because a signal handler and a
-        # finalizer may call this on a thread that is in here.
+        # A lock in C: its `with` statement cannot be interrupted half-way. Reentrant, because a signal
+        # handler and a finalizer may call this on a thread that is in here.
         self._mutex = threading.RLock()
 
     def turns(self) -> tuple[Turn, ...]:
@@ -99,8 +99,8 @@ class EngineLock:
         Args:
             turn: a new turn. It may have been made on another thread, which waits for this one.
             timeout: seconds to wait for the lock; None waits as long as it takes.
-            remind: called every `REMINDER` seconds while others hold the lock, to make them release it. What it raises
-                ends the wait.
+            remind: called every `REMINDER` seconds while others hold the lock, to make them release it. What
+                it raises ends the wait.
 
         Raises:
             BackendTimeoutError: others held the lock for `timeout` seconds.

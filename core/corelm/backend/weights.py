@@ -196,9 +196,9 @@ class Weights:
     def look(self, *, to_answer: bool = False) -> tuple[Hashable | None, State]:
         """Return the state of the model, and the `State` with its label in force.
 
-        A state of the model that was not seen before gets a new label; the first one gets the label that is in force.
-        It is None if the engine does not tell it, and while the weights sleep. An engine that is about to generate or
-        score (`to_answer`) must be awake and have weights.
+        A state of the model that was not seen before gets a new label; the first one gets the label that is
+        in force. It is None if the engine does not tell it, and while the weights sleep. An engine that is
+        about to generate or score (`to_answer`) must be awake and have weights.
         """
         if to_answer and (self.state.asleep or self.state.without_weights):
             self._refuse_to_answer()
@@ -421,14 +421,14 @@ class Weights:
     def sample(self, request: GenerateRequest) -> Any:
         """Have an engine with `updates_in_flight` sample, and return its result under the labels that its weights got.
 
-        The engine says from which token on an answer was sampled with the weights of an update. Whether these have the
-        label that the update asked for is known at its end. So a call waits for the end of an update in which it begins
-        or whose weights it has seen, unless the update's listener makes it.
+        The engine says from which token on an answer was sampled with the weights of an update. Whether these
+        have the label that the update asked for is known at its end. So a call waits for the end of an update
+        in which it begins or whose weights it has seen, unless the update's listener makes it.
 
         Raises:
             BackendTimeoutError: an update was under way when the time of the call was over.
-            EngineError: the runs are none or go back to earlier weights, the result does not say what it was sampled
-                with although it has to, or it names weights that were refused.
+            EngineError: the runs are none or go back to earlier weights, the result does not say what it was
+                sampled with although it has to, or it names weights that were refused.
         """
         deadline, fail = Deadline(request.timeout), self._engine.fault("generate")
         while True:

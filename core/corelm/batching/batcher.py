@@ -70,8 +70,8 @@ class DynamicBatcher(Backend):
     Sharing changes no answer in float32: every answer keeps the seed that it has without sharing. In lower precision
     the other rows of a batch can change the last bits of a sum.
 
-    A call has the gradient mode, autocast and CUDA device of the threads that made its requests. Requests that differ
-    in these do not share a call. It does not have their context variables.
+    A call has the gradient mode, autocast and CUDA device of the threads that made its requests. Requests
+    that differ in these do not share a call. It does not have their context variables.
 
     One thread calls an engine that takes one call at a time. An engine that declares `concurrent_calls` batches by
     itself: it gets one call per request, each on a thread of its own, and the limits bound the rows and tokens in
@@ -135,9 +135,9 @@ class DynamicBatcher(Backend):
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
         """Queue a prepared call and return its future.
 
-        Cancelling the future takes the request out of the queue, or aborts it in an engine that can abort; another
-        engine finishes it, and the result is dropped. The future's callbacks run on a thread of the batcher and should
-        not take long.
+        Cancelling the future takes the request out of the queue, or aborts it in an engine that can abort;
+        another engine finishes it, and the result is dropped. The future's callbacks run on a thread of the
+        batcher and should not take long.
 
         Args:
             block: whether this thread may wait for room in the queue.
@@ -207,8 +207,8 @@ class DynamicBatcher(Backend):
                 seconds it fails these as well, except for a call that computes gradients on its caller's own thread.
 
         Raises:
-            BackendTimeoutError: the engine still works on a call that no caller waits for. The backend is closed, and
-                the engine is released when that call ends.
+            BackendTimeoutError: the engine still works on a call that no caller waits for. The backend is
+                closed, and the engine is released when that call ends.
         """
         ended = True
         try:

@@ -4,8 +4,8 @@ Callers and workers put functions into the owner's inbox. The owner calls them, 
 and hands the next batches to workers, the threads that call the engine. So the state needs no lock, and Ctrl-C, which
 Python raises in the main thread, never leaves it half changed: the main thread only waits for an answer.
 
-A dispatcher does not refer to the batcher in front of it, so an abandoned batcher is garbage-collected and its threads
-end.
+A dispatcher does not refer to the batcher in front of it, so an abandoned batcher is garbage-collected and
+its threads end.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Dispatcher:
         self._rows = self._tokens = 0
         # How many batches are with the workers; the earliest time at which a request may time out.
         self._busy, self._next_end = 0, math.inf
-        # Callers of `submit` that wait until their request is inside the queue. Those of `stop`, with the number of the
-        # first request that they do not wait for.
+        # Callers of `submit` that wait until their request is inside the queue. Those of `stop`, with the
+        # number of the first request that they do not wait for.
         self._entering: list[tuple[QueuedCall, SimpleQueue[None]]] = []
         self._stops: list[tuple[int, SimpleQueue[None]]] = []
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -230,8 +230,8 @@ class Dispatcher:
         """Answer or refuse the waiting requests and end the threads. Return whether all have ended. A fork ends none.
 
         Args:
-            flush: True answers them. False refuses them and aborts the requests in the engine if it can abort; another
-                engine finishes them.
+            flush: True answers them. False refuses them and aborts the requests in the engine if it can
+                abort; another engine finishes them.
             final: True refuses later requests, and without `flush` fails those still in the engine after `patience`
                 seconds. False starts new threads for later requests, and ends none while there are such requests.
             patience: seconds to wait in all for calls that no caller waits for. Their threads then end with them.

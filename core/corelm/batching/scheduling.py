@@ -1,7 +1,7 @@
 """Which requests go next: the rules of batching, without threads, clock or engine. Every method is passed the time.
 
-The owner of a queue calls `take` for the next batch whenever the engine may have room, and otherwise sleeps for `wait`
-seconds.
+The owner of a queue calls `take` for the next batch whenever the engine may have room, and otherwise sleeps
+for `wait` seconds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Generic, Literal, TypeVar
 from corelm import validate
 from corelm.errors import QueueFullError
 
-#: Callers that were answered together often come back together with their next requests. So the engine does not start
-#: with the first of them alone but waits for the others: after the call, and after each new request, for PATIENCE times
-#: the duration of the call, at most LONGEST_PATIENCE seconds, and at most batching_timeout in all. It expects as many
-#: requests as the largest of the last REMEMBERED calls had.
+#: Callers that were answered together often come back together with their next requests. So the engine does
+#: not start with the first of them alone but waits for the others: after the call, and after each new
+#: request, for PATIENCE times the duration of the call, at most LONGEST_PATIENCE seconds, and at most
+#: batching_timeout in all. It expects as many requests as the largest of the last REMEMBERED calls had.
 PATIENCE, LONGEST_PATIENCE, REMEMBERED = 0.1, 0.1, 4
-#: A batching_timeout that follows the engine: TIMEOUT times the duration of its last call, within these limits. Whoever
-#: comes later waits for a whole call, and while callers keep coming the wait fills the batch.
+#: A batching_timeout that follows the engine: TIMEOUT times the duration of its last call, within these
+#: limits. Whoever comes later waits for a whole call, and while callers keep coming the wait fills the batch.
 TIMEOUT, SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 0.25, 0.1, 1.0
 #: Rows in one call to an engine that takes one call at a time, unless the limits say otherwise.
 ROWS_OF_A_CALL = 64
@@ -34,11 +34,11 @@ class Limits:
 
     Attributes:
         min_batch_size: rows that the batcher waits for before it calls the engine.
-        max_batch_size: the largest number of rows in the engine at once. A request with more rows goes alone. None is
-            64 for an engine that takes one call at a time (or `min_batch_size` if that is more), and sets no limit for
-            an engine with `concurrent_calls`, which batches by itself.
-        max_batch_tokens: most tokens in the engine at once, those given and those to be sampled; None sets no limit. A
-            request with more tokens goes alone.
+        max_batch_size: the largest number of rows in the engine at once. A request with more rows goes alone.
+            None is 64 for an engine that takes one call at a time (or `min_batch_size` if that is more), and
+            sets no limit for an engine with `concurrent_calls`, which batches by itself.
+        max_batch_tokens: most tokens in the engine at once, those given and those to be sampled; None sets no
+            limit. A request with more tokens goes alone.
         batching_timeout: seconds after which the oldest request goes even if fewer rows than `min_batch_size` wait.
             None follows the engine: a quarter of the time of its last call, at least 0.1 s and at most 1 s.
         max_queue: the largest number of requests that may wait.

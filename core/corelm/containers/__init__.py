@@ -1,7 +1,7 @@
 """TensorClasses that users get back: `Text`, `Tokens`, `Masks`, `LogProbs`, `PerToken`, `ChatHistory`, `History`.
 
-`ragged` reads their fields without pads, `token_sets` the ids that truncation left. `repad` and `collate` change their
-layout, `merge_turns` makes one row of several turns, and `to_records` makes plain dicts.
+`ragged` reads their fields without pads, `token_sets` the ids that truncation left. `repad` and `collate`
+change their layout, `merge_turns` makes one row of several turns, and `to_records` makes plain dicts.
 """
 
 from corelm.containers.classes import SAFE_GLOBALS, ChatHistory, LogProbs, Masks, PerToken, Text, Tokens

@@ -23,8 +23,8 @@ from corelm.spec.records import Columns, ContainerRequest, Parts
 from corelm.tensors.lazy_rows import Field, Shape, lazy_rows, non_tensors
 from corelm.tensors.ragged import Ragged, is_integer, runs
 
-#: The fields of a request with one value, or k of them, per token, which go into `log_probs` next to the numbers, and
-#: what they are called there.
+#: The fields of a request with one value, or k of them, per token, which go into `log_probs` next to the
+#: numbers, and what they are called there.
 ABOUT_IDS = {
     "kept_log_mass": "kept_log_mass",
     "top_ids": "top_ids",

@@ -8,10 +8,10 @@ read as::
     td["text"].response           # a list of B strings
     td["log_probs"].provenance    # one Provenance, or a tuple of them if rows differ
 
-With batch ``()`` a field is one tensor or one string, with ``(B, n)`` a list of lists. A field that is absent reads as
-None and is not among the keys. A field can be set to any value of the kind that it returns. `from_rows` makes a
-container of rows of their own length; one made with the constructor is dense, unless you pass ``padded=False``. Call
-`ragged` for flat values in either layout.
+With batch ``()`` a field is one tensor or one string, with ``(B, n)`` a list of lists. A field that is absent
+reads as None and is not among the keys. A field can be set to any value of the kind that it returns.
+`from_rows` makes a container of rows of their own length; one made with the constructor is dense, unless you
+pass ``padded=False``. Call `ragged` for flat values in either layout.
 """
 
 from __future__ import annotations
@@ -158,13 +158,13 @@ class LogProbs(TensorClass["nocast"]):
         scored_mask: bool, shaped like `full`: where it is False, the log-probability is 0.0 and means nothing.
         padded: whether the rows are dense.
         provenance: the distribution of the numbers; a tuple if rows differ.
-        kept_ids: int64: the ids that truncation had left when each token was sampled, those of all tokens of a row one
-            after another; dense: padded on the right with -1. Numbers of truncated support are normalised over them.
-            `corelm.token_sets` reads them.
+        kept_ids: int64: the ids that truncation had left when each token was sampled, those of all tokens of
+            a row one after another; dense: padded on the right with -1. Numbers of truncated support are
+            normalised over them. `corelm.token_sets` reads them.
         kept_counts: int64, shaped like `full`: how many of them belong to each token. 0 stands for the whole
             vocabulary, and for a token that was not scored.
-        kept_log_mass: float32, shaped like `full`: the log of the probability that these ids had together before
-            truncation. Log-prob + log mass is the log-prob under the whole tempered distribution.
+        kept_log_mass: float32, shaped like `full`: the log of the probability that these ids had together
+            before truncation. Log-prob + log mass is the log-prob under the whole tempered distribution.
         top_ids: int64, shaped like `full` with a last dimension of k: the most probable ids at each position, the most
             probable first, or those that the caller gave; -1 where there are fewer, where nothing is scored, in pads.
         top_log_probs: float32, like `top_ids`: their log-probabilities; -inf where there are fewer, 0.0 in pads.
@@ -243,8 +243,8 @@ class PerToken(TensorClass["nocast"]):
     A TensorDict cannot hold such rows directly. Dense numbers need no container: they are plain tensors.
 
     Attributes:
-        full: float, as long as ``tokens.full``; 0.0 where the number means nothing. The `argmax` of scores is int64,
-            and -1 where nothing was scored. In pads, floats are 0.0 and integers -1.
+        full: float, as long as ``tokens.full``; 0.0 where the number means nothing. The `argmax` of scores is
+            int64, and -1 where nothing was scored. In pads, floats are 0.0 and integers -1.
         padded: whether the rows are dense.
     """
 
@@ -272,8 +272,8 @@ class ChatHistory(TensorClass["nocast"]):
     full: History | None = None
 
 
-#: Pass these to ``torch.serialization.add_safe_globals``, so that ``torch.load(file, weights_only=True)`` can read
-#: containers.
+#: Pass these to ``torch.serialization.add_safe_globals``, so that ``torch.load(file, weights_only=True)`` can
+#: read containers.
 SAFE_GLOBALS = (
     *(Text, Tokens, Masks, LogProbs, PerToken, ChatHistory, History),
     *(TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack),
@@ -303,8 +303,8 @@ def container_of_rows(
         objects: Python objects that all rows share, by field.
 
     Raises:
-        InvalidRequestError: no field is given, a row is malformed, or the fields do not fit each other; `field` names
-            the field, `rows` the rows at fault.
+        InvalidRequestError: no field is given, a row is malformed, or the fields do not fit each other;
+            `field` names the field, `rows` the rows at fault.
     """
     fields: dict[str, Ragged] = {}
     shapes: dict[str, Shape] = {}

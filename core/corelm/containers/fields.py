@@ -48,8 +48,8 @@ EXPLAINING = frozenset({"padded", "scored_mask", "provenance", SETS, COUNTS})
 class _Field:
     """A field of a container, read with a function. tensordict handles the setting of fields.
 
-    A descriptor and not a case of `__getattr__`, because tensordict 0.15 gives every field a descriptor of its own, and
-    Python asks those first.
+    A descriptor and not a case of `__getattr__`, because tensordict 0.15 gives every field a descriptor of
+    its own, and Python asks those first.
     """
 
     def __init__(self, name: str, reader: Reader) -> None:

@@ -23,9 +23,9 @@ class History(TensorClass["nocast"]):
     with `chats` or `to_chats`. `append` and `extend` return a new History, unless called with ``inplace=True``.
     """
 
-    # A row is {"messages": [dict, …]}. It is one non-tensor, because one TensorClass per message costs six times as
-    # much. It is plain data and not `Message` objects, so that memmap writes JSON and not a pickle. It is a dict,
-    # because tensordict would take lists of equal length for a batch dimension.
+    # A row is {"messages": [dict, …]}. It is one non-tensor, because one TensorClass per message costs six
+    # times as much. It is plain data and not `Message` objects, so that memmap writes JSON and not a pickle.
+    # It is a dict, because tensordict would take lists of equal length for a batch dimension.
     conversation: Any
 
     @classmethod
@@ -37,8 +37,8 @@ class History(TensorClass["nocast"]):
         on. ``[]`` is a batch ``(0,)`` without chats, and ``[[], []]`` is two chats without messages.
 
         Raises:
-            InvalidRequestError: the lists have an uneven shape, `chats` is an iterator, which can be read only once, or
-                messages are malformed; `rows` are the conversations at fault.
+            InvalidRequestError: the lists have an uneven shape, `chats` is an iterator, which can be read
+                only once, or messages are malformed; `rows` are the conversations at fault.
         """
         flat, shape = _flatten(chats)
         return cls.of(flat, shape)
@@ -52,9 +52,9 @@ class History(TensorClass["nocast"]):
     def from_text(cls, texts: str | Sequence[Any]) -> History:
         """Build from texts in ChatML, as ``chat_template="chatml"`` and many models' own templates write it.
 
-        One text has batch ``()``, a list ``(B,)``, and so on. The last turn may lack its ``<|im_end|>``, as in
-        ``text.full``; an empty one is a generation prompt and is left out. Texts of other templates are refused: a
-        rendering does not tell what the template added.
+        One text has batch ``()``, a list ``(B,)``, and so on. The last turn may lack its ``<|im_end|>``, as
+        in ``text.full``; an empty one is a generation prompt and is left out. Texts of other templates are
+        refused: a rendering does not tell what the template added.
 
         A text does not tell who wrote a marker: if a user typed ``<|im_end|>`` and ``<|im_start|>assistant``, that is a
         turn here, as it is to a model that reads the text. A policy's ``history.full`` keeps it as the user's text.
@@ -136,8 +136,8 @@ class History(TensorClass["nocast"]):
     ) -> Any:
         """Apply the chat template of `tokenizer` to every conversation.
 
-        Return a str for batch ``()``, a list of str for ``(B,)``, and so on. ``tokenize=True`` tokenizes the rendered
-        text, so sampled ids are not kept. `LLMPolicy` keeps them.
+        Return a str for batch ``()``, a list of str for ``(B,)``, and so on. ``tokenize=True`` tokenizes the
+        rendered text, so sampled ids are not kept. `LLMPolicy` keeps them.
 
         Raises:
             TemplateError: there is no template, or it fails; `rows` are the conversations at fault.

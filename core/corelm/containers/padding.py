@@ -63,9 +63,9 @@ def repad(
             rows. ``[]`` says that there are none. None refuses tensors that may be such. An `argmax` need not be named.
 
     Raises:
-        InvalidRequestError: a tensor is as wide as the dense tokens, and `per_token` does not say whether its columns
-            are theirs; dense tokens have no masks; rows of a container have other lengths than the tokens; the tensors
-            of an entry have different shapes. `field` names the entry.
+        InvalidRequestError: a tensor is as wide as the dense tokens, and `per_token` does not say whether its
+            columns are theirs; dense tokens have no masks; rows of a container have other lengths than the
+            tokens; the tensors of an entry have different shapes. `field` names the entry.
     """
     if not isinstance(td, TensorDictBase):
         raise invalid("td", f"expected a TensorDict, such as a policy returns, got {type(td).__name__}")
@@ -118,8 +118,8 @@ def collate(
         per_token: as in `repad`.
 
     Raises:
-        InvalidRequestError: there are no rows, or a row has other keys or another batch size than the first; and the
-            errors of `repad`.
+        InvalidRequestError: there are no rows, or a row has other keys or another batch size than the first;
+            and the errors of `repad`.
     """
     td = rows if isinstance(rows, TensorDictBase) else _stacked(rows)
     return repad(td, pad_output=pad_output, pad_id=pad_id, per_token=per_token)
@@ -178,8 +178,8 @@ class _Layout:
         lengths: int64[rows], of all tokens.
         prompt_lengths: int64[rows]; None if rows are not split.
         columns: the columns that the tokens get in a dense batch.
-        before: bool[rows, width], the dense attention mask that they have; None if the rows are not dense, or are of
-            different widths.
+        before: bool[rows, width], the dense attention mask that they have; None if the rows are not dense, or
+            are of different widths.
     """
 
     lengths: Tensor

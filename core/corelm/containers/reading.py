@@ -63,8 +63,8 @@ def next_or_root(td: TensorDictBase) -> TensorDictBase:
 def find_entry(td: TensorDictBase, key: NestedKey, first: TensorDictBase | None = None) -> tuple[Any, TensorDictBase]:
     """Return an entry and the TensorDict that holds it.
 
-    `first` is searched first, if given, then ``next``, then the root: a policy writes its log-probs before the step,
-    an environment writes its rewards after it.
+    `first` is searched first, if given, then ``next``, then the root: a policy writes its log-probs before
+    the step, an environment writes its rewards after it.
 
     Raises:
         MissingKeyError: none of them has the key.
@@ -90,8 +90,8 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         masks: the key of the `Masks` that tell tokens from pads in a dense field. Other layouts need no masks.
 
     Raises:
-        InvalidRequestError: the container or field does not exist, or `td` has no masks for a dense field; or rows have
-            different numbers of the most probable ids.
+        InvalidRequestError: the container or field does not exist, or `td` has no masks for a dense field; or
+            rows have different numbers of the most probable ids.
     """
     *path, name = (key,) if isinstance(key, str) else key
     container = td.get(tuple(path), None) if path else None
@@ -167,8 +167,8 @@ def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedK
 def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: NestedKey = "masks") -> TokenSets:
     """Return the ids over which the log-probs of each token were normalised, as long as the tokens.
 
-    An empty set stands for the whole vocabulary, and for a token that was not scored. Works for both layouts and every
-    batch shape; the rows are in C order.
+    An empty set stands for the whole vocabulary, and for a token that was not scored. Works for both layouts
+    and every batch shape; the rows are in C order.
 
     Args:
         td: holds the `LogProbs`; may be a single row, with batch shape ().
@@ -177,8 +177,8 @@ def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: Neste
 
     Raises:
         MissingKeyError: there is no `LogProbs` under the key, or it has no such ids.
-        InvalidRequestError: dense rows have no masks, or the ids of a row are not as many as its counts say; `rows`
-            lists these rows.
+        InvalidRequestError: dense rows have no masks, or the ids of a row are not as many as its counts say;
+            `rows` lists these rows.
     """
     path = key_parts(key)
     name = ".".join(path)

@@ -67,14 +67,14 @@ def to_records(
     assistant_mask                           as long as all ids: which tokens are the assistant's
     =======================================  =============================================================
 
-    Keys of a token's record: ``row`` (``sample``), ``position``, ``part`` (prompt or response, if rows are split),
-    ``id``, ``token`` (its text, with `tokenizer`), ``log_prob`` (None where not scored), ``scored``, ``kept_ids`` and
-    the other four keys about ids, ``assistant``, and one key for each `PerToken` and for ``argmax`` (-1 where not
-    scored).
+    Keys of a token's record: ``row`` (``sample``), ``position``, ``part`` (prompt or response, if rows are
+    split), ``id``, ``token`` (its text, with `tokenizer`), ``log_prob`` (None where not scored), ``scored``,
+    ``kept_ids`` and the other four keys about ids, ``assistant``, and one key for each `PerToken` and for
+    ``argmax`` (-1 where not scored).
 
     A container under another key keeps that key: that of ``ref_log_probs`` is ``ref_log_probs``, its provenance
-    ``ref_log_probs_backend`` and so on; nested keys are joined with dots. A tensor ``[*batch, 1]`` gives a number, a
-    wider one a list, pads included, because nothing says what its columns are.
+    ``ref_log_probs_backend`` and so on; nested keys are joined with dots. A tensor ``[*batch, 1]`` gives a
+    number, a wider one a list, pads included, because nothing says what its columns are.
 
     NaN and infinities stay what they are, which the other libraries read. JSON has neither: ``json.dumps`` writes
     ``NaN`` and ``-Infinity``, which only some parsers accept; ``json.dumps(record, allow_nan=False)`` raises instead.
@@ -85,8 +85,8 @@ def to_records(
         tokenizer: decodes each id alone for ``token``; a character split over several tokens shows as U+FFFD.
 
     Raises:
-        InvalidRequestError: an entry is not plain data, two entries give the same key, dense tokens have no masks, or
-            fields of one row have different lengths; `field` names the entry.
+        InvalidRequestError: an entry is not plain data, two entries give the same key, dense tokens have no
+            masks, or fields of one row have different lengths; `field` names the entry.
         MissingKeyError: ``by="token"``, but there are no tokens.
     """
     validate.one_of("by", by, ("row", "token"))

@@ -43,26 +43,26 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
         log_probs.full            each turn's own numbers, from the time when it was sampled; likewise what they say
                                   about ids (`kept_ids`, `top_ids`, …)
 
-    Other entries, such as rewards and texts, stay in the turns. If the conversations have different numbers of turns,
-    merge those of each number separately, or one conversation at a time, and stack the results with
+    Other entries, such as rewards and texts, stay in the turns. If the conversations have different numbers
+    of turns, merge those of each number separately, or one conversation at a time, and stack the results with
     `tensordict.lazy_stack`.
 
     Args:
-        turns: what a policy wrote for every turn of the same conversations, in order, each of the same batch size.
-            For a rollout of TorchRL, batch ``(B, T)``, pass ``td.unbind(1)``.
+        turns: what a policy wrote for every turn of the same conversations, in order, each of the same batch
+            size. For a rollout of TorchRL, batch ``(B, T)``, pass ``td.unbind(1)``.
         pad_output: dense tensors (prompts padded left, responses right) instead of one row a conversation.
         pad_id: the id in the pads of dense tokens.
 
     Returns:
-        A TensorDict with `tokens`, `masks`, `log_probs` if the turns have them, and then `weight_versions`: per row a
-        tuple with the version of the weights that sampled each turn. The provenance of a row whose turns were sampled
-        with different weights names all of them, such as "3, 4".
+        A TensorDict with `tokens`, `masks`, `log_probs` if the turns have them, and then `weight_versions`:
+        per row a tuple with the version of the weights that sampled each turn. The provenance of a row whose
+        turns were sampled with different weights names all of them, such as "3, 4".
 
     Raises:
         MissingKeyError: a turn has no tokens, or only some turns have log-probs, or the ids that truncation left.
-        InvalidRequestError: the turns have different batch sizes, or a turn skipped a row, or a prompt does not begin
-            with the tokens of the turn before it, for example because the chat template rewrites earlier turns; `rows`
-            are the conversations.
+        InvalidRequestError: the turns have different batch sizes, or a turn skipped a row, or a prompt does
+            not begin with the tokens of the turn before it, for example because the chat template rewrites
+            earlier turns; `rows` are the conversations.
         ProvenanceMismatchError: the log-probs of a row's turns are of different distributions.
     """
     if isinstance(turns, TensorDictBase) or not turns:

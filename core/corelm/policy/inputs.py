@@ -76,10 +76,10 @@ class InputReader:
     def read(self, td: TensorDictBase, part: Part, backend: Backend, *, want_assistant: bool = True) -> InputRows:
         """Return the prompts or the whole sequences of `td`, as token ids on the CPU.
 
-        Sequences may also be in `td` as `Tokens`, next to what is read. If the ids are equal, or a text was sampled as
-        those ids, the sequences keep the ids, the layout and the split of those tokens, so that two scorings of one
-        batch line up; if not, `conflicts` says where. A row that cannot be read is left empty and added to `problems`
-        if such rows are skipped.
+        Sequences may also be in `td` as `Tokens`, next to what is read. If the ids are equal, or a text was
+        sampled as those ids, the sequences keep the ids, the layout and the split of those tokens, so that
+        two scorings of one batch line up; if not, `conflicts` says where. A row that cannot be read is left
+        empty and added to `problems` if such rows are skipped.
 
         Args:
             td: the TensorDict to read.

@@ -36,8 +36,8 @@ _NOT_FOR_TEMPLATES = {
     "chat_template": "give the policy chat_template=…",
     "tokenize": "leave it out",
 }
-#: Options that only one kind of policy has, by the value of `generate` that they need, and what to do instead. A policy
-#: of the other kind refuses them, and `replace` resets those that were not given again.
+#: Options that only one kind of policy has, by the value of `generate` that they need, and what to do
+#: instead. A policy of the other kind refuses them, and `replace` resets those that were not given again.
 ONLY = {
     True: {
         "num_samples": "scoring samples nothing; leave it out, or pass generate=True",
@@ -87,72 +87,72 @@ class PolicyOptions:
             a `Text` or `Tokens` with a ``prompt`` and a ``response`` but no ``full``, the responses.
         sampling_params: a `SamplingParams` or a dict of its fields; common aliases are understood.
         num_samples: answers per prompt, under a new last batch dimension; None adds no dimension, 1 adds one of size 1.
-        pad_output: dense tensors (prompts padded left, responses right) instead of one row a sample. Scores that join
-            tokens in place take the layout of those tokens.
+        pad_output: dense tensors (prompts padded left, responses right) instead of one row a sample. Scores
+            that join tokens in place take the layout of those tokens.
         return_text: write the `Text` container.
         return_tokens: write the `Tokens` container.
         return_masks: write the `Masks` container.
         return_log_probs: write the `LogProbs` container.
-        return_history: write the `ChatHistory` container; None writes it where a history is read, and it cannot be
-            written elsewhere.
-        return_argmax: for scoring: write `argmax`, the most probable id at every scored position (int64, as long as
-            ``tokens.full``, -1 elsewhere), and `is_greedy`, bool and shaped like the batch: whether each scored token
-            of the row, or of its response if the row has one, is the most probable one.
-        return_support: for generation: write into the `LogProbs` which ids top-k, top-p and min-p had left for each
-            sampled token (`kept_ids`, see `corelm.token_sets`), and the log of their mass.
-        top_logprobs: for generation: how many of the most probable ids to write into the `LogProbs` for each sampled
-            token, with their log-probs and the log of the mass of all others (`top_ids` and so on).
+        return_history: write the `ChatHistory` container; None writes it where a history is read, and it
+            cannot be written elsewhere.
+        return_argmax: for scoring: write `argmax`, the most probable id at every scored position (int64, as
+            long as ``tokens.full``, -1 elsewhere), and `is_greedy`, bool and shaped like the batch: whether
+            each scored token of the row, or of its response if the row has one, is the most probable one.
+        return_support: for generation: write into the `LogProbs` which ids top-k, top-p and min-p had left
+            for each sampled token (`kept_ids`, see `corelm.token_sets`), and the log of their mass.
+        top_logprobs: for generation: how many of the most probable ids to write into the `LogProbs` for each
+            sampled token, with their log-probs and the log of the mass of all others (`top_ids` and so on).
         top_k: for scoring: the same for each scored token. The `top_k` of sampling is in `sampling_params`.
         support_key: for scoring: the key of a sampler's `LogProbs`, sampled with ``return_support=True``. Each token is
             scored over the ids that were left when it was sampled, at the sampler's temperature, which must be the
             policy's. Tokens without such ids, such as those of prompts, are scored over the whole vocabulary.
-        log_probs_mode: `raw` is the model's own distribution, `processed` the one sampled from. Scoring `processed`
-            scores at the temperature of `sampling_params`.
-        prefer_tokens: sampled turns of a history keep their ids, and so does a sampled `Text` that is scored with its
-            tokens next to it. False renders turns and tokenizes texts again, and the bool output `retokenized` marks
-            the rows of a history in which that happened.
-        inplace: True writes into the TensorDict that was passed; it is the default without `num_samples` and impossible
-            with it. A new answer replaces the containers of an earlier answer; other entries stay. Scores join what is
-            there and replace nothing (see `overwrite`). False returns a new TensorDict with the outputs alone; it is
-            the default with `num_samples`. "empty" returns an empty copy of the one passed, filled with the
-            outputs.
+        log_probs_mode: `raw` is the model's own distribution, `processed` the one sampled from. Scoring
+            `processed` scores at the temperature of `sampling_params`.
+        prefer_tokens: sampled turns of a history keep their ids, and so does a sampled `Text` that is scored
+            with its tokens next to it. False renders turns and tokenizes texts again, and the bool output
+            `retokenized` marks the rows of a history in which that happened.
+        inplace: True writes into the TensorDict that was passed; it is the default without `num_samples` and
+            impossible with it. A new answer replaces the containers of an earlier answer; other entries stay.
+            Scores join what is there and replace nothing (see `overwrite`). False returns a new TensorDict
+            with the outputs alone; it is the default with `num_samples`. "empty" returns an empty copy of the
+            one passed, filled with the outputs.
         overwrite: for scoring: whether scores in place may replace log-probs, tokens other than those that were scored,
             and other values under the keys of the containers; by default, a call that would is refused.
         on_error: "raise" refuses a call with a bad row; "skip" serves the other rows and says in `errors`
             what was wrong.
-        truncation: for generation: what happens to a prompt that does not fit: "error", or "left" to drop its first
-            tokens.
+        truncation: for generation: what happens to a prompt that does not fit: "error", or "left" to drop its
+            first tokens.
         device: where the results go; None for the device of the TensorDict, else the CPU.
         keys: where the containers are read and written.
         log_probs_key: where the log-probs are written, such as ``"ref_log_probs"``: short for
             ``keys=Keys(log_probs=…)``.
-        input_key: where the input is read, if not under the key of its container: a container, or a bare value such as
-            the strings of a data set. It stays where it is.
-        attention_mask_key: where the mask of the tokens is; by default ``all_attention_mask`` of the masks, or the
-            `attention_mask` next to the ids, if it is as wide. Without a mask, dense tokens are taken to have no pads,
-            and refused if a row begins or ends with the tokenizer's pad id.
-        chat_template: renders histories: jinja text, the name of one of the tokenizer's templates, or "chatml"; None
-            for the tokenizer's own.
+        input_key: where the input is read, if not under the key of its container: a container, or a bare
+            value such as the strings of a data set. It stays where it is.
+        attention_mask_key: where the mask of the tokens is; by default ``all_attention_mask`` of the masks,
+            or the `attention_mask` next to the ids, if it is as wide. Without a mask, dense tokens are taken
+            to have no pads, and refused if a row begins or ends with the tokenizer's pad id.
+        chat_template: renders histories: jinja text, the name of one of the tokenizer's templates, or
+            "chatml"; None for the tokenizer's own.
         template_kwargs: passed to the template.
         tokenizer_kwargs: `add_special_tokens` and `parse_special`, for tokenizing texts.
-        completion_boundary: for scoring: how prompt and response of a `Text` become ids. "joint", as in lm-eval:
-            whitespace at the end of a prompt belongs to the response, both are tokenized as one text, and the response
-            begins after as many tokens as the prompt has alone. "separate", as in TRL 0.26's `DPOTrainer`: each by
-            itself.
+        completion_boundary: for scoring: how prompt and response of a `Text` become ids. "joint", as in
+            lm-eval: whitespace at the end of a prompt belongs to the response, both are tokenized as one
+            text, and the response begins after as many tokens as the prompt has alone. "separate", as in TRL
+            0.26's `DPOTrainer`: each by itself.
         response_parser: for generation: turns an answer's text into the message that joins the history (tool calls,
             reasoning, …): the name of a format, such as "hermes" (see `corelm.parser_named`), or a function of the
             text. If it raises, the message holds the plain text, `errors` says why, and a `ResponseParserWarning` is
             shown. No answer is lost: where warnings are errors, a line is logged instead.
-        continue_final_message: for generation: True continues a conversation that ends with an assistant turn: that
-            turn is the beginning of the answer. The message in the history is the whole turn, and `response_parser`
-            gets its whole text; the response of texts and tokens is what was sampled. Other conversations get a new
-            turn. False refuses a conversation that ends with an assistant turn; None samples a new turn after it, as
-            environments need whose rows end at different times.
-        adapter: the adapter that answers or scores: the name of one that ``backend.load_adapter`` has loaded, or False
-            for the base weights alone. So ``policy.replace(adapter=False)`` is the reference of a policy with an
-            adapter, in the same engine. None leaves the model as it is.
-        tools_key: where the tools of each conversation are, if the TensorDict has this key: for each conversation a
-            list of dicts, or None for those of `template_kwargs`. None reads none.
+        continue_final_message: for generation: True continues a conversation that ends with an assistant
+            turn: that turn is the beginning of the answer. The message in the history is the whole turn, and
+            `response_parser` gets its whole text; the response of texts and tokens is what was sampled. Other
+            conversations get a new turn. False refuses a conversation that ends with an assistant turn; None
+            samples a new turn after it, as environments need whose rows end at different times.
+        adapter: the adapter that answers or scores: the name of one that ``backend.load_adapter`` has loaded,
+            or False for the base weights alone. So ``policy.replace(adapter=False)`` is the reference of a
+            policy with an adapter, in the same engine. None leaves the model as it is.
+        tools_key: where the tools of each conversation are, if the TensorDict has this key: for each
+            conversation a list of dicts, or None for those of `template_kwargs`. None reads none.
 
     Raises:
         InvalidRequestError: an illegal value, or two that exclude each other; `field` names the option.

@@ -77,8 +77,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         backend: an opened `Backend`, or its name together with `model`.
         options: what to read, ask of the engine and write, or a dict of that; None for the defaults.
         model: the model to open, if `backend` is a name.
-        batching: True or `Limits` let callers on several threads or in several tasks share the engine's calls (see
-            `DynamicBatcher`).
+        batching: True or `Limits` let callers on several threads or in several tasks share the engine's calls
+            (see `DynamicBatcher`).
         changes: options of `PolicyOptions` by name, on top of `options`.
 
     Attributes:
@@ -145,11 +145,11 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         """Generate or score.
 
         Args:
-            seed: fixes the answers of this call and overrides ``sampling_params.seed``. None draws from torch's
-                generator, or lets the engine choose if its seeds are costly.
+            seed: fixes the answers of this call and overrides ``sampling_params.seed``. None draws from
+                torch's generator, or lets the engine choose if its seeds are costly.
             timeout: seconds that the call may take; None for the backend's own timeout.
-            progress: show a bar with the finished answers and their tokens per second, if stderr is a terminal. It
-                changes nothing else: the call is made, repeated and answered as without it.
+            progress: show a bar with the finished answers and their tokens per second, if stderr is a
+                terminal. It changes nothing else: the call is made, repeated and answered as without it.
 
         Raises:
             MissingKeyError: the TensorDict lacks what the policy reads.
@@ -183,12 +183,12 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     ) -> TensorDictBase:
         """Generate or score as `forward` does, without ever blocking the event loop.
 
-        With `batching` no thread waits while the engine works. Cancelling the task takes its request out of the queue,
-        or aborts it in an engine that can abort.
+        With `batching` no thread waits while the engine works. Cancelling the task takes its request out of
+        the queue, or aborts it in an engine that can abort.
 
         Raises:
-            InvalidRequestError: as for `forward`. Also in a hook wrapper or a callback of a batcher, where the call
-                would wait for itself.
+            InvalidRequestError: as for `forward`. Also in a hook wrapper or a callback of a batcher, where
+                the call would wait for itself.
         """
         self.backend.require_outside("aforward")
         bar = None if progress is False else self._bar(progress)
@@ -210,8 +210,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     ) -> TensorDictBase:
         """Complete the answers that the policy has returned before, under the weights in force, and return all of it.
 
-        They go on from their ids, which are not tokenized again. Old tokens keep their log-probs and their version, and
-        answers that have ended stay as they are.
+        They go on from their ids, which are not tokenized again. Old tokens keep their log-probs and their
+        version, and answers that have ended stay as they are.
 
         Args:
             tensordict: what `forward` reads: the same prompts.
@@ -395,8 +395,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
                 `response`, or your own bool ``[*batch, width]``. Position 0 never counts, as no token precedes it.
 
         Returns:
-            A distribution over ``[*batch, width]`` whose position t predicts token t. A dense batch keeps its columns;
-            rows of unequal length are laid out as ``pad_output=True`` would lay them out.
+            A distribution over ``[*batch, width]`` whose position t predicts token t. A dense batch keeps its
+            columns; rows of unequal length are laid out as ``pad_output=True`` would lay them out.
 
         Raises:
             CapabilityError: the engine returns no logits.
@@ -423,8 +423,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     def log_prob(self, tensordict: TensorDictBase) -> Any:
         """Return the float32 log-probabilities of whole sequences, with gradients if the engine has them.
 
-        They are what ``log_probs.full`` would hold: one tensor with `pad_output`, else one tensor a row. Positions that
-        are not scored hold 0.0.
+        They are what ``log_probs.full`` would hold: one tensor with `pad_output`, else one tensor a row.
+        Positions that are not scored hold 0.0.
         """
         rows, batch = self._scored(tensordict)
         fields = frozenset({"log_probs"})
@@ -506,8 +506,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
 def _refuse_compiling() -> NoReturn:
     """Refuse a call that torch.compile traces.
 
-    Dynamo breaks the graph here and makes this call for real. With ``fullgraph=True`` it raises an error of its own,
-    which repeats the reason.
+    Dynamo breaks the graph here and makes this call for real. With ``fullgraph=True`` it raises an error of
+    its own, which repeats the reason.
     """
     raise validate.invalid("policy", _NOT_COMPILED)
 

@@ -23,8 +23,8 @@ _REDRAW = 0.1
 class AnswerBar:
     """Counts finished answers and their tokens; made by `answer_bar`, and closed by ``with``.
 
-    The engine may call it on any thread, and after the call has ended. Errors of a terminal that is gone, and of wrong
-    reports, reach neither the engine nor the caller.
+    The engine may call it on any thread, and after the call has ended. Errors of a terminal that is gone, and
+    of wrong reports, reach neither the engine nor the caller.
 
     Args:
         make: makes the bar of tqdm.

@@ -73,14 +73,14 @@ class InputRows:
         ids: the prompts, or the whole sequences.
         texts: the texts that were tokenized; None where tokens were read.
         chats: the conversations that were rendered; None where no history was read.
-        begun: for each conversation the assistant turn at its end that the answer continues, with its ids, or None;
-            None where no answer continues a turn.
+        begun: for each conversation the assistant turn at its end that the answer continues, with its ids, or
+            None; None where no answer continues a turn.
         tools: for each conversation its own tools, or None; None where no conversation has any.
         assistant: bool, as long as `ids`: tokens that the assistant said; None where this is not known.
         prompt_lengths: int64[rows], if the input tells prompt and response apart.
         columns: the dense layout that the sequences came in.
-        retokenized: whether sampled turns of a row were rendered from their text and so lost their ids; None where this
-            cannot happen.
+        retokenized: whether sampled turns of a row were rendered from their text and so lost their ids; None
+            where this cannot happen.
         only_response: whether the input is prompts and their completions, of which only the completions are scored.
         parts: the texts of prompts and completions, if such were read.
         problems: rows that could not be read, which are empty, and rows that have nothing to score; and why.

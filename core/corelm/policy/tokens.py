@@ -1,7 +1,7 @@
 """Token ids in a user's TensorDict, and the masks that tell them from pads. A pad is never guessed.
 
-Ids come bare or in a container, dense or in rows of unequal length. Dense ids without a mask are taken to have no pads,
-and refused if a row begins or ends with the tokenizer's pad id.
+Ids come bare or in a container, dense or in rows of unequal length. Dense ids without a mask are taken to
+have no pads, and refused if a row begins or ends with the tokenizer's pad id.
 """
 
 from __future__ import annotations
@@ -353,8 +353,8 @@ def mask_next_to(
         has_masks: whether there is an attention mask in the `Masks`, which is read if this one has another shape.
 
     Raises:
-        InvalidRequestError: the mask has another shape, or would hide tokens of rows that should have no pads, or of
-            an answer, to which it need not belong.
+        InvalidRequestError: the mask has another shape, or would hide tokens of rows that should have no
+            pads, or of an answer, to which it need not belong.
     """
     container = isinstance(held, Tokens)
     *path, own = top

@@ -21,8 +21,8 @@ Choose by how the engine works:
 - It returns whole answers: `StopStrings.first_end`, or `StopStrings.occurs_in` to confirm that it stopped for one.
 - Only the text is needed: `text_before_stop`.
 
-`AnswerTexts`: the text of answers whose tokens arrive little by little, in pieces that are never taken back. The
-pieces of an answer, joined, are the text that a result gives for all of its ids. So a piece is held back
+`AnswerTexts`: the text of answers whose tokens arrive little by little, in pieces that are never taken back.
+The pieces of an answer, joined, are the text that a result gives for all of its ids. So a piece is held back
 
 - while its last character may be incomplete: a token may end in the middle of a character;
 - while it may be the beginning of a stop string, which would not be part of the text;
@@ -256,8 +256,8 @@ class Reasoning:
 class StopStringWatch:
     """Watches one answer grow; made by `StopStrings.watch`.
 
-    It keeps only as many of the latest ids as a stop string can stretch across, so that a step takes the same time
-    however long the answer is.
+    It keeps only as many of the latest ids as a stop string can stretch across, so that a step takes the same
+    time however long the answer is.
     """
 
     def __init__(self, stop_strings: StopStrings) -> None:
@@ -309,8 +309,8 @@ class StopStringWatch:
 def skipped_texts(tokenizer: Any) -> frozenset[str]:
     """Return the texts of all tokens that `tokenizer` leaves out with ``skip_special_tokens``.
 
-    These are the special tokens that have a name and all others that were added as special tokens. Some tokenizers
-    name only a few of theirs.
+    These are the special tokens that have a name and all others that were added as special tokens. Some
+    tokenizers name only a few of theirs.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     texts = {token.content for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ()))
@@ -359,8 +359,8 @@ def _search_start(before: str, stop: str) -> int:
 
 # Streamed texts -------------------------------------------------------------------------------------------------------
 
-#: After this many tokens the beginning of an answer is no longer decoded again with every token. The last few of them
-#: are, because a token's text depends on the tokens before it.
+#: After this many tokens the beginning of an answer is no longer decoded again with every token. The last few
+#: of them are, because a token's text depends on the tokens before it.
 _WINDOW, _OVERLAP = 128, 16
 #: A tokenizer that cleans spaces up replaces at most so many characters by fewer.
 _CLEANED = 4

@@ -31,10 +31,10 @@ class Capabilities:
         vocab_size: legal ids are in ``[0, vocab_size)``.
         max_context: the largest number of tokens in prompt and answer together; None if there is no limit.
         eos_token_ids: the ids that end an answer by themselves; None means the tokenizer's ``eos_token_id``.
-        sampling: the `SamplingParams` fields that the engine honours, each with its legal inclusive range, or None for
-            every value that `SamplingParams` allows. Greedy decoding needs a temperature range that includes 0. Do not
-            list stop ids and `max_new_tokens`, which every engine must honour, nor `num_samples` and the others that
-            core handles itself.
+        sampling: the `SamplingParams` fields that the engine honours, each with its legal inclusive range, or
+            None for every value that `SamplingParams` allows. Greedy decoding needs a temperature range that
+            includes 0. Do not list stop ids and `max_new_tokens`, which every engine must honour, nor
+            `num_samples` and the others that core handles itself.
         generation_modes: the log-probs that `generate` can return: `raw`, `processed` or `scaled`. `scaled` is for
             engines that divide the logits by the temperature (by 1 at temperature 0) and ignore truncation. Core asks
             such an engine for `raw` or `processed` if the scaled number equals it, and else refuses the request. An
@@ -46,32 +46,32 @@ class Capabilities:
         argmax: `score_logprobs` can return the most probable id at every position.
         gradients: the results of `score_logprobs` can carry gradients to the model.
         score_support: `score_logprobs` can normalise over the ids of ``request.support``.
-        score_top_k: the most ids for which `score_logprobs` can return the log-probs of the most probable ones at every
-            position; 0 if it cannot.
+        score_top_k: the most ids for which `score_logprobs` can return the log-probs of the most probable
+            ones at every position; 0 if it cannot.
         score_top_ids: `score_logprobs` can return the log-probs of the ids in ``request.top_ids``.
         return_support: `generate` can return the ids that each token was drawn from.
-        top_logprobs: the most ids for which `generate` can return the log-probs of the most probable ones at every
-            token; 0 if it cannot.
+        top_logprobs: the most ids for which `generate` can return the log-probs of the most probable ones at
+            every token; 0 if it cannot.
         empty_prompt: a prompt may have no tokens.
         per_answer_seeds: the same seed gives the same answer, independent of the other rows.
-        seeds_are_costly: an answer with a seed takes longer than one without. Core then sends seeds only if the caller
-            gave some; otherwise ``GenerateRequest.seeds`` is None and the engine chooses. If seeds are free, core
-            always sends them and draws the seed of a call without one from torch's generator.
+        seeds_are_costly: an answer with a seed takes longer than one without. Core then sends seeds only if
+            the caller gave some; otherwise ``GenerateRequest.seeds`` is None and the engine chooses. If seeds
+            are free, core always sends them and draws the seed of a call without one from torch's generator.
         concurrent_calls: hooks may be called from several threads at once.
-        stops_at_timeout: soon after ``request.timeout`` seconds, `generate` and `score_logprobs` raise a `TimeoutError`
-            and the engine stops working on the request. Otherwise core ends the caller's wait in time, and the engine
-            finishes the request while later calls wait.
-        streaming: `generate` hands the tokens of its answers to ``request.on_tokens`` as it samples them. Otherwise
-            core hands over each answer when the call has ended.
+        stops_at_timeout: soon after ``request.timeout`` seconds, `generate` and `score_logprobs` raise a
+            `TimeoutError` and the engine stops working on the request. Otherwise core ends the caller's wait
+            in time, and the engine finishes the request while later calls wait.
+        streaming: `generate` hands the tokens of its answers to ``request.on_tokens`` as it samples them.
+            Otherwise core hands over each answer when the call has ended.
         update_weights: the optional hook `update_weights` works.
-        weight_stream: `update_weights` reads ``request.stream`` while it loads. Otherwise core collects the tensors of
-            an iterator on the CPU and passes a state dict.
-        updates_in_flight: `update_weights` may be called with ``when="now"`` while calls of `generate` are running.
-            They go on with the new weights and say in `version_runs` from which token on. Before and after it, on the
-            same thread, core may also call `score_logprobs` and `generate`, to check it. `generate` always returns
-            `version_runs` or `weight_versions`.
-        without_weights: the engine was opened without weights. Core refuses to generate and score until an update has
-            loaded some.
+        weight_stream: `update_weights` reads ``request.stream`` while it loads. Otherwise core collects the
+            tensors of an iterator on the CPU and passes a state dict.
+        updates_in_flight: `update_weights` may be called with ``when="now"`` while calls of `generate` are
+            running. They go on with the new weights and say in `version_runs` from which token on. Before and
+            after it, on the same thread, core may also call `score_logprobs` and `generate`, to check it.
+            `generate` always returns `version_runs` or `weight_versions`.
+        without_weights: the engine was opened without weights. Core refuses to generate and score until an
+            update has loaded some.
         sleep_levels: the levels at which the optional hooks `sleep` and `wake` work: 1, 2 or both. See `SleepRequest`.
         adapters: requests may name an adapter (LoRA, for example), and the optional hook `update_weights` loads and
             unloads adapters, even if `update_weights` is not declared, which is about the base weights.
@@ -81,8 +81,8 @@ class Capabilities:
             engine whose activations are quantized has to declare it. They treat smaller differences as rounding.
 
     Raises:
-        InvalidRequestError: an unknown name, a value of another type or out of range, or capabilities that contradict
-            each other; `field` names the capability.
+        InvalidRequestError: an unknown name, a value of another type or out of range, or capabilities that
+            contradict each other; `field` names the capability.
     """
 
     vocab_size: int

@@ -13,8 +13,8 @@ from corelm.validate import positive
 class Deadline:
     """The end of one call, counted from the moment this is made.
 
-    A plugin makes one from ``request.timeout`` when a hook is called. It calls `check` between two steps of its own
-    work, or passes `left` as the timeout of a call that it waits for.
+    A plugin makes one from ``request.timeout`` when a hook is called. It calls `check` between two steps of
+    its own work, or passes `left` as the timeout of a call that it waits for.
 
     >>> now = iter([100.0, 101.5])
     >>> Deadline(2.0, clock=lambda: next(now)).left()
@@ -62,8 +62,8 @@ def opening_within(open_timeout: float, what: str) -> Iterator[Deadline]:
 
     Raises:
         InvalidRequestError: the option is not a number above 0.
-        BackendTimeoutError: the ``with`` block ended with a `TimeoutError` after the deadline. An earlier one passes
-            unchanged: it is about a single request.
+        BackendTimeoutError: the ``with`` block ended with a `TimeoutError` after the deadline. An earlier one
+            passes unchanged: it is about a single request.
     """
     deadline = Deadline(positive("open_timeout", open_timeout))
     try:

@@ -21,15 +21,15 @@ from it, without importing anything, whether the engine is installed::
         @hookimpl
         def generate(self, request): ...
 
-A tokenizer is a callable ``tokenizer(texts, add_special_tokens=…)`` that returns a mapping with ``input_ids``, and has
-a method ``decode(ids, skip_special_tokens=…)``. Core reads `eos_token_id`, `pad_token_id`, `all_special_tokens` and
-`added_tokens_decoder` if it has them, and ``apply_chat_template`` for chats. Core passes ``split_special_tokens=True``
-for a text in which a user typed a special token, and ``return_offsets_mapping=True`` if an assistant mask needs
-character offsets.
+A tokenizer is a callable ``tokenizer(texts, add_special_tokens=…)`` that returns a mapping with
+``input_ids``, and has a method ``decode(ids, skip_special_tokens=…)``. Core reads `eos_token_id`,
+`pad_token_id`, `all_special_tokens` and `added_tokens_decoder` if it has them, and ``apply_chat_template``
+for chats. Core passes ``split_special_tokens=True`` for a text in which a user typed a special token, and
+``return_offsets_mapping=True`` if an assistant mask needs character offsets.
 
-Core checks every request before it calls a hook (`corelm/backend/arguments.py`) and every result before it returns
-it (`corelm/backend/check_results.py`), so a plugin needs no checks. A hook that cannot serve a request raises an
-exception:
+Core checks every request before it calls a hook (`corelm/backend/arguments.py`) and every result before it
+returns it (`corelm/backend/check_results.py`), so a plugin needs no checks. A hook that cannot serve a
+request raises an exception:
 
 ========================  ==========================================================================================
 the hook raises           the caller gets
@@ -127,24 +127,24 @@ class BackendSpec:
     def weights_state(self, request: WeightsStateRequest) -> Hashable:
         """Return a value by which states of the weights are told apart: where it is equal, the weights are.
 
-        For an engine whose model other code can change in place. Core asks before and after every call, so it must be
-        cheap. New in 1.1.
+        For an engine whose model other code can change in place. Core asks before and after every call, so it
+        must be cheap. New in 1.1.
         """
 
     @hookspec(firstresult=True)
     def sleep(self, request: SleepRequest) -> bool:
         """Free the accelerator's memory, at one of the levels that ``capabilities.sleep_levels`` declares.
 
-        Return True. The engine's processes go on, and `health` and `tokenize` still work. Raise `InvalidRequestError`
-        or `CapabilityError` only if nothing was changed. New in 1.1.
+        Return True. The engine's processes go on, and `health` and `tokenize` still work. Raise
+        `InvalidRequestError` or `CapabilityError` only if nothing was changed. New in 1.1.
         """
 
     @hookspec(firstresult=True)
     def wake(self, request: WakeRequest) -> bool:
         """Take the memory of the named parts again. Weights that level 1 kept are the same as before.
 
-        Return True. Core calls `update_weights` while the weights are awake and the KV cache is not, if the user does:
-        the hook must not need the cache then. New in 1.1.
+        Return True. Core calls `update_weights` while the weights are awake and the KV cache is not, if the
+        user does: the hook must not need the cache then. New in 1.1.
         """
 
     @hookspec(firstresult=True)

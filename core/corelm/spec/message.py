@@ -31,13 +31,13 @@ class Message:
         tool_call_id: for a tool's turn, the id of the call that it answers.
         name: for a tool's turn, the name of the tool; for others, the name of the speaker.
         token_ids: for a sampled turn, the ids that the engine returned, including the EOS.
-        begun: for a turn whose beginning was given and whose rest was sampled (`continue_final_message`), the turn as
-            it was given, as a dict. `token_ids` then holds the rest.
+        begun: for a turn whose beginning was given and whose rest was sampled (`continue_final_message`), the
+            turn as it was given, as a dict. `token_ids` then holds the rest.
         extra: other values that the template reads (`reasoning_content`, …), each under its own key.
 
     Raises:
-        InvalidRequestError: a field of the wrong type, an id that no vocabulary has, or `tool_calls` or `extra` that
-            are nested too deep or hold themselves; `field` names it.
+        InvalidRequestError: a field of the wrong type, an id that no vocabulary has, or `tool_calls` or
+            `extra` that are nested too deep or hold themselves; `field` names it.
     """
 
     role: str

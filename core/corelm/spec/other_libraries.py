@@ -1,7 +1,7 @@
 """What other libraries call things: names that core does otherwise, and their objects as `SamplingParams` takes them.
 
-The names are those of transformers, vLLM, SGLang, TRL, TorchRL, OpenAI and lm-eval. The table is exact: the spelling of
-a name says nothing about what another library means by it.
+The names are those of transformers, vLLM, SGLang, TRL, TorchRL, OpenAI and lm-eval. The table is exact: the
+spelling of a name says nothing about what another library means by it.
 """
 
 from __future__ import annotations

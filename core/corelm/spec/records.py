@@ -2,12 +2,12 @@
 
 A hook takes one record, and not separate arguments, because a record can gain a field without breaking plugins.
 
-`rows` is the number of prompts or sequences in a request. Row r of a result belongs to row r of its request. Token ids
-are int64, log-probabilities are float32 and in nats, masks are bool. A result holds no inference tensors, and a graph
-only if gradients were requested. Core copies ids, offsets, log-probabilities and masks out of a result before the next
-call, so an engine may reuse the buffers that hold them. It does not copy logits, nor results with gradients: a plugin
-must not modify these after it has returned them. Do not modify the tensors of a `ContainerRequest`: rows are copied
-from them lazily, on first access.
+`rows` is the number of prompts or sequences in a request. Row r of a result belongs to row r of its request.
+Token ids are int64, log-probabilities are float32 and in nats, masks are bool. A result holds no inference
+tensors, and a graph only if gradients were requested. Core copies ids, offsets, log-probabilities and masks
+out of a result before the next call, so an engine may reuse the buffers that hold them. It does not copy
+logits, nor results with gradients: a plugin must not modify these after it has returned them. Do not modify
+the tensors of a `ContainerRequest`: rows are copied from them lazily, on first access.
 
 The worked examples below are one batch: prompts ``[[5, 6], [7, 8, 9]]`` with answers ``[[11, 2], [12, 13, 14]]``, where
 id 2 is EOS. In drawings, a dot is a pad.
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-#: When an engine gets new weights or goes to sleep, as seen from the answers that it is sampling. `drain`: after the
-#: answers under way. `abort`: at once; the answers under way end with the reason `abort`. `now`: at once; the answers
-#: under way go on, on the new weights.
+#: When an engine gets new weights or goes to sleep, as seen from the answers that it is sampling. `drain`:
+#: after the answers under way. `abort`: at once; the answers under way end with the reason `abort`. `now`: at
+#: once; the answers under way go on, on the new weights.
 When = Literal["drain", "abort", "now"]
 #: What can be said of new weights.
 WHENS: tuple[When, ...] = ("drain", "abort", "now")
@@ -75,8 +75,8 @@ class TokenizeResult:
 
     Attributes:
         ids: one row per text.
-        offsets: int64[total, 2]: for each id, the characters [start, end) of its text that it covers; None unless
-            requested.
+        offsets: int64[total, 2]: for each id, the characters [start, end) of its text that it covers; None
+            unless requested.
     """
 
     ids: Ragged
@@ -109,37 +109,37 @@ class TokenChunk:
 class GenerateRequest:
     """Sample one answer for every prompt.
 
-    Core repeats each prompt for each of its samples, so ``sampling.num_samples`` is None. Core also combines EOS,
-    `stop_token_ids` and `ignore_eos` into `stop_ids`.
+    Core repeats each prompt for each of its samples, so ``sampling.num_samples`` is None. Core also combines
+    EOS, `stop_token_ids` and `ignore_eos` into `stop_ids`.
 
     Attributes:
         prompts: one row of ids per prompt.
         sampling: how to sample.
-        logprobs: which log-probability of each sampled token to return. `raw`: under the model's own distribution,
-            log-softmax of its logits, no matter what `sampling` and its `engine_kwargs` change. `processed`: under the
-            distribution that the token was drawn from, in the order of `Provenance`.
-        seeds: int64[answers], each in [0, 2**63): answer i is drawn from a separate random stream ``seeds[i]``. None
-            lets the engine choose: it does not declare `per_answer_seeds`, or it declares `seeds_are_costly` and the
-            caller gave no seed.
+        logprobs: which log-probability of each sampled token to return. `raw`: under the model's own
+            distribution, log-softmax of its logits, no matter what `sampling` and its `engine_kwargs` change.
+            `processed`: under the distribution that the token was drawn from, in the order of `Provenance`.
+        seeds: int64[answers], each in [0, 2**63): answer i is drawn from a separate random stream
+            ``seeds[i]``. None lets the engine choose: it does not declare `per_answer_seeds`, or it declares
+            `seeds_are_costly` and the caller gave no seed.
         stop_ids: an answer ends with the first of these ids and keeps it.
         request_ids: one unique name per row, for `abort`.
         timeout: seconds for the whole call; None for no limit.
-        on_tokens: takes the tokens of the answers as they are sampled; None unless the backend declares `streaming` and
-            the caller reads along. It returns at once, raises nothing that concerns the engine, and may be called on
-            any thread. The result is returned as always.
-        on_answer: for a progress bar: takes the row of an answer that is complete, and how many tokens it has. None if
-            the caller shows no bar. Calling it is optional. It never raises, may be called on any thread, and may be
-            called again for the same row. It must not change how the request is served: a request that is repeated
-            without it is repeated with it.
-        adapter: the adapter that answers: its name, or False for none. None, the engine's default, unless the backend
-            declares `adapters`.
-        return_support: whether to return the ids that each token was drawn from. True only for a backend that declares
-            `return_support`, with top-k, top-p or min-p in force and a temperature above 0.
+        on_tokens: takes the tokens of the answers as they are sampled; None unless the backend declares
+            `streaming` and the caller reads along. It returns at once, raises nothing that concerns the
+            engine, and may be called on any thread. The result is returned as always.
+        on_answer: for a progress bar: takes the row of an answer that is complete, and how many tokens it
+            has. None if the caller shows no bar. Calling it is optional. It never raises, may be called on
+            any thread, and may be called again for the same row. It must not change how the request is
+            served: a request that is repeated without it is repeated with it.
+        adapter: the adapter that answers: its name, or False for none. None, the engine's default, unless the
+            backend declares `adapters`.
+        return_support: whether to return the ids that each token was drawn from. True only for a backend that
+            declares `return_support`, with top-k, top-p or min-p in force and a temperature above 0.
         top_logprobs: how many of the most probable ids to return at each sampled token, with their log-probs under the
             distribution that `logprobs` names; at most what the backend declares as `top_logprobs`. 0 for none.
-        weight_version: the label of the weights when core makes the request, for `version_runs` of the result; None
-            unless the backend declares `updates_in_flight`. An update may come before the hook sees the request: see
-            `corelm_engine_kit.VersionLog`.
+        weight_version: the label of the weights when core makes the request, for `version_runs` of the
+            result; None unless the backend declares `updates_in_flight`. An update may come before the hook
+            sees the request: see `corelm_engine_kit.VersionLog`.
         weight_update: the `number` of the last update before that.
     """
 
@@ -327,21 +327,21 @@ class WeightUpdate:
 
     Attributes:
         version: the label that every later result carries.
-        when: `drain`: the answers in flight have ended, on the old weights. `abort`: core has aborted them. `now`: they
-            are in flight.
+        when: `drain`: the answers in flight have ended, on the old weights. `abort`: core has aborted them.
+            `now`: they are in flight.
         number: counts the updates of the base weights, from 1 on. See `GenerateRequest.weight_update`.
         state_dict: tensors by parameter name, or None.
         path: where the weights are saved, or None.
-        stream: names and tensors that can be read once, one after the other, or None. The memory of a tensor may be
-            used for the next one. Reading raises an `InvalidRequestError` if the caller's iterator fails. Core sets it
-            for engines that declare `weight_stream`.
-        expect: what the caller said the engine should answer, or None. A plugin that only loads weights ignores it; one
-            with engines behind it hands it on to those that listen to their updates.
-        adapter: the name of the adapter that is loaded, or replaced if there is one of this name; with neither
-            `state_dict` nor `path`, the one to unload. The base weights stay. None unless the backend declares
-            `adapters`.
-        adapter_config: what the ``adapter_config.json`` of PEFT says of the adapter in `state_dict`; None for a folder,
-            which has that file.
+        stream: names and tensors that can be read once, one after the other, or None. The memory of a tensor
+            may be used for the next one. Reading raises an `InvalidRequestError` if the caller's iterator
+            fails. Core sets it for engines that declare `weight_stream`.
+        expect: what the caller said the engine should answer, or None. A plugin that only loads weights
+            ignores it; one with engines behind it hands it on to those that listen to their updates.
+        adapter: the name of the adapter that is loaded, or replaced if there is one of this name; with
+            neither `state_dict` nor `path`, the one to unload. The base weights stay. None unless the backend
+            declares `adapters`.
+        adapter_config: what the ``adapter_config.json`` of PEFT says of the adapter in `state_dict`; None for
+            a folder, which has that file.
     """
 
     version: str
@@ -374,8 +374,8 @@ class SleepRequest:
     """Free the memory of the accelerator. Core calls the hook while no other call is running.
 
     Attributes:
-        level: 1 keeps the weights, outside the accelerator, and drops the KV cache. 2 drops both: core serves no call
-            after the engine was woken until `update_weights` has loaded weights.
+        level: 1 keeps the weights, outside the accelerator, and drops the KV cache. 2 drops both: core serves
+            no call after the engine was woken until `update_weights` has loaded weights.
         when: `drain`: calls in flight were allowed to finish. `abort`: core has aborted the answers in flight.
     """
 
@@ -493,9 +493,9 @@ class ContainerRequest:
         chats: one conversation per row.
         logprobs: float32, as long as ``tokens.full``.
         scored: bool, as long as ``tokens.full``: False where the log-probability means nothing and is set to 0.0.
-        kept_ids: the ids over which each log-probability was normalised, ascending. An empty set stands for the whole
-            vocabulary, and for a token that was not scored. This and the next four fields are as long as
-            ``tokens.full``.
+        kept_ids: the ids over which each log-probability was normalised, ascending. An empty set stands for
+            the whole vocabulary, and for a token that was not scored. This and the next four fields are as
+            long as ``tokens.full``.
         kept_log_mass: as in `GenerateResult`; 0.0 where `scored` is False.
         top_ids: as in `ScoreResult`, and so are `top_logprobs`, `tail_log_mass` and `argmax`.
         top_logprobs: see `top_ids`.
@@ -506,8 +506,8 @@ class ContainerRequest:
         assistant: bool, as long as ``tokens.full``: True where a token is the assistant's; None if that is not known.
         finish_reasons: one per row.
         errors: one message per row, "" for a row without an error.
-        retokenized: per row, whether its sampled turns were rendered from their text and lost their ids; None if all
-            ids were kept.
+        retokenized: per row, whether its sampled turns were rendered from their text and lost their ids; None
+            if all ids were kept.
         pad_output: True for dense tensors, False for one tensor per row.
         pad_id: the id in the pads of dense tokens.
         columns: the dense layout to keep; None chooses the default layout of `Columns`.

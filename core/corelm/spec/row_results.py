@@ -99,8 +99,8 @@ class RowAnswer:
         kept_ids: for each id, the ids that truncation had left, in any order; empty if they were not asked for.
         kept_log_mass: for each id, the log of the probability of those ids before truncation; empty likewise.
         top: the most probable ids where each id was sampled; None if they were not asked for.
-        cached_tokens: how many ids of the prompt the engine says that it took from its prefix cache, as it says so; a
-            value that is no count is left out.
+        cached_tokens: how many ids of the prompt the engine says that it took from its prefix cache, as it
+            says so; a value that is no count is left out.
     """
 
     ids: Sequence[int]
@@ -133,8 +133,8 @@ class RowFailure:
 
     Attributes:
         why: the reason, in words that help the caller.
-        aborted: the row was aborted before it had an answer. Nothing went wrong, so a generated row gets the finish
-            reason ``abort`` and no error.
+        aborted: the row was aborted before it had an answer. Nothing went wrong, so a generated row gets the
+            finish reason ``abort`` and no error.
     """
 
     why: str
@@ -144,8 +144,8 @@ class RowFailure:
 def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFailure]) -> GenerateResult:
     """Return the result of `request` from the outcome of each of its rows, in their order.
 
-    A row that failed has no ids, and its finish reason is ``error``, or ``abort`` if it was aborted. An answer that
-    lacks what was asked for at some of its ids is an error of that row.
+    A row that failed has no ids, and its finish reason is ``error``, or ``abort`` if it was aborted. An
+    answer that lacks what was asked for at some of its ids is an error of that row.
     """
     if request.return_support or request.top_logprobs:
         rows = [_incomplete(row, request) or row if isinstance(row, RowAnswer) else row for row in rows]
@@ -217,8 +217,8 @@ def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailur
 
     Args:
         rows: by row number, the scores of the last ids of the sequence. There may be more of them than
-            ``request.score_from`` asks for; the first ones are dropped. A row may be missing only if nothing of it was
-            asked for. A row with fewer scores than were asked for is an error of that row.
+            ``request.score_from`` asks for; the first ones are dropped. A row may be missing only if nothing
+            of it was asked for. A row with fewer scores than were asked for is an error of that row.
     """
     sequences = request.sequences
     starts = request.score_from.clamp_min(1).tolist()

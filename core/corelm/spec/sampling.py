@@ -57,23 +57,23 @@ class SamplingParams:
             arXiv:1909.05858, §4.1).
         presence_penalty: subtracted once from the logits of ids that are in the answer.
         frequency_penalty: subtracted from the logits of ids in the answer, once for each occurrence.
-        stop: strings that end an answer. The ids keep the token that completes the string; the text ends before it.
-            At most 64.
+        stop: strings that end an answer. The ids keep the token that completes the string; the text ends
+            before it. At most 64.
         stop_token_ids: ids that end an answer, in addition to the model's EOS, and stay in it.
         ignore_eos: EOS is a token like any other and ends no answer.
         num_samples: answers per prompt; None is one answer and adds no batch dimension.
-        seed: fixes the answers: each gets a seed derived from this one, its prompt's row and its number among that
-            prompt's samples.
+        seed: fixes the answers: each gets a seed derived from this one, its prompt's row and its number among
+            that prompt's samples.
         num_beams: number of beams, if the engine has beam search; 1 samples. A search draws nothing: it takes only the
             temperatures 0 and 1, which then mean the same, and neither top-k nor top-p nor min-p nor `num_samples`.
         length_penalty: exponent of the length in a beam's score: the sum of its log-probs divided by length ** penalty.
         early_stopping: end the beam search as soon as there are `num_beams` complete answers.
         do_sample: False is temperature 0. It follows from the temperature if it is not given.
         skip_special_tokens: leave special tokens out of the text. Ids keep them.
-        reasoning_marks: the texts that begin and end the reasoning of an answer, in which no stop string counts, for
-            example ``("<think>", "</think>")``. A policy takes them from its `response_parser`.
-        engine_kwargs: passed to the engine's own sampling call. Core checks only that a name is not one of its own, or
-            one that would change what the engine returns.
+        reasoning_marks: the texts that begin and end the reasoning of an answer, in which no stop string
+            counts, for example ``("<think>", "</think>")``. A policy takes them from its `response_parser`.
+        engine_kwargs: passed to the engine's own sampling call. Core checks only that a name is not one of
+            its own, or one that would change what the engine returns.
 
     Aliases such as `max_tokens` are understood.
 
@@ -142,8 +142,8 @@ class SamplingParams:
         (8, 0.0, 2)
 
         Raises:
-            InvalidRequestError: an unknown name (the message says what to give instead), or two names for one parameter
-                with different values, or a field of another library that has no equal here.
+            InvalidRequestError: an unknown name (the message says what to give instead), or two names for one
+                parameter with different values, or a field of another library that has no equal here.
         """
         changes = _canonical(changes) if changes else changes
         if isinstance(value, SamplingParams):
@@ -174,8 +174,8 @@ class SamplingParams:
     def truncates_support(self) -> bool:
         """Whether some ids may have lost their probability.
 
-        Top-k, top-p and min-p cut the distribution, ``min_new_tokens`` forbids the ids that end an answer for a while,
-        and core does not know what ``engine_kwargs`` do.
+        Top-k, top-p and min-p cut the distribution, ``min_new_tokens`` forbids the ids that end an answer for
+        a while, and core does not know what ``engine_kwargs`` do.
         """
         return self.truncates or self.min_new_tokens > 0 or bool(self.engine_kwargs)
 
