@@ -147,9 +147,11 @@ def is_padded(container: Any, name: str = "padded") -> bool:
         td = parts.pop()
         if not isinstance(td, LazyStackedTensorDict):
             mark = td.get(name, None)
-            marks = mark.tolist() if isinstance(mark, NonTensorStack) else None if mark is None else mark.data
-            for one in flat(marks):
-                kinds.add(one is True)
+            if isinstance(mark, NonTensorStack):
+                for one in flat(mark.tolist()):
+                    kinds.add(one is True)
+            else:
+                kinds.add(mark is not None and mark.data is True)
         elif flat_source(td) is None:
             parts += td.tensordicts
         else:
@@ -203,7 +205,9 @@ def rows(td: TensorDictBase) -> list[TensorDictBase]:
     """Return the rows of `td`, each with batch shape (), in C order."""
     found = [td]
     for _ in range(td.batch_dims):
-        found = [row for part in found for row in part.unbind(0)]
+        parts, found = found, []
+        for part in parts:
+            found += part.unbind(0)
     return found
 
 

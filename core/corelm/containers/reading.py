@@ -123,7 +123,9 @@ def ragged_rows(container: Any, name: str) -> Ragged:
         # A copy, because the caller may modify it.
         return unmade.clone()
     td = container._tensordict
-    row_values = [row.get(name) for row in rows(td)]
+    row_values: list[Tensor] = []
+    for row in rows(td):
+        row_values.append(row.get(name))
     if not row_values:
         # The stored tensor still has their dtype and device.
         empty = td.get(name)

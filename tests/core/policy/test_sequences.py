@@ -5,9 +5,9 @@ from collections import UserList, deque
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
-from corelm import History, LLMPolicy, Text
+from corelm import History, LLMPolicy, Text, Tokens
 from corelm.errors import InvalidRequestError
 from helpers.each import each
 from helpers.refusals import refused
@@ -160,3 +160,18 @@ def test_rows_of_ids_may_be_an_array_of_lists(backend):
     rows = [[72, 105], [87, 104, 111]]
     for given in (objects(rows), Column(rows), deque(rows)):
         assert len(backend.generate(given, SAMPLING).ids) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32, torch.bool])
+def test_tokens_in_rows_are_read_as_int64_and_must_be_integers(backend, dtype):
+    ids = [torch.tensor([5, 6, 7]), torch.tensor([5, 6])]
+    held = lazy_stack([Tokens(full=row.to(dtype), padded=False, batch_size=[]) for row in ids])
+    policy = LLMPolicy(backend, input_mode="tokens", generate=False, inplace=False)
+    if dtype.is_floating_point or dtype == torch.bool:
+        with refused(InvalidRequestError, field="tokens.full"):
+            policy(TensorDict(tokens=held, batch_size=[2]))
+        return
+    expected = policy(TensorDict(tokens=Tokens.from_rows(full=ids), batch_size=[2]))
+    scored = policy(TensorDict(tokens=held, batch_size=[2]))
+    assert [row.dtype for row in scored["tokens"].full] == [torch.int64] * 2
+    assert all(map(torch.equal, scored["log_probs"].full, expected["log_probs"].full))
