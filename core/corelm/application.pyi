@@ -56,8 +56,8 @@ from .policy.rows import InputRows as InputRows
 from .policy.rows import find_value as find_value
 from .policy.rows import last_tokens as last_tokens
 from .policy.rows import room_for_prompts as room_for_prompts
-from .rendering.completions import encode_completions as encode_completions
 from .rendering.encoding import Encoder as Encoder
+from .rendering.encoding import encode_completions as encode_completions
 from .rendering.render import render as render
 from .rendering.response_parsers import AUTO as AUTO
 from .rendering.segments import Segment as Segment

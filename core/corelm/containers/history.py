@@ -10,8 +10,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorClass
 
 from corelm.containers.fields import objects, unnested
 from corelm.errors import InvalidRequestError, refuse
-from corelm.rendering.chatml import read_chatml
-from corelm.rendering.template import Template, check_encodable, map_chats
+from corelm.rendering.template import Template, check_encodable, map_chats, read_chatml
 from corelm.spec.message import Chat, Message
 from corelm.tensors.lazy_rows import FlatObjects, Shape, flat_source, nested, non_tensors
 from corelm.validate import as_list, invalid, read_once

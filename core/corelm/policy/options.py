@@ -18,7 +18,7 @@ from corelm.backend.skipping import OnError
 from corelm.batching.scheduling import Limits
 from corelm.containers.fields import KEPT, TOP
 from corelm.containers.reading import key_parts
-from corelm.rendering.completions import Boundary
+from corelm.rendering.encoding import Boundary
 from corelm.rendering.response_parsers import check_name
 from corelm.spec.message import Message
 from corelm.spec.other_libraries import instead_of
