@@ -89,8 +89,8 @@ class AdaptiveKLController(FixedKLController):
     """A coefficient that is adjusted to bring the measured KL to `target`.
 
     Every update multiplies the coefficient by ``1 + error · n_steps / horizon``, where ``error = kl / target − 1``,
-    clipped to ±0.2. This is the log-space proportional controller of Ziegler et al., Fine-Tuning Language Models from
-    Human Preferences, arXiv:1909.08593, section 2.2; `n_steps` and `horizon` are used as in the code they published.
+    clipped to ±0.2: the controller of Ziegler et al., arXiv:1909.08593, section 2.2, with `n_steps` and `horizon` as in
+    the code they published.
 
     Args:
         init_coef: the initial coefficient, above 0 (a coefficient of 0 would stay 0).

@@ -27,13 +27,12 @@ _ADVICE = "Pass another log_probs_key (gen_log_probs_key of RetrieveKL), or over
 class RetrieveLogProb(TensorDictModuleBase):
     """Score the tokens of the TensorDict with `policy` and write a `LogProbs`: values, scored mask, provenance.
 
-    The tokens themselves are scored, id for id, in their own columns or rows. Nothing is rendered or tokenized again,
-    so the result aligns with the log-probs of sampling. The engine, its weights and its device may differ from the
-    sampler's; the vocabulary must be the same. The result has no gradients; use ``policy.log_prob`` for those.
+    The tokens are scored, id for id, in their own columns or rows, so the result aligns with the log-probs of sampling.
+    The engine may differ from the sampler's; the vocabulary must be the same. The result has no gradients; use
+    ``policy.log_prob`` for those.
 
     Tokens that were sampled with top-k, top-p or min-p, by a policy with ``return_support=True`` and
     ``log_probs_mode="processed"``, are scored over the ids that were left for the sampler, at its temperature.
-    Otherwise the difference of the two numbers would be the log of the mass that truncation kept.
 
     The module writes under ``next`` if the TensorDict has one, else at the root; the tokens may be in either.
 

@@ -95,7 +95,7 @@ def render(
             template's own end of that turn is left out.
         chat_template: the template to use instead of the tokenizer's own.
         template_kwargs: variables for the template, such as `tools`.
-        prefer_tokens: False renders sampled turns from their text, like every other turn.
+        prefer_tokens: False renders sampled turns from their text.
         want_assistant: False skips the assistant masks.
 
     Raises:

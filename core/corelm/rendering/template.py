@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import chain
 from typing import Any, TypeVar
 
 from corelm.errors import TemplateError, refuse
@@ -28,17 +28,6 @@ MOST_CHARACTERS = 2**26
 _GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
 #: A template without this name cannot read the variable, or the field of a message.
 _TOOLS, _CALLS = re.compile(r"\btools\b"), re.compile(r"\btool_calls\b")
-
-
-def unused_mark(everything: str) -> str:
-    """Return a text that `everything` contains neither literally nor in JSON's escape, to mark places with.
-
-    It is a character of Unicode's private use area if one is left: a template does not strip it as whitespace, and it
-    has no case.
-    """
-    marks = chain(map(chr, range(0xE000, 0xF900)), (f"\ue000{number}\ue001" for number in count()))
-    escapes = "\\u" in everything
-    return next(mark for mark in marks if mark not in everything and not (escapes and json_escape(mark) in everything))
 
 
 def json_escape(text: str) -> str:

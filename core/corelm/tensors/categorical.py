@@ -30,14 +30,13 @@ class MaskedCategorical(Distribution):
     """A categorical distribution at each position of ``[*batch, time]``; only positions where `mask` is True count.
 
     At the other positions `log_prob` and `entropy` are 0.0 (without a gradient), and `mode` and `sample` are -100,
-    which losses ignore. The logits there are never read, so they may hold anything, even NaN.
+    which losses ignore. The logits there are never read.
 
-    Where a position counts, its logits must be a distribution: no NaN, no +inf, and not −inf for every token. At a
-    position where they are not, as those of a diverged model, `log_prob` and `entropy` are NaN, and `mode` and `sample`
-    raise an error.
+    Where a position counts and its logits are no distribution (NaN, +inf, or −inf for every token), `log_prob` and
+    `entropy` are NaN, and `mode` and `sample` raise an error.
 
-    No tensor as large as the logits is made or kept for a value: the logits are normalised a slice of positions at a
-    time, and once more when a gradient is computed.
+    No tensor as large as the logits is made for a value: the logits are normalised a slice of positions at a time, and
+    once more when a gradient is computed.
 
     Args:
         logits: float[*batch, time, vocab], unnormalised; −inf excludes a token. Gradients flow to them through
