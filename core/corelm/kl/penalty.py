@@ -135,8 +135,8 @@ class AdaptiveKLController(FixedKLController):
 class KLComputation(TensorDictModuleBase):
     """Write the KL of each token to `kl_key`, in nats and without `coeff`, and subtract coeff · KL from the reward.
 
-    The module reads rewards and writes results under ``next`` if the TensorDict has one, else at the root; the policy's
-    log-probs and masks may be in either. A position counts if both scorings scored it and the mask selects it.
+    The module reads rewards and writes results under ``next`` if the TensorDict has one, else at the root; log-probs
+    and masks may be in either. A position counts if both scorings scored it and the mask selects it.
 
     From a per-token reward, coeff · KL of that token is subtracted; from a per-sequence reward, coeff times the sum.
     Dense log-probs give ``kl_key`` as float32 ``[*batch, width]``; rows of different lengths give a `PerToken`, read as
@@ -144,8 +144,7 @@ class KLComputation(TensorDictModuleBase):
 
     Args:
         estimator: `k1`, `k2`, `k3`, `abs`, `k1_st`, `k3_st`, or a function ``(gen, ref, mask) -> values`` of flat
-            tensors that returns one value per token; see `corelm.kl.estimators`. An estimator that is known to be
-            biased in this use causes one `BiasedKLWarning`.
+            tensors; see `corelm.kl.estimators`. One that is biased in this use causes a `BiasedKLWarning`, once.
         coeff: a number, or a controller whose `value` is read at every call.
         detach: detach `kl_key` and the reward from the gradient. Pass False for a loss.
         add_to_reward: subtract coeff · KL from the reward. Pass False if there is no reward.

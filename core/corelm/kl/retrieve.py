@@ -41,9 +41,9 @@ class RetrieveLogProb(TensorDictModuleBase):
         log_probs_key: where the result is written.
         tokens_key: the `Tokens`; None means the policy's own key.
         masks_key: the `Masks` of dense tokens; None means the policy's own key.
-        overwrite: whether log-probs of sampling may be replaced by those of another provenance. Log-probs under
-            "log_probs" or the policy's own key are taken for such, and under other keys those that score responses and
-            no token of a prompt. Other log-probs under other keys, such as those retrieved before, are replaced.
+        overwrite: whether log-probs of sampling may be replaced by those of another provenance. Those under "log_probs"
+            or the policy's own key are taken for such, and others that score responses and no token of a prompt. Other
+            log-probs, such as those retrieved before, are replaced.
         support_key: the `LogProbs` of the sampler. If they are truncated and carry the ids that were left, tokens are
             scored over these. None scores over the whole vocabulary. The `support_key` of the policy goes first.
 

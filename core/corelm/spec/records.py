@@ -433,7 +433,7 @@ class Columns:
 class ContainerRequest:
     """Everything known about a batch of rows, to be wrapped in containers for the user.
 
-    With ``pad_output=False`` each field is a list with one tensor per row, nested like the batch. The example gives::
+    With ``pad_output=False`` each field is a list with one tensor per row, nested like the batch::
 
         tokens.prompt               [ 5, 6 ]                    [ 7, 8, 9 ]
         tokens.response             [ 11, 2 ]                   [ 12, 13, 14 ]
@@ -443,17 +443,11 @@ class ContainerRequest:
 
     With ``pad_output=True`` each field is one tensor. Pads are `pad_id` in tokens, 0.0 in log-probs, False in masks::
 
-        tokens.prompt               .    5    6              tokens.response     11    2    .
-                                    7    8    9                                  12   13   14
-
-        tokens.full                 .    5    6     11     2     .
-                                    7    8    9     12    13    14
+        tokens.full                 .    5    6     11     2     .      tokens.response     11    2    .
+                                    7    8    9     12    13    14                          12   13   14
 
         log_probs.full              .    0.0  0.0   -0.5  -0.1   .
                                     0.0  0.0  0.0   -1.2  -0.3  -0.7
-
-        masks.all_attention_mask    .    yes  yes   yes   yes    .
-                                    yes  yes  yes   yes   yes   yes
 
     Attributes:
         batch_size: the shape of the result; its product is the number of rows, in C order.
@@ -462,15 +456,11 @@ class ContainerRequest:
         texts: one str per row.
         chats: one conversation per row.
         logprobs: float32, as long as ``tokens.full``.
-        scored: bool, as long as ``tokens.full``: False where the log-probability means nothing and is set to 0.0.
-        kept_ids: the ids over which each log-probability was normalised, ascending. An empty set stands for the whole
-            vocabulary, and for a token that was not scored. This and the next four fields are as long as
-            ``tokens.full``.
+        scored: bool, as long as ``tokens.full``: False where the log-prob means nothing and is set to 0.0.
+        kept_ids: the ids over which each log-prob was normalised, ascending. An empty set stands for the whole
+            vocabulary, and for a token that was not scored. This and the next five fields are as long as
+            ``tokens.full``; `top_ids` and the three after it are as in `ScoreResult`.
         kept_log_mass: as in `GenerateResult`; 0.0 where `scored` is False.
-        top_ids: as in `ScoreResult`, and so are `top_logprobs`, `tail_log_mass` and `argmax`.
-        top_logprobs: see `top_ids`.
-        tail_log_mass: see `top_ids`.
-        argmax: see `top_ids`.
         greedy: one per row: whether every token that counts is the most probable one.
         provenance: one per row, None for a row of unknown origin; or one for all rows.
         assistant: bool, as long as ``tokens.full``: True where a token is the assistant's; None if that is not known.
