@@ -66,12 +66,16 @@ class Ragged:
             TypeError: a value does not fit `dtype`: a float among integers, which would be cut off.
         """
         rows = list(rows)
-        lengths = torch.tensor(list(map(len, rows)), dtype=torch.int64)
+        if {*map(type, rows)} <= {list, tuple, array}:
+            return cls(_flat(rows, dtype), torch.tensor(list(map(len, rows)), dtype=torch.int64))
+        rows = [_of_array(row) if isinstance(row, array) else row for row in rows]
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         # A list and no generator: Ctrl-C while a generator that is not exhausted is closed would be lost.
         if any([isinstance(row, Tensor) for row in rows]):  # noqa: C419
-            lists = (row.tolist() if isinstance(row, array) else row for row in rows)
-            return cls(torch.cat([_made(row, dtype).reshape(-1) for row in lists]), lengths)
-        return cls(_flat(rows, dtype), lengths)
+            values = torch.cat([_made(row, dtype).reshape(-1) for row in rows])
+        else:
+            values = _flat(rows, dtype)
+        return cls(values, lengths)
 
     @classmethod
     def from_padded(cls, padded: Tensor, mask: Tensor) -> Ragged:
@@ -345,6 +349,13 @@ def _flat(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
             if values:
                 return torch.frombuffer(values, dtype=dtype)
     return _made([value for row in rows for value in row], dtype)
+
+
+def _of_array(row: array[Any]) -> Sequence[Any] | Tensor:
+    """Return an array as a tensor on the same memory, or its values as a list."""
+    dtype = {"q": torch.int64, "f": torch.float32, "d": torch.float64}.get(row.typecode)
+    # An empty buffer has no tensor.
+    return torch.frombuffer(row, dtype=dtype) if dtype and row else row.tolist()
 
 
 def _made(given: Any, dtype: torch.dtype) -> Tensor:
