@@ -186,29 +186,12 @@ def _log_ratio(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(mask, difference, 0.0)
 
 
-class _StraightThrough(torch.autograd.Function):
-    """The value of the first argument with the gradient of the second.
-
-    The usual ``value + (slope − slope.detach())`` is NaN where the slope is infinite.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(value: Tensor, slope: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Nothing is needed for the gradient."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad
-
-
 def _straight_through(value: Estimator, gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
-    return _StraightThrough.apply(value(gen.detach(), ref.detach(), mask), k2(gen, ref, mask))
+    # Autograd does not see that the value of `k2` is replaced. The usual way, ``value + (slope − slope.detach())``, is
+    # NaN where the slope is infinite.
+    found = k2(gen, ref, mask).clone()
+    found.detach().copy_(value(gen.detach(), ref.detach(), mask))
+    return found
 
 
 def _of_logits(divergence: Callable[[Tensor, Tensor], Tensor], gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
