@@ -37,9 +37,9 @@ class Capabilities:
             `num_samples`.
         generation_modes: the log-probs that `generate` can return: `raw`, `processed` or `scaled`. `scaled` is for
             engines that divide the logits by the temperature (by 1 at temperature 0) and ignore truncation. Core asks
-            such an engine for `raw` or `processed` if the scaled number equals it, and else refuses the request. With
-            `return_support`, processed numbers of truncated distributions are the scaled ones minus the log of the mass
-            that truncation has left.
+            such an engine for `raw` or `processed` if the scaled number equals it, and else refuses the request. One
+            that declares `return_support` as well is also asked for `processed` ones together with the support: the
+            scaled ones minus the log of the mass that truncation has left.
         score: `score_logprobs` works.
         score_temperature: `score_logprobs` works at temperatures other than 1.
         logits: `score_logprobs` can return full logits.

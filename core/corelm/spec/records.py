@@ -217,8 +217,8 @@ class GenerateResult:
 class ScoreRequest:
     """Return the log-prob of every given token from position ``score_from[r]`` on.
 
-    `request_ids`, `timeout` and `adapter` are as in `GenerateRequest`. Only one of `support`, `top_k` and `top_ids` is
-    given, and only to a backend that declares it.
+    `request_ids`, `timeout` and `adapter` are as in `GenerateRequest`. At most one of `support`, `top_k` and `top_ids`
+    is given, and only to a backend that declares it.
 
     Attributes:
         sequences: one row of ids per sequence.
