@@ -1,7 +1,7 @@
 """KL between a policy and a reference, and the mismatch between sampler and trainer.
 
-The functions (`estimators.py`) take tensors. The TensorDict modules (`penalty.py`, `retrieve.py`, `mismatch.py`) take
-containers: dense or one row per sample, at the root or under ``next``, from any engine.
+The functions (`estimators.py`) take tensors. The TensorDict modules (`transforms.py`, `mismatch.py`) take containers:
+dense or one row per sample, at the root or under ``next``, from any engine.
 
 What NaN and infinity mean is the same everywhere in this package:
 
@@ -30,8 +30,16 @@ from corelm.kl.divergences import (
 )
 from corelm.kl.estimators import abs_kl, aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
 from corelm.kl.mismatch import ImportanceCorrection, MismatchReport, mismatch_by_version, mismatch_report, staleness
-from corelm.kl.penalty import AdaptiveKLController, BiasedKLWarning, FixedKLController, KLComputation, KLController
-from corelm.kl.retrieve import KLRewardTransform, RetrieveKL, RetrieveLogProb
+from corelm.kl.transforms import (
+    AdaptiveKLController,
+    BiasedKLWarning,
+    FixedKLController,
+    KLComputation,
+    KLController,
+    KLRewardTransform,
+    RetrieveKL,
+    RetrieveLogProb,
+)
 
 __all__ = [
     "DIVERGENCES",
