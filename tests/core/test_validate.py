@@ -119,8 +119,3 @@ def test_the_nearest_known_name_is_suggested():
     assert validate.did_you_mean("temprature", known) == "; did you mean 'temperature'?"
     assert validate.did_you_mean("zzz", known) == "" and validate.did_you_mean(7, known) == ""
     assert validate.nearest("topk", known) == "top_k"
-
-
-@each("name, meant", [("half", "float16"), ("float", "float32"), ("double", "float64")])
-def test_torchs_own_short_names_of_dtypes_are_dtypes(name, meant):
-    assert validate.dtype(name) is validate.dtype(f"torch.{name}") is getattr(torch, meant)

@@ -232,10 +232,9 @@ LOOKED_UP = (
     LookedUp(
         "transformers",
         _tokenizer,
-        "backend_tokenizer split_special_tokens _encode_plus response_template added_tokens_decoder all_special_tokens "
-        "convert_ids_to_tokens get_added_vocab",
+        "model_input_names response_template added_tokens_decoder all_special_tokens convert_ids_to_tokens "
+        "get_added_vocab",
     ),
-    LookedUp("tokenizers", lambda: _tokenizer().backend_tokenizer, "encode_batch_fast"),
     # Adapters.
     LookedUp("peft", _peft_model, "active_adapter active_adapters peft_config get_base_model merge_and_unload"),
     LookedUp("peft", lambda: _peft_model().base_model, "active_adapter prefix"),

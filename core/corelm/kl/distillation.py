@@ -21,20 +21,18 @@ class DistillationLoss(TensorDictModuleBase):
     """Write the divergence of teacher and student at each token to `loss_key`, in nats, with gradients to the student.
 
     The teacher's `LogProbs` holds its k most probable ids at each token, as ``LLMPolicy(…, top_k=k)`` writes them. The
-    student is scored at the same ids; all others are one outcome on both sides. See `corelm.kl.divergences`: the loss
-    is a lower bound of the exact divergence. On tokens that the student sampled it is the on-policy distillation of
-    Agarwal et al. (GKD), arXiv:2306.13649; with `reverse_kl`, the loss of Gu et al. (MiniLLM), arXiv:2306.08543, token
-    by token and without the effect of a token on those after it.
+    student is scored at the same ids; the loss is that of `top_k_divergence`. On tokens that the student sampled it is
+    the on-policy distillation of Agarwal et al. (GKD), arXiv:2306.13649; with `reverse_kl`, the loss of Gu et al.
+    (MiniLLM), arXiv:2306.08543, without the effect of a token on those after it.
 
     A position counts if the teacher scored it (and the student, if its `LogProbs` is read) and the mask selects it.
     Elsewhere the loss is 0.0. Dense log-probs give ``loss_key`` as float32 ``[*batch, width]``; rows of different
     lengths give a `PerToken`, read as ``td["distillation_loss"].full``. `mean` returns one number instead.
 
     Args:
-        student: scores the tokens of the TensorDict at the teacher's ids, at every call, with gradients if its engine
-            has them and they are enabled. Its `log_probs_mode`, temperature and adapter are used, and its `on_error`:
-            "skip" leaves out rows that cannot be scored, if no position of them counts. None reads a `LogProbs` with
-            the same ids from the TensorDict.
+        student: scores the tokens at the teacher's ids, at every call, with gradients if its engine has them and they
+            are enabled. Its `log_probs_mode`, temperature, adapter and `on_error` are used: "skip" leaves out rows that
+            cannot be scored, if no position of them counts. None reads a `LogProbs` with the same ids.
         kind: as in `top_k_divergence`, and so is `beta`.
         assistant_only: as in `KLComputation`, and so are `mask_key` and `masks_key`.
         teacher_log_probs_key: the teacher's `LogProbs`.

@@ -1,7 +1,6 @@
 """Divergences of a teacher's and a student's next-token distributions, with gradients to the student.
 
-p is the teacher's probability of an outcome and q the student's. The divergence is the sum of these terms over all
-outcomes; its gradient is made of their derivatives.
+p is the teacher's probability of an outcome and q the student's. A divergence is the sum of terms over all outcomes:
 
 ================ ======================================================= ==============================================
 kind             divergence                                              its derivative by log q
@@ -11,33 +10,30 @@ kind             divergence                                              its der
 `js`             β KL(p‖m) + (1 − β) KL(q‖m), m = β p + (1 − β) q         (1 − β) q (log q − log m)
 ================ ======================================================= ==============================================
 
-`js` is the generalised Jensen-Shannon divergence, as in Agarwal et al., On-Policy Distillation of Language Models
-(GKD), arXiv:2306.13649, section 2; β = ½ is that of J. Lin, Divergence measures based on the Shannon entropy, IEEE
-Transactions on Information Theory 37, 1991. It is at most −β log β − (1 − β) log(1 − β), log 2 for β = ½. Divided by β,
-it tends to the forward KL as β → 0; divided by 1 − β, to the reverse KL as β → 1.
+`js` is the generalised Jensen-Shannon divergence of Agarwal et al. (GKD), arXiv:2306.13649, section 2; β = ½ is that
+of J. Lin, Divergence measures based on the Shannon entropy, 1991. It is at most −β log β − (1 − β) log(1 − β). Divided
+by β, it tends to the forward KL as β → 0; divided by 1 − β, to the reverse KL as β → 1.
 
-An outcome of probability 0 adds nothing (0 · log 0 = 0) and has a derivative of 0. An outcome that has a probability in
-the first argument of a KL and none in the second makes it infinite; `js` is always finite.
+An outcome of probability 0 adds nothing and has a derivative of 0. One that has a probability in the first argument of
+a KL and none in the second makes it infinite; `js` is always finite.
 
-**From the log-probs of k ids** (`top_k_divergence`): an engine returns the log-probs of its k most probable ids and the
-mass of all others, the tail, and the student is scored at the same ids. All other ids are then one outcome, so both
-sides are distributions over k + 1 outcomes, and their divergence is a bound of the exact one:
+**From the log-probs of k ids** (`top_k_divergence`): all ids but the teacher's k most probable ones, the tail, are one
+outcome, so both sides are distributions over k + 1 outcomes, and their divergence is a bound of the exact one:
 
-- From below. Merging outcomes never raises a KL or a Jensen-Shannon divergence (the data-processing inequality: Cover
-  and Thomas, Elements of Information Theory, theorem 2.7.1; for every f-divergence: Csiszár and Shields, Information
-  Theory and Statistics: A Tutorial, 2004, lemma 4.1). It is equality if p / q is the same for all ids of the tail, so
-  also if k is the size of the vocabulary or one less.
-- From above. There is no bound of a KL: one id of the tail to which the second distribution gives almost nothing makes
-  the exact one as large as you like. `js_upper_bound` is one of the Jensen-Shannon divergence.
+- From below. Merging outcomes never raises an f-divergence (the data-processing inequality: Csiszár and Shields,
+  Information Theory and Statistics: A Tutorial, 2004, lemma 4.1). It is equality if p / q is the same for all ids of
+  the tail, so also if k is the size of the vocabulary or one less.
+- From above. A KL has no bound: one id of the tail to which the second distribution gives almost nothing makes the
+  exact one as large as you like. `js_upper_bound` is one of the Jensen-Shannon divergence.
 
 The gradient is that of the bound. It pulls the student's tail to the teacher's mass, but says nothing about how that
 mass is spread over the ids of the tail.
 
 **From the last hidden states** of two models in this process (`exact_divergence`), one tile of logits at a time: no
 tensor is as wide as the vocabulary, except the gradient of the student's head. A first pass over the tiles finds the
-log-partition functions (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, algorithm 3), a second
-sums the terms, and the backward pass makes the tiles once more. With t the derivative of the terms by log q, that of
-their sum by a logit of the student is ``t − q · Σ t``.
+log-partition functions (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018), a second sums the
+terms, and the backward pass makes the tiles once more. With t the derivative of the terms by log q, that of their sum
+by a logit of the student is ``t − q · Σ t``.
 """
 
 from __future__ import annotations
@@ -176,10 +172,9 @@ def js_upper_bound(
 ) -> Tensor:
     """Return an upper bound of the exact Jensen-Shannon divergence, of which `top_k_divergence` is the lower bound.
 
-    The divergence is the mutual information of an outcome and of which side it was drawn from. By the chain rule
-    (Cover and Thomas, theorem 2.5.2), merging the tail loses what its ids say about the side: at most the entropy of
-    the side given the tail, and so many nats if no id of the tail is possible on both sides. The gap of the two bounds
-    is at most log 2 times the mass of the tail in the mixture.
+    The divergence is the mutual information of an outcome and of the side that it was drawn from. By the chain rule,
+    merging the tail loses what its ids say about the side: at most the entropy of the side given the tail. The gap of
+    the two bounds is at most log 2 times the mass of the tail in the mixture.
 
     Arguments, result and errors are those of `top_k_divergence`. The result carries no gradient.
     """
@@ -329,8 +324,8 @@ def exact_divergence(
     """Return the divergence of two models' next-token distributions at each position, summed over the vocabulary.
 
     Gradients flow to the student's hidden states and head, in their dtypes, but not gradients of gradients; none flow
-    to the teacher. In addition to the gradients, the call takes some 30 MiB on a CPU, however large the vocabulary and
-    however many the positions. See `top_k_divergence` for `kind` and `beta`.
+    to the teacher. In addition to these, the call takes some 30 MiB on a CPU, however large the vocabulary and however
+    many the positions. See `top_k_divergence` for `kind` and `beta`.
 
     Args:
         teacher_hidden: float ``[..., hidden]``: what the teacher's head reads.

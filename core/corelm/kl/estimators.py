@@ -16,13 +16,13 @@ name         value                 expectation                                  
 `k3_st`      k3                    KL(gen‖ref)                                       ∇ KL(gen‖ref)
 ============ ===================== ================================================= ==============================
 
-The expected gradient is that of the estimator used as a loss, differentiated token by token; it leaves out the effect
-of a token on where later tokens are drawn (arXiv:2506.09477). If an estimator is subtracted from a reward instead and
-not differentiated, only `k1` (or `k1_st`) has the policy gradient of KL(gen‖ref); the others are biased.
+The expected gradient is that of the estimator as a loss, differentiated token by token, without the effect of a token
+on where later ones are drawn. If an estimator is subtracted from a reward and not differentiated, only `k1` and `k1_st`
+have the policy gradient of KL(gen‖ref); the others are biased.
 
-Sources: J. Schulman, Approximating KL Divergence, 2020 (joschu.net/blog/kl-approx.html): k1, k2, k3 and their values.
-Y. Tang and R. Munos, arXiv:2506.09477: the gradients of k1 and k3. K. Liu et al., arXiv:2510.01555: k2 as a loss is k1
-in the reward. V. Shah et al., arXiv:2512.21852: which of them are biased in which use.
+Sources: J. Schulman, Approximating KL Divergence, 2020 (joschu.net/blog/kl-approx.html): values. Y. Tang and R. Munos,
+arXiv:2506.09477: gradients of k1 and k3. K. Liu et al., arXiv:2510.01555: k2 as a loss is k1 in the reward. V. Shah et
+al., arXiv:2512.21852: which are biased in which use.
 
 Every function returns a tensor of the shape of `mask`, float32 (float64 for float64 inputs). Where `mask` is False the
 result is 0.0 without a gradient, even if the inputs are NaN or infinite there. ``mask=None`` counts every position.
@@ -110,13 +110,8 @@ def exact(gen_logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None) ->
 def top_k(gen_logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None, *, k: int) -> Tensor:
     """Return KL(gen‖ref) over the `k` likeliest tokens of gen and one bucket that holds all other tokens.
 
-    It is never negative and never above `exact` (merging outcomes can only lower a divergence: the log-sum inequality,
-    Cover and Thomas, Elements of Information Theory). From ``k = V − 1`` on it equals `exact`.
-
-    Args:
-        k: at least 1.
-
-    The other arguments and the errors are those of `exact`.
+    It is never negative and never above `exact`, because merging outcomes can only lower a divergence. From
+    ``k = V − 1`` on it equals `exact`. `k` is at least 1; the other arguments and the errors are those of `exact`.
     """
     return _of_logits(functools.partial(_top_k, k=count("k", k, 1)), gen_logits, ref_logits, mask)
 
@@ -191,29 +186,12 @@ def _log_ratio(gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(mask, difference, 0.0)
 
 
-class _StraightThrough(torch.autograd.Function):
-    """The value of the first argument with the gradient of the second.
-
-    The usual ``value + (slope − slope.detach())`` is NaN where the slope is infinite.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(value: Tensor, slope: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Nothing is needed for the gradient."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad
-
-
 def _straight_through(value: Estimator, gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:
-    return _StraightThrough.apply(value(gen.detach(), ref.detach(), mask), k2(gen, ref, mask))
+    # Autograd does not see that the value of `k2` is replaced. The usual way, ``value + (slope − slope.detach())``, is
+    # NaN where the slope is infinite.
+    found = k2(gen, ref, mask).clone()
+    found.detach().copy_(value(gen.detach(), ref.detach(), mask))
+    return found
 
 
 def _of_logits(divergence: Callable[[Tensor, Tensor], Tensor], gen: Tensor, ref: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,14 +1,13 @@
 """Train/inference mismatch: the sampler and the trainer score the same tokens at the same weights differently.
 
-Engines round differently, so the sampled distribution is not exactly the trained one, and on-policy learning is
-slightly off-policy. `mismatch_report` measures the difference; `ImportanceCorrection` computes weights that correct for
-it. The ratio is always ``exp(train − sampled)``, of a token or, summed over the tokens that count, of a sequence.
-`staleness` says by how many updates the weights that sampled each token are behind.
+Engines round differently, so on-policy learning is slightly off-policy. `mismatch_report` measures the difference;
+`ImportanceCorrection` computes weights that correct for it. The ratio is always ``exp(train − sampled)``, of a token
+or, summed over the tokens that count, of a sequence. `staleness` says how old the weights are that sampled each token.
 
 Sources: F. Yao, L. Liu et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025: truncated
-ratios of tokens. IcePop (Ling team, 2025): tokens whose ratio is out of bounds on either side are masked. J. Liu, Y. Li
-et al., When Speed Kills Stability, 2025: ratios of whole sequences, truncated or masked; unlike token ratios, they
-account for the effect of earlier tokens on where later ones are drawn, at a higher variance.
+ratios of tokens. IcePop (Ling team, 2025): masked tokens. J. Liu, Y. Li et al., When Speed Kills Stability, 2025:
+ratios of sequences, truncated or masked; these account for the effect of earlier tokens on where later ones are drawn,
+at a higher variance.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ class MismatchReport:
         mean_abs: the mean of ``|d|``.
         mean_exp_abs: the mean of ``exp |d|``, with ``|d|`` clamped to 20 nats.
         max_abs: the largest ``|d|``.
-        effective_sample_size: ``(Σ w)² / Σ w²`` of the ratios w, which is their number if all are equal (L. Kish,
-            Survey Sampling, 1965).
+        effective_sample_size: ``(Σ w)² / Σ w²`` of the ratios w (L. Kish, Survey Sampling, 1965).
         effective_share: `effective_sample_size` divided by the number of ratios: at most 1.
         clipped_share: the share of tokens, or of sequences, whose ratio is out of bounds.
     """
@@ -163,8 +161,8 @@ def mismatch_report(td: TensorDictBase, **options: Unpack[MismatchOptions]) -> M
 def mismatch_by_version(td: TensorDictBase, **options: Unpack[MismatchOptions]) -> dict[str, MismatchReport]:
     """Return one `mismatch_report` for each version of the weights, by its label, of the tokens that it has sampled.
 
-    An answer during which weights were updated has tokens of several versions. With ``level="sequence"``, what one
-    version has sampled of an answer counts as a sequence. The options are those of `mismatch_report`.
+    With ``level="sequence"``, what one version has sampled of an answer counts as a sequence. The options are those of
+    `mismatch_report`.
 
     Raises:
         InvalidRequestError: as for `mismatch_report`, and for rows whose weights are not known.

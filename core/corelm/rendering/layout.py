@@ -101,10 +101,9 @@ class Writer:
         raw = self.template(messages, prompt)
         parts: list[str] = []
         literals: list[Span] = []
-        spans: list[Span] = []
+        blocks: list[tuple[int, int]] = []
         edges: dict[tuple[int, int], int] = {}
         at = done = 0
-        opened: int | None = None
         for found in self._marked.finditer(raw):
             parts.append(raw[done : found.start()])
             at, done = at + found.start() - done, found.end()
@@ -116,14 +115,15 @@ class Writer:
             elif (key := (int(number), int(kind)))[1] < _OPEN:
                 # A content that is written twice is nowhere in particular. A call is written before its results.
                 edges[key] = edges.get(key, at) if key[1] == _CALL or key not in edges else -1
-            elif (key[1] == _OPEN) is (opened is None):
-                spans += [] if opened is None else [(opened, at)]
-                opened = at if opened is None else None
             else:
-                raise _unpaired()
+                blocks.append((key[1], at))
         text = "".join([*parts, raw[done:]])
-        if opened is not None:
-            raise _unpaired()
+        if [kind for kind, _ in blocks] != [_OPEN, _CLOSE] * (len(blocks) // 2):
+            raise TemplateError(
+                "the start and end of the chat template's {% generation %} blocks did not come out in pairs; pass a "
+                "chat_template= whose blocks write straight to the output"
+            )
+        spans = [(begin, end) for (_, begin), (_, end) in zip(blocks[::2], blocks[1::2], strict=True)]
         if self.mark in text or json_escape(self.mark) in text:
             raise TemplateError(
                 "the chat template alters the contents of messages, and a message contains the text of a special "
@@ -445,10 +445,3 @@ def _same(one: str, other: str) -> int:
     """Return how many characters two texts have in common at their beginnings."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _unpaired() -> TemplateError:
-    return TemplateError(
-        "the start and end of the chat template's {% generation %} blocks did not come out in pairs; pass a "
-        "chat_template= whose blocks write straight to the output"
-    )

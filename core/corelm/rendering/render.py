@@ -7,13 +7,11 @@ rest of the text::
     prompt(turn 2) = prompt(turn 1) + ids(turn 1) + what the template writes after turn 1
 
 The text may begin otherwise: a template may drop the thinking of a past turn, or write calls in its own form. Then the
-rest begins where the text of that turn ends (`Layout.turn`). A prompt therefore always begins with the ids of the turns
-before it. ``prefer_tokens=False`` renders every turn from its text instead.
+rest begins where the text of that turn ends (`Layout.turn`). ``prefer_tokens=False`` renders every turn from its text.
 
 The end of a turn is written once: where the sampled ids end with an EOS or another special token, that stands for the
-template's own end of turn. Segments are tokenized separately, so no token spans the edge of a sampled turn. A tokenizer
-that puts a space before every text also puts one after a sampled turn. If a message contains the text of a special
-token, that text is a separate segment and is read as ordinary characters.
+template's own end of turn. Segments are tokenized separately, so no token spans the edge of a sampled turn. The text of
+a special token in a message is a separate segment and is read as ordinary characters.
 
 Assistant masks: in a sampled turn, exactly the sampled ids are True. In other turns, a token is True if it has a
 character inside the template's ``{% generation %}`` blocks, or, in a template without such blocks, between the
@@ -88,7 +86,7 @@ def render(
             template's own end of that turn is left out.
         chat_template: the template to use instead of the tokenizer's own.
         template_kwargs: variables for the template, such as `tools`.
-        prefer_tokens: False renders sampled turns from their text, like every other turn.
+        prefer_tokens: False renders sampled turns from their text.
         want_assistant: False skips the assistant masks.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,8 +17,8 @@ from corelm.rendering.template import (
     Template,
     check_encodable,
     joined_strings,
+    json_escape,
     map_chats,
-    unused_mark,
     without_foreign_arguments,
 )
 from corelm.spec.message import Chat, Message, short_id
@@ -129,8 +130,12 @@ class _Cutter:
         contents = "\n".join([joined_strings(messages), *nested_texts("history", begun)])
         if unencodable(contents):
             check_encodable(messages)
-        others = nested_texts("template_kwargs", [template.source, template.kwargs, list(self.specials.values())])
-        mark = unused_mark("\n".join([contents, *others]))
+        everything = [contents, *nested_texts("template_kwargs", [template.source, template.kwargs])]
+        everything += self.specials.values()
+        # A template does not strip a private character as whitespace, and it has no case.
+        mark = "\ue000"
+        while any(mark in text or json_escape(mark) in text for text in everything):
+            mark = f"\ue000{secrets.randbits(64)}\ue001"
         ends = [text for eos in sorted(self.eos_ids) if (text := template.tokenizer.decode([eos]))]
         writer = Writer(template, mark, self.specials.values(), ends, wants_masks=self.want_assistant)
         # Most batches contain no text of a special token, and then the messages need not be searched one by one.

@@ -1,4 +1,4 @@
-"""`Template`: find a tokenizer's chat template, render conversations with it, and locate the assistant's text.
+"""`Template`: find a tokenizer's chat template, or ChatML, and render conversations with it.
 
 A chat template is a program, often downloaded with a model. transformers runs it in jinja's sandbox, which keeps it
 from files, modules and long ranges; a text of more than `MOST_CHARACTERS` is refused. Neither the time nor the memory
@@ -13,7 +13,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import chain
 from typing import Any, TypeVar
 
 from corelm.errors import TemplateError, refuse
@@ -28,17 +28,6 @@ MOST_CHARACTERS = 2**26
 _GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
 #: A template without this name cannot read the variable, or the field of a message.
 _TOOLS, _CALLS = re.compile(r"\btools\b"), re.compile(r"\btool_calls\b")
-
-
-def unused_mark(everything: str) -> str:
-    """Return a text that `everything` contains neither literally nor in JSON's escape, to mark places with.
-
-    It is a character of Unicode's private use area if one is left: a template does not strip it as whitespace, and it
-    has no case.
-    """
-    marks = chain(map(chr, range(0xE000, 0xF900)), (f"\ue000{number}\ue001" for number in count()))
-    escapes = "\\u" in everything
-    return next(mark for mark in marks if mark not in everything and not (escapes and json_escape(mark) in everything))
 
 
 def json_escape(text: str) -> str:
@@ -242,6 +231,73 @@ def map_chats(function: Callable[[T], R], chats: Iterable[T]) -> list[R]:
         listing = "; ".join(f"conversation {index}: {what}" for index, what in problems.items())
         raise TemplateError(listing, problems=problems) from next(iter(failed.values())).__cause__
     return results
+
+
+# ChatML, for tokenizers without a chat template -----------------------------------------------------------------------
+
+#: Refuses what it cannot write: tools, turns that call them, thinking, names, and text that would begin or end a turn.
+#: Where `<|im_start|>` and `<|im_end|>` are special tokens, `render` has replaced them with placeholders before.
+CHATML = (
+    "{% if tools %}{{ raise_exception('chatml has no place for tools; pass a template that writes them') }}{% endif %}"
+    "{% for message in messages %}"
+    "{% for key in ('tool_calls', 'reasoning_content', 'reasoning', 'thinking', 'name') if message[key] %}"
+    "{{ raise_exception('chatml has no place for ' + key + '; leave it out, or pass a template that writes it') }}"
+    "{% endfor %}"
+    "{% for mark in ('<|im_start|>', '<|im_end|>') if mark in message.role or mark in (message.content or '') %}"
+    "{{ raise_exception('a message contains ' + mark + ', which would begin or end a turn; remove it') }}"
+    "{% endfor %}"
+    "{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ (message.content or '') + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ (message.content or '') + '<|im_end|>\\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+#: The templates that core has, by name.
+TEMPLATES = {"chatml": CHATML}
+
+#: A turn. The last one may lack its end, as the text of an answer does.
+_TURN = re.compile(r"<\|im_start\|>(?P<role>[^\n]*)\n(?P<content>.*?)(?P<end><\|im_end\|>(?:\n|\Z)|\Z)", re.DOTALL)
+
+
+def named_template(given: str, own: Any) -> str:
+    """Return the jinja text of a template: `given` itself, or the one in `own` or of core that has this name.
+
+    Args:
+        own: the tokenizer's own templates, if they have names.
+
+    Raises:
+        TemplateError: `given` is neither a name nor jinja text. Rendered, it would stand for every conversation.
+    """
+    named = {**TEMPLATES, **own} if isinstance(own, Mapping) else TEMPLATES
+    if given not in named and "{" not in given:
+        known = sorted(named)
+        raise TemplateError(
+            f"no chat template is named {given!r}; pass jinja text (not the path of a file), or one of the names "
+            f"{', '.join(map(repr, known))}{did_you_mean(given, known)}"
+        )
+    return named.get(given, given)
+
+
+def read_chatml(text: str) -> list[dict[str, str]]:
+    """Return the messages of a conversation that ChatML wrote. A generation prompt at the end is left out.
+
+    Raises:
+        ValueError: the text is not ChatML; the message says where.
+    """
+    messages: list[dict[str, str]] = []
+    at = 0
+    while at < len(text):
+        turn = _TURN.match(text, at)
+        if turn is None:
+            raise ValueError(f"expected <|im_start|> and a role at character {at}, got {text[at : at + 20]!r}")
+        if "<|im_start|>" in turn["content"]:
+            raise ValueError(f"the turn at character {at} does not end with <|im_end|> and a newline")
+        if turn["content"] or turn["end"]:
+            messages.append({"role": turn["role"], "content": turn["content"]})
+        at = turn.end()
+    return messages
 
 
 # Nulls that come from a column of a data set: Arrow gives every object in it the keys of all the others. Only a null

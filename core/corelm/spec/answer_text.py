@@ -8,25 +8,17 @@ a text, and a character may have bytes on both sides. So an answer is decoded to
 - A stop string ends an answer with the token that completes it. That token stays in the ids; the text ends before the
   stop string.
 - One that was complete before the answer had ``min_new_tokens`` tokens does not count, then or later.
-- Text is what the ids decode to after those of the prompt; see `StopStrings.after`. With ``skip_special_tokens`` a
-  special token adds none, so a stop string may stretch across it, and one that contains a special token could never be
-  found. Core refuses the latter; see `skipped_texts`.
+- Text is what the ids decode to after those of the prompt. With ``skip_special_tokens`` a stop string may stretch
+  across a special token; core refuses one that contains it, which could never be found.
 - No stop string counts in the reasoning of an answer (`SamplingParams.reasoning_marks`).
-- A token may end in the middle of a character. The decoder shows such a piece as U+FFFD until the next token completes
-  it, so U+FFFD at the end of a text is not yet text.
+- The decoder shows a piece of a character as U+FFFD, so U+FFFD at the end of a text is not yet text.
 
-Choose by how the engine works:
+An engine that samples in this process uses `StopStrings.watch`. For one that returns whole answers there are
+`StopStrings.first_end`, and `StopStrings.occurs_in` to confirm that it stopped for one.
 
-- It samples in this process, step by step: `StopStrings.watch`, one watch for each answer.
-- It returns whole answers: `StopStrings.first_end`, or `StopStrings.occurs_in` to confirm that it stopped for one.
-- Only the text is needed: `text_before_stop`.
-
-`AnswerTexts`: the text of answers whose tokens arrive little by little, in pieces that are never taken back.
-The pieces of an answer, joined, are the text that a result gives for all of its ids. So a piece is held back
-
-- while its last character may be incomplete: a token may end in the middle of a character;
-- while it may be the beginning of a stop string, which would not be part of the text;
-- while the tokenizer may still change it: some decoders look at several tokens together.
+`AnswerTexts`: the text of answers whose tokens arrive little by little, in pieces that are never taken back and that,
+joined, are the text of the result. So a piece is held back while its last character may be incomplete, while it may
+begin a stop string, and while the tokenizer may still change it.
 """
 
 from __future__ import annotations
@@ -318,11 +310,8 @@ def skipped_texts(tokenizer: Any) -> frozenset[str]:
 
 
 def stops_without_specials(sampling: SamplingParams, tokenizer: Any) -> tuple[str, ...]:
-    """Return the stop strings of `sampling` for which an engine stops at the right token even if it looks for them in a
-    text that has the special tokens.
-
-    The text of an answer may have none, so such an engine would also stop for a string that is a piece of a special
-    token, or that is in the reasoning, where none counts. The plugin has to find the others in the ids.
+    """Return the stop strings for which an engine stops at the right token even if it looks for them in a text that
+    has the special tokens, and the reasoning. The plugin has to find the others in the ids.
     """
     if sampling.reasoning_marks:
         return ()

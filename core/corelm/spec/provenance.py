@@ -35,18 +35,16 @@ class Provenance:
     Attributes:
         backend: the backend's name. A label: it may differ between two numbers that belong together.
         model: the model's name. A label, as above.
-        weight_version: the version of the weights. A label, as above. With an adapter it also names the
-            adapter and its version, as in ``"3+policy@12"``; with ``adapter=False`` it is ``"3+none"``.
-        mode: `raw` or `processed`. This and the following attributes are the distribution: they must agree
-            before two numbers are compared.
+        weight_version: the version of the weights. A label, as above. With an adapter it also names that and its
+            version, as in ``"3+policy@12"``; with ``adapter=False`` it is ``"3+none"``.
+        mode: `raw` or `processed`. This and the next three attributes are the distribution: they must agree before two
+            numbers are compared.
         temperature: what the logits were divided by.
         support: `truncated` if some ids may have lost their probability, else `full`.
         penalties: (name, value) of each penalty in force.
-        version_runs: the weights of each token of a row that was sampled while weights were updated:
-            ``((version, first token), ...)``, from token 0 of the answer on. `weight_version` is that of the
-            first token. Empty if the row is of one version. A label, as above.
-        adapter: the adapter that the call asked for. A label, like the first three: so a policy with its
-            adapter and a reference without it may be compared.
+        adapter: the adapter that the call asked for. A label, like the first three.
+        version_runs: the weights of each token of a row that was sampled while weights were updated: ``((version,
+            first token), ...)``, from token 0 of the answer on; empty if the row is of one version. A label, too.
     """
 
     backend: str
@@ -63,8 +61,7 @@ class Provenance:
     def label(logprobs: Literal["none", "raw", "processed"], sampling: SamplingParams) -> LogProbLabel:
         """Return the label of sampled tokens' log-probs, as a request asks for them.
 
-        This is the one place where a label is made. A plugin puts it into its results, and core compares the
-        results it gets with it.
+        A plugin puts it into its results, and core compares them with it.
 
         >>> Provenance.label("processed", SamplingParams(temperature=0.5, top_k=3))
         {'mode': 'processed', 'temperature': 0.5, 'support': 'truncated'}
@@ -106,8 +103,8 @@ class Provenance:
     def matches(self, other: Provenance) -> bool:
         """Return whether log-probabilities of the two may be subtracted from one another.
 
-        The label of truncated numbers does not say which ids were left. Two of them may be subtracted only if they were
-        normalised over the same ids: whoever has them, as `corelm.kl` does, compares those as well.
+        The label of truncated numbers does not say which ids were left. Whoever has these ids, as `corelm.kl` does,
+        compares them as well.
 
         >>> policy, reference = Provenance("vllm", "mine", "12"), Provenance("transformers", "base", "0")
         >>> policy.matches(reference), policy.matches(Provenance("vllm", "mine", "12", "processed", 0.7))

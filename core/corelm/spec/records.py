@@ -2,15 +2,14 @@
 
 A hook takes one record, and not separate arguments, because a record can gain a field without breaking plugins.
 
-`rows` is the number of prompts or sequences in a request. Row r of a result belongs to row r of its request.
-Token ids are int64, log-probabilities are float32 and in nats, masks are bool. A result holds no inference
-tensors, and a graph only if gradients were requested. Core copies ids, offsets, log-probabilities and masks
-out of a result before the next call, so an engine may reuse the buffers that hold them. It does not copy
-logits, nor results with gradients: a plugin must not modify these after it has returned them. Do not modify
-the tensors of a `ContainerRequest`: rows are copied from them lazily, on first access.
+Row r of a result belongs to row r of its request. Ids are int64, log-probs are float32 and in nats, masks are bool. A
+result holds no inference tensors, and a graph only if gradients were requested. Core copies ids, offsets, log-probs and
+masks out of a result before the next call, so an engine may reuse their buffers. It does not copy logits, nor results
+with gradients: a plugin must not modify these later. Do not modify the tensors of a `ContainerRequest`: rows are copied
+from them on first access.
 
-The worked examples below are one batch: prompts ``[[5, 6], [7, 8, 9]]`` with answers ``[[11, 2], [12, 13, 14]]``, where
-id 2 is EOS. In drawings, a dot is a pad.
+The examples are one batch: prompts ``[[5, 6], [7, 8, 9]]`` with answers ``[[11, 2], [12, 13, 14]]``, where id 2 is EOS.
+In drawings, a dot is a pad.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
-#: When an engine gets new weights or goes to sleep, as seen from the answers that it is sampling. `drain`:
-#: after the answers under way. `abort`: at once; the answers under way end with the reason `abort`. `now`: at
-#: once; the answers under way go on, on the new weights.
+#: When an engine gets new weights or goes to sleep. `drain`: after the answers that it is sampling. `abort`: at once;
+#: these end with the reason `abort`. `now`: at once; these go on, on the new weights.
 When = Literal["drain", "abort", "now"]
 #: What can be said of new weights.
 WHENS: tuple[When, ...] = ("drain", "abort", "now")
@@ -87,15 +85,15 @@ class TokenizeResult:
 class TokenChunk:
     """New tokens of one answer, which a backend with `streaming` hands to ``GenerateRequest.on_tokens``.
 
-    The chunks of a row, joined, must be the beginning of its row of the `GenerateResult`, ids and log-probs. When the
-    call ends, core hands over what is missing of each row: its other tokens and its finish reason.
+    The chunks of a row, joined, must be the beginning of its row of the `GenerateResult`. When the call ends, core
+    hands over what is missing of each row: its other tokens and its finish reason.
 
     Attributes:
         row: the row of the `GenerateResult`.
         ids: the tokens that follow those of the last chunk of this row.
-        logprobs: one per id, of the distribution that the request names; not read with ``logprobs="none"``.
-        finish_reason: why the answer ended, in a chunk after which nothing is missing; None in the others.
-        text: leave it None. Core sets it to the text of a whole answer from an engine that returns `texts`.
+        logprobs: one per id, as the request asks for them; not read with ``logprobs="none"``.
+        finish_reason: why the answer ended, in the last chunk of a row; None in the others.
+        text: leave it None. Core sets it if the engine returns `texts`.
     """
 
     row: int
@@ -109,37 +107,33 @@ class TokenChunk:
 class GenerateRequest:
     """Sample one answer for every prompt.
 
-    Core repeats each prompt for each of its samples, so ``sampling.num_samples`` is None. Core also combines
-    EOS, `stop_token_ids` and `ignore_eos` into `stop_ids`.
+    Core repeats each prompt for each of its samples, so ``sampling.num_samples`` is None. EOS, `stop_token_ids` and
+    `ignore_eos` are combined in `stop_ids`.
 
     Attributes:
         prompts: one row of ids per prompt.
         sampling: how to sample.
-        logprobs: which log-probability of each sampled token to return. `raw`: under the model's own
-            distribution, log-softmax of its logits, no matter what `sampling` and its `engine_kwargs` change.
-            `processed`: under the distribution that the token was drawn from, in the order of `Provenance`.
-        seeds: int64[answers], each in [0, 2**63): answer i is drawn from a separate random stream
-            ``seeds[i]``. None lets the engine choose: it does not declare `per_answer_seeds`, or it declares
-            `seeds_are_costly` and the caller gave no seed.
+        logprobs: which log-prob of each sampled token to return. `raw`: of the model's own distribution, whatever
+            `sampling` changes. `processed`: of the distribution that the token was drawn from. See `Provenance`.
+        seeds: int64[answers], each in [0, 2**63): answer i is drawn from the random stream ``seeds[i]``. None lets the
+            engine choose: it takes no seeds, or they are costly and the caller gave none.
         stop_ids: an answer ends with the first of these ids and keeps it.
         request_ids: one unique name per row, for `abort`.
         timeout: seconds for the whole call; None for no limit.
-        on_tokens: takes the tokens of the answers as they are sampled; None unless the backend declares
-            `streaming` and the caller reads along. It returns at once, raises nothing that concerns the
-            engine, and may be called on any thread. The result is returned as always.
-        on_answer: for a progress bar: takes the row of an answer that is complete, and how many tokens it
-            has. None if the caller shows no bar. Calling it is optional. It never raises, may be called on
-            any thread, and may be called again for the same row. It must not change how the request is
-            served: a request that is repeated without it is repeated with it.
-        adapter: the adapter that answers: its name, or False for none. None, the engine's default, unless the
-            backend declares `adapters`.
-        return_support: whether to return the ids that each token was drawn from. True only for a backend that
-            declares `return_support`, with top-k, top-p or min-p in force and a temperature above 0.
-        top_logprobs: how many of the most probable ids to return at each sampled token, with their log-probs under the
-            distribution that `logprobs` names; at most what the backend declares as `top_logprobs`. 0 for none.
-        weight_version: the label of the weights when core makes the request, for `version_runs` of the
-            result; None unless the backend declares `updates_in_flight`. An update may come before the hook
-            sees the request: see `corelm_engine_kit.VersionLog`.
+        on_tokens: takes tokens as they are sampled; None unless the backend declares `streaming` and the caller reads
+            along. It returns at once, raises nothing that concerns the engine, and may be called on any thread.
+        on_answer: for a progress bar: takes the row of a complete answer, and how many tokens it has. None if the
+            caller shows no bar. Calling it is optional. It never raises, may be called on any thread and again for the
+            same row, and must not change how the request is served.
+        adapter: the name of the adapter that answers, or False for none. None, the engine's default, unless the backend
+            declares `adapters`.
+        return_support: whether to return the ids that each token was drawn from. True only for a backend that declares
+            it, with top-k, top-p or min-p in force and a temperature above 0.
+        top_logprobs: how many of the most probable ids to return at each token, with their log-probs of the kind that
+            `logprobs` names; at most what the backend declares.
+        weight_version: the label of the weights when core makes the request; None unless the backend declares
+            `updates_in_flight`. An update may come before the hook sees the request: see
+            `corelm_engine_kit.VersionLog`.
         weight_update: the `number` of the last update before that.
     """
 
@@ -170,18 +164,15 @@ class GenerateResult:
         finish_reasons    ("stop", "length")
 
     Attributes:
-        ids: the sampled ids. The stop id that ended an answer is part of it; so is the token that completed a stop
-            string.
+        ids: the sampled ids, with the stop id or the token of a stop string that ended the answer.
         logprobs: one per id; None only if the request says ``logprobs="none"``.
         finish_reasons: one per row. `stop`: the last token is a stop id or completes a stop string. `length`: the
             answer reached its limit. `abort` and `error`: the request was aborted, or failed.
-        mode: the distribution of the log-probabilities, as in `Provenance`. `Provenance.label` makes this and the next
-            two fields.
-        temperature: the temperature of that distribution.
-        support: `truncated` if some ids may have lost their probability in that distribution, else `full`.
+        mode: with `temperature` and `support`, the distribution of the log-probs. `Provenance.label` makes all three.
+        temperature: see `Provenance`.
+        support: see `Provenance`.
         texts: one per row, from an engine whose text differs from what its tokenizer decodes; None otherwise.
-        weight_versions: the weights that produced each row; None means the weights in force. With `version_runs`, leave
-            it None: core sets it to the weights of the first token of each row.
+        weight_versions: the weights that produced each row; None for the weights in force, and with `version_runs`.
         version_runs: for each row, which weights produced which of its tokens: ``((version, first token), ...)``, from
             token 0 on, ascending. A row without tokens has one run. None if each row is of one version. A backend that
             declares `updates_in_flight` returns this or `weight_versions`: tokens sampled before any update are of
@@ -189,19 +180,17 @@ class GenerateResult:
             changed weights, of ``WeightUpdate.version``. `corelm_engine_kit.VersionLog` does the counting.
         errors: for each row whose finish reason is `error`, what went wrong; "" for the others. None if all are "".
         adapter: leave it None. Core sets it to that of the request.
-        cached_tokens: for each row, how many ids of its prompt the engine took from its prefix cache instead of
-            computing them; None for a row of which the engine does not say. None if it says so of no row.
+        cached_tokens: for each row, how many ids of its prompt the engine took from its prefix cache; None for a row of
+            which the engine does not say, or in place of all.
         sampling: leave it None. Core sets it to that of the call.
-        kept_ids: for each id, the ids that truncation had left when it was drawn, ascending, itself among them. None
-            unless requested.
+        kept_ids: for each id, those that truncation had left when it was drawn, ascending, itself among them. This and
+            the next four fields are None unless requested.
         kept_log_mass: float32, one per id: the log of the probability that these ids had together before truncation, at
-            the temperature and with the penalties of the request. None unless requested.
+            the temperature and with the penalties of the request.
         top_ids: int64, ``values[total, top_logprobs]``: the most probable ids where each id was sampled, the most
-            probable first; -1 in the last columns if fewer ids have a probability. None unless requested.
-        top_logprobs: float32, like `top_ids`: their log-probs, of the distribution of `logprobs`; -inf where the id is
-            -1.
-        tail_log_mass: float32, one per id: the log of the probability that all other ids have together; -inf if they
-            have none.
+            probable first; -1 in the last columns if fewer ids have a probability.
+        top_logprobs: float32, like `top_ids`: their log-probs, as `logprobs`; -inf where the id is -1.
+        tail_log_mass: float32, one per id: the log of the probability of all other ids; -inf if they have none.
     """
 
     ids: Ragged
@@ -226,7 +215,10 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreRequest:
-    """Return the log-probability of every given token from position ``score_from[r]`` on.
+    """Return the log-prob of every given token from position ``score_from[r]`` on.
+
+    `request_ids`, `timeout` and `adapter` are as in `GenerateRequest`. At most one of `support`, `top_k` and `top_ids`
+    is given, and only to a backend that declares it.
 
     Attributes:
         sequences: one row of ids per sequence.
@@ -236,16 +228,11 @@ class ScoreRequest:
         return_argmax: whether to return the most probable id at every scored position as well.
         grad: whether the results carry gradients to the model's parameters.
         device: where to put the results; None lets the plugin choose.
-        request_ids: one unique name per row, for `abort`.
-        timeout: seconds for the whole call; None for no limit.
-        adapter: as in `GenerateRequest`.
         support: as long as the sequences: the ids over which to normalise at each position, ascending, the given one
-            among them. An empty set stands for the whole vocabulary. None unless the backend declares `score_support`.
-        top_k: how many of the most probable ids to return at every scored position, at the temperature of the request;
-            at most what the backend declares as `score_top_k`. 0 for none. Never together with `support`.
+            among them. An empty set stands for the whole vocabulary.
+        top_k: how many of the most probable ids to return at every scored position, at the temperature of the request.
         top_ids: int64, ``values[total, k]``, as long as the sequences: ids whose log-probs to return at every scored
-            position, instead of the most probable ones; those of a position differ from one another, and -1 stands for
-            no id. None unless the backend declares `score_top_ids`; never together with `support` or `top_k`.
+            position; those of a position differ from one another, and -1 stands for no id.
     """
 
     sequences: Ragged
@@ -265,7 +252,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreResult:
-    """The log-probabilities of given tokens.
+    """The log-probs of given tokens. Fields that are not described are as in `GenerateResult`.
 
     In the example, prompt and answer are scored together from ``score_from=[2, 3]``, which are the answers::
 
@@ -276,25 +263,17 @@ class ScoreResult:
 
     Attributes:
         logprobs: as long as the sequences; 0.0 where `scored` is False.
-        scored: as long as the sequences: whether the log-probability of this token was computed. Never at position 0.
+        scored: as long as the sequences: whether the log-prob of this token was computed. Never at position 0.
         logits: ``values[total, vocab]`` in the model's scale, before any temperature; None unless requested. Row t
             predicts token t. Rows that are not scored are 0.
         argmax: int64, as long as the sequences: the most probable id at this position given the ids before it, any of
             equally probable ones; -1 where `scored` is False. None unless requested.
-        mode: with `temperature` and `support`, the distribution of the log-probabilities. `Provenance.label_of_scores`
-            makes these fields.
-        temperature: as in `GenerateResult`, like the other fields that both have, if nothing else is said.
-        support: `truncated` if the request has a `support`, else `full`.
-        weight_versions: the weights that produced each row; None means the weights in force.
+        mode: with `temperature` and `support`, what `Provenance.label_of_scores` makes.
         errors: for each row that could not be scored, what went wrong; "" for the others. None if all are "".
-        adapter: leave it None.
-        top_ids: int64, ``values[total, k]``, as long as the sequences: the most probable ids at each position given the
-            ids before it, the most probable first; with ``request.top_ids``, those, in their order. -1 where `scored`
-            is False. None unless requested.
-        top_logprobs: float32, like `top_ids`: their log-probs at the temperature of the request, with gradients if
-            those were requested; -inf where the id is -1, and 0.0 where `scored` is False.
-        tail_log_mass: float32, as long as the sequences: the log of the probability that all other ids have together;
-            -inf if they have none, and 0.0 where `scored` is False.
+        top_ids: as long as the sequences; with ``request.top_ids``, those, in their order. -1 where `scored` is False.
+        top_logprobs: at the temperature of the request, with gradients if those were requested; 0.0 where `scored` is
+            False.
+        tail_log_mass: as long as the sequences; 0.0 where `scored` is False.
     """
 
     logprobs: Ragged
@@ -323,25 +302,22 @@ class WeightUpdate:
     """New weights: a state dict, a stream or a path, or nothing if their owner has changed them in place.
 
     Core calls the hook while no other call is running, unless `when` is `now`: then calls of `generate` may be running,
-    and they go on with the new weights. Core says `now` only to a backend that declares `updates_in_flight`.
+    and go on with the new weights. Core says `now` only to a backend that declares `updates_in_flight`.
 
     Attributes:
         version: the label that every later result carries.
-        when: `drain`: the answers in flight have ended, on the old weights. `abort`: core has aborted them.
-            `now`: they are in flight.
+        when: what became of the answers in flight. See `When`.
         number: counts the updates of the base weights, from 1 on. See `GenerateRequest.weight_update`.
         state_dict: tensors by parameter name, or None.
         path: where the weights are saved, or None.
-        stream: names and tensors that can be read once, one after the other, or None. The memory of a tensor
-            may be used for the next one. Reading raises an `InvalidRequestError` if the caller's iterator
-            fails. Core sets it for engines that declare `weight_stream`.
-        expect: what the caller said the engine should answer, or None. A plugin that only loads weights
-            ignores it; one with engines behind it hands it on to those that listen to their updates.
-        adapter: the name of the adapter that is loaded, or replaced if there is one of this name; with
-            neither `state_dict` nor `path`, the one to unload. The base weights stay. None unless the backend
-            declares `adapters`.
-        adapter_config: what the ``adapter_config.json`` of PEFT says of the adapter in `state_dict`; None for
-            a folder, which has that file.
+        stream: names and tensors that can be read once, or None. The memory of a tensor may be used for the next one.
+            Reading raises an `InvalidRequestError` if the caller's iterator fails. Only for engines that declare
+            `weight_stream`.
+        expect: what the caller said the engine should answer, or None. A plugin with engines behind it hands it on to
+            those that listen to their updates; others ignore it.
+        adapter: the adapter that is loaded or replaced; with neither `state_dict` nor `path`, the one to unload. The
+            base weights stay. None unless the backend declares `adapters`.
+        adapter_config: PEFT's ``adapter_config.json`` of the adapter in `state_dict`; None for a folder, which has it.
     """
 
     version: str
@@ -374,9 +350,9 @@ class SleepRequest:
     """Free the memory of the accelerator. Core calls the hook while no other call is running.
 
     Attributes:
-        level: 1 keeps the weights, outside the accelerator, and drops the KV cache. 2 drops both: core serves
-            no call after the engine was woken until `update_weights` has loaded weights.
-        when: `drain`: calls in flight were allowed to finish. `abort`: core has aborted the answers in flight.
+        level: 1 keeps the weights, outside the accelerator, and drops the KV cache. 2 drops both: core serves no call
+            after the engine was woken until `update_weights` has loaded weights.
+        when: `drain` or `abort`. See `When`.
     """
 
     level: int
@@ -389,7 +365,7 @@ class WakeRequest:
 
     Attributes:
         tags: what to wake: `weights`, `kv_cache` or both. All of it sleeps.
-        last: whether nothing sleeps any more afterwards, so that the engine serves calls again.
+        last: whether nothing sleeps any more afterwards.
     """
 
     tags: frozenset[str]
@@ -424,13 +400,7 @@ class CloseRequest:
 
 @dataclass(frozen=True, slots=True)
 class Parts(Generic[T]):
-    """A value for the prompt, the response and both together.
-
-    Attributes:
-        prompt: None if the input does not tell prompt and response apart.
-        response: None if the input does not tell prompt and response apart.
-        full: the prompt followed by the response.
-    """
+    """A value for the prompt, the response and `full`, both together. The first two are None if rows are not split."""
 
     prompt: T | None
     response: T | None
@@ -463,7 +433,7 @@ class Columns:
 class ContainerRequest:
     """Everything known about a batch of rows, to be wrapped in containers for the user.
 
-    With ``pad_output=False`` each field is a list with one tensor per row, nested like the batch. The example gives::
+    With ``pad_output=False`` each field is a list with one tensor per row, nested like the batch::
 
         tokens.prompt               [ 5, 6 ]                    [ 7, 8, 9 ]
         tokens.response             [ 11, 2 ]                   [ 12, 13, 14 ]
@@ -473,17 +443,11 @@ class ContainerRequest:
 
     With ``pad_output=True`` each field is one tensor. Pads are `pad_id` in tokens, 0.0 in log-probs, False in masks::
 
-        tokens.prompt               .    5    6              tokens.response     11    2    .
-                                    7    8    9                                  12   13   14
-
-        tokens.full                 .    5    6     11     2     .
-                                    7    8    9     12    13    14
+        tokens.full                 .    5    6     11     2     .      tokens.response     11    2    .
+                                    7    8    9     12    13    14                          12   13   14
 
         log_probs.full              .    0.0  0.0   -0.5  -0.1   .
                                     0.0  0.0  0.0   -1.2  -0.3  -0.7
-
-        masks.all_attention_mask    .    yes  yes   yes   yes    .
-                                    yes  yes  yes   yes   yes   yes
 
     Attributes:
         batch_size: the shape of the result; its product is the number of rows, in C order.
@@ -492,15 +456,11 @@ class ContainerRequest:
         texts: one str per row.
         chats: one conversation per row.
         logprobs: float32, as long as ``tokens.full``.
-        scored: bool, as long as ``tokens.full``: False where the log-probability means nothing and is set to 0.0.
-        kept_ids: the ids over which each log-probability was normalised, ascending. An empty set stands for
-            the whole vocabulary, and for a token that was not scored. This and the next four fields are as
-            long as ``tokens.full``.
+        scored: bool, as long as ``tokens.full``: False where the log-prob means nothing and is set to 0.0.
+        kept_ids: the ids over which each log-prob was normalised, ascending. An empty set stands for the whole
+            vocabulary, and for a token that was not scored. This and the next five fields are as long as
+            ``tokens.full``; `top_ids` and the three after it are as in `ScoreResult`.
         kept_log_mass: as in `GenerateResult`; 0.0 where `scored` is False.
-        top_ids: as in `ScoreResult`, and so are `top_logprobs`, `tail_log_mass` and `argmax`.
-        top_logprobs: see `top_ids`.
-        tail_log_mass: see `top_ids`.
-        argmax: see `top_ids`.
         greedy: one per row: whether every token that counts is the most probable one.
         provenance: one per row, None for a row of unknown origin; or one for all rows.
         assistant: bool, as long as ``tokens.full``: True where a token is the assistant's; None if that is not known.

@@ -75,8 +75,8 @@ class TopIds:
 def log_tail_mass(logprobs: Tensor) -> Tensor:
     """Return the log of the probability that the ids which are not among the given ones have together.
 
-    For engines that report the log-probs of some ids only. Those are rounded, so the result is only as good as their
-    sum: a tail of 1e-6 may be off by a tenth. It is -inf if their probabilities add up to 1 or, by rounding, to more.
+    Log-probs are rounded, so the result is only as good as their sum: a tail of 1e-6 may be off by a tenth. It is -inf
+    if the probabilities add up to 1 or, by rounding, to more.
 
     Args:
         logprobs: float[..., k].
@@ -99,8 +99,8 @@ class RowAnswer:
         kept_ids: for each id, the ids that truncation had left, in any order; empty if they were not asked for.
         kept_log_mass: for each id, the log of the probability of those ids before truncation; empty likewise.
         top: the most probable ids where each id was sampled; None if they were not asked for.
-        cached_tokens: how many ids of the prompt the engine says that it took from its prefix cache, as it
-            says so; a value that is no count is left out.
+        cached_tokens: how many ids of the prompt came from the prefix cache, as the engine says; what is no count is
+            left out.
     """
 
     ids: Sequence[int]
@@ -133,8 +133,7 @@ class RowFailure:
 
     Attributes:
         why: the reason, in words that help the caller.
-        aborted: the row was aborted before it had an answer. Nothing went wrong, so a generated row gets the
-            finish reason ``abort`` and no error.
+        aborted: the row was aborted before it had an answer: its finish reason is ``abort``, and it has no error.
     """
 
     why: str

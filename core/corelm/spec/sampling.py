@@ -65,15 +65,15 @@ class SamplingParams:
         seed: fixes the answers: each gets a seed derived from this one, its prompt's row and its number among
             that prompt's samples.
         num_beams: number of beams, if the engine has beam search; 1 samples. A search draws nothing: it takes only the
-            temperatures 0 and 1, which then mean the same, and neither top-k nor top-p nor min-p nor `num_samples`.
+            temperatures 0 and 1, which mean the same then, no truncation and no `num_samples`.
         length_penalty: exponent of the length in a beam's score: the sum of its log-probs divided by length ** penalty.
         early_stopping: end the beam search as soon as there are `num_beams` complete answers.
         do_sample: False is temperature 0. It follows from the temperature if it is not given.
         skip_special_tokens: leave special tokens out of the text. Ids keep them.
-        reasoning_marks: the texts that begin and end the reasoning of an answer, in which no stop string
-            counts, for example ``("<think>", "</think>")``. A policy takes them from its `response_parser`.
-        engine_kwargs: passed to the engine's own sampling call. Core checks only that a name is not one of
-            its own, or one that would change what the engine returns.
+        reasoning_marks: the texts that begin and end the reasoning of an answer, in which no stop string counts:
+            ``("<think>", "</think>")``, for example. A policy takes them from its `response_parser`.
+        engine_kwargs: passed to the engine's own sampling call. Names of core, and those that would change what the
+            engine returns, are refused.
 
     Aliases such as `max_tokens` are understood.
 
@@ -134,8 +134,8 @@ class SamplingParams:
     def make(cls, value: object = None, **changes: Any) -> SamplingParams:
         """Return parameters from a `SamplingParams`, a mapping or nothing, with the keyword changes applied.
 
-        Aliases are understood, and None in a mapping is the default, except for `max_new_tokens`. A `GenerationConfig`
-        of transformers and the `SamplingParams` of vLLM are read field by field, as their libraries do.
+        None in a mapping is the default, except for `max_new_tokens`. A `GenerationConfig` of transformers and the
+        `SamplingParams` of vLLM are read as their libraries read them.
 
         >>> params = SamplingParams.make({"max_tokens": 8, "do_sample": False}, n=2)
         >>> params.max_new_tokens, params.temperature, params.num_samples

@@ -30,14 +30,13 @@ class MaskedCategorical(Distribution):
     """A categorical distribution at each position of ``[*batch, time]``; only positions where `mask` is True count.
 
     At the other positions `log_prob` and `entropy` are 0.0 (without a gradient), and `mode` and `sample` are -100,
-    which losses ignore. The logits there are never read, so they may hold anything, even NaN.
+    which losses ignore. The logits there are never read.
 
-    Where a position counts, its logits must be a distribution: no NaN, no +inf, and not −inf for every token. At a
-    position where they are not, as those of a diverged model, `log_prob` and `entropy` are NaN, and `mode` and `sample`
-    raise an error.
+    Where a position counts and its logits are no distribution (NaN, +inf, or −inf for every token), `log_prob` and
+    `entropy` are NaN, and `mode` and `sample` raise an error.
 
-    No tensor as large as the logits is made or kept for a value: the logits are normalised a slice of positions at a
-    time, and once more when a gradient is computed.
+    No tensor as large as the logits is made for a value: the logits are normalised a slice of positions at a time, and
+    once more when a gradient is computed.
 
     Args:
         logits: float[*batch, time, vocab], unnormalised; −inf excludes a token. Gradients flow to them through
@@ -79,11 +78,12 @@ class MaskedCategorical(Distribution):
                 f"value: expected ids [..., {', '.join(map(str, self.mask.shape))}], got {list(value.shape)}",
                 field="value",
             )
-        ids = value.to(self.mask.device)[..., self.mask].reshape(math.prod(value.shape[:extra]), self._count)
+        index = self._index
+        ids = value.to(self.mask.device)[..., self.mask].reshape(math.prod(value.shape[:extra]), len(index))
         vocab = self.logits.shape[-1]
         if bool(((ids < 0) | (ids >= vocab)).any()):
             raise InvalidRequestError(f"value: an id is outside the vocabulary of {vocab}", field="value")
-        found = _BySlice.apply(self._rows, self._index, ids.T, self._step, _log_prob_of)
+        found = _BySlice.apply(self._rows, index, ids.T, self._step, _log_prob_of)
         return self._spread(found.T, 0.0).reshape(value.shape)
 
     def entropy(self) -> Tensor:
@@ -119,36 +119,24 @@ class MaskedCategorical(Distribution):
         return self.mask.flatten().nonzero().flatten()
 
     @property
-    def _count(self) -> int:
-        return int(self.mask.sum())
-
-    @property
     def _step(self) -> int:
         return max(1, self.SLICE // max(1, self.logits.shape[-1]))
 
     def _by_slice(self, pick: Callable[[Tensor], Tensor], *width: int) -> Tensor:
         """Return int64[n, *width]: the ids that `pick` chooses from the logits of the n positions that count."""
-        found = torch.empty((self._count, *width), dtype=torch.int64, device=self.logits.device)
+        index, width_of_row = self._index, self.mask.shape[-1] if self.mask.ndim else 1
+        found = torch.empty((len(index), *width), dtype=torch.int64, device=self.logits.device)
         with torch.no_grad():
-            for at, logits in _slices(self._rows, self._index, self._step) if found.numel() else ():
+            for at, logits in _slices(self._rows, index, self._step) if found.numel() else ():
                 # The largest logit is NaN if one is, and infinite if one is +inf or all are −inf.
-                self._refuse(at, logits.amax(-1))
+                largest, problems = logits.amax(-1), Problems()
+                bad = ~torch.isfinite(largest)
+                for place, value in zip(index[at][bad].tolist(), largest[bad].tolist(), strict=True):
+                    what = f"position {place % width_of_row} are not a distribution: the largest one is {value}"
+                    problems.setdefault(place // width_of_row, f"the logits at {what}")
+                refuse(problems, "logits")
                 found[at] = pick(logits)
         return found
-
-    def _refuse(self, at: slice, largest: Tensor) -> None:
-        """Raise for the positions of a slice whose largest logit is not finite."""
-        bad = ~torch.isfinite(largest)
-        if not bool(bad.any()):
-            return
-        width = self.mask.shape[-1] if self.mask.ndim else 1
-        problems: Problems = {}
-        for index, value in zip(self._index[at][bad].tolist(), largest[bad].tolist(), strict=True):
-            problems.setdefault(
-                index // width,
-                f"the logits at position {index % width} are not a distribution: the largest one is {value}",
-            )
-        refuse(problems, "logits")
 
     def _spread(self, values: Tensor, filler: float) -> Tensor:
         """Spread ``[..., n]`` over ``[..., *batch, time]``, with `filler` where the mask is False."""

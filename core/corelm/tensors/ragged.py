@@ -219,9 +219,7 @@ class Ragged:
         return out.masked_scatter_(mask, self.values)
 
     def select(self, rows: Sequence[int] | Tensor) -> Ragged:
-        """Return the rows with these numbers, in the given order, or those where a bool mask is True.
-
-        A number may occur more than once.
+        """Return the rows with these numbers, in the given order, also several times, or those where a mask is True.
 
         Raises:
             IndexError: there is no row with such a number, or a mask has another length.

@@ -18,7 +18,7 @@ from corelm.kl import (
     RetrieveLogProb,
     k3_st,
 )
-from corelm.kl.penalty import BIASED
+from corelm.kl.transforms import BIASED
 from helpers.kl_cases import COEFF, LAYOUTS, by_hand, gen_policy, ref_policy, rollout
 
 gen, ref = gen_policy, ref_policy

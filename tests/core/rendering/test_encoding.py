@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from corelm import Backend, Ragged, hookimpl
 from corelm.errors import EngineError
 from corelm.rendering.encoding import Encoder
 from corelm.spec.records import TokenizeRequest, TokenizeResult
-from helpers.each import each, examples
+from helpers.each import each
 from helpers.fakes import Fake
 
 TEXT = "The quick brown fox, née Füchsin, says: 你好 🦊!\n\n    return x  +  1\n" * 3
 SPECIALS = ["<|pad|>", "<|end|>"]
 
 
-def build(change: Callable[[Tokenizer], None] = lambda rust: None, prefix: bool = False) -> PreTrainedTokenizerFast:
+def build(prefix: bool = False) -> PreTrainedTokenizerFast:
     rust = Tokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     rust.decoder = decoders.ByteLevel()
@@ -34,30 +31,7 @@ def build(change: Callable[[Tokenizer], None] = lambda rust: None, prefix: bool 
         show_progress=False,
     )
     rust.train_from_iterator([TEXT], trainer)
-    change(rust)
     return PreTrainedTokenizerFast(tokenizer_object=rust, pad_token="<|pad|>", eos_token="<|end|>")
-
-
-def normalized(rust: Tokenizer) -> None:
-    rust.normalizer = normalizers.NFC()
-
-
-def trimmed(rust: Tokenizer) -> None:
-    rust.post_processor = processors.ByteLevel(trim_offsets=True)
-
-
-def closed(rust: Tokenizer) -> None:
-    rust.post_processor = processors.TemplateProcessing(
-        single="<|pad|> $A <|end|>", special_tokens=[("<|pad|>", 0), ("<|end|>", 1)]
-    )
-
-
-def swapped(rust: Tokenizer) -> None:
-    rust.normalizer = normalizers.Replace("ab", "ba")
-
-
-def greedy(rust: Tokenizer) -> None:
-    rust.add_tokens([AddedToken("<unk>", rstrip=True)])
 
 
 def pieces() -> PreTrainedTokenizerFast:
@@ -70,16 +44,10 @@ def pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=rust, pad_token="<|pad|>", eos_token="<|end|>", unk_token="<unk>")
 
 
-#: Maps a name to a tokenizer, and whether its tokens are the bytes of the text.
-TOKENIZERS: dict[str, tuple[PreTrainedTokenizerFast, bool]] = {
-    "bytes": (build(), True),
-    "normalized": (build(normalized), True),
-    "closed": (build(closed), True),
-    "trimmed": (build(trimmed), False),
-    "swapped": (build(swapped), True),
-    "greedy": (build(greedy), False),
-    "a space in front": (build(prefix=True), False),
-    "pieces": (pieces(), False),
+TOKENIZERS: dict[str, PreTrainedTokenizerFast] = {
+    "bytes": build(),
+    "a space in front": build(prefix=True),
+    "pieces": pieces(),
 }
 TEXTS = [
     "",
@@ -91,8 +59,6 @@ TEXTS = [
     "<|end|> and <|pad|><|end|>",
     "你好 " * 5,
 ]
-
-every = each("tokenizer, bytes_", TOKENIZERS.values())
 
 
 def request(texts: list[str], **options: Any) -> TokenizeRequest:
@@ -116,32 +82,15 @@ def assert_as_called(tokenizer: Any, asked: TokenizeRequest) -> TokenizeResult:
     return found
 
 
-@every
+@each("tokenizer", TOKENIZERS.values())
 @each("add_special_tokens", [False, True])
 @each("parse_special", [False, True])
 @each("offsets", [False, True])
 def test_every_combination_of_options(
-    tokenizer: Any, bytes_: bool, add_special_tokens: bool, parse_special: bool, offsets: bool
+    tokenizer: Any, add_special_tokens: bool, parse_special: bool, offsets: bool
 ) -> None:
     asked = request(TEXTS, add_special_tokens=add_special_tokens, parse_special=parse_special, offsets=offsets)
     assert_as_called(tokenizer, asked)
-
-
-@every
-def test_bytes_are_counted_if_tokens_are_bytes(tokenizer: Any, bytes_: bool) -> None:
-    assert (Encoder(tokenizer).byte_counts() is not None) is bytes_
-
-
-characters = st.text(
-    st.sampled_from("ab .\n\u00e9\u4e2d\U0001f98a\u0301e\u0338") | st.characters(codec="utf-8"), max_size=12
-)
-texts = st.lists(st.lists(characters | st.sampled_from(SPECIALS), max_size=4).map("".join), min_size=1, max_size=4)
-
-
-@settings(deadline=None, max_examples=examples(60))
-@given(st.sampled_from(sorted(TOKENIZERS)), texts, st.booleans())
-def test_any_text(name: str, texts: list[str], parse_special: bool) -> None:
-    assert_as_called(TOKENIZERS[name][0], request(texts, parse_special=parse_special, offsets=True))
 
 
 def test_settings_left_by_another_call_are_reset() -> None:
@@ -152,13 +101,12 @@ def test_settings_left_by_another_call_are_reset() -> None:
     assert encoder(request(TEXTS)).ids.tolist() == wanted
 
 
-def test_byte_counts_include_a_token_added_later() -> None:
+def test_a_token_added_later_is_one_token() -> None:
     tokenizer = build()
     encoder = Encoder(tokenizer)
     encoder(request(["The fox"], offsets=True))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|née|>"]})
-    found = encoder(request(["The <|née|> fox"], offsets=True))
-    assert [4, 11] in found.offsets.tolist() and encoder.byte_counts() is not None
+    assert [4, 11] in encoder(request(["The <|née|> fox"], offsets=True)).offsets.tolist()
 
 
 def test_a_class_that_overrides_encoding_is_called() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import corelm
 from corelm import Message, parser_named
 from corelm.errors import InvalidRequestError, ResponseFormatError
-from corelm.rendering.response_formats import FORMATS
+from corelm.rendering.response_parsers import FORMATS
 from helpers import chat_templates as ct
 from helpers.each import each, examples
 from helpers.tool_templates import FAMILIES, HERMES, cut_out

@@ -1,11 +1,13 @@
-"""Which GPUs the children of an engine see."""
+"""Which GPUs the children of an engine see, and the names of dtypes."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from corelm.errors import InvalidRequestError
-from corelm_engine_kit import device_numbers, visible_devices
+from corelm_engine_kit import device_numbers, torch_dtype, visible_devices
+from helpers.each import each
 
 
 def test_numbers_are_read_from_what_people_type() -> None:
@@ -29,3 +31,8 @@ def test_numbers_count_the_gpus_that_this_process_sees() -> None:
     for seen in ("4,5", ""):
         with pytest.raises(InvalidRequestError, match=f"this process sees {len(seen.split(',')) if seen else 0} GPUs"):
             visible_devices([2], {"CUDA_VISIBLE_DEVICES": seen})
+
+
+@each("name, meant", [("half", "float16"), ("float", "float32"), ("double", "float64")])
+def test_torchs_own_short_names_of_dtypes_are_dtypes(name: str, meant: str) -> None:
+    assert torch_dtype(name) is torch_dtype(f"torch.{name}") is getattr(torch, meant)
