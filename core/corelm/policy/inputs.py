@@ -38,8 +38,8 @@ from corelm.errors import (
 from corelm.policy.options import PolicyOptions
 from corelm.policy.rows import InputRows, find_value
 from corelm.policy.tokens import REPEAT, MaskKeys, input_ids_of, mask_next_to, nested_field, read_ids, with_full
-from corelm.rendering.encoding import NO_COMPLETION, NO_PROMPT, encode_completions
-from corelm.rendering.render import RenderedChats, Tokenize, render
+from corelm.rendering.encoding import NO_COMPLETION, NO_PROMPT, Tokenize, encode_completions
+from corelm.rendering.render import RenderedChats, render
 from corelm.spec.message import Chat, Message
 from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from corelm.errors import Problems
-from corelm.rendering.render import Tokenize
 from corelm.spec.answer_text import LeftContexts
 from corelm.spec.records import TokenizeRequest, TokenizeResult
 from corelm.tensors.ragged import Ragged
@@ -67,6 +67,15 @@ def decoded(
 
 
 # Prompts and completions ----------------------------------------------------------------------------------------------
+
+
+class Tokenize(Protocol):
+    """Texts to ids, one row per text, as `Backend.tokenize` does it."""
+
+    def __call__(
+        self, texts: Sequence[str], *, add_special_tokens: bool, parse_special: bool = True, offsets: bool = False
+    ) -> TokenizeResult: ...
+
 
 #: How prompt and completion become ids: tokenized as one text, or each by itself.
 Boundary = Literal["joint", "separate"]
