@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from corelm.errors import BackendNotInstalledError, ResponseFormatError, described
+from corelm.errors import BackendNotInstalledError, ResponseFormatError, described, how_to_install
 from corelm.rendering.response_formats import FORMATS, STRAY, ResponseFormat
 from corelm.rendering.segments import special_tokens
 from corelm.rendering.template import map_strings
@@ -181,7 +181,7 @@ def _engine() -> Any:
         from transformers.utils import chat_parsing
     except ImportError as error:
         raise BackendNotInstalledError(
-            'the parsers of answers are those of transformers: pip install "transformers>=5.19"'
+            f"the parsers of answers are those of transformers: {how_to_install('transformers>=5.19')}"
         ) from error
     return chat_parsing
 

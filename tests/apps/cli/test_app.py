@@ -63,7 +63,7 @@ def test_backends_says_what_is_wrong(fabricate):
 
 def test_backends_says_how_to_install_one_if_there_is_none(monkeypatch):
     monkeypatch.setenv("CORELM_BACKENDS", "")
-    assert 'pip install "plugins/transformers_backend"' in corelm_command("backends").stdout
+    assert "pip install . kits/engine plugins/transformers_backend" in corelm_command("backends").stdout
 
 
 @pytest.mark.process
@@ -236,7 +236,7 @@ def test_a_refused_command_says_why(files, uninstalled):
     uninstalled("core-vllm-backend")
     for more, message in (
         (["--backend", "tyo"], "Did you mean 'toy'"),
-        (["--backend", "vllm"], 'pip install "plugins/vllm_backend[engine]"'),
+        (["--backend", "vllm"], 'pip install . kits/engine "plugins/vllm_backend[engine]"'),
         (["--input", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--top-p", "1.5"], "top_p"),
         (["--option", "max_contxt=5"], "did you mean 'max_context'"),

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from corelm.errors import how_to_install
 from corelm.validate import invalid
 from corelm_cli import flags, interrupt_ends_process, strict_json
 from corelm_cli.engine import EngineChoice
@@ -106,7 +107,7 @@ def conformance(
         if folder is None:
             raise invalid("oracle_model", "expected a folder with the model of the server, to compare with")
         if find_spec("pytest") is None:
-            raise invalid("conformance", 'the kit runs on pytest: pip install "pytest>=8"')
+            raise invalid("conformance", f"the kit runs on pytest: {how_to_install('pytest>=8')}")
         with interrupt_ends_process():
             from corelm_testing import by_name
             from corelm_testing.plain_oracle import PlainOracle
