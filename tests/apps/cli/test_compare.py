@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corelm.errors import InvalidRequestError
@@ -55,7 +57,7 @@ def test_engines_that_agree_are_told_so_and_the_exit_code_is_0(prompts):
 def test_its_progress_is_shown_on_a_terminal_after_a_while(prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "is_terminal", lambda stream: True)
     monkeypatch.setattr(progress, "LONG", 0.0)
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(progress, "Console", partial(Console, force_terminal=True))
     monkeypatch.setenv("TERM", "xterm")
     flags = ("--input", prompts, "--report", tmp_path / "report.html")
     shown = corelm_command("compare", *TWO, *flags).stderr

@@ -92,9 +92,10 @@ class Job(Generic[L]):
             run = _Run(self.worker(engine), answers, errors, self.samples, console, summary)
             doing = "scoring" if summary.command == "score" else "answering"
             bar = stack.enter_context(Bar(doing, quiet=self.quiet or self.target is None, console=console))
+            bar.show(total=total)
             for lines in run.batches(read_lines(source, self.read), self.batch_size):
                 run.serve(lines)
-                bar.show(rate=f"{summary.tokens_per_second or 0:,.0f} tokens/s", total=total, advance=len(lines))
+                bar.show(rate=f"{summary.tokens_per_second or 0:,.0f} tokens/s", advance=len(lines))
             errors.finished()
 
 
