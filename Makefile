@@ -100,7 +100,7 @@ test-vllm: .venv-vllm/.installed ## test the vLLM plugin on a real vLLM, on the 
 	$(KIT) .venv-vllm/bin/python -m pytest $(MARKS) tests/engines/vllm tests/test_third_party_names.py
 
 test-sglang: .venv-sglang/.installed ## test the SGLang plugin on a real SGLang server, on the CPU
-	$(KIT) .venv-sglang/bin/python -m pytest $(MARKS) tests/engines/sglang
+	$(KIT) .venv-sglang/bin/python -m pytest $(MARKS) tests/engines/sglang tests/test_third_party_names.py
 
 test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine
 	$(KIT) OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(MARKS) tests/engines/ray tests/test_third_party_names.py

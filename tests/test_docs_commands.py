@@ -1,22 +1,30 @@
-"""Every command in the documentation is one that the command line takes; a tiny model answers those that it can.
+"""Every command that a page, a docstring or a message prints is one that can be typed.
 
-Other tests run the blocks marked ``python``. Blocks marked ``py`` need an engine, a GPU or several machines.
-They are only compiled here.
+Its program parses it: the command line, `argparse`, make, pip or pytest. A tiny model answers what it can. Other tests
+run the blocks marked ``python``. Blocks marked ``py`` need an engine, a GPU or several machines, and are compiled here.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
+import runpy
 import shlex
-from collections.abc import Iterator
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
 from functools import partial
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+from corelm.errors import how_to_install
 from helpers.pages import Page
 
 typer = pytest.importorskip("typer", reason="the command needs the extra cli")
@@ -28,35 +36,77 @@ from corelm_cli.app import app  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("plugins/*/README.md")}
+    {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[kpa]*/*/README.md")}
     # What was true of an older version stays as it was.
     - {ROOT / "CHANGELOG.md"}
 )
-#: Words of the pages that stand for something that a reader fills in.
-ELLIPSIS = "…"
-COMMAND = re.compile(r"^(?:\$ )?((?:python -m )?corelm [a-z][a-z-]*(?: .*)?)$", re.MULTILINE)
+MODULES = [
+    *(path for folder in ("core", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))),
+    *sorted(ROOT.glob("[kpa]*/*/src/**/*.py")),
+]
+PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(?:corelm|(?:\S+/)?python|torchrun|pip|make|pytest) \S")
+#: What pages say not to type.
+WARNING = re.compile(r"\*\*(?:Do not type|`pip install core` may).*?:", re.DOTALL)
+
+# Finding them ---------------------------------------------------------------------------------------------------------
 
 
-def commands_in_blocks(text: str) -> Iterator[str]:
-    """Yield the command lines of the code blocks that are not Python, without prompts, pipes and comments."""
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        if language in ("", "bash", "sh", "console", "shell"):
-            yield from COMMAND.findall(block.replace("\\\n", " "))
+def printed(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield each command of a page, or of a module's docstring, and whether it is complete: it stands in a block."""
+    text = WARNING.sub("", path.read_text())
+    if path.suffix == ".py":
+        text = re.sub(r"((?:^    .*\n?)+)", r"```\n\1\n```\n", ast.get_docstring(ast.parse(text)) or "", flags=re.M)
+    fence = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+    for language, block in fence.findall(text):
+        if language in ("", "bash", "sh"):
+            lines = re.sub(r" *\\\n *", " ", block).splitlines()
+            typed = [line[2:] for line in lines if line.startswith("$ ")] or lines
+            yield from ((part, True) for line in typed for part in parts(line.removeprefix("    ")))
+    for _, span in re.findall(r"(?<!`)(``?)([^`]+)\1(?!`)", fence.sub("", text)):
+        yield from ((part, False) for part in parts(" ".join(span.split())))
 
 
-def commands_in_spans(text: str) -> Iterator[str]:
-    """Yield the commands with a flag or an argument that stand between backticks."""
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose):
-        if re.match(r"corelm [a-z]", span):
-            yield " ".join(span.split())
+def parts(line: str) -> Iterator[str]:
+    """Yield the commands of a line, which may be a pipeline; the first of alternatives, and no ellipses."""
+    line = re.sub(r"\[(--[^]|]*)(\|[^]]*)?\]", r"\1", line).replace("…", "")
+    yield from filter(PROGRAM.match, line.split(" | "))
+
+
+#: Each, with whether it is complete, and one place where it stands.
+SHOWN = {shown: path.relative_to(ROOT) for path in [*MODULES, *PAGES] for shown in printed(path)}
 
 
 def words(line: str) -> list[str]:
-    """Return the arguments of a command as a shell would, up to a pipe, a redirection or another command."""
-    found = shlex.split(re.sub(r"^python -m ", "", line), comments=True)
-    ends = [number for number, word in enumerate(found) if re.match(r"\d?[|<>&;]", word)]
-    return [word for word in found[1 : min(ends, default=None)] if word != ELLIPSIS]
+    """Return the words of a command as a shell would, without variables and redirections."""
+    found = shlex.split(re.sub(r"^(?:[A-Z_]+=\S+ )*", "", line), comments=True)
+    return found[: min([number for number, word in enumerate(found) if re.match(r"\d?[<>&;]", word)], default=None)]
+
+
+# Whether their programs take them -------------------------------------------------------------------------------------
+
+
+def complaint(line: str, config: pytest.Config, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what is wrong with a command; nothing if its program takes it."""
+    match words(line):
+        case ["corelm", *arguments]:
+            with pytest.raises(SystemExit) as end:
+                without_effect(typer.main.get_command(app)).main(arguments, "corelm")
+            said = capsys.readouterr()
+            return (said.err or said.out) if end.value.code else ""
+        case ["make", *arguments]:
+            makefile, names = (ROOT / "Makefile").read_text(), [each.partition("=")[0] for each in arguments]
+            known = rf"^({'|'.join(names)})( \?=|:)|\(if \$\(({'|'.join(names)})\)"
+            return f"make has not all of {names}" * (len(set(re.findall(known, makefile, re.MULTILINE))) < len(names))
+        case ["pip", "install", *arguments] if arguments:
+            return wrong_for_pip(arguments)
+        case ["pytest", *arguments] | [_, "-m", "pytest", *arguments]:
+            for option in (each.partition("=")[0] for each in arguments if each.startswith("--")):
+                config.getoption(option)
+        case ["torchrun", "--nproc-per-node", _, program, *arguments] | [_, "-m", program, *arguments]:
+            return parsed(program, arguments, capsys)
+        case [python, program, *arguments] if python.endswith("python"):
+            return parsed(program, arguments, capsys)
+    return ""
 
 
 def without_effect(command: Any) -> Any:
@@ -73,80 +123,169 @@ def without_effect(command: Any) -> Any:
     return command
 
 
-SHOWN = [
-    (f"{page.relative_to(ROOT)}: {line}", line, complete)
-    for page in PAGES
-    for find, complete in ((commands_in_blocks, True), (commands_in_spans, False))
-    for line in dict.fromkeys(find(page.read_text()))
-]
+def parsed(program: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the `argparse` of a module, or of a file, says against the arguments."""
+    spec = None if program.endswith(".py") else find_spec(program)
+    path = ROOT / program if spec is None else Path(str(spec.origin))
+    path = path.with_name("__main__.py") if path.name == "__init__.py" else path
+    if not path.is_file():
+        return f"there is no {program}"
+    if "ArgumentParser" not in path.read_text():
+        return ""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse(*given: Any, **more: Any) -> None:
+        parse_args(*given, **more)
+        sys.exit(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        patch.setattr(sys, "argv", [program, *arguments])
+        if spec is None:
+            patch.syspath_prepend(str(path.parent))
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(path), run_name="__main__")
+    return capsys.readouterr().err if end.value.code else ""
 
 
-def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what the command line says against the arguments; nothing if it takes them."""
-    with pytest.raises(SystemExit) as end:
-        without_effect(typer.main.get_command(app)).main(arguments, "corelm")
-    said = capsys.readouterr()
-    return (said.err or said.out) if end.value.code else ""
+PROJECTS = {
+    path.parent.relative_to(ROOT).as_posix(): tomllib.loads(path.read_text())["project"]
+    for path in [ROOT / "pyproject.toml", *ROOT.glob("[kpa]*/*/pyproject.toml")]
+}
+FOLDERS = {project["name"]: folder for folder, project in PROJECTS.items()}
+EXTRAS = {folder: project.get("optional-dependencies", {}) for folder, project in PROJECTS.items()}
 
 
-def test_the_command_line_takes_what_the_pages_show(tmp_path, monkeypatch, capsys):
+def requirements(folder: str, extras: Iterable[str]) -> list[Requirement]:
+    """Return what the distribution of a folder needs with these extras."""
+    return [*map(Requirement, chain(PROJECTS[folder]["dependencies"], *(EXTRAS[folder][extra] for extra in extras)))]
+
+
+def wrong_for_pip(arguments: list[str]) -> str:
+    """Return why ``pip install`` of these fails in a checkout, or may take what is another project's on an index."""
+    if arguments[0] in ("-e", "wheels/*.whl"):  # the reader's own folder; what make dist has built
+        return ""
+    named: set[str] = set()
+    needed: set[str] = set()
+    for each in arguments:
+        folder, _, extras = each.rstrip("]").partition("[")
+        if folder == "." or "/" in folder:
+            found = {"."} if folder == "." else {path.relative_to(ROOT).as_posix() for path in ROOT.glob(folder)}
+            asked = [extra for extra in extras.split(",") if extra]
+            if not found or not found <= PROJECTS.keys():
+                return f"there is no {folder}"
+            if not all({*asked} <= EXTRAS[path].keys() for path in found):
+                return f"{folder} has not all of the extras {extras}"
+            named |= found
+            needed |= {need.name for path in found for need in requirements(path, asked)}
+        elif (other := Requirement(each)).name in FOLDERS:
+            return f"on an index, {other.name} may be another project's"
+        else:
+            for need in (need for path in PROJECTS for need in requirements(path, EXTRAS[path])):
+                if need.name == other.name and not all(need.specifier.contains(at.version) for at in other.specifier):
+                    return f"{each} may be less than {need}"
+    missing = {FOLDERS[name] for name in needed & FOLDERS.keys()} - named
+    return f"these are needed, too: {sorted(missing)}" if missing else ""
+
+
+@pytest.mark.parametrize(("line", "complete"), [pytest.param(*key, id=f"{SHOWN[key]}: {key[0]}") for key in SHOWN])
+def test_what_is_printed_can_be_typed(line, complete, tmp_path, monkeypatch, capsys, pytestconfig):
     monkeypatch.chdir(tmp_path)
     # A flag may act while the arguments are read: --install-completion writes to the home folder.
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("prompts.jsonl", "choices.jsonl"):
         Path(name).touch()
-    for shown, line, complete in SHOWN:
-        said = complaint(words(line), capsys)
-        # A sentence names the flags that it is about; a block is to be copied.
-        assert not said or (not complete and "Missing" in said), shown
+    said = complaint(line, pytestconfig, capsys)
+    # A sentence names the flags that it is about; a block is to be copied.
+    assert not said or (not complete and re.search("Missing|are required", said))
 
 
-def test_the_pages_show_commands():
-    assert len(SHOWN) >= 20
-    assert {words(line)[0] for _, line, _ in SHOWN} >= {"generate", "score", "chat", "serve", "backends"}
+def test_commands_are_found():
+    found = {tuple(words(line)[:2]) for line, _ in SHOWN}
+    assert {("corelm", name) for name in typer.main.get_command(app).commands} <= found
+    assert {("pip", "install"), ("make", "check"), ("python", "-m"), ("torchrun", "--nproc-per-node")} <= found
+    assert any(line.startswith("corelm generate --backend vllm") for line, _ in SHOWN)  # of a pipeline
 
 
-def test_what_does_not_exist_is_found(capsys):
-    for line in ("corelm generate --modle x", "corelm generat", "corelm backends --top-k 3"):
-        assert "No such" in complaint(words(line), capsys), line
+WRONG = """
+corelm generate --modle x
+corelm generat
+corelm backends --top-k 3
+make chekc
+make demo TROCH=x
+python -m corelm_testing.tyni x
+python -m corelm_testing.tiny --setps 3 x
+python examples/gone.py
+python benchmarks/soak.py --qiuck
+pip install core
+pip install . kits/gone
+pip install plugins/vllm_backend
+pip install . kits/engine apps/cli
+pip install . kits/engine plugins/vllm_backend[egnine]
+pip install trl>=0.9
+"""
 
 
+@pytest.mark.parametrize("line", WRONG.strip().splitlines())
+def test_what_cannot_be_typed_is_found(line, capsys, pytestconfig):
+    assert complaint(line.replace("[e", "'[e'").replace(">=", "'>='"), pytestconfig, capsys)
+
+
+# Advice in messages ---------------------------------------------------------------------------------------------------
+
+
+def test_every_distribution_of_ours_can_be_installed_as_messages_say():
+    engines = [f"{name}[engine]" for name in FOLDERS if f"{name}[engine]" in str(PROJECTS["."])]
+    assert len(engines) == 3
+    for each in (*FOLDERS, *engines):
+        line = how_to_install(each, python="/envs/other/bin/python")
+        assert line.startswith("/envs/other/bin/python -m pip install . ") and line.endswith(" or install its wheels")
+        assert not wrong_for_pip(words(line.partition(" in a ")[0])[4:]), each
+
+
+def test_advice_in_messages_can_be_typed():
+    for path in MODULES:
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            advice: list[list[str]] = []
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == how_to_install.__name__:
+                given = [each.value for each in node.args if isinstance(each, ast.Constant)]
+                advice = [words(how_to_install(*given).partition(" in a ")[0])[2:]] if given else []
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                advice = [shlex.split(each) for each in re.findall(r"pip install\b([^,;\n]*)", node.value)]
+            for each in advice:
+                # An f-string would go on here with a name: `how_to_install` knows the folders, and quotes.
+                assert each and not wrong_for_pip(each), f"{path}:{node.lineno}"
+
+
+# Running them ---------------------------------------------------------------------------------------------------------
+
+#: What stands for something of the reader's, and what a test gives.
+FILLED_IN = {**dict.fromkeys(["PATH", "PATH_OF_A_MODEL"], "tiny-model"), "vllm": "transformers"}
 RUN = [
-    (name, line)
-    for name, line, complete in SHOWN
-    if complete and re.search(r"corelm (generate|score|chat|backends)", line)
+    pytest.param(line, id=line, marks=[pytest.mark.process] if re.search("/envs/|doctor", line) else [])
+    for line, complete in SHOWN
+    if complete and re.match(r"corelm (generate|score|chat|backends|doctor|compare)", line) and "http:" not in line
 ]
 
 
-@pytest.mark.parametrize("line", [line for _, line in RUN], ids=[name for name, _ in RUN])
+@pytest.mark.parametrize("line", RUN)
 def test_a_command_for_a_tiny_model_runs(line, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CORELM_BACKENDS", "transformers")
     (tmp_path / "tiny-model").symlink_to(tiny_model)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Who are"}) + "\n")
     (tmp_path / "choices.jsonl").write_text(
         json.dumps({"prompt": "Who are", "completions": [" you?", " they?"]}) + "\n"
     )
     (tmp_path / "book.txt").write_text("Who are you? " * 100)
-    arguments = [re.sub(r"^PATH$", "tiny-model", word) for word in words(line)]
+    arguments = [sys.executable if word == "/envs/vllm" else FILLED_IN.get(word, word) for word in words(line)[1:]]
     done = CliRunner().invoke(app, arguments, input="Who are you?\n")
     assert done.exit_code == 0, done.output
-    if "--output" in arguments:
-        (answer,) = Path(arguments[arguments.index("--output") + 1]).read_text().splitlines()
-        assert json.loads(answer)
-    else:
-        assert done.stdout.strip()
-
-
-TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-
-def test_every_make_target_exists():
-    for page in PAGES:
-        text = page.read_text()
-        named = re.findall(r"`make ([a-z][a-z-]*)[^`]*`", text)
-        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            named += re.findall(r"^make ([a-z][a-z-]*)", block, re.MULTILINE) if language != "python" else []
-        assert [name for name in named if name not in TARGETS] == [], page
+    for option in {"--output", "--report"} & {*arguments}:
+        assert Path(arguments[arguments.index(option) + 1]).read_text().strip()
+    assert done.stdout.strip() or "--output" in arguments
 
 
 def test_python_that_is_not_run_compiles():

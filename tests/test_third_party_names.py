@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from corelm.spec.other_libraries import ELSEWHERE, NOT_OURS
+from helpers.foreign_names import FORMER, HINTS, found, has
 from helpers.third_party_names import LOOKED_UP, THIRD_PARTY, LookedUp, imports, installed, is_importable
 
 #: Private names of the standard library, and of modules: a name that is imported fails when it is gone.
@@ -24,6 +26,16 @@ def test_what_is_imported_exists(library: str) -> None:
 )
 def test_what_is_looked_up_exists(looked_up: LookedUp) -> None:
     assert looked_up.missing() == []
+
+
+@pytest.mark.parametrize("owner", [each for each in HINTS if installed(each.partition(".")[0])])
+def test_hints_are_about_names_that_exist(owner: str) -> None:
+    (known,) = found(owner)
+    assert [name for name in HINTS[owner].split() if not has(known, name)] == [] and not has(known, "gone")
+
+
+def test_every_hint_is_looked_up() -> None:
+    assert NOT_OURS.keys() | ELSEWHERE.keys() == {*" ".join([*HINTS.values(), FORMER]).split()}
 
 
 def test_a_missing_name_is_found() -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import builtins
 import copy
 import inspect
+import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -305,28 +306,29 @@ def level_of_caller() -> int:
     return depth
 
 
-def how_to_install(*distributions: str, python: str = "") -> str:
-    """Return what to type to install distributions of this project, such as ``core-vllm-backend[engine]``.
+def how_to_install(*requirements: str, python: str = "") -> str:
+    """Return what to type to install requirements, such as ``core-vllm-backend[engine]`` or ``tqdm``.
 
-    It names folders. On a package index, somebody else may have the names.
+    It names folders of this project, with those that they need. On a package index, somebody else may have the names.
 
     Args:
         python: an interpreter other than this one.
     """
-    folders = " ".join(f'"{_folder(each)}"' for each in distributions)
-    return f"{f'{python} -m ' * bool(python)}pip install {folders} in a checkout of core, or install its wheels"
+    named = dict.fromkeys(word for each in requirements for word in _folders(each))
+    words = [*([python, "-m"] if python else []), "pip", "install", *named]
+    line = " ".join(f'"{word}"' if re.search(r"[][<> ]", word) else word for word in words)
+    return f"{line} in a checkout of core, or install its wheels" if "." in named else line
 
 
-def _folder(distribution: str) -> str:
-    name, bracket, extra = distribution.partition("[")
+def _folders(requirement: str) -> list[str]:
+    name, bracket, extra = requirement.partition("[")
     part = name.removeprefix("core-")
-    if part.endswith("-backend"):
-        folder = f"plugins/{part.replace('-', '_')}"
-    elif part in ("testing", "engine-kit"):
-        folder = f"kits/{part.removesuffix('-kit')}"
-    else:
-        folder = "." if part == "core" else f"apps/{part}"
-    return f"{folder}{bracket}{extra}"
+    if part in ("core", name):
+        return ["."] if part == "core" else [requirement]
+    needed = {"ray-backend": "apps/fleet", "cli": "apps/interop"}.get(part, "kits/engine")
+    kind = "plugins" if part.endswith("-backend") else "kits" if part in ("testing", "engine-kit") else "apps"
+    folder = f"{kind}/{part.removesuffix('-kit').replace('-', '_')}"
+    return [".", "kits/engine", needed, f"{folder}{bracket}{extra}"]
 
 
 def is_interrupt(error: BaseException) -> bool:

@@ -18,9 +18,9 @@ def new_environment(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def install(python: Path, project: Path) -> None:
-    """Install a project with ``pip install -e .``. What it requires is there already; tests use no index."""
-    command = (sys.executable, "-m", "pip", "--isolated", "--python", python, "install", "-e", ".")
+def install(python: Path, project: Path, what: str = ".") -> None:
+    """Install a project with ``pip install -e``. What it requires is there already; tests use no index."""
+    command = (sys.executable, "-m", "pip", "--isolated", "--python", python, "install", "-e", what)
     run_in(project, *command, "--no-build-isolation", "--no-index")
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from corelm import validate
-from corelm.errors import brief, described
+from corelm.errors import brief, described, how_to_install
 from corelm.spec.records import GenerateResult
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def answer_bar(progress: bool) -> AnswerBar | None:
     try:
         from tqdm import tqdm
     except ImportError as error:
-        raise validate.invalid("progress", "the bar needs tqdm: pip install tqdm") from error
+        raise validate.invalid("progress", f"the bar needs tqdm: {how_to_install('tqdm')}") from error
 
     class Bar(tqdm):
         # tqdm would start a thread that outlives the bar.

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from corelm.errors import BackendNotInstalledError, ResponseFormatError, described
+from corelm.errors import BackendNotInstalledError, ResponseFormatError, described, how_to_install
 from corelm.rendering.segments import special_tokens
 from corelm.rendering.template import map_strings
 from corelm.spec.message import FIELDS, Message
@@ -187,7 +187,7 @@ def _engine() -> Any:
         from transformers.utils import chat_parsing
     except ImportError as error:
         raise BackendNotInstalledError(
-            'the parsers of answers are those of transformers: pip install "transformers>=5.19"'
+            f"the parsers of answers are those of transformers: {how_to_install('transformers>=5.19')}"
         ) from error
     return chat_parsing
 

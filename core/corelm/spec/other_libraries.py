@@ -41,8 +41,7 @@ NOT_OURS = {
     "pad id; leave it out",
     "eos_token_id": "the model's own EOS ids end an answer; give stop_token_ids for more, or ignore_eos=True",
     "bos_token_id": "the tokenizer adds it; leave it out",
-    "stream": "call policy.stream(td) or policy.astream(td); leave it out",
-    "stream_options": "call policy.stream(td) or policy.astream(td); leave it out",
+    **dict.fromkeys(("stream", "stream_options"), "call policy.stream(td) or policy.astream(td); leave it out"),
     "truncate_prompt_tokens": "give the policy truncation='left'",
 }
 _SAMPLING = "give the policy sampling_params={…}"
@@ -88,8 +87,7 @@ ELSEWHERE = {
     "torch_dtype": "open with dtype='bfloat16'",
     "token": "log in with `hf auth login` or set HF_TOKEN, which the engines read; for a server, open with api_key='…'",
     "use_auth_token": "log in with `hf auth login` or set HF_TOKEN, which the engines read",
-    "load_in_8bit": "open with model_kwargs={'quantization_config': …}",
-    "load_in_4bit": "open with model_kwargs={'quantization_config': …}",
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "open with model_kwargs={'quantization_config': …}"),
     "organization": "open with headers={'OpenAI-Organization': '…'}",
 }
 

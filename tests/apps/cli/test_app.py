@@ -17,7 +17,7 @@ import torch
 import corelm
 import corelm_cli
 from corelm import SamplingParams
-from corelm_cli import job
+from corelm_cli import progress
 from corelm_testing.toy import Bigram, ByteTokenizer
 from helpers.command_line import CHAT, FAULTY, LINES, corelm_command, generate, rows, settings_of, write_prompts
 
@@ -63,7 +63,7 @@ def test_backends_says_what_is_wrong(fabricate):
 
 def test_backends_says_how_to_install_one_if_there_is_none(monkeypatch):
     monkeypatch.setenv("CORELM_BACKENDS", "")
-    assert 'pip install "plugins/transformers_backend"' in corelm_command("backends").stdout
+    assert "pip install . kits/engine plugins/transformers_backend" in corelm_command("backends").stdout
 
 
 @pytest.mark.process
@@ -236,7 +236,7 @@ def test_a_refused_command_says_why(files, uninstalled):
     uninstalled("core-vllm-backend")
     for more, message in (
         (["--backend", "tyo"], "Did you mean 'toy'"),
-        (["--backend", "vllm"], 'pip install "plugins/vllm_backend[engine]"'),
+        (["--backend", "vllm"], 'pip install . kits/engine "plugins/vllm_backend[engine]"'),
         (["--input", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--top-p", "1.5"], "top_p"),
         (["--option", "max_contxt=5"], "did you mean 'max_context'"),
@@ -272,9 +272,9 @@ def test_an_engine_in_another_process_answers_alike(tmp_path):
 
 def test_progress_is_shown_on_a_terminal_after_a_while(files, monkeypatch):
     assert "answering" not in generate(files).stderr
-    monkeypatch.setattr(job, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(progress, "is_terminal", lambda stream: True)
     assert "answering" not in generate(files, "--overwrite").stderr
-    monkeypatch.setattr(job, "LONG", 0.0)
+    monkeypatch.setattr(progress, "LONG", 0.0)
     shown = generate(files, "--overwrite").stderr
     assert re.search(r"answering .* 5/5 .* [\d,]+ tokens/s", shown)
     assert generate(files, "--overwrite", "--quiet").stderr == ""

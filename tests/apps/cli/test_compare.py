@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corelm.errors import InvalidRequestError
+from corelm_cli import progress
 from corelm_compare import SideSpec, from_json
 from corelm_compare.prompts import CONVERSATIONS, DEFAULT, TEXTS
 from helpers.command_line import corelm_command, generate, write_rows
@@ -46,7 +50,19 @@ def test_engines_that_agree_are_told_so_and_the_exit_code_is_0(prompts):
     result = corelm_command("compare", *TWO, "--input", prompts)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("OK: toy and other agree\n") and "ruled out" in result.stdout
+    assert re.search(r"\d+ calls in [\d.]+ s: toy [\d,]+ tokens/s, other [\d,]+ tokens/s$", result.stdout.strip())
     assert result.stderr == ""
+
+
+def test_its_progress_is_shown_on_a_terminal_after_a_while(prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(progress, "LONG", 0.0)
+    monkeypatch.setattr(progress, "Console", partial(Console, force_terminal=True))
+    monkeypatch.setenv("TERM", "xterm")
+    flags = ("--input", prompts, "--report", tmp_path / "report.html")
+    shown = corelm_command("compare", *TWO, *flags).stderr
+    assert re.search(r"sampling .*━.* about \d+ s left", shown)
+    assert corelm_command("compare", *TWO, *flags, "--quiet").stderr == ""
 
 
 def test_without_prompts_those_that_core_brings_are_used_and_this_is_said():

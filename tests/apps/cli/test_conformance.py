@@ -61,9 +61,10 @@ def suite_of(path):
 def test_a_good_backend_keeps_its_promises(kit, tiny_model, tmp_path):
     result = kit(
         *("transformers", "--model", str(tiny_model), "--oracle", "transformers", "--option", "dtype=float32"),
-        *("--draws", "400", "-k", "log_prob or scored or new_weights or closing or engine_kwargs"),
+        *("--draws", "400", "-k", "log_prob or scored or new_weights or closing or engine_kwargs", "--quiet"),
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "report is in" not in result.stderr and "testing" not in result.stderr and "...." not in result.stdout
     suite = suite_of(tmp_path / "conformance.json")
     assert suite["counts"].keys() <= {"passed", "not applicable"} and suite["counts"]["passed"] > 50
     assert suite["backend"] == "transformers" and suite["model"] == str(tiny_model)

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from corelm.errors import how_to_install
+
 
 def main() -> None:
     """Run the command; the entry point of the console script."""
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
-        sys.exit(f"the corelm command needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        sys.exit(f"the corelm command needs {' and '.join(missing)}: {how_to_install(*missing)}")
     if sys.stderr is None or not sys.stderr.isatty():
         # Engines load with progress bars, whose frames fill a log. Their libraries read these variables.
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):

@@ -1,4 +1,4 @@
-"""``python -m corelm`` is the `corelm` command."""
+"""``python -m corelm_cli`` is the `corelm` command."""
 
 from corelm_cli import main
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from corelm.spec import SamplingParams
 from corelm_cli import flags, interrupt_ends_process
 from corelm_cli.adapters import AdapterChoice
 from corelm_cli.exits import INTERRUPTED, typed_exits
+from corelm_cli.progress import Bar
 from corelm_cli.streams import Messages, Stream, is_terminal, standard_output, tell
 from corelm_cli.wording import as_flags
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 #: The flags that each engine has, by the names of the command's parameters.
 SIDE_FLAGS = ("backend", "name", "model", "base_url", "python", "option", "adapter")
 _ORDER = "corelm.order_of_flags"
-#: Away from a terminal, print the estimate only if it is at least so many seconds.
-_LONG = 10.0
 
 
 def _in_panel(panel: str) -> Callable[..., Any]:
@@ -119,6 +117,7 @@ def compare(
         ),
     ] = False,
     timeout: flags.Timeout = None,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Compare engines on the same prompts: how far apart their log-probs are, and why.
 
@@ -151,11 +150,11 @@ def compare(
             "seed": sampling.get("seed", 0),
             **{"tolerance": tolerance, "timeout": timeout, "budget": budget, "quick": quick},
         }
-        if prompts is None:
+        if prompts is None and not quiet:
             tell("No --input is given: comparing with the prompts that core brings.")
         stdout = stack.enter_context(standard_output())
         try:
-            found = _compared(sides, prompts, completions, settings)
+            found = _compared(sides, prompts, completions, settings, quiet)
         except KeyboardInterrupt:
             tell("interrupted")
             raise typer.Exit(INTERRUPTED) from None
@@ -164,30 +163,26 @@ def compare(
             from corelm_compare import write_report
 
             write_report(found, report)
-            tell(f"The report is in {report}.")
+            if not quiet:
+                tell(f"The report is in {report}.")
     raise typer.Exit(found.exit_code)
 
 
-def _compared(sides: list[SideSpec], prompts: Any, completions: Any, settings: dict[str, Any]) -> Comparison:
+def _compared(
+    sides: list[SideSpec], prompts: Any, completions: Any, settings: dict[str, Any], quiet: bool
+) -> Comparison:
     import corelm_compare as package
     from corelm_compare.oracles import without_bars
 
     without_bars()
-    console = Console(file=cast(IO[str], Messages()), highlight=False)
-    watched, told = is_terminal(sys.stderr), False
+    started = time.monotonic()
+    with Bar("comparing", quiet=quiet, counts=False) as bar:
 
-    def on_progress(doing: str, left: float | None) -> None:
-        nonlocal told
-        if left is not None and not told:
-            told = True
-            if watched or left >= _LONG:
-                console.print(escape(f"{doing}: about {left:.0f} s"))
-        if watched:
-            status.update(escape(doing if left is None else f"{doing} (about {left:.0f} s left)"))
+        def on_progress(doing: str, left: float | None) -> None:
+            done = time.monotonic() - started
+            told = "" if left is None else f"about {left:.0f} s left"
+            bar.show(doing, told, completed=done, total=None if left is None else done + left, refresh=True)
 
-    with ExitStack() as stack:
-        if watched:
-            status = stack.enter_context(console.status("comparing", spinner="line"))
         return package.compare(sides, prompts, completions, **settings, on_progress=on_progress)
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from threading import Timer
 from typing import Any, Generic
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, EngineError, printable
@@ -21,13 +18,12 @@ from corelm_cli.batch import Worker
 from corelm_cli.engine import EngineChoice
 from corelm_cli.lines import Id, L, LineError, ReadLine, count_lines, read_lines
 from corelm_cli.output import Answers, AnswersFile, AnswersStream, Errors, ErrorsFile, check_paths, errors_path
-from corelm_cli.streams import Stream, is_terminal, opened_input
+from corelm_cli.progress import Bar
+from corelm_cli.streams import Stream, opened_input
 from corelm_cli.summary import Summary
 from corelm_cli.wording import as_flags
 from corelm_interop.timing import Timing
 
-#: Seconds of work after which its progress is shown.
-LONG = 3.0
 #: How many characters of the error of a line are shown. The errors file has all of them.
 SHOWN = 1000
 
@@ -94,12 +90,12 @@ class Job(Generic[L]):
             if self.overwrite:
                 errors.finished()
             run = _Run(self.worker(engine), answers, errors, self.samples, console, summary)
-            progress = _progress(console, shown=not self.quiet and self.target is not None)
-            task = progress.add_task("scoring" if summary.command == "score" else "answering", total=total, speed="")
-            stack.enter_context(_shown_later(progress))
+            doing = "scoring" if summary.command == "score" else "answering"
+            bar = stack.enter_context(Bar(doing, quiet=self.quiet or self.target is None, console=console))
+            bar.show(total=total)
             for lines in run.batches(read_lines(source, self.read), self.batch_size):
                 run.serve(lines)
-                progress.update(task, advance=len(lines), speed=f"{summary.tokens_per_second or 0:,.0f} tokens/s")
+                bar.show(rate=f"{summary.tokens_per_second or 0:,.0f} tokens/s", advance=len(lines))
             errors.finished()
 
 
@@ -179,27 +175,3 @@ def _shortened(text: str) -> str:
 
 def _tell(console: Console, line: str) -> None:
     console.print(printable(line), markup=False, emoji=False, soft_wrap=True)
-
-
-def _progress(console: Console, *, shown: bool) -> Progress:
-    """Return a progress bar, which shows nothing in a pipe or a log."""
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
-        TextColumn("{task.fields[speed]}"),
-    )
-    watched = is_terminal(sys.stderr) and not console.is_dumb_terminal
-    return Progress(*columns, console=console, disable=not (shown and watched))
-
-
-@contextmanager
-def _shown_later(progress: Progress) -> Iterator[None]:
-    """Show a bar once the work has taken `LONG` seconds, until the block ends."""
-    timer = Timer(LONG, progress.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        progress.stop()

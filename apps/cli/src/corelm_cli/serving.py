@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from corelm.errors import how_to_install
 from corelm_cli import adapters, flags, interrupt_ends_process
 from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import INTERRUPTED, REFUSED, typed_exits
@@ -149,10 +150,10 @@ def serve(
     # The processes of the engine must not inherit the key.
     os.environ.pop(KEY_VARIABLE, None)
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        tell(f"error: corelm serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        tell(f"error: corelm serve needs {' and '.join(missing)}: {how_to_install(*missing)}")
         raise typer.Exit(REFUSED)
     if telemetry and find_spec("opentelemetry") is None:
-        tell("error: --telemetry needs OpenTelemetry: pip install opentelemetry-api")
+        tell(f"error: --telemetry needs OpenTelemetry: {how_to_install('opentelemetry-api>=1.30')}")
         raise typer.Exit(REFUSED)
     if api_key is not None and no_api_key:
         raise typer.BadParameter(

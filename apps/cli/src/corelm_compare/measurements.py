@@ -134,7 +134,8 @@ class Measurements:
         # Sampling takes about as long as what was done so far.
         self.found.clock.expect(agree + self.found.clock.seconds)
         more = f", and up to {differ - agree:.0f} s more if the sides differ" if differ > agree + 1 else ""
-        self.found.clock.step(f"examining {len(self.index)} rows{more}")
+        rates = (f"{side.name} {side.tokens / side.seconds:,.0f} tokens/s" for side in self.sides if side.seconds)
+        self.found.clock.step(f"examining {len(self.index)} rows ({', '.join(rates)}){more}")
 
     def expect_explanations(self, sides: int) -> None:
         """Expect that so many sides are explained."""

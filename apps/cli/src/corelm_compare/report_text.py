@@ -85,7 +85,8 @@ def _rest(comparison: Comparison, width: int) -> Iterator[str]:
         yield from _wrapped(f"not tried: {name}, {reason}", width, "", _INDENT)
     for note in comparison.notes:
         yield from _wrapped(f"note: {note}", width, "", _INDENT)
-    yield from _wrapped(f"{comparison.calls} calls in {comparison.seconds:.3g} s", width)
+    rates = [f"{side.name} {side.tokens / side.seconds:,.0f} tokens/s" for side in comparison.sides if side.seconds]
+    yield from _wrapped(f"{comparison.calls} calls in {comparison.seconds:.3g} s: {', '.join(rates)}", width)
 
 
 def _wrapped(text: str, width: int, first: str = "", rest: str | None = None) -> list[str]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from corelm.errors import how_to_install
+
 try:
     from inspect_ai.model import modelapi
 except ImportError as error:
-    raise ImportError(
-        'corelm_interop.inspect_ai needs inspect_ai, which core does not install: pip install "inspect-ai>=0.3.285"'
-    ) from error
+    raise ImportError(f"corelm_interop.inspect_ai needs inspect_ai: {how_to_install('inspect-ai>=0.3.285')}") from error
 
 if TYPE_CHECKING:
     from corelm_interop.inspect_provider import CoreLMAPI

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from corelm.errors import CoreLMError, EngineError
+from corelm.errors import CoreLMError, EngineError, how_to_install
 
 __all__ = ["CoreLM", "main", "register"]  # noqa: F822
 
@@ -31,9 +31,7 @@ def register() -> None:
         import lm_eval.models  # noqa: F401
         from lm_eval.api.registry import model_registry
     except ImportError as error:
-        raise ImportError(
-            'corelm_interop.lm_eval needs lm-eval, which core does not install: pip install "lm-eval>=0.4.13"'
-        ) from error
+        raise ImportError(f"corelm_interop.lm_eval needs lm-eval: {how_to_install('lm-eval>=0.4.13')}") from error
     if _NAME not in model_registry:
         model_registry.register(_NAME, target=_TARGET)
 

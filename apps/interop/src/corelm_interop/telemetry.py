@@ -1,4 +1,4 @@
-"""`Telemetry`: spans and metrics of OpenTelemetry for the calls of an engine. Needs the extra `otel`.
+"""`Telemetry`: spans and metrics of OpenTelemetry for the calls of an engine. Needs the extra `telemetry`.
 
 The names are those of the semantic conventions for generative AI; `corelm.*` names what the conventions lack. Only ids
 reach an engine's hooks, and no ids are reported: there is no text of a prompt or an answer in a span.
@@ -13,7 +13,7 @@ from typing import Any
 
 from corelm._version import __version__
 from corelm.application import Origin
-from corelm.errors import brief, described
+from corelm.errors import brief, described, how_to_install
 from corelm.spec import GenerateRequest
 from corelm_interop.observer import ObservedCall, Observer
 
@@ -22,7 +22,9 @@ try:
     from opentelemetry.context import Context
     from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode
 except ImportError as error:
-    raise ImportError("corelm_interop.Telemetry needs OpenTelemetry; type: pip install opentelemetry-api") from error
+    raise ImportError(
+        f"corelm_interop.Telemetry needs OpenTelemetry: {how_to_install('opentelemetry-api>=1.30')}"
+    ) from error
 
 #: What each hook is called in `gen_ai.operation.name`. The others compute nothing that is worth a span.
 _OPERATIONS = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from corelm import Keys, LLMPolicy, LogProbs, MaskedCategorical, Masks, PolicyOptions, Tokens
 from corelm.application import carries_sets, find_value, list_keys
-from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
+from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, how_to_install, spelled_out
 from corelm.spec import Provenance
 from corelm.tensors.ragged import as_mask
 from corelm.validate import invalid
@@ -25,9 +25,7 @@ try:
 
     from corelm_interop.torchrl_history import from_torchrl, to_torchrl, with_response
 except ImportError as error:
-    raise ImportError(
-        'corelm_interop.torchrl needs TorchRL, which core does not install: pip install "torchrl>=0.14"'
-    ) from error
+    raise ImportError(f"corelm_interop.torchrl needs TorchRL: {how_to_install('torchrl>=0.14')}") from error
 
 __all__ = ["EnvPolicy", "LossActor", "ModuleTransform", "ReferenceActor", "from_torchrl", "to_torchrl"]
 

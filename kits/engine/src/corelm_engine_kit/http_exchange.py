@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from typing import Any
 
-from corelm.errors import BackendNotInstalledError, BackendTimeoutError, CoreLMError, EngineError
+from corelm.errors import BackendNotInstalledError, BackendTimeoutError, CoreLMError, EngineError, how_to_install
 from corelm.validate import invalid
 from corelm_engine_kit.http_errors import ResponseReader, TransientError
 from corelm_engine_kit.http_events import event_data
@@ -28,7 +28,9 @@ try:
 
     from corelm_engine_kit.http_json import Decode, decoded
 except ImportError as error:
-    raise BackendNotInstalledError("an engine behind a URL needs httpx and orjson: pip install httpx orjson") from error
+    raise BackendNotInstalledError(
+        f"an engine behind a URL needs httpx and orjson: {how_to_install('httpx', 'orjson')}"
+    ) from error
 
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 #: Parts of OpenSSL's messages for a connection that fails in the same way every time, each with what to do about it.

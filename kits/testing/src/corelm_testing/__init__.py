@@ -24,8 +24,10 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from corelm.errors import how_to_install
+
 if find_spec("pytest") is None:
-    raise ImportError('the conformance kit runs on pytest: pip install "pytest>=8"')
+    raise ImportError(f"the conformance kit runs on pytest: {how_to_install('pytest>=8')}")
 
 import pytest
 

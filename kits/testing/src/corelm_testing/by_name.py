@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -52,18 +52,33 @@ class Subject:
 _SUBJECT = pytest.StashKey[Subject]()
 
 
-def run(subject: Subject, report: Path, arguments: Sequence[str] = ()) -> int:
+def run(
+    subject: Subject, report: Path, arguments: Sequence[str] = (), on_test: Callable[[int], object] | None = None
+) -> int:
     """Run the kit in this process, write its report, and return pytest's exit status.
 
     Args:
         subject: what is tested.
         report: where the report goes: a path to which ``.json``, ``.md`` and ``.html`` are added.
         arguments: more arguments for pytest, such as ``["-k", "seed"]``.
+        on_test: is called with the number of tests when one has ended. pytest then prints no letter for it.
     """
 
     class Chosen:
         def pytest_configure(self, config: pytest.Config) -> None:
             config.stash[_SUBJECT] = subject
+
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            self.tests = len(session.items)
+
+        def pytest_runtest_logfinish(self) -> None:
+            if on_test is not None:
+                on_test(self.tests)
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_report_teststatus(self) -> Generator[None, tuple[str, str, str], tuple[str, str, str]]:
+            category, letter, word = yield
+            return category, letter if on_test is None else "", word
 
     with tempfile.TemporaryDirectory() as folder:
         # No settings of the folder in which the user happens to be.

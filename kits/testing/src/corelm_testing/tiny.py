@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from corelm.errors import BackendNotInstalledError, CoreLMError, InvalidRequestError
+from corelm.errors import BackendNotInstalledError, CoreLMError, InvalidRequestError, how_to_install
 from corelm.validate import count, invalid
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def require_transformers() -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise BackendNotInstalledError(
-            'the tiny model is made with transformers: pip install "transformers>=5.5"'
+            f"the tiny model is made with transformers: {how_to_install('transformers>=5.5')}"
         ) from error
 
 

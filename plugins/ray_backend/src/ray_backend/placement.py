@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from corelm import __version__
+from corelm import __version__, list_backends
 from corelm.errors import (
     BackendImportError,
     BackendIncompatibleError,
@@ -166,17 +166,18 @@ def require_interpreter(python: str, inner: str) -> None:
         what = brief(found.stderr.strip() or f"exit status {found.returncode}")
         raise invalid("python", f"{python} is not a Python interpreter that works: {what}")
     there = json.loads(line)
-    install = f"{how_to_install('core', 'core-ray-backend', python=python)}, and ray=={ray.__version__}"
+    install = how_to_install("core-ray-backend", f"ray=={ray.__version__}", python=python)
     if "missing" in there:
         raise BackendImportError(f"an actor in {python} needs Ray and core: {there['missing']}; {install}")
     for name, here in (("ray", ray.__version__), ("core", __version__)):
         if there[name] != here:
             raise BackendIncompatibleError(f"{python} has {name} {there[name]}, and this is {name} {here}; {install}")
+    distributions = {info.name: info.distribution for info in list_backends()}
     for backend in ("ray", inner):
         if backend not in there["backends"]:
             raise BackendNotFoundError(
                 f"backend {backend!r} is not installed for {python}; "
-                f"{how_to_install(f'core-{backend}-backend', python=python)}. "
+                f"{how_to_install(distributions.get(backend, f'core-{backend}-backend'), python=python)}. "
                 f"Installed there: {', '.join(there['backends']) or 'none'}"
             )
 

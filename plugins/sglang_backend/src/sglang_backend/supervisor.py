@@ -1,6 +1,6 @@
 """Run a server until standard input closes. Uses the standard library only.
 
-    python supervisor.py COMMAND ...
+    python plugins/sglang_backend/src/sglang_backend/supervisor.py COMMAND ...
 
 The process that starts the supervisor keeps the other end of its standard input open. When that end closes, on purpose
 or because its holder was killed, the supervisor ends the server's whole process group: first with SIGTERM, then with

@@ -47,23 +47,20 @@ def _core() -> Iterator[Finding]:
     """Look for a foreign distribution of the same name, stale metadata, and a second copy."""
     home = Path(corelm.__file__).resolve().parent
     ours, foreign = _ours(), [each for each in metadata.distributions(name=DISTRIBUTION) if not _is_ours(each)]
+    install = how_to_install(DISTRIBUTION, python=sys.executable)
     for distribution in foreign:
         summary = distribution.metadata["Summary"] or "no summary"
         yield Finding(
             "core",
             "problem",
             f"another project's distribution called {DISTRIBUTION} {distribution.version} is installed: {summary!r}",
-            f"{sys.executable} -m pip uninstall {DISTRIBUTION}, then install core from its folder or its wheel",
+            f"{sys.executable} -m pip uninstall {DISTRIBUTION}, then {install}",
         )
     if ours is None:
-        yield Finding("core", "warning", f"{__version__} runs from {home}, and is not installed", "pip install FOLDER")
+        yield Finding("core", "warning", f"{__version__} runs from {home}, and is not installed", install)
     elif ours.version != __version__:
-        yield Finding(
-            "core",
-            "warning",
-            f"{home} has {__version__}, but what pip installed says {ours.version}",
-            "run the same pip install again",
-        )
+        text = f"{home} has {__version__}, but what pip installed says {ours.version}"
+        yield Finding("core", "warning", text, install)
     else:
         yield Finding("core", "ok", f"{__version__}, {home}")
     copies = {str(path) for entry in sys.path if (path := _package_in(entry)) is not None and path != home}
@@ -97,8 +94,8 @@ def _requirements(found: Scan) -> Iterator[Finding]:
         for wanted, installed in unmet:
             has = "it is not installed" if installed is None else f"{installed} is installed"
             part = Requirement(wanted).name
-            line = how_to_install(part) if part.startswith("core-") else f'{sys.executable} -m pip install "{wanted}"'
-            yield Finding(name, "problem", f"asks for {wanted}, and {has}", line)
+            install = how_to_install(part if part.startswith("core-") else wanted, python=sys.executable)
+            yield Finding(name, "problem", f"asks for {wanted}, and {has}", install)
         if not unmet:
             met.append(name)
     if met:

@@ -167,7 +167,7 @@ class HostProcess:
         if (said["api"], said["wire"]) != (API_VERSION, WIRE_VERSION):
             raise BackendIncompatibleError(
                 f"this is core {__version__}, and {self.python} has core {said['core']}, which speaks another language "
-                f"with the engine's process; {how_to_install('core', 'core-fleet', python=self.python)}"
+                f"with the engine's process; {how_to_install('core-fleet', python=self.python)}"
             )
 
     def _startup_error(self, error: Exception) -> CoreLMError:
@@ -187,7 +187,7 @@ class HostProcess:
         # What runs when the interpreter starts may print, too.
         *_, last = found.stdout.strip().splitlines() or [""]
         name, _, version = last.rpartition("corelm ")
-        install = how_to_install("core", "core-fleet", python=self.python)
+        install = how_to_install("core-fleet", python=self.python)
         if found.returncode or name or not version:
             if "No module named 'corelm" in found.stderr:
                 return BackendImportError(f"core is not installed for {self.python}; {install}")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from corelm.errors import BackendNotInstalledError, described
+from corelm.errors import BackendNotInstalledError, described, how_to_install
 from corelm.validate import invalid
 from corelm_testing.cassette.errors import CassetteError
 from corelm_testing.cassette.file import TOKENIZER
@@ -115,7 +115,7 @@ class ReplayTokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise BackendNotInstalledError(
-                f"{what} is needed for texts and loads with transformers: pip install transformers; or {remedy}"
+                f"{what} is needed for texts and loads with transformers: {how_to_install('transformers')}; or {remedy}"
             ) from error
         try:
             return AutoTokenizer.from_pretrained(self._source)

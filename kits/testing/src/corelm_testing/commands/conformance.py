@@ -5,18 +5,24 @@ This module must not import torch, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import os
+import time
 from contextlib import ExitStack
 from enum import StrEnum
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from corelm.errors import how_to_install
 from corelm.validate import invalid
 from corelm_cli import flags, interrupt_ends_process, strict_json
 from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import INTERRUPTED, REFUSED, SOME_FAILED, typed_exits
+from corelm_cli.progress import Bar
 from corelm_cli.streams import tell
 
 #: pytest's exit statuses, and those of the command.
@@ -88,6 +94,7 @@ def conformance(
     select: Annotated[
         str | None, typer.Option("--select", "-k", help="Run only the tests or themes that match, as pytest's -k does.")
     ] = None,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Run the conformance kit on a backend, and report what it declares and which promises it keeps.
 
@@ -106,7 +113,7 @@ def conformance(
         if folder is None:
             raise invalid("oracle_model", "expected a folder with the model of the server, to compare with")
         if find_spec("pytest") is None:
-            raise invalid("conformance", 'the kit runs on pytest: pip install "pytest>=8"')
+            raise invalid("conformance", f"the kit runs on pytest: {how_to_install('pytest>=8')}")
         with interrupt_ends_process():
             from corelm_testing import by_name
             from corelm_testing.plain_oracle import PlainOracle
@@ -129,12 +136,21 @@ def conformance(
                 not_shown=reasons,
                 new_weights=None if new_weights is None else (new_weights, PlainOracle.load(new_weights)),
             )
-            status = by_name.run(subject, output, [] if select is None else ["-k", select])
+            # pytest takes the standard streams while a test runs.
+            console = Console(file=stack.enter_context(open(os.dup(2), "w", encoding="utf-8")))
+            bar = stack.enter_context(Bar("testing", quiet=quiet, console=console, redirects=False))
+            ran, started = count(1), time.monotonic()
+
+            def on_test(tests: int) -> None:
+                bar.show(rate=f"{next(ran) / (time.monotonic() - started):.1f} tests/s", total=tests, advance=1)
+
+            arguments = [*([] if select is None else ["-k", select]), *["-q"] * quiet]
+            status = by_name.run(subject, output, arguments, on_test)
         if status == _NO_TESTS:
             from corelm_testing import THEMES
 
             raise invalid("select", f"no test of the kit matches {select!r}; its themes are {', '.join(THEMES)}")
-    if status in _CODES:
+    if status in _CODES and not quiet:
         tell(f"The report is in {output}.html, {output}.json and {output}.md.")
     raise typer.Exit(_CODES.get(status, REFUSED))
 
