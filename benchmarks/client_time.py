@@ -167,17 +167,15 @@ def vllm_generation(rows: int, tokens: int) -> Call:
 
 def vllm_scoring(rows: int, tokens: int) -> Call:
     info, request = vllm_info(), score_request(rows, tokens)
-    payloads = vllm.scoring_requests(request)
+    payloads, last = vllm.scoring_requests(request, info), [ids[-1:] for ids in request.sequences.tolist()]
     bodies = []
     for row, payload in payloads.items():
         prompt, values = payload["prompt"], logprobs_of(row, tokens)
         positions: list[Json | None] = [None]
         for token, value in zip(prompt[1:], values, strict=False):
             positions.append({str(token): {"logprob": value, "rank": 17, "decoded_token": None}})
-        ids = [prompt[0], *payload["logprob_token_ids"]]
-        logprobs = sampled(ids[:1], [values[-1]])
-        logprobs["top_logprobs"] = [{f"token_id:{token}": values[-1] for token in ids}]
-        choice = {"finish_reason": "length", "token_ids": ids[:1], "logprobs": logprobs, "prompt_logprobs": positions}
+        logprobs = sampled(last[row], [values[-1]])
+        choice = {"finish_reason": "length", "token_ids": last[row], "logprobs": logprobs, "prompt_logprobs": positions}
         bodies.append(completion(row, prompt, choice))
     return Call(
         vllm.COMPLETIONS,

@@ -26,7 +26,7 @@ REQUIRED_FIELDS = frozenset(
 )
 
 #: Fields that scoring needs.
-SCORING_FIELDS = frozenset({"prompt_logprobs", "logprob_token_ids"})
+SCORING_FIELDS = frozenset({"prompt_logprobs", "logit_bias"})
 
 #: The routes that new weights need. A server has them only in its development mode.
 WEIGHT_ROUTES = frozenset(
@@ -58,6 +58,8 @@ class ServerInfo:
         base_name: the name in requests of the model without adapters.
         adapters: the names of the adapters of this model that the server has.
         candidates: the most candidates that the server returns at a position (its ``--max-logprobs``).
+        whole_prompts: the prompt of a scored row is the whole row, since the server returns processed log-probs of what
+            it samples.
         scores_alone: no other row may run while one is scored; see `mixes_rows`.
         reasons: why the server lacks capabilities, by their names.
         weight_transfer: how the server takes tensors from another process; None if it does not, or does not say.
@@ -74,6 +76,7 @@ class ServerInfo:
     adapters: frozenset[str] = frozenset()
     weight_transfer: str | None = None
     candidates: int = 0
+    whole_prompts: bool = False
     scores_alone: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
 

@@ -27,17 +27,15 @@ from corelm.spec import (
     WakeRequest,
     WeightUpdate,
 )
-from vllm_backend import kept_sets_protocol, scoring_by_id
+from vllm_backend import kept_sets_protocol
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.adapters import Adapters
-from vllm_backend.capabilities import ModelInfo
+from vllm_backend.capabilities import ModelInfo, at_a_time
 from vllm_backend.children import Errors
 from vllm_backend.kept_sets_protocol import TAKE, KeptSetsOfRow
-from vllm_backend.lanes import Lane, Lanes, Turn, lane_of, together
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
-ABORTED_EARLY = RowFailure("the request was aborted before it began", aborted=True)
 KEPT_CACHE = "vLLM kept its prefix cache, which belongs to the old weights"
 
 #: Takes the number of a request and one of its outputs.
@@ -62,7 +60,6 @@ class InProcessEngine(ABC):
         self.checkpoint = info.checkpoint
         self.adapters = Adapters(info)
         self._info = info
-        self._lanes = Lanes()
         self._lost_keys: list[str] = []
         self._closed = False
         self._broken = False
@@ -75,9 +72,7 @@ class InProcessEngine(ABC):
         requests = protocol.generation_requests(request, self._info, lora, keys)
         on_output = protocol.on_output(request, self.tokenizer)
         try:
-            with self._lanes.entered(self._lane(request), request.timeout, request.request_ids) as turn:
-                left = _unless_aborted(requests, request.request_ids, turn)
-                outputs = self.run(left, request.request_ids, turn.timeout, on_output)
+            outputs = self.run(requests, request.request_ids, request.timeout, on_output)
         except BaseException:
             # The next call that wants sets has the workers forget these.
             self._lost_keys.extend(keys)
@@ -85,12 +80,15 @@ class InProcessEngine(ABC):
         return protocol.generation_result(request, outputs, self._info, self._kept_sets(keys))
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        return self._score(request, self._info)
+        requests = protocol.scoring_requests(request, self._info, self.adapters.named(request.adapter))
+        names, deadline = [request.request_ids[number] for number in requests], Deadline(request.timeout)
+        outputs: list[RowOutput] = []
+        for rows in at_a_time(len(names), alone=self._info.scores_alone):
+            outputs += self.run(list(requests.values())[rows], names[rows], deadline.left())
+        return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), self._info)
 
-    def choose_ways(self, config: Any) -> None:
-        """Use scoring by id and sets of kept ids, if an engine with this `VllmConfig` gets them right on short rows."""
-        if scoring_by_id.offered(config):
-            self._info = scoring_by_id.tried(self._info, self._score)
+    def try_kept_sets(self, config: Any) -> None:
+        """Declare sets of kept ids if an engine with this `VllmConfig` gets them right on short rows."""
         if kept_sets_protocol.are_loaded(config) and kept_sets_protocol.works(
             self.capabilities, self.generate, self.score
         ):
@@ -102,19 +100,6 @@ class InProcessEngine(ABC):
             return []
         lost, self._lost_keys = self._lost_keys, []
         return kept_sets_protocol.rows_of(self._call_workers(TAKE, {"keys": [*keys, *lost]}), len(keys))
-
-    def _score(self, request: ScoreRequest, info: ModelInfo) -> ScoreResult:
-        requests = protocol.scoring_requests(request, info, self.adapters.named(request.adapter))
-        names = [request.request_ids[number] for number in requests]
-        with self._lanes.entered(self._lane(request), request.timeout, names) as turn:
-            left, deadline = _unless_aborted(list(requests.values()), names, turn), Deadline(turn.timeout)
-            outputs: list[RowOutput] = []
-            for rows in together(len(names), info.scores_alone):
-                outputs += self.run(left[rows], names[rows], deadline.left())
-        return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), info)
-
-    def _lane(self, request: GenerateRequest | ScoreRequest) -> Lane | None:
-        return lane_of(request) if self._info.separates else None
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         """Load the safetensors in `folder`, and forget everything computed with the old weights.
@@ -244,15 +229,6 @@ class InProcessEngine(ABC):
             raise BackendClosedError("this vLLM engine is closed")
         if self._broken:
             raise EngineError(DEAD, usable=False)
-
-
-def _unless_aborted(
-    requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], turn: Turn
-) -> Sequence[VLLMRequest | RowFailure]:
-    """Return the requests, with `ABORTED_EARLY` for those that were aborted while the call waited for its turn."""
-    if not turn.aborted:
-        return requests
-    return [ABORTED_EARLY if name in turn.aborted else each for each, name in zip(requests, names, strict=True)]
 
 
 def timeout_error(timeout: float | None) -> TimeoutError:

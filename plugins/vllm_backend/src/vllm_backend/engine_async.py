@@ -14,25 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from corelm.errors import BackendClosedError, EngineError
-from corelm.spec import (
-    AbortRequest,
-    RowFailure,
-    WeightUpdate,
-)
+from corelm.spec import AbortRequest, RowFailure, WeightUpdate
 from corelm.waiting import done_within
 from corelm_engine_kit import EventLoopThread
 from vllm_backend import versions
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.children import attached
 from vllm_backend.compat import refusals
-from vllm_backend.engine import (
-    ABORTED_EARLY,
-    KEPT_CACHE,
-    InProcessEngine,
-    OnOutput,
-    collecting_garbage,
-    timeout_error,
-)
+from vllm_backend.engine import KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
 from vllm_backend.handover import GpuHandover
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
@@ -80,7 +69,7 @@ class AsyncEngine(InProcessEngine):
         try:
             info = read_model(llm.vllm_config, tokenizer, abort=True, concurrent_calls=True)
             engine = cls(loop, llm, info)
-            engine.choose_ways(llm.vllm_config)
+            engine.try_kept_sets(llm.vllm_config)
         except BaseException:
             loop.stop()
             _shut_down(llm)
@@ -131,7 +120,6 @@ class AsyncEngine(InProcessEngine):
 
     def abort(self, request: AbortRequest) -> bool:
         self._require_usable()
-        self._lanes.abort(request.request_ids)
         self.loop.run(self.abort_named(frozenset(request.request_ids)))
         return True
 
@@ -160,7 +148,7 @@ class AsyncEngine(InProcessEngine):
         if isinstance(request, RowFailure):
             return request
         if request_id in self._aborted:
-            return ABORTED_EARLY
+            return RowFailure("the request was aborted before it began", aborted=True)
         try:
             generate = self.llm.generate
             async for output in generate(request.prompt, request.params, request_id, lora_request=request.lora):

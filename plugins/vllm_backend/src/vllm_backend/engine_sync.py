@@ -76,7 +76,7 @@ class SyncEngine(InProcessEngine):
             stack.callback(lambda: thread.submit(llm.engine_core.shutdown).result())
             info = read_model(llm.vllm_config, tokenizer, abort=False, concurrent_calls=False)
             engine = cls(thread, llm, info, stack)
-            engine.choose_ways(llm.vllm_config)
+            engine.try_kept_sets(llm.vllm_config)
             engine._cleanup = stack.pop_all()
             return engine
 

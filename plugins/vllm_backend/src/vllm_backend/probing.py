@@ -73,12 +73,15 @@ def probe_server(server: HttpEngine, mode: LogprobsMode | None, deadline: Deadli
         seeds = honours_seeds(send, prompt)
         candidates = most_candidates(send, prompt, min(MOST_CANDIDATES, info.capabilities.vocab_size))
         scored = candidates if info.capabilities.score else 0
+        mode = mode or logprobs_mode(send, prompt)
         capabilities = replace(
             info.capabilities,
+            # The server keeps one position for a sampled token.
+            max_context=info.max_context - (mode != "raw"),
             argmax=scored > 0,
             score_top_k=min(scored, MOST_IDS),
             top_logprobs=min(candidates, MOST_IDS),
-            generation_modes=frozenset({mode or logprobs_mode(send, prompt)}),
+            generation_modes=frozenset({mode}),
             per_answer_seeds=seeds,
             # A server does not say where it runs. On a GPU its fused sampler takes no seeds.
             seeds_are_costly=seeds,
@@ -90,7 +93,7 @@ def probe_server(server: HttpEngine, mode: LogprobsMode | None, deadline: Deadli
             f"({type(error).__name__}: {error})",
             usable=True,
         ) from error
-    return replace(info, capabilities=capabilities, candidates=candidates)
+    return replace(info, capabilities=capabilities, candidates=candidates, whole_prompts=mode != "raw")
 
 
 def _explained(server: HttpEngine, payload: Payload, error: CoreLMError, deadline: Deadline) -> CoreLMError:

@@ -121,7 +121,6 @@ else:
     class _LogProbs(msgspec.Struct):
         tokens: msgspec.Raw
         token_logprobs: list[float]
-        top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
 
     # Without `gc=False` the garbage collector would look at all of them, and at the rest of the process in between.
     class _Position(msgspec.Struct, gc=False):  # type: ignore[call-arg]
@@ -150,11 +149,8 @@ else:
             name: getattr(found, name) for name in ("token_ids", "finish_reason", "stop_reason", "prompt_token_ids")
         }
         if found.logprobs is not None:
-            # The candidates are read where a scored row has sampled its only token, and are many in a long answer.
-            top = decoded(bytes(found.logprobs.top_logprobs)) if len(found.token_ids) <= 1 else None
             numbers = array("d", found.logprobs.token_logprobs)
-            labels_json = Labels(bytes(found.logprobs.tokens))
-            choice["logprobs"] = {"tokens": labels_json, "token_logprobs": numbers, "top_logprobs": top}
+            choice["logprobs"] = {"tokens": Labels(bytes(found.logprobs.tokens)), "token_logprobs": numbers}
         if found.prompt_logprobs is not None:
             choice["prompt_logprobs"] = _compact_logprobs(found.prompt_logprobs)
         return {"id": reply.id, "choices": [choice], "usage": reply.usage}

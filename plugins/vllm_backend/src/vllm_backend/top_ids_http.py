@@ -8,7 +8,7 @@ from typing import Any
 from corelm.spec import GenerateRequest, TopIds
 from corelm_engine_kit import RowError
 from vllm_backend.replies import LABEL
-from vllm_backend.top_ids import named_candidates, top_ids, top_of_answer
+from vllm_backend.top_ids import named_candidates, top_of_answer
 
 
 def answer_top(
@@ -28,31 +28,29 @@ def answer_top(
     """
     candidates = None
     if count:
-        positions = (choice.get("logprobs") or {}).get("top_logprobs")
-        if not isinstance(positions, list) or len(positions) < len(ids):
-            raise RowError("it does not have the most probable ids of every token (top_logprobs)")
-        by_id = [{int(name.removeprefix(LABEL)): value for name, value in found.items()} for found in positions]
-        candidates = named_candidates(by_id[: len(ids)], count)
+        candidates = named_candidates(by_label(choice, len(ids)), count)
     return top_of_answer(request, ids, candidates, vocab_size)
 
 
-def prompt_top(positions: Sequence[Mapping[str, Any]], k: int, vocab_size: int) -> TopIds:
-    """Return the `k` most probable ids at positions of a prompt, from a server's ``prompt_logprobs``.
+def by_label(choice: Mapping[str, Any], count: int) -> list[Mapping[int, Any]]:
+    """Return the log-probs by id at the first `count` sampled tokens of a choice.
 
     Raises:
-        RowError: a position has fewer.
+        RowError: the choice does not have them.
     """
-    by_id = [{int(name): value["logprob"] for name, value in found.items()} for found in positions]
-    return top_ids(*named_candidates(by_id, k), k, vocab_size)
+    positions = (choice.get("logprobs") or {}).get("top_logprobs")
+    if not isinstance(positions, list) or len(positions) < count:
+        raise RowError("it does not have the most probable ids of every token (top_logprobs)")
+    return [{int(name.removeprefix(LABEL)): value for name, value in found.items()} for found in positions[:count]]
 
 
-def most_probable(candidates: Mapping[str, Mapping[str, Any]]) -> tuple[int, Any]:
-    """Return the most probable id of a position of the prompt, and its log-prob.
+def by_id(positions: Sequence[Mapping[str, Any]]) -> list[Mapping[int, Any]]:
+    """Return the log-probs by id at positions of a prompt, from a server's ``prompt_logprobs``.
 
     Raises:
-        RowError: the candidates do not name it.
+        RowError: the most probable id of a position does not have the rank 1, since others were left out.
     """
-    first = [(int(token), found.get("logprob")) for token, found in candidates.items() if found.get("rank") == 1]
-    if len(first) != 1:
-        raise RowError("its prompt_logprobs do not say which id is the most probable one; leave out return_argmax=True")
-    return first[0]
+    for found in positions:
+        if max(found.values(), key=lambda each: each["logprob"]).get("rank") != 1:
+            raise RowError("its prompt_logprobs lack the most probable ids; leave out return_argmax=True and top_k")
+    return [{int(name): each["logprob"] for name, each in found.items()} for found in positions]
