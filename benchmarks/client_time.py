@@ -32,7 +32,6 @@ from corelm.spec import Capabilities, GenerateRequest, ScoreRequest
 from corelm_engine_kit import Decode, HttpClient, HttpEngine, Secrets, decoded
 from sglang_backend import SGLangBackend
 from sglang_backend import protocol as sglang
-from sglang_backend import replies as sglang_replies
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import protocol_http as vllm
 from vllm_backend import replies as vllm_replies
@@ -199,7 +198,7 @@ def sglang_generation(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: answering(SGLangBackend, info, entries).generate(request),
         sglang.is_reply_to,
-        sglang_replies.decode,
+        decoded,
     )
 
 
@@ -216,7 +215,7 @@ def sglang_scoring(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: answering(SGLangBackend, info, entries).score_logprobs(request),
         sglang.is_reply_to,
-        sglang_replies.decode,
+        decoded,
     )
 
 

@@ -46,7 +46,6 @@ from sglang_backend import protocol
 from sglang_backend.adapters import adapters_of
 from sglang_backend.capabilities import DUMMY, HEALTH_GENERATE, MODEL_INFO, ServerInfo, checkpoint_of, read_server
 from sglang_backend.probing import modes_by_environment, probe_server
-from sglang_backend.replies import decode
 from sglang_backend.weights import ServerWeights
 
 if TYPE_CHECKING:
@@ -253,14 +252,14 @@ class SGLangBackend(HttpEngine):
         self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, path: str = "", **options: Any
     ) -> list[Any]:
         """Post requests, and those again that the server refuses as duplicates of a request whose connection broke."""
-        entries = super().post_rows(payloads, names, deadline, path, decode=decode, **options)
+        entries = super().post_rows(payloads, names, deadline, path, **options)
         again = [row for row, entry in enumerate(entries) if protocol.is_duplicate(entry)]
         if again:
             streamed = options.get("streamed")
             if streamed is not None:
                 streamed = replace(streamed, tell=lambda number, reply: options["streamed"].tell(again[number], reply))
             bodies, whose = [payloads[row] for row in again], [names[row] for row in again]
-            repeated = super().post_rows(bodies, whose, deadline, path, decode=decode, streamed=streamed)
+            repeated = super().post_rows(bodies, whose, deadline, path, streamed=streamed)
             for row, entry in zip(again, repeated, strict=True):
                 entries[row] = entry
         return entries

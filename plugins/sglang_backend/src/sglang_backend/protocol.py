@@ -34,7 +34,6 @@ from corelm_engine_kit import (
 from sglang_backend.candidates import argmax_of, candidate_fields, top_ids_of
 from sglang_backend.capabilities import ServerInfo
 from sglang_backend.kept import KeptIds, kept_fields, kept_ids, top_k_of, wants_truncated
-from sglang_backend.replies import Entries
 from sglang_backend.sampling import parameters, safe_stops
 from sglang_backend.weight_history import WeightsOfCall
 
@@ -339,10 +338,6 @@ def _echoed(reported: Any, ids: list[int], vocab_size: int, name: str, without: 
     Raises:
         RowError: the entries are not about exactly these ids, or the first one has a log-prob.
     """
-    if isinstance(reported, Entries):
-        if reported.without == without and reported.ids == ids:
-            return reported.logprobs
-        reported = reported.plain()
     _check_echo(reported, ids, vocab_size, name)
     if without and reported[0][0] is not None:
         raise RowError(

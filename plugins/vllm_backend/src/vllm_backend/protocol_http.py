@@ -31,7 +31,7 @@ from corelm_engine_kit import (
 )
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
-from vllm_backend.replies import Labels, PromptLogprobs, added, cached_tokens, labels, prompt_logprobs
+from vllm_backend.replies import PromptLogprobs, cached_tokens, labels, prompt_logprobs
 from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
 from vllm_backend.top_ids import named_candidates, of_scores, sampled, wanted, with_top
 from vllm_backend.top_ids_http import answer_top, by_id, by_label
@@ -249,8 +249,7 @@ def _finish_reason(choice: Any, ids: list[int], payload: Payload, aborted: bool,
 
 def _sampled_logprobs(choice: Any, ids: list[int]) -> Sequence[float]:
     logprobs = _logprobs(choice)
-    tokens = logprobs.get("tokens")
-    if not (tokens.are_of(ids) if isinstance(tokens, Labels) else tokens == labels(ids)):
+    if logprobs.get("tokens") != labels(ids):
         raise RowError("its log-probs are not labelled with the ids of its tokens")
     return checked_logprobs(logprobs.get("token_logprobs"), len(ids))
 
@@ -299,7 +298,7 @@ def row_scores(
     if "logprobs" in payload:
         if answer != ids[-1:]:
             raise RowError(f"it samples {answer} where logit_bias makes id {ids[-1]} more probable by e^{_CERTAIN:g}")
-        found = added(found, _sampled_logprobs(choice, answer)[0])
+        found = [*found, *_sampled_logprobs(choice, answer)]
         if count:
             candidates.append(named_candidates(by_label(choice, 1), payload["logprobs"]))
     logprobs = checked_logprobs(found, len(ids) - start)
