@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import (
-    AbortRequest,
     Deadline,
     GenerateRequest,
     GenerateResult,
@@ -26,8 +25,9 @@ from corelm.spec import (
     SleepRequest,
     WakeRequest,
     WeightUpdate,
+    hookimpl,
 )
-from vllm_backend import kept_sets_protocol
+from vllm_backend import kept_sets_protocol, weights
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.adapters import Adapters
 from vllm_backend.capabilities import ModelInfo, at_a_time
@@ -51,6 +51,9 @@ class InProcessEngine(ABC):
         checkpoint: what new weights are compared with: the folder of the model's safetensors, or names and shapes.
     """
 
+    requires_api = ">=1,<2"
+    #: What `corelm conformance` needs to know to test it.
+    conformance: ClassVar[Mapping[str, Any]] = {"engine_sampling": {"engine_kwargs": {"logit_bias": {7: 20.0}}}}
     #: Whether `reload_tensors` reads each tensor when it is its turn, so that the next may use its memory.
     streams_tensors = False
 
@@ -66,6 +69,7 @@ class InProcessEngine(ABC):
         self._asleep = False
         self._errors = Errors()
 
+    @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         lora = self.adapters.named(request.adapter)
         keys = kept_sets_protocol.new_keys(request)
@@ -79,7 +83,8 @@ class InProcessEngine(ABC):
             raise
         return protocol.generation_result(request, outputs, self._info, self._kept_sets(keys))
 
-    def score(self, request: ScoreRequest) -> ScoreResult:
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         requests = protocol.scoring_requests(request, self._info, self.adapters.named(request.adapter))
         names, deadline = [request.request_ids[number] for number in requests], Deadline(request.timeout)
         outputs: list[RowOutput] = []
@@ -90,7 +95,7 @@ class InProcessEngine(ABC):
     def try_kept_sets(self, config: Any) -> None:
         """Declare sets of kept ids if an engine with this `VllmConfig` gets them right on short rows."""
         if kept_sets_protocol.are_loaded(config) and kept_sets_protocol.works(
-            self.capabilities, self.generate, self.score
+            self.capabilities, self.generate, self.score_logprobs
         ):
             self.capabilities = replace(self.capabilities, return_support=True)
             self._info = replace(self._info, capabilities=self.capabilities)
@@ -134,17 +139,26 @@ class InProcessEngine(ABC):
         """
         self._load(lambda: None, request)
 
-    def sleep(self, request: SleepRequest) -> None:
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        weights.load(self, request)
+        return True
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
         """Free the GPU's memory; the prefix cache is emptied."""
         self._require_usable()
         self._asleep = True
         self._sleep(request.level)
+        return True
 
-    def wake(self, request: WakeRequest) -> None:
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
         """Take the memory again. When all of it is back, vLLM goes on to schedule requests."""
         self._require_usable()
         self._wake(sorted(request.tags))
         self._asleep = not request.last
+        return True
 
     def load_adapter(self, request: WeightUpdate) -> None:
         """Load, replace or unload an adapter. Errors are those of `Adapters.update`."""
@@ -191,15 +205,6 @@ class InProcessEngine(ABC):
             TimeoutError: it took longer than `timeout` seconds.
             EngineError: the engine has failed and cannot be used again.
         """
-
-    @abstractmethod
-    def abort(self, request: AbortRequest) -> bool: ...
-
-    @abstractmethod
-    def health(self) -> bool: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
 
     @abstractmethod
     def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:

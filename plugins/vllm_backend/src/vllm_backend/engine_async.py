@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from corelm.errors import BackendClosedError, EngineError
-from corelm.spec import AbortRequest, RowFailure, WeightUpdate
+from corelm.spec import AbortRequest, CloseRequest, HealthRequest, RowFailure, WeightUpdate, hookimpl
 from corelm.waiting import done_within
 from corelm_engine_kit import EventLoopThread
 from vllm_backend import versions
@@ -118,6 +118,7 @@ class AsyncEngine(InProcessEngine):
                 del self.in_flight[request_id]
             self._aborted.difference_update(ids)
 
+    @hookimpl
     def abort(self, request: AbortRequest) -> bool:
         self._require_usable()
         self.loop.run(self.abort_named(frozenset(request.request_ids)))
@@ -129,10 +130,12 @@ class AsyncEngine(InProcessEngine):
         self._aborted.update(ids)
         await self.llm.abort(ids)
 
-    def health(self) -> bool:
+    @hookimpl
+    def health(self, request: HealthRequest) -> bool:
         return not (self._closed or self._broken or self.llm.errored)
 
-    def close(self) -> None:
+    @hookimpl
+    def close(self, request: CloseRequest) -> bool:
         self._closed = True
         # This cancels the requests in flight; their callers get a BackendClosedError.
         self.loop.stop()
@@ -140,6 +143,7 @@ class AsyncEngine(InProcessEngine):
         _shut_down(self.llm)
         with collecting_garbage():
             self.llm = None
+        return True
 
     async def _answer(
         self, request: VLLMRequest | RowFailure, request_id: str, on_output: Callable[[Any], None] | None

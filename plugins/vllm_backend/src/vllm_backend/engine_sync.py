@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError, EngineError
-from corelm.spec import AbortRequest, RowFailure, WeightUpdate
+from corelm.spec import CloseRequest, HealthRequest, RowFailure, WeightUpdate, hookimpl
 from corelm.waiting import done_within
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.children import attached
@@ -97,18 +97,18 @@ class SyncEngine(InProcessEngine):
         finally:
             caller_left.set()
 
-    def abort(self, request: AbortRequest) -> bool:
-        raise CapabilityError("the synchronous mode of vLLM cannot abort requests", capability="abort")
-
-    def health(self) -> bool:
+    @hookimpl
+    def health(self, request: HealthRequest) -> bool:
         return not (self._closed or self._broken)
 
-    def close(self) -> None:
+    @hookimpl
+    def close(self, request: CloseRequest) -> bool:
         self._closed = True
         self._cleanup.close()
         self.adapters.close()
         with collecting_garbage():
             self.llm = None
+        return True
 
     def _serve(
         self, requests: Sequence[VLLMRequest | RowFailure], caller_left: Event, on_output: OnOutput | None
