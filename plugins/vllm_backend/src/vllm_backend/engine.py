@@ -29,7 +29,7 @@ from corelm.spec import (
 )
 from vllm_backend import kept_sets_protocol, weights
 from vllm_backend import protocol_inprocess as protocol
-from vllm_backend.adapters import Adapters
+from vllm_backend.adapters import local_adapters
 from vllm_backend.capabilities import ModelInfo, at_a_time
 from vllm_backend.children import Errors
 from vllm_backend.kept_sets_protocol import TAKE, KeptSetsOfRow
@@ -61,7 +61,8 @@ class InProcessEngine(ABC):
         self.capabilities = info.capabilities
         self.tokenizer, self.reasons = info.tokenizer, info.reasons
         self.checkpoint = info.checkpoint
-        self.adapters = Adapters(info)
+        self._loras: dict[str, Any] = {}
+        self.adapters = local_adapters(info, self._loras, self._add_lora, self._remove_lora)
         self._info = info
         self._lost_keys: list[str] = []
         self._closed = False
@@ -71,9 +72,8 @@ class InProcessEngine(ABC):
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        lora = self.adapters.named(request.adapter)
         keys = kept_sets_protocol.new_keys(request)
-        requests = protocol.generation_requests(request, self._info, lora, keys)
+        requests = protocol.generation_requests(request, self._info, self._lora(request), keys)
         on_output = protocol.on_output(request, self.tokenizer)
         try:
             outputs = self.run(requests, request.request_ids, request.timeout, on_output)
@@ -85,7 +85,7 @@ class InProcessEngine(ABC):
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        requests = protocol.scoring_requests(request, self._info, self.adapters.named(request.adapter))
+        requests = protocol.scoring_requests(request, self._info, self._lora(request))
         names, deadline = [request.request_ids[number] for number in requests], Deadline(request.timeout)
         outputs: list[RowOutput] = []
         for rows in at_a_time(len(names), alone=self._info.scores_alone):
@@ -161,13 +161,19 @@ class InProcessEngine(ABC):
         return True
 
     def load_adapter(self, request: WeightUpdate) -> None:
-        """Load, replace or unload an adapter. Errors are those of `Adapters.update`."""
+        """Load, replace or unload an adapter. Errors are those of `ServerAdapters.update`."""
         self._require_usable()
-        self.adapters.update(request, self._replace_adapter)
+        self.adapters.update(request)
+
+    def _lora(self, request: GenerateRequest | ScoreRequest) -> Any:
+        """Return vLLM's `LoRARequest` for the adapter of a request; None for the base weights."""
+        return self._loras[self.adapters.server_name(request.adapter)] if request.adapter else None
 
     @abstractmethod
-    def _replace_adapter(self, new: Any, old: Any) -> None:
-        """Have vLLM load one `LoRARequest` and forget another. Either may be None."""
+    def _add_lora(self, lora: Any) -> None: ...
+
+    @abstractmethod
+    def _remove_lora(self, lora_id: int) -> None: ...
 
     def _load(self, load: Callable[[], None], request: WeightUpdate) -> None:
         self._require_usable()

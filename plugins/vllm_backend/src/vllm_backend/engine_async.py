@@ -162,18 +162,15 @@ class AsyncEngine(InProcessEngine):
             return RowFailure(str(error))
         return output
 
-    def _replace_adapter(self, new: Any, old: Any) -> None:
-        self.loop.run(self._replace_on_loop(new, old))
+    def _add_lora(self, lora: Any) -> None:
+        self.loop.run(self.llm.add_lora(lora))
 
-    async def _replace_on_loop(self, new: Any, old: Any) -> None:
-        if new is not None:
-            await self.llm.add_lora(new)
-        if old is not None:
-            # A request whose caller has left may still be in the engine and need it.
-            await self.llm.pause_generation(mode="abort", clear_cache=False)
-            await self.llm.remove_lora(old.lora_int_id)
-            if not self._asleep:
-                await self.llm.resume_generation()
+    def _remove_lora(self, lora_id: int) -> None:
+        # A request whose caller has left may still be in the engine and need it.
+        self.loop.run(self.llm.pause_generation(mode="abort", clear_cache=False))
+        self.loop.run(self.llm.remove_lora(lora_id))
+        if not self._asleep:
+            self.loop.run(self.llm.resume_generation())
 
     def needs_file(self, tensors: Iterable[Tensor]) -> str:
         if not self._info.takes_gpu_memory:

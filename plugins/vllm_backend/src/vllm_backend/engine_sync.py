@@ -140,14 +140,11 @@ class SyncEngine(InProcessEngine):
             raise EngineError(f"{type(error).__name__}: {error}. {self.dead()}", usable=False) from error
         return outputs
 
-    def _replace_adapter(self, new: Any, old: Any) -> None:
-        self.thread.submit(self._replace_on_thread, new, old).result()
+    def _add_lora(self, lora: Any) -> None:
+        self.thread.submit(self.llm.add_lora, lora).result()
 
-    def _replace_on_thread(self, new: Any, old: Any) -> None:
-        if new is not None:
-            self.llm.add_lora(new)
-        if old is not None:
-            self.llm.remove_lora(old.lora_int_id)
+    def _remove_lora(self, lora_id: int) -> None:
+        self.thread.submit(self.llm.remove_lora, lora_id).result()
 
     def _sleep(self, level: int) -> None:
         self.thread.submit(self.llm.sleep, level).result()
