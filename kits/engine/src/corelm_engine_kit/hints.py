@@ -11,7 +11,8 @@ from corelm.validate import invalid
 from corelm.validate import refuse_missing_path as refuse_missing_path
 
 __all__ = [
-    "did_you_mean", "refuse_missing_path", "refuse_unknown_arguments", "torch_device", "torch_dtype", "why_unreadable"
+    "did_you_mean", "refuse_missing_path", "refuse_settled", "refuse_unknown_arguments", "torch_device", "torch_dtype",
+    "why_unreadable",
 ]  # fmt: skip
 
 
@@ -41,3 +42,14 @@ def why_unreadable(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return "comes with Python code that is not trusted"
     return "cannot be read on this machine"
+
+
+def refuse_settled(engine_kwargs: Iterable[str], settled: Collection[str]) -> None:
+    """Refuse names in engine_kwargs that a plugin sets itself.
+
+    Raises:
+        InvalidRequestError: one of them is `settled`; `field` is ``engine_kwargs``.
+    """
+    for name in engine_kwargs:
+        if name in settled:
+            raise invalid("engine_kwargs", f"{name!r} is not allowed here; corelm decides it")

@@ -38,13 +38,16 @@ from corelm_engine_kit import (
     Payload,
     SignOfWork,
     WeightGroup,
+    answer_limits,
+    configured_shapes,
+    local_checkpoint,
     refuse_missing_path,
     takes_http_options,
     visible_devices,
 )
 from sglang_backend import protocol
 from sglang_backend.adapters import adapters_of
-from sglang_backend.capabilities import DUMMY, HEALTH_GENERATE, MODEL_INFO, ServerInfo, checkpoint_of, read_server
+from sglang_backend.capabilities import DUMMY, HEALTH_GENERATE, MODEL_INFO, ServerInfo, read_server
 from sglang_backend.probing import modes_by_environment, probe_server
 from sglang_backend.weights import ServerWeights
 
@@ -179,7 +182,9 @@ class SGLangBackend(HttpEngine):
                 model = os.fspath(model)
                 if server_args.get("load_format") == DUMMY:
                     option = f"load_format={DUMMY!r}"
-                    dummy = checkpoint_of(model, hints.trust_remote_code, option=option, capability="load_format")
+                    dummy = local_checkpoint(model) or configured_shapes(
+                        model, hints.trust_remote_code, option=option, capability="load_format"
+                    )
                     modes = modes_by_environment({**os.environ, **(env or {})})
                 chosen = {} if devices is None else {VISIBLE_DEVICES: visible_devices(devices)}
                 launched = LaunchedServer(model, server_args, dict(env or {}) | chosen)
@@ -212,7 +217,8 @@ class SGLangBackend(HttpEngine):
         self._require_running()
         weights = self.weights.history.of_call(request)
         runs = [weights.before] * len(request.prompts)
-        stops, limits = StopStrings.of_rows(request, self.tokenizer), protocol.limits(request, self.info)
+        stops = StopStrings.of_rows(request, self.tokenizer)
+        limits = answer_limits(request, self.capabilities.max_context).tolist()
 
         def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
             meta = reply["meta_info"]

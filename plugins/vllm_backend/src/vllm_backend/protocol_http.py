@@ -28,6 +28,8 @@ from corelm_engine_kit import (
     checked_ids,
     checked_logprobs,
     only_choice,
+    prompts_and_limits,
+    refuse_settled,
 )
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
@@ -76,12 +78,10 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
     sampling_masks.check(request)
     _check_engine_kwargs(sampling.engine_kwargs, info)
     min_tokens = _min_tokens(request, info)
-    seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     logprobs: Payload = {} if request.logprobs == "none" else {"logprobs": wanted(request, info.candidates)}
     explicit = EXPLICIT | {"stream": request.on_tokens is not None}
     payloads = []
-    for prompt, seed in zip(request.prompts.tolist(), seeds, strict=True):
-        limit = info.max_context - len(prompt) if sampling.max_new_tokens is None else sampling.max_new_tokens
+    for prompt, limit, seed in prompts_and_limits(request, info.max_context):
         fields = parameters(sampling, request.stop_ids, limit, seed)
         payloads.append({**fields, "min_tokens": min_tokens, **explicit, **logprobs, "prompt": prompt})
     check_raw(request)
@@ -150,9 +150,8 @@ class AnswerStreams(ReplyStreams):
 
 
 def _check_engine_kwargs(engine_kwargs: Mapping[str, Any], info: ServerInfo) -> None:
+    refuse_settled(engine_kwargs, RESERVED_FIELDS)
     for name in engine_kwargs:
-        if name in RESERVED_FIELDS:
-            raise InvalidRequestError(f"engine_kwargs: corelm sets {name!r} itself", field="engine_kwargs")
         if not info.has_field(name):
             raise InvalidRequestError(
                 f"engine_kwargs: the server's completion requests have no field {name!r}, so it would ignore it",

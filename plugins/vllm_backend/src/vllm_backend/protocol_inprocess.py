@@ -20,7 +20,7 @@ from corelm.spec import (
     generate_result,
     score_result,
 )
-from corelm_engine_kit import RowError, RowStreams, checked_logprobs
+from corelm_engine_kit import RowError, RowStreams, checked_logprobs, prompts_and_limits
 from vllm_backend import engine_kwargs, kept_sets_protocol, versions
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.compat import refusals
@@ -72,10 +72,8 @@ def generation_requests(
     """
     sampling = request.sampling
     engine_kwargs.check_names(sampling.engine_kwargs, _sampling_params_class().__struct_fields__)
-    seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     requests = []
-    for row, (prompt, seed) in enumerate(zip(request.prompts.tolist(), seeds, strict=True)):
-        limit = info.max_context - len(prompt) if sampling.max_new_tokens is None else sampling.max_new_tokens
+    for row, (prompt, limit, seed) in enumerate(prompts_and_limits(request, info.max_context)):
         fields = engine_kwargs.with_objects(parameters(sampling, request.stop_ids, limit, seed))
         requests.append(
             _vllm_request(

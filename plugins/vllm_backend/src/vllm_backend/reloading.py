@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from corelm.errors import CapabilityError, described
-from corelm.spec import saved_shapes
-from corelm_engine_kit import local_checkpoint
+from corelm.errors import CapabilityError
+from corelm_engine_kit import configured_shapes, local_checkpoint
 from vllm_backend.cpu_reload import obstacle
 
 if TYPE_CHECKING:
@@ -32,33 +28,19 @@ def checkpoint_of(config: Any) -> Expected | None:
     model, dummy = config.model_config, config.load_config.load_format == DUMMY
     if why := why_not_again(config):
         if dummy:
-            raise _no_dummy(why)
+            raise CapabilityError(f"load_format={DUMMY!r} needs weights later, but {why}", capability="load_format")
         return None
     folder = files_of(config)
-    return _shapes_by_configuration(model) if dummy and folder is None else folder
+    if dummy and folder is None:
+        option, capability = f"load_format={DUMMY!r}", "load_format"
+        return configured_shapes(model.hf_config, model.trust_remote_code, option=option, capability=capability)
+    return folder
 
 
 def files_of(config: Any) -> Path | None:
     """Return the folder of the model's safetensors, even if vLLM could not load others; None if there is none."""
     model = config.model_config
     return local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
-
-
-def _shapes_by_configuration(model: Any) -> Mapping[str, tuple[int, ...]]:
-    """Return the names and shapes of the checkpoint of a vLLM `ModelConfig`, which may have no weights anywhere."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(model.hf_config, trust_remote_code=model.trust_remote_code)
-    except Exception as error:
-        why = f"transformers cannot tell the names of its weights from its configuration ({described(error)})"
-        raise _no_dummy(why) from error
-    return saved_shapes(empty)
-
-
-def _no_dummy(why: str) -> CapabilityError:
-    return CapabilityError(f"load_format={DUMMY!r} needs weights later, but {why}", capability="load_format")
 
 
 def runs_here(config: Any) -> bool:

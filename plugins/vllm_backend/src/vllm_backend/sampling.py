@@ -6,7 +6,7 @@ from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, Range, SamplingParams, StopStrings
-from corelm_engine_kit import RowError
+from corelm_engine_kit import RowError, refuse_settled
 
 #: The lowest temperature above 0. vLLM silently raises lower ones to this value.
 COLDEST = 0.01
@@ -143,12 +143,7 @@ def unspelt_stop(stop_reason: Any) -> RowError:
 
 
 def _engine_kwargs(sampling: SamplingParams) -> dict[str, Any]:
-    for name in sampling.engine_kwargs:
-        if name in SETTLED:
-            raise InvalidRequestError(
-                f"engine_kwargs: {name!r} is not allowed here; corelm decides it",
-                field="engine_kwargs",
-            )
+    refuse_settled(sampling.engine_kwargs, SETTLED)
     given = dict(sampling.engine_kwargs)
     if given.get("logit_bias") is not None:
         given["logit_bias"] = _logit_bias(given["logit_bias"])
