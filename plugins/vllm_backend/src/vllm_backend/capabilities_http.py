@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import Capabilities
 from corelm_engine_kit import ModelHints, eos_token_ids, generation_config, model_config
 from vllm_backend.capabilities import mixes_rows, sleep_levels, update_reasons
-from vllm_backend.cpu_reload import obstacle
+from vllm_backend.reloading import obstacle
 from vllm_backend.sampling import HONOURED
-from vllm_backend.server_info import running_config, setting
 
 if TYPE_CHECKING:
     from corelm.spec import Deadline
@@ -38,6 +37,9 @@ SLEEP_ROUTES = frozenset({"/sleep", "/wake_up"})
 
 #: The routes by which a server loads adapters, if it was started with LoRA and may change what it has loaded.
 ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+
+#: Where a server in its development mode says which configuration it runs. It collects the page for some seconds, once.
+SERVER_INFO = "/server_info"
 
 #: The server's names of sampling parameters, where they differ from corelm's.
 _SERVER_NAMES = {"min_new_tokens": "min_tokens"}
@@ -134,13 +136,13 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     if context is None:
         raise _must_be_passed("max_context", "the server does not say how long its context is")
     scores = fields is None or fields >= SCORING_FIELDS
-    running = running_config(client, routes, deadline)
-    device = setting(running, "device_config", "device")
+    running = _running_config(client, routes, deadline)
+    device = _setting(running, "device_config", "device")
     mixes = mixes_rows(running.get("lora_config") is not None, device)
     why_not_again = obstacle(None if config is None else config.get_text_config(), device)
     takes_weights = routes >= WEIGHT_ROUTES and not why_not_again
     # Without this mode, a server that is told to sleep frees nothing.
-    may_sleep = routes >= SLEEP_ROUTES and setting(running, "model_config", "enable_sleep_mode") is True
+    may_sleep = routes >= SLEEP_ROUTES and _setting(running, "model_config", "enable_sleep_mode") is True
     capabilities = Capabilities(
         vocab_size=vocab_size,
         max_context=context,
@@ -168,7 +170,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         files=files,
         base_name=str((parent or card)["id"]),
         adapters=adapters,
-        weight_transfer=setting(running, "weight_transfer_config", "backend"),
+        weight_transfer=_setting(running, "weight_transfer_config", "backend"),
         scores_alone=mixes,
         reasons=update_reasons(why_not_again),
     )
@@ -224,6 +226,30 @@ def _model_cards(
     parent = cards.get(str(card.get("parent")), {})
     base = str((parent or card)["id"])
     return card, parent, frozenset(name for name, each in cards.items() if each.get("parent") == base)
+
+
+def _running_config(client: HttpClient, routes: frozenset[str], deadline: Deadline) -> Mapping[str, Any]:
+    """Return the server's `VllmConfig` as nested mappings; an empty one if the server does not tell it.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+    """
+    if SERVER_INFO not in routes:
+        return {}
+    try:
+        page = client.get(f"{SERVER_INFO}?config_format=json", timeout=deadline.left())
+    except CoreLMError:
+        deadline.check()
+        return {}
+    # An older server tells it as one text.
+    config = page.get("vllm_config") if isinstance(page, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def _setting(config: Mapping[str, Any], part: str, name: str) -> Any:
+    """Return one setting of a part of the configuration; None if the server does not tell it."""
+    found = config.get(part)
+    return found.get(name) if isinstance(found, dict) else None
 
 
 def _must_be_passed(field: str, why: str) -> InvalidRequestError:

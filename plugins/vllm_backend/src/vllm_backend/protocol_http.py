@@ -35,8 +35,7 @@ from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.replies import PromptLogprobs, cached_tokens, labels, prompt_logprobs
 from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
-from vllm_backend.top_ids import named_candidates, of_scores, sampled, wanted, with_top
-from vllm_backend.top_ids_http import answer_top, by_id, by_label
+from vllm_backend.top_ids import answer_top, by_id, by_label, named_candidates, of_scores, sampled, wanted, with_top
 
 COMPLETIONS = "/v1/completions"
 #: What the server puts before the id of a request to name it.

@@ -21,11 +21,11 @@ from corelm.spec import (
     score_result,
 )
 from corelm_engine_kit import RowError, RowStreams, checked_logprobs, prompts_and_limits
-from vllm_backend import engine_kwargs, kept_sets_protocol, versions
+from vllm_backend import kept_sets_protocol, versions
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.compat import refusals
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow
-from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
+from vllm_backend.sampling import REPETITION, answer_end, check_names, check_raw, parameters, unspelt_stop, with_objects
 from vllm_backend.top_ids import flat_candidates, of_scores, top_of_answer, wanted, with_top
 
 T = TypeVar("T")
@@ -71,10 +71,10 @@ def generation_requests(
         CapabilityError, InvalidRequestError: sampling parameters that vLLM would change silently; see `parameters`.
     """
     sampling = request.sampling
-    engine_kwargs.check_names(sampling.engine_kwargs, _sampling_params_class().__struct_fields__)
+    check_names(sampling.engine_kwargs, _sampling_params_class().__struct_fields__)
     requests = []
     for row, (prompt, limit, seed) in enumerate(prompts_and_limits(request, info.max_context)):
-        fields = engine_kwargs.with_objects(parameters(sampling, request.stop_ids, limit, seed))
+        fields = with_objects(parameters(sampling, request.stop_ids, limit, seed))
         requests.append(
             _vllm_request(
                 prompt,

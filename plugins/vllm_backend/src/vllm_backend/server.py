@@ -38,6 +38,7 @@ from corelm_engine_kit import (
     ModelHints,
     Payload,
     ReplyStreams,
+    SignOfWork,
     WeightGroup,
     fitting,
     fitting_stream,
@@ -52,13 +53,30 @@ from vllm_backend.adapters import server_adapters
 from vllm_backend.capabilities import at_a_time
 from vllm_backend.capabilities_http import ServerInfo, read_server
 from vllm_backend.probing import LOGPROBS_MODES, probe_server
-from vllm_backend.signs import SIGN
 from vllm_backend.weight_channel import ANSWER_TIMEOUT, WeightChannel, require_transfer
 
 T = TypeVar("T")
 
 #: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
 ABORT_TIMEOUT = 10.0
+
+#: What vLLM counts while it works: ``vllm/v1/metrics/loggers.py``. While it reads a long prompt in parts, only the
+#: share of the cache in use grows.
+_COUNTERS = (
+    "vllm:generation_tokens_total{",
+    "vllm:prompt_tokens_total{",
+    "vllm:iteration_tokens_total_count{",
+    "vllm:kv_cache_usage_perc{",
+)
+
+
+def counters(metrics: str) -> tuple[str, ...] | None:
+    """Return the lines of ``/metrics`` that change while the engine works; None if the server does not count."""
+    return tuple(line for line in metrics.splitlines() if line.startswith(_COUNTERS)) or None
+
+
+#: While the server loads weights, its counters stand still: it need only be alive.
+SIGN = SignOfWork(rows=protocol.COMPLETIONS, page="/metrics", progress=counters, alive="/health")
 
 
 class VLLMServer(HttpEngine):

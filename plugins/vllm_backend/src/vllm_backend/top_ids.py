@@ -14,6 +14,7 @@ from torch import Tensor
 
 from corelm.spec import GenerateRequest, RowScores, ScoreRequest, TopIds, log_tail_mass
 from corelm_engine_kit import RowError, checked_argmax
+from vllm_backend.replies import LABEL
 
 #: The most ids that callers may ask for.
 MOST_IDS = 1024
@@ -178,6 +179,51 @@ def named_candidates(positions: Sequence[Mapping[int, Any]], count: int) -> tupl
         # vLLM fills up with such ids also where it leaves out others that do have a probability.
         raise _missing(count)
     return ids, logprobs
+
+
+def answer_top(
+    choice: Mapping[str, Any], request: GenerateRequest, ids: Sequence[int], count: int, vocab_size: int
+) -> TopIds | None:
+    """Return the most probable ids at the first tokens of an answer; None if they were not asked for.
+
+    Args:
+        choice: the choice of the completion.
+        request: the request.
+        ids: the first tokens of the answer.
+        count: how many candidates were asked for.
+        vocab_size: ids are below it.
+
+    Raises:
+        RowError: the choice does not have them.
+    """
+    candidates = None
+    if count:
+        candidates = named_candidates(by_label(choice, len(ids)), count)
+    return top_of_answer(request, ids, candidates, vocab_size)
+
+
+def by_label(choice: Mapping[str, Any], count: int) -> list[Mapping[int, Any]]:
+    """Return the log-probs by id at the first `count` sampled tokens of a choice.
+
+    Raises:
+        RowError: the choice does not have them.
+    """
+    positions = (choice.get("logprobs") or {}).get("top_logprobs")
+    if not isinstance(positions, list) or len(positions) < count:
+        raise RowError("it does not have the most probable ids of every token (top_logprobs)")
+    return [{int(name.removeprefix(LABEL)): value for name, value in found.items()} for found in positions[:count]]
+
+
+def by_id(positions: Sequence[Mapping[str, Any]]) -> list[Mapping[int, Any]]:
+    """Return the log-probs by id at positions of a prompt, from a server's ``prompt_logprobs``.
+
+    Raises:
+        RowError: the most probable id of a position does not have the rank 1, since others were left out.
+    """
+    for found in positions:
+        if max(found.values(), key=lambda each: each["logprob"]).get("rank") != 1:
+            raise RowError("its prompt_logprobs lack the most probable ids; leave out return_argmax=True and top_k")
+    return [{int(name): each["logprob"] for name, each in found.items()} for found in positions]
 
 
 def _certain(request: GenerateRequest) -> bool:
