@@ -62,7 +62,7 @@ class InProcessEngine(ABC):
         self.tokenizer, self.reasons = info.tokenizer, info.reasons
         self.checkpoint = info.checkpoint
         self._loras: dict[str, Any] = {}
-        self.adapters = local_adapters(info, self._loras, self._add_lora, self._remove_lora)
+        self.adapters = local_adapters(info, self._loras, lambda lora: self._ask("add_lora", lora), self._remove_lora)
         self._info = info
         self._lost_keys: list[str] = []
         self._closed = False
@@ -149,14 +149,14 @@ class InProcessEngine(ABC):
         """Free the GPU's memory; the prefix cache is emptied."""
         self._require_usable()
         self._asleep = True
-        self._sleep(request.level)
+        self._ask("sleep", request.level)
         return True
 
     @hookimpl
     def wake(self, request: WakeRequest) -> bool:
         """Take the memory again. When all of it is back, vLLM goes on to schedule requests."""
         self._require_usable()
-        self._wake(sorted(request.tags))
+        self._ask("wake_up", sorted(request.tags))
         self._asleep = not request.last
         return True
 
@@ -169,11 +169,8 @@ class InProcessEngine(ABC):
         """Return vLLM's `LoRARequest` for the adapter of a request; None for the base weights."""
         return self._loras[self.adapters.server_name(request.adapter)] if request.adapter else None
 
-    @abstractmethod
-    def _add_lora(self, lora: Any) -> None: ...
-
-    @abstractmethod
-    def _remove_lora(self, lora_id: int) -> None: ...
+    def _remove_lora(self, lora_id: int) -> None:
+        self._ask("remove_lora", lora_id)
 
     def _load(self, load: Callable[[], None], request: WeightUpdate) -> None:
         self._require_usable()
@@ -213,8 +210,13 @@ class InProcessEngine(ABC):
         """
 
     @abstractmethod
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of vLLM's engine where that may be called, and return what it returned."""
+
     def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
         """Call a method of vLLM's workers, and return what each of them returned."""
+        found: list[Any] = self._ask("collective_rpc", method, kwargs=arguments)
+        return found
 
     @abstractmethod
     def _while_idle(self, request: WeightUpdate) -> AbstractContextManager[None]:
@@ -228,12 +230,6 @@ class InProcessEngine(ABC):
             # Otherwise vLLM would look for a loader of random numbers that reads files.
             self._call_workers("update_config", {"overrides": {"load_config": {"load_format": "auto"}}})
         self._call_workers("reload_weights", {"weights_path": str(folder)})
-
-    @abstractmethod
-    def _sleep(self, level: int) -> None: ...
-
-    @abstractmethod
-    def _wake(self, tags: list[str]) -> None: ...
 
     def _require_usable(self) -> None:
         if self._closed:

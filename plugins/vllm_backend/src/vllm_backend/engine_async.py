@@ -162,15 +162,15 @@ class AsyncEngine(InProcessEngine):
             return RowFailure(str(error))
         return output
 
-    def _add_lora(self, lora: Any) -> None:
-        self.loop.run(self.llm.add_lora(lora))
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self.loop.run(getattr(self.llm, method)(*arguments, **options))
 
     def _remove_lora(self, lora_id: int) -> None:
         # A request whose caller has left may still be in the engine and need it.
-        self.loop.run(self.llm.pause_generation(mode="abort", clear_cache=False))
-        self.loop.run(self.llm.remove_lora(lora_id))
+        self._ask("pause_generation", mode="abort", clear_cache=False)
+        super()._remove_lora(lora_id)
         if not self._asleep:
-            self.loop.run(self.llm.resume_generation())
+            self._ask("resume_generation")
 
     def needs_file(self, tensors: Iterable[Tensor]) -> str:
         if not self._info.takes_gpu_memory:
@@ -188,38 +188,28 @@ class AsyncEngine(InProcessEngine):
         assert self._handover is not None, "needs_file was not asked"
         self._handover.load(tensors, largest)
 
-    def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
-        found: list[Any] = self.loop.run(self.llm.collective_rpc(method, kwargs=arguments))
-        return found
-
     @contextmanager
     def _while_idle(self, request: WeightUpdate) -> Iterator[None]:
         # When a pause has begun, vLLM has ended the step in hand. A request whose caller has left may still be in the
         # engine and would keep its cached blocks, so it is aborted where no other is in flight.
         goes_on = request.when == "now"
-        self.loop.run(self.llm.pause_generation(mode="keep" if goes_on else "abort", clear_cache=False))
+        self._ask("pause_generation", mode="keep" if goes_on else "abort", clear_cache=False)
         try:
             yield
             # Answers in flight are read again, with the new weights.
-            if not self.loop.run(self.llm.reset_prefix_cache(**({"reset_running_requests": True} if goes_on else {}))):
+            if not self._ask("reset_prefix_cache", **({"reset_running_requests": True} if goes_on else {})):
                 raise RuntimeError(KEPT_CACHE)
             if self.capabilities.updates_in_flight:
                 # vLLM says of each token which of these labels was in force in the step that sampled it.
-                self.loop.run(self.llm.update_weight_version(versions.label_of(request)))
+                self._ask("update_weight_version", versions.label_of(request))
         except BaseException:
             # Nobody resumes this engine, so answers in flight must not wait for it.
             with suppress(Exception):
-                self.loop.run(self.llm.pause_generation(mode="abort", clear_cache=False))
+                self._ask("pause_generation", mode="abort", clear_cache=False)
             raise
         if not self._asleep:
             # Otherwise there is no cache to run with; waking it resumes vLLM.
-            self.loop.run(self.llm.resume_generation())
-
-    def _sleep(self, level: int) -> None:
-        self.loop.run(self.llm.sleep(level))
-
-    def _wake(self, tags: list[str]) -> None:
-        self.loop.run(self.llm.wake_up(tags))
+            self._ask("resume_generation")
 
 
 def _shut_down(llm: Any) -> None:

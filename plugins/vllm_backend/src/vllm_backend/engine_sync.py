@@ -140,17 +140,8 @@ class SyncEngine(InProcessEngine):
             raise EngineError(f"{type(error).__name__}: {error}. {self.dead()}", usable=False) from error
         return outputs
 
-    def _add_lora(self, lora: Any) -> None:
-        self.thread.submit(self.llm.add_lora, lora).result()
-
-    def _remove_lora(self, lora_id: int) -> None:
-        self.thread.submit(self.llm.remove_lora, lora_id).result()
-
-    def _sleep(self, level: int) -> None:
-        self.thread.submit(self.llm.sleep, level).result()
-
-    def _wake(self, tags: list[str]) -> None:
-        self.thread.submit(self.llm.wake_up, tags).result()
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self.thread.submit(getattr(self.llm, method), *arguments, **options).result()
 
     def needs_file(self, tensors: Iterable[Tensor]) -> str:
         return "" if self._info.in_this_process else "vLLM's worker is in another process"
@@ -158,15 +149,11 @@ class SyncEngine(InProcessEngine):
     def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
         self._call_workers("reload_weights", {"weights_iterator": tensors})
 
-    def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
-        found: list[Any] = self.thread.submit(self.llm.collective_rpc, method, kwargs=arguments).result()
-        return found
-
     @contextmanager
     def _while_idle(self, request: WeightUpdate) -> Iterator[None]:
         # Calls take turns, so no request is in vLLM.
         yield
-        if not self.thread.submit(self.llm.reset_prefix_cache).result():
+        if not self._ask("reset_prefix_cache"):
             raise RuntimeError(KEPT_CACHE)
 
 
