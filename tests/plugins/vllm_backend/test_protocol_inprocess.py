@@ -136,7 +136,7 @@ def test_an_id_that_is_not_the_most_probable_one_fails_its_row_alone() -> None:
         ([(7, -2.0), (3, -0.7)], [(6, -0.5), (9, -0.9)], "did not return the 1 most probable ids"),
         ([(7, -0.6), (3, -0.7)], [(6, -1.5), (9, -0.3)], "did not return the 1 most probable ids"),
         ([(7, -2.0), (7, -0.7)], [(6, -1.5), (9, -0.3)], "id 7 .* at position 1, but id 7 has -2 there"),
-        ([(7, -2.0), (3, -0.7)], [(6, -1.5), (9, math.nan)], "are not log-probs"),
+        ([(7, -2.0), (3, -0.7)], [(6, -1.5), (9, math.nan)], "not a number of at most 0"),
     ]:
         with case(last, prompt, message):
             rows = {0: scored(last, prompt), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}

@@ -14,10 +14,10 @@ import torch
 
 from corelm import SamplingParams
 from corelm.spec import GenerateRequest, Ragged, ScoreRequest
-from corelm_engine_kit import RowError
+from corelm_engine_kit import RowError, checked_top_ids
 from helpers.each import case
 from helpers.fake_vllm import PROMPTS, VOCAB, Connect, FakeVLLM, next_logprobs
-from vllm_backend.top_ids import flat_candidates, limit, named_candidates, top_ids, wanted
+from vllm_backend.top_ids import flat_candidates, limit, named_candidates, wanted
 
 
 def request(k: int, logprobs: Any = "raw", **sampling: Any) -> GenerateRequest:
@@ -77,7 +77,7 @@ INF = math.inf
 
 
 def of(ids: list[list[int]], logprobs: list[list[float]], k: int, vocab_size: int = 9) -> Any:
-    return top_ids(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float64), k, vocab_size)
+    return checked_top_ids(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float64), k, vocab_size)
 
 
 def test_ids_without_a_probability_are_left_out_and_the_tail_is_exact() -> None:
@@ -97,7 +97,7 @@ def test_candidates_that_are_no_log_probs_in_order_are_refused() -> None:
 
 def test_a_candidate_outside_the_vocabulary_is_refused() -> None:
     for token in [-1, 9]:
-        with case(token), pytest.raises(RowError, match="outside the vocabulary, which has 9 ids"):
+        with case(token), pytest.raises(RowError, match="outside the vocabulary of 9"):
             of([[4, token]], [[-0.5, -1.0]], 2)
 
 

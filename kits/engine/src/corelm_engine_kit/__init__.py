@@ -6,8 +6,8 @@
   text before it, what the text of an answer leaves out, and which stop strings an engine that does not may look for.
 - `AnswerTexts`: the text of answers whose tokens arrive little by little.
 - `Deadline`, `opening_within`: how much time a call, or opening an engine, has left.
-- `row_outcome`, `answer_end`, `checked_ids`, `checked_logprobs`, `checked_argmax`, `checked_finish_reason`: is this the
-  answer that a row asked for, and where does it end?
+- `row_outcome`, `answer_end`, `checked_ids`, `checked_logprobs`, `checked_argmax`, `checked_top_ids`,
+  `checked_finish_reason`: is this the answer that a row asked for, and where does it end?
 - `generate_result`, `score_result`, `RowAnswer`, `RowScores`, `RowFailure`: the result of a call, built from the
   outcome of each row.
 - `RowStreams`, `ReplyStreams`, `SoFar`: stream the rows of an engine that reports each answer so far, or of a server.

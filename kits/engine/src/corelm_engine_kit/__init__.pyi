@@ -52,6 +52,7 @@ from .row_checks import checked_argmax as checked_argmax
 from .row_checks import checked_finish_reason as checked_finish_reason
 from .row_checks import checked_ids as checked_ids
 from .row_checks import checked_logprobs as checked_logprobs
+from .row_checks import checked_top_ids as checked_top_ids
 from .row_checks import only_choice as only_choice
 from .row_checks import raise_if_none_was_served as raise_if_none_was_served
 from .row_checks import row_failure as row_failure

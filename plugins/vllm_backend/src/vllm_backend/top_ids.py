@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.spec import GenerateRequest, RowScores, ScoreRequest, TopIds, log_tail_mass
-from corelm_engine_kit import RowError, checked_argmax
+from corelm.spec import GenerateRequest, RowScores, ScoreRequest, TopIds
+from corelm_engine_kit import RowError, checked_argmax, checked_top_ids
 from vllm_backend.replies import LABEL
 
 #: The most ids that callers may ask for.
@@ -72,38 +72,11 @@ def top_of_answer(
     if k == 0:
         return None
     if candidates is not None:
-        return top_ids(*candidates, k, vocab_size)
+        return checked_top_ids(*candidates, k, vocab_size)
     top = TopIds.nothing(len(ids), k)
     top.ids[:, 0] = torch.tensor(list(ids), dtype=torch.int64)
     top.logprobs[:, 1:], top.tail[:] = -torch.inf, -torch.inf
     return top
-
-
-def top_ids(ids: Tensor, logprobs: Tensor, k: int, vocab_size: int) -> TopIds:
-    """Return the `k` most probable ids out of at least as many candidates for each position.
-
-    Args:
-        ids: int64[positions, candidates], the most probable first.
-        logprobs: float64[positions, candidates].
-        k: how many to return.
-        vocab_size: ids are below it.
-
-    Raises:
-        RowError: the candidates are not ids with log-probs, most probable first.
-    """
-    # Keep the `not`: NaN fails every comparison and must be rejected.
-    if not bool((logprobs.diff(dim=1) <= 0).logical_or(logprobs[:, 1:] == -torch.inf).all()) or not bool(
-        ((logprobs[:, :1] > -torch.inf) & (logprobs[:, :1] <= _SAME)).all()
-    ):
-        raise RowError("the log-probs of its most probable ids are not log-probs, or not in order")
-    nothing = logprobs == -torch.inf
-    if not bool(((ids >= 0) & (ids < vocab_size)).logical_or(nothing).all()):
-        raise RowError(f"one of its most probable ids is outside the vocabulary, which has {vocab_size} ids")
-    tail = log_tail_mass(logprobs[:, :k])
-    tail[nothing.any(dim=1)] = -torch.inf
-    if k == vocab_size:
-        tail[:] = -torch.inf
-    return TopIds(ids.masked_fill(nothing, -1)[:, :k], logprobs[:, :k].float(), tail)
 
 
 def with_top(
@@ -123,13 +96,13 @@ def with_top(
         vocab_size: ids are below it.
 
     Raises:
-        RowError: the candidates are not what `top_ids` takes, or contradict the log-probs.
+        RowError: the candidates are not what `checked_top_ids` takes, or contradict the log-probs.
     """
     count = of_scores(request)
     if not count:
         return RowScores(logprobs)
     best, values = (torch.cat([part[:, :count] for part in parts]) for parts in zip(*candidates, strict=True))
-    top = top_ids(best, values, count, vocab_size)
+    top = checked_top_ids(best, values, count, vocab_size)
     argmax = checked_argmax(top.ids[:, 0].tolist(), values[:, 0].tolist(), ids, logprobs)
     return RowScores(logprobs, argmax if request.return_argmax else (), top if request.top_k else None)
 
