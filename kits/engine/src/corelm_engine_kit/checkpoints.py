@@ -120,8 +120,8 @@ def configured_shapes(config: Any, trust_remote_code: bool, *, option: str, capa
             empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise CapabilityError(
-            f"{option} needs weights later, which are compared with the model first, but transformers cannot tell the "
-            f"names of its weights from its configuration ({described(error)}); have its folder on this machine",
+            f"{option}: new weights are compared with the model first, but transformers cannot tell their names from "
+            f"its configuration ({described(error)}); have the model's folder on this machine",
             capability=capability,
         ) from error
     return saved_shapes(empty)

@@ -26,7 +26,8 @@ from sglang_backend.weight_channel import WeightChannel
 from sglang_backend.weight_history import WeightHistory
 
 if TYPE_CHECKING:
-    from corelm_engine_kit import Expected, HttpClient, HttpEngine
+    from corelm_engine_kit import Expected, HttpClient
+    from sglang_backend.backend import SGLangBackend
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class ServerWeights:
 
     def __init__(
         self,
-        engine: HttpEngine,
+        engine: SGLangBackend,
         *,
         takes_state_dict: bool,
         dummy: Expected | None,
