@@ -32,7 +32,6 @@ from corelm.spec import Capabilities, GenerateRequest, ScoreRequest
 from corelm_engine_kit import Decode, HttpClient, HttpEngine, Secrets, decoded
 from sglang_backend import SGLangBackend
 from sglang_backend import protocol as sglang
-from sglang_backend import replies as sglang_replies
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import protocol_http as vllm
 from vllm_backend import replies as vllm_replies
@@ -167,17 +166,15 @@ def vllm_generation(rows: int, tokens: int) -> Call:
 
 def vllm_scoring(rows: int, tokens: int) -> Call:
     info, request = vllm_info(), score_request(rows, tokens)
-    payloads = vllm.scoring_requests(request)
+    payloads, last = vllm.scoring_requests(request, info), [ids[-1:] for ids in request.sequences.tolist()]
     bodies = []
     for row, payload in payloads.items():
         prompt, values = payload["prompt"], logprobs_of(row, tokens)
         positions: list[Json | None] = [None]
         for token, value in zip(prompt[1:], values, strict=False):
             positions.append({str(token): {"logprob": value, "rank": 17, "decoded_token": None}})
-        ids = [prompt[0], *payload["logprob_token_ids"]]
-        logprobs = sampled(ids[:1], [values[-1]])
-        logprobs["top_logprobs"] = [{f"token_id:{token}": values[-1] for token in ids}]
-        choice = {"finish_reason": "length", "token_ids": ids[:1], "logprobs": logprobs, "prompt_logprobs": positions}
+        logprobs = sampled(last[row], [values[-1]])
+        choice = {"finish_reason": "length", "token_ids": last[row], "logprobs": logprobs, "prompt_logprobs": positions}
         bodies.append(completion(row, prompt, choice))
     return Call(
         vllm.COMPLETIONS,
@@ -201,7 +198,7 @@ def sglang_generation(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: answering(SGLangBackend, info, entries).generate(request),
         sglang.is_reply_to,
-        sglang_replies.decode,
+        decoded,
     )
 
 
@@ -218,7 +215,7 @@ def sglang_scoring(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: answering(SGLangBackend, info, entries).score_logprobs(request),
         sglang.is_reply_to,
-        sglang_replies.decode,
+        decoded,
     )
 
 

@@ -115,7 +115,7 @@ def directly(backend: Backend, prompts: list[list[int]], new: int) -> list[Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    engine = backend.engine.plugin.engine
+    engine = backend.engine.plugin
     params = SamplingParams(
         max_tokens=new,
         ignore_eos=True,

@@ -118,7 +118,7 @@ def measure_llm(size: Size, model: Path) -> dict[str, float]:
 
 def measure_backend(size: Size, model: Path) -> dict[str, float]:
     with corelm.get_backend("vllm", model, **engine_options(size)) as backend:
-        scheduler = backend.engine.plugin.engine.llm.vllm_config.scheduler_config
+        scheduler = backend.engine.plugin.llm.vllm_config.scheduler_config
         found = {name: getattr(scheduler, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
         for work, count, more in _works(size):
             prompts = random_ids(size, [size.shortest] * count)

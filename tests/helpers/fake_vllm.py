@@ -27,7 +27,7 @@ FIELDS = (
     *("model", "prompt", "request_id", "n", "stream", "seed", "max_tokens", "min_tokens"),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-    *("logprobs", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids"),
+    *("logprobs", "prompt_logprobs", "logit_bias", "return_token_ids", "return_tokens_as_token_ids"),
 )
 
 
@@ -136,12 +136,13 @@ class FakeVLLM:
         reason = "length"
         while len(ids) < body["max_tokens"]:
             weights = [math.exp(value) for value in next_logprobs([*prompt, *ids], temperature)]
+            for named, bias in body.get("logit_bias", {}).items():
+                weights[int(named)] *= math.exp(bias)
             likeliest = max(range(VOCAB), key=weights.__getitem__)
             token = stream.choices(range(VOCAB), weights)[0] if body["temperature"] else likeliest
             logprobs = next_logprobs([*prompt, *ids], temperature if self.mode == "processed" else 1.0)
             ranked = sorted(range(VOCAB), key=logprobs.__getitem__, reverse=True)[: body.get("logprobs") or 0]
-            named = body.get("logprob_token_ids", ())
-            values.append({f"token_id:{i}": logprobs[i] for i in dict.fromkeys([token, *named, *ranked])})
+            values.append({f"token_id:{i}": logprobs[i] for i in dict.fromkeys([token, *ranked])})
             ids.append(token)
             text = tiny_tokenizer().decode(ids, skip_special_tokens=True)
             if token in body.get("stop_token_ids", ()) or any(stop in text for stop in body.get("stop", ())):

@@ -43,9 +43,3 @@ def choose_onednn_operator_again() -> None:
     from transformers_backend.fast import onednn
 
     onednn._operator.cache_clear()
-
-
-def calls_that_wait_for_a_lane(backend: Backend) -> int:
-    """Return how many calls wait in the vLLM plugin for those of the other kind to end."""
-    plugin = backend.engine.plugin
-    return len(getattr(plugin, "engine", plugin)._lanes._waiting)

@@ -265,10 +265,6 @@ LOOKED_UP = (
     # TRL takes these from a trainer, where a rollout sets them.
     LookedUp("trl", _attributes_in("trl.GRPOTrainer"), "_last_loaded_step use_vllm vllm_mode vllm_generation"),
     # vLLM.
-    LookedUp(
-        "vllm", lambda: set(pkgutil.resolve_name("vllm.SamplingParams").__struct_fields__), "prompt_logprob_token_ids"
-    ),
-    LookedUp("vllm", _object("vllm.config.VllmConfig"), "use_v2_model_runner"),
     LookedUp("vllm", _arguments_of("vllm.outputs.CompletionOutput"), "weight_versions"),
     LookedUp("vllm", _object("vllm.v1.engine.async_llm.AsyncLLM"), "update_weight_version"),
     LookedUp("vllm", _arguments_of("vllm.lora.peft_helper.PEFTHelper"), "use_rslora rank_pattern alpha_pattern"),

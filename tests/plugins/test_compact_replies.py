@@ -1,13 +1,10 @@
-"""The compact decoders make the same results and errors of a body as the plain one, and are used where they can be."""
+"""The compact decoder of scores makes the same results and errors of a body as the plain one."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import subprocess
-import sys
-from array import array
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -24,12 +21,8 @@ from helpers.canned_replies import answering
 from helpers.http_clients import Waits
 from helpers.http_server import FaultServer, raw
 from helpers.tiny_models import VOCAB, tiny_tokenizer
-from sglang_backend import SGLangBackend
-from sglang_backend import protocol as sglang
-from sglang_backend import replies as sglang_replies
-from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import protocol_http as vllm
-from vllm_backend import replies as vllm_replies
+from vllm_backend import replies
 from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
 from vllm_backend.server import VLLMServer
 
@@ -42,7 +35,6 @@ VLLM = VLLMInfo(
     routes=frozenset(),
     fields=None,
 )
-SGLANG = SGLangInfo(CAPABILITIES, tiny_tokenizer(), "a-model", weight_label="default")
 IDS = [5, 17, 4, 9]
 
 #: Returns a result of a reply, for one row.
@@ -83,14 +75,6 @@ def vllm_scores(reply: Any) -> Any:
     return answering(VLLMServer, VLLM, reply).score_logprobs(scoring())
 
 
-def sglang_answer(reply: Any) -> Any:
-    return answering(SGLangBackend, SGLANG, reply).generate(generating())
-
-
-def sglang_scores(reply: Any) -> Any:
-    return answering(SGLangBackend, SGLANG, reply).score_logprobs(scoring())
-
-
 def vllm_answer_reply() -> Any:
     labels = [f"token_id:{token}" for token in IDS]
     values = [-0.5, -1.0, -2.5, -1e-7]
@@ -103,37 +87,15 @@ def vllm_answer_reply() -> Any:
 
 def vllm_scores_reply() -> Any:
     positions = [None, *({str(token): {"logprob": -1.5, "rank": 17, "decoded_token": None}} for token in IDS[1:-1])]
-    top = [{"token_id:7": -0.25, f"token_id:{IDS[-1]}": -0.75}]
-    logprobs = {"text_offset": [0], "token_logprobs": [-0.25], "tokens": ["token_id:7"], "top_logprobs": top}
-    choice = {"token_ids": [7], "finish_reason": "length", "logprobs": logprobs, "prompt_logprobs": positions}
+    label, last = f"token_id:{IDS[-1]}", IDS[-1:]
+    logprobs = {"text_offset": [0], "token_logprobs": [-0.75], "tokens": [label], "top_logprobs": [{label: -0.75}]}
+    choice = {"token_ids": last, "finish_reason": "length", "logprobs": logprobs, "prompt_logprobs": positions}
     return {"id": "cmpl-a", "choices": [choice]}
 
 
-def sglang_reply(name: str, values: list[float | None]) -> Any:
-    meta = {
-        "id": "a",
-        "finish_reason": {"type": "length", "length": 4},
-        "weight_version": "default",
-        "cached_tokens": 1,
-        "e2e_latency": 1.5,
-    }
-    entries = [[value, token, None] for value, token in zip(values, IDS, strict=True)]
-    return {"text": " the", "output_ids": [*IDS], "meta_info": {**meta, name: entries}}
-
-
-def sglang_answer_reply() -> Any:
-    return sglang_reply("output_token_logprobs", [-0.5, -1.0, -2.5, -1e-7])
-
-
-def sglang_scores_reply() -> Any:
-    return sglang_reply("input_token_logprobs", [None, -1.0, -2.5, -1e-7])
-
-
-CASES: dict[str, tuple[Callable[[], Any], Parse, Decode]] = {
-    "vllm-answer": (vllm_answer_reply, vllm_answer, vllm_replies.decode),
-    "vllm-scores": (vllm_scores_reply, vllm_scores, vllm_replies.decode),
-    "sglang-answer": (sglang_answer_reply, sglang_answer, sglang_replies.decode),
-    "sglang-scores": (sglang_scores_reply, sglang_scores, sglang_replies.decode),
+CASES: dict[str, tuple[Callable[[], Any], Parse]] = {
+    "answer": (vllm_answer_reply, vllm_answer),
+    "scores": (vllm_scores_reply, vllm_scores),
 }
 
 each_case = pytest.mark.parametrize("case", CASES)
@@ -156,8 +118,8 @@ def outcome(parse: Parse, decode: Decode, body: bytes) -> Any:
 
 
 def check_same(case: str, body: bytes) -> Any:
-    _, parse, decode = CASES[case]
-    found = outcome(parse, decode, body)
+    _, parse = CASES[case]
+    found = outcome(parse, replies.decode, body)
     assert found == outcome(parse, decoded, body)
     return found
 
@@ -167,19 +129,12 @@ def test_a_right_reply_has_the_same_result(case: str) -> None:
     for separators in ((",", ":"), (", ", ": "), (" ,\n", " : ")):
         body = json.dumps(CASES[case][0](), separators=separators).encode()
         _, logprobs, errors, (_, cached) = check_same(case, body)
-        assert not errors and any(logprobs[0]) and cached == ((1,) if "answer" in case else None), separators
+        assert not errors and any(logprobs[0]) and cached == ((1,) if case == "answer" else None), separators
 
 
-def test_right_replies_take_the_compact_form() -> None:
-    pytest.importorskip("msgspec")
-    bodies = [json.dumps(make()).encode() for make, _, _ in CASES.values()]
-    answer, scores = (vllm_replies.decode(body)["choices"][0] for body in bodies[:2])
-    assert isinstance(answer["logprobs"]["tokens"], vllm_replies.Labels) and answer["logprobs"]["top_logprobs"] is None
-    assert isinstance(answer["logprobs"]["token_logprobs"], array) and "text" not in answer
-    assert isinstance(scores["prompt_logprobs"], vllm_replies.PromptLogprobs)
-    for body, name in zip(bodies[2:], ("output_token_logprobs", "input_token_logprobs"), strict=True):
-        reply = sglang_replies.decode(body)
-        assert isinstance(reply["meta_info"][name], sglang_replies.Entries) and "text" not in reply
+def test_right_scores_take_the_compact_form() -> None:
+    scores = replies.decode(json.dumps(vllm_scores_reply()).encode())["choices"][0]
+    assert isinstance(scores["prompt_logprobs"], replies.PromptLogprobs) and "text" not in scores
 
 
 #: What a field of a reply may be by mistake.
@@ -247,16 +202,10 @@ def test_a_body_that_is_no_reply_has_the_same_outcome(case: str) -> None:
         check_same(case, body)
 
 
-def test_labels_and_keys_may_be_written_in_any_way() -> None:
-    body = json.dumps(vllm_answer_reply(), separators=(",", ":"))
-    escaped = body.replace('"tokens":["token_id:5"', '"tokens":["token_id\\u003a\\u0035"')
-    twice = body.replace('"tokens":[', '"tokens":["token_id:2"],"tokens":[')
-    assert body not in (escaped, twice)
-    for text in (escaped, twice):
-        assert check_same("vllm-answer", text.encode())[2] == []
+def test_keys_may_be_written_in_any_way() -> None:
     scores = json.dumps(vllm_scores_reply(), separators=(",", ":"))
     for key in ('"5,4"', '"017"', '"17 "', '""', '"\\u0031\\u0037"', '"\\ud800"', '"1":{"logprob":-1.0},"17"'):
-        check_same("vllm-scores", scores.replace('"17"', key).encode())
+        check_same("scores", scores.replace('"17"', key).encode())
 
 
 def test_two_candidates_at_one_position_and_none_at_the_next_are_not_taken_for_one_each() -> None:
@@ -264,38 +213,31 @@ def test_two_candidates_at_one_position_and_none_at_the_next_are_not_taken_for_o
     positions = reply["choices"][0]["prompt_logprobs"]
     positions[1].update(positions[2])
     positions[2].clear()
-    errors = check_same("vllm-scores", json.dumps(reply).encode())[2]
+    errors = check_same("scores", json.dumps(reply).encode())[2]
     assert "do not name id 4" in errors[0]
 
 
 def test_the_most_probable_ids_are_decoded_plainly() -> None:
-    payloads = [*vllm.scoring_requests(scoring(with_argmax=True)).values()]
-    assert vllm_replies.decoder(payloads) is decoded
-    assert vllm_replies.decoder([*vllm.scoring_requests(scoring()).values()]) is vllm_replies.decode
-    # Where they are asked for all the same, the row fails, and says why.
-    pytest.importorskip("msgspec")
-    reply = vllm_replies.decode(json.dumps(vllm_scores_reply()).encode())
-    result = answering(VLLMServer, VLLM, reply).score_logprobs(scoring(True))
-    assert result.errors is not None and "which id is the most probable one" in result.errors[0]
+    payloads = [*vllm.scoring_requests(scoring(with_argmax=True), VLLM).values()]
+    assert replies.decoder(payloads) is decoded
+    assert replies.decoder([*vllm.scoring_requests(scoring(), VLLM).values()]) is replies.decode
 
 
 @each_case
 def test_an_id_beyond_64_bits_is_an_error_of_its_row(case: str) -> None:
-    make, parse, decode = CASES[case]
+    make, parse = CASES[case]
     body = json.dumps(make()).replace("17", str(2**70)).encode()
-    results = [parse(way(body)) for way in (decode, decoded)]
+    results = [parse(way(body)) for way in (replies.decode, decoded)]
     # The words may differ: orjson makes a float of it.
     assert all(result.errors is not None and "does not fit the request" in result.errors[0] for result in results)
 
 
 @each_case
 def test_a_client_drops_what_is_cut_off_and_the_reply_to_another_request(case: str) -> None:
-    make, parse, decode = CASES[case]
-    is_reply_to, payload = (
-        (vllm.is_reply_to, {"request_id": "a"}) if case.startswith("vllm") else (sglang.is_reply_to, {"rid": "a"})
-    )
+    make, parse = CASES[case]
+    is_reply_to, payload, decode = vllm.is_reply_to, {"request_id": "a"}, replies.decode
     own = json.dumps(make())
-    other = own.replace('"cmpl-a"', '"cmpl-b"').replace('"id": "a"', '"id": "b"')
+    other = own.replace('"cmpl-a"', '"cmpl-b"')
     bodies = [other, own[:-5], own]
     with (
         FaultServer(lambda request: raw(bodies.pop(0).encode())) as server,
@@ -304,12 +246,3 @@ def test_a_client_drops_what_is_cut_off_and_the_reply_to_another_request(case: s
         (entry,) = client.post_each("/x", [payload], names=["a"], is_reply_to=is_reply_to, timeout=30, decode=decode)
     assert bodies == []
     assert outcome(parse, lambda _: entry, b"") == outcome(parse, decoded, own.encode())
-
-
-def test_without_msgspec_replies_are_decoded_plainly() -> None:
-    code = (
-        "import sys; sys.modules['msgspec'] = None\n"
-        "from corelm_engine_kit import decoded\nfrom vllm_backend import replies as one\n"
-        "from sglang_backend import replies as other\nassert one.decode is other.decode is decoded"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from corelm import Backend
-from vllm_backend import VLLMBackend
 from vllm_backend.engine_async import AsyncEngine
 from vllm_backend.engine_sync import SyncEngine
 
@@ -11,8 +10,8 @@ from vllm_backend.engine_sync import SyncEngine
 def plugin_engine(backend: Backend) -> AsyncEngine | SyncEngine:
     """Return the plugin's engine in this process."""
     plugin = backend.engine.plugin
-    assert isinstance(plugin, VLLMBackend) and isinstance(plugin.engine, (AsyncEngine, SyncEngine))
-    return plugin.engine
+    assert isinstance(plugin, (AsyncEngine, SyncEngine))
+    return plugin
 
 
 def async_engine(backend: Backend) -> AsyncEngine:

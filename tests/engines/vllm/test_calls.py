@@ -17,14 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from corelm import Backend, Capabilities
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
-from corelm.spec import AbortRequest, RowFailure, WeightUpdate
+from corelm.spec import AbortRequest, CloseRequest, HealthRequest, RowFailure, WeightUpdate
 from corelm_engine_kit import EventLoopThread
 from engines.vllm.engine_access import unfinished_requests
 from helpers.processes import wait_until
 from helpers.tiny_models import CONTEXT, random_rows
 from vllm_backend import weights
 from vllm_backend.capabilities import ModelInfo
-from vllm_backend.engine import ABORTED_EARLY
 from vllm_backend.engine_async import AsyncEngine
 from vllm_backend.protocol_inprocess import VLLMRequest
 
@@ -155,8 +154,8 @@ def model_info(checkpoint: Path | None) -> ModelInfo:
 def scripted() -> Iterator[AsyncEngine]:
     engine = AsyncEngine(EventLoopThread("scripted"), ScriptedLLM(), model_info(None))
     yield engine
-    if engine.health():
-        engine.close()
+    if engine.health(HealthRequest()):
+        engine.close(CloseRequest())
 
 
 def start(engine: AsyncEngine, *prompts: str) -> Future[list[Any]]:
@@ -182,7 +181,10 @@ def test_a_request_that_is_aborted_before_it_began_is_not_sent(scripted: AsyncEn
         await scripted.abort_named(frozenset("a"))
         return await call
 
-    assert scripted.loop.run(abort_first(), 60) == [ABORTED_EARLY, "answer"]
+    assert scripted.loop.run(abort_first(), 60) == [
+        RowFailure("the request was aborted before it began", aborted=True),
+        "answer",
+    ]
     assert not scripted.llm.waiting and not scripted.in_flight
 
 
@@ -194,14 +196,14 @@ def test_a_refused_row_is_not_sent(scripted: AsyncEngine) -> None:
 def test_closing_ends_running_calls_and_refuses_later_ones(scripted: AsyncEngine) -> None:
     future = start(scripted, "wait")
     assert wait_until(lambda: bool(scripted.llm.waiting))
-    scripted.close()
+    scripted.close(CloseRequest())
     with pytest.raises(BackendClosedError):
         future.result(60)
     with pytest.raises(BackendClosedError):
         scripted.run([], [], None)
     with pytest.raises(BackendClosedError):
         scripted.abort(AbortRequest(request_ids=("a",)))
-    assert not scripted.health()
+    assert not scripted.health(HealthRequest())
 
 
 class FailingReloadEngine(AsyncEngine):
@@ -223,8 +225,8 @@ def test_an_engine_with_partly_loaded_weights_cannot_be_used_again(tmp_path: Pat
     with pytest.raises((EngineError, KeyboardInterrupt), match="half of them") as caught:
         weights.load(engine, update)
     assert isinstance(caught.value, KeyboardInterrupt) or caught.value.usable is False
-    assert not engine.health()
+    assert not engine.health(HealthRequest())
     for call in (lambda: engine.run([], [], None), lambda: weights.load(engine, update)):
         with pytest.raises(EngineError, match="open the backend again"):
             call()
-    engine.close()
+    engine.close(CloseRequest())

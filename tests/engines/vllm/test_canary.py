@@ -49,6 +49,6 @@ def test_a_prefix_cache_that_is_not_emptied_is_found(backend: Backend, monkeypat
     async def kept() -> bool:
         return True
 
-    monkeypatch.setattr(backend.engine.plugin.engine.llm, "reset_prefix_cache", kept)
+    monkeypatch.setattr(backend.engine.plugin.llm, "reset_prefix_cache", kept)
     with pytest.raises(StaleWeightsError):
         backend.update_weights(other.state_dict())

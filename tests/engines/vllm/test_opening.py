@@ -146,7 +146,7 @@ def test_the_gpus_that_were_named_reach_vllm(tiny_folder: Path, mode: Any, monke
     with pytest.raises(InvalidRequestError, match="numbers of GPUs"):
         corelm.get_backend("vllm", tiny_folder, devices=[0, 0], engine=mode)
     with corelm.get_backend("vllm", tiny_folder, **SMALL, devices="0", engine=mode) as backend:
-        llm = backend.engine.plugin.engine.llm
+        llm = backend.engine.plugin.llm
         assert llm.vllm_config.parallel_config.assigned_physical_gpu_ids == [0]
         assert backend.generate([[5]], {"max_new_tokens": 1}).ids.lengths.tolist() == [1]
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: vLLM ignores the ids whose log-probs are asked for at a sampled position."""
+"""Speculative decoding: vLLM takes no bias then, so each scored row is a prompt."""
 
 from __future__ import annotations
 

@@ -121,16 +121,22 @@ def test_the_limit_of_the_engine_is_declared(backend: Backend, request: pytest.F
     assert (backend.capabilities.top_logprobs, backend.capabilities.score_top_k) == (expected, expected)
 
 
-def test_a_row_without_room_for_a_sampled_token_fails_with_a_reason(shared: Backend) -> None:
-    limit = shared.capabilities.max_context
+def test_a_row_as_long_as_the_context_comes_with_its_most_probable_ids(backend: Backend) -> None:
+    limit = backend.capabilities.max_context
     assert limit is not None
-    result = shared.score_logprobs([[7] * limit, [7] * (limit - 1)], top_k=3, on_error="skip")
-    assert result.errors is not None
-    assert "leave out its first token" in result.errors[0] and result.errors[1] == ""
+    rows = [[7 + place % 5 for place in range(length)] for length in (limit, limit - 1)]
+    result = backend.score_logprobs(rows, score_from=[limit - 3] * 2, top_k=3)
+    assert result.errors is None and result.top_ids is not None and result.top_logprobs is not None
+    for row, ids, logprobs in zip(rows, result.top_ids.tolist(), result.top_logprobs.tolist(), strict=True):
+        whole = distributions(tiny_model(hidden_size=128), row, SamplingParams())[limit - 3 :]
+        assert ids[limit - 3 :] == whole.topk(3).indices.tolist()
+        torch.testing.assert_close(
+            torch.tensor(logprobs[limit - 3 :]).double(), whole.topk(3).values, rtol=0, atol=ATOL
+        )
 
 
 def test_scores_do_not_take_the_most_probable_ids_from_answers_that_run_beside_them(shared: Backend) -> None:
-    """vLLM's V1 runner returns no candidates in a step that has a request with named ids."""
+    """vLLM's V1 runner returns no candidates in a step that has a request with `logprob_token_ids`."""
     over = threading.Event()
 
     def score() -> None:

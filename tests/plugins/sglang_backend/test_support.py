@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -16,7 +15,6 @@ from helpers.canned_replies import CannedClient
 from helpers.each import case
 from helpers.tiny_models import VOCAB
 from sglang_backend import SGLangBackend
-from sglang_backend.replies import decode
 
 PROMPTS = [[5], [9, 300, VOCAB - 1]]
 TRUNCATIONS: list[dict[str, Any]] = [
@@ -157,18 +155,6 @@ def test_core_takes_the_sets_for_processed_log_probs(backend, fake):
     check(found, fake, {"top_p": 0.6})
     greedy = backend.generate(PROMPTS, {"temperature": 0.0, "max_new_tokens": 2}, return_support=True)
     assert greedy.kept_ids.ids.tolist() == [[token] for token in greedy.ids.values.tolist()]
-
-
-def test_a_compact_reply_has_all_that_is_read(fake):
-    pytest.importorskip("msgspec")
-    asked = request({"top_k": 3}, logprobs="raw", top_logprobs=2)
-    reply = fake.reply_to({"input_ids": PROMPTS[1], "rid": "r", **fake_fields(asked)})
-    compact = decode(json.dumps(reply).encode())
-    assert "text" not in compact
-    read = {name for name in reply["meta_info"] if name.startswith("output_to")}
-    assert len(read) == 4 and all(
-        compact["meta_info"][name] == reply["meta_info"][name] for name in read - {"output_token_logprobs"}
-    )
 
 
 # What the server returns of large sets --------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ WRONG_SCORES: dict[str, tuple[Spoil, str]] = {
     "no-log-probs": (drop("prompt_logprobs"), "prompt_logprobs"),
     "too-few-log-probs": (lambda choice: choice["prompt_logprobs"].pop(), "for every token"),
     "log-prob-of-another-id": (name_another_id, "do not name id"),
-    "no-log-prob-of-the-last-id": (in_logprobs(lambda found: found.update(top_logprobs=[{}])), "logprob_token_ids"),
+    "no-log-prob-of-the-last-id": (in_logprobs(lambda found: found.update(tokens=["token_id:3"])), "not labelled"),
     "another-prompt": (put(prompt_token_ids=[1, 2]), "another prompt"),
 }
 
@@ -205,13 +205,13 @@ def candidates(own: float, best: int, of_best: float) -> Spoil:
 WRONG_ARGMAX: dict[str, tuple[Spoil, str]] = {
     "no-candidates": (keep_own_ids, "leave out return_argmax=True"),
     "no-ranks": (drop_ranks, "leave out return_argmax=True"),
-    "less-probable": (candidates(-4.0, 3, -50.0), "names id 3 .* at position 0, but id 17 has -4"),
-    "outside-the-vocabulary": (candidates(-4.0, 600, -1.0), "600, which is outside the vocabulary"),
-    "no-sampled-token": (put(token_ids=[]), "its sampled token"),
-    "another-is-sampled": (put(token_ids=[3]), "its sampled token"),
-    "less-probable-is-sampled": (
+    "less-probable": (candidates(-4.0, 3, -50.0), "lack the most probable ids"),
+    "outside-the-vocabulary": (candidates(-4.0, 600, -1.0), "outside the vocabulary"),
+    "no-sampled-token": (put(token_ids=[]), "it samples .. where logit_bias makes id 2 more probable"),
+    "another-is-sampled": (put(token_ids=[3]), "it samples .3. where logit_bias makes id 2 more probable"),
+    "another-log-prob-of-the-sampled-one": (
         in_logprobs(lambda found: found["top_logprobs"][0].update({"token_id:2": -0.001})),
-        "at position 2, but id 2 has -0.001",
+        "names id 2 with the log-prob -0.001 .* at position 2, but id 2 has -",
     ),
 }
 

@@ -115,31 +115,28 @@ def test_a_row_that_fails_after_an_update_in_flight_has_the_runs_of_no_tokens() 
 def test_a_score_that_is_none_fails_its_row_alone() -> None:
     for value in [math.nan, -math.inf]:
         with case(value):
-            rows = {n: output([3, 7 + n], [-9.0, -1.0], prompt=[0.0, found]) for n, found in enumerate((value, -2.0))}
+            rows = {n: output([7 + n], [-1.0], prompt=[0.0, found]) for n, found in enumerate((value, -2.0))}
             result = scoring_result(scoring(return_argmax=False), rows, INFO)
-            assert result.scored.tolist() == [[False] * 3, [False, True, True]] and result.logprobs.tolist()[1] == [
-                0,
-                -2,
-                -1,
-            ]
+            assert result.scored.tolist() == [[False] * 3, [False, True, True]]
+            assert result.logprobs.tolist()[1] == [0, -2, -1]
             assert result.errors is not None and [bool(error) for error in result.errors] == [True, False]
 
 
-def test_the_most_probable_ids_are_the_second_candidates_and_the_sampled_token() -> None:
-    rows = {0: scored([(3, -0.7), (7, -2.0)], [(6, -1.5), (9, -0.3)]), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
+def test_the_most_probable_ids_are_the_second_candidates() -> None:
+    rows = {0: scored([(7, -2.0), (3, -0.7)], [(6, -1.5), (9, -0.3)]), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
     result = scoring_result(scoring(return_argmax=True), rows, INFO)
-    assert result.argmax is not None and result.argmax.tolist() == [[-1, 9, 3], [-1, 6, 8]]
-    assert result.logprobs.tolist()[1] == [0, -1, -1] and result.errors is None
-    assert scoring_result(scoring(return_argmax=False), rows, INFO).argmax is None
+    assert result.errors is None and result.argmax is not None and result.argmax.tolist() == [[-1, 9, 3], [-1, 6, 8]]
+    assert result.logprobs.tolist() == [[0, -1.5, -2], [0, -1, -1]]
 
 
 def test_an_id_that_is_not_the_most_probable_one_fails_its_row_alone() -> None:
     for last, prompt, message in [
-        ([(3, -0.7), (7, -2.0)], [(6, -1.5)], "did not return the most probable ids"),
-        ([(3, -0.7), (7, -2.0)], [(6, -0.5), (9, -0.9)], "id 9 .* at position 0, but id 6 has -0.5"),
-        # The tokens are not sampled from the model's own distribution.
-        ([(3, -0.7), (7, -0.6)], [(6, -1.5), (9, -0.3)], "id 3 .* at position 1, but id 7 has -0.6"),
-        ([(3, -0.7), (7, -2.0)], [(6, -1.5), (9, math.nan)], "log-prob at position 0 is nan"),
+        ([(7, -2.0), (3, -0.7)], [(6, -1.5)], "did not return the 1 most probable ids"),
+        ([(7, -2.0)], [(6, -1.5), (9, -0.3)], "did not return the 1 most probable ids"),
+        ([(7, -2.0), (3, -0.7)], [(6, -0.5), (9, -0.9)], "did not return the 1 most probable ids"),
+        ([(7, -0.6), (3, -0.7)], [(6, -1.5), (9, -0.3)], "did not return the 1 most probable ids"),
+        ([(7, -2.0), (7, -0.7)], [(6, -1.5), (9, -0.3)], "id 7 .* at position 1, but id 7 has -2 there"),
+        ([(7, -2.0), (3, -0.7)], [(6, -1.5), (9, math.nan)], "not a number of at most 0"),
     ]:
         with case(last, prompt, message):
             rows = {0: scored(last, prompt), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
@@ -148,9 +145,9 @@ def test_an_id_that_is_not_the_most_probable_one_fails_its_row_alone() -> None:
             assert result.errors is not None and re.search(message, result.errors[0]) and not result.errors[1]
 
 
-def test_a_row_whose_last_id_vllm_did_not_score_fails_alone() -> None:
-    """A step with drafted tokens was seen to ignore `logprob_token_ids`."""
-    for return_argmax, last in itertools.product([False, True], [[(3, -0.7)], [(3, -0.7), (4, -0.9)]]):
+def test_a_row_whose_last_id_vllm_did_not_sample_fails_alone() -> None:
+    """A model that gives the id no probability at all makes vLLM sample another one."""
+    for return_argmax, last in itertools.product([False, True], [[(3, -0.7)] * 2, [(3, -0.7), (7, -0.7)]]):
         with case(return_argmax, last):
             rows = {0: scored(last, [(6, -1.5), (9, -0.3)]), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
             result = scoring_result(scoring(return_argmax), rows, INFO)
@@ -158,10 +155,11 @@ def test_a_row_whose_last_id_vllm_did_not_score_fails_alone() -> None:
             assert result.errors is not None and "log-prob of id 7" in result.errors[0] and not result.errors[1]
 
 
-def test_with_speculative_decoding_every_score_is_one_of_the_prompt() -> None:
+def test_with_whole_prompts_every_score_is_one_of_the_prompt() -> None:
     row = scored([(2, -0.1)], [(6, -1.5), (9, -0.3)], [(7, -2.0), (3, -0.7)])
     row.outputs[0].logprobs = None
-    result = scoring_result(scoring(return_argmax=True), {0: row, 1: row}, replace(INFO, speculative=True))
+    other = scored([(2, -0.1)], [(6, -1.5), (9, -0.3)], [(8, -2.0), (3, -0.7)])
+    result = scoring_result(scoring(return_argmax=True), {0: row, 1: other}, replace(INFO, whole_prompts=True))
     assert result.errors is None and result.logprobs.tolist()[0] == [0, -1.5, -2.0]
     assert result.argmax is not None and result.argmax.tolist()[0] == [-1, 9, 3]
 

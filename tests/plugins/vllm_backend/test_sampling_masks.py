@@ -83,11 +83,14 @@ def test_the_second_route_is_asked_for_sets_only(connect: Connect, fake: Masking
 
 def test_scores_are_those_of_the_model(connect: Connect) -> None:
     backend = connect()
-    assert not backend.capabilities.argmax and backend.capabilities.generation_modes == {"processed"}
+    assert backend.capabilities.argmax and backend.capabilities.generation_modes == {"processed"}
     rows = [[5, 17, 300, 2], [8, 9]]
-    for row, found in zip(rows, backend.score_logprobs(rows).logprobs.tolist(), strict=True):
-        expected = [0.0, *(next_logprobs(row[:at])[row[at]] for at in range(1, len(row)))]
-        assert found == pytest.approx(expected, abs=1e-5)
+    result = backend.score_logprobs(rows, return_argmax=True)
+    assert result.argmax is not None
+    for row, found, argmax in zip(rows, result.logprobs.tolist(), result.argmax.tolist(), strict=True):
+        logprobs = [next_logprobs(row[:at]) for at in range(1, len(row))]
+        assert found == pytest.approx([0.0, *(each[at] for each, at in zip(logprobs, row[1:], strict=True))], abs=1e-5)
+        assert argmax == [-1, *(each.index(max(each)) for each in logprobs)]
 
 
 def test_a_stream_hands_whole_answers_over_and_has_the_sets(connect: Connect) -> None:

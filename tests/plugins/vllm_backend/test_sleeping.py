@@ -16,7 +16,6 @@ from corelm_engine_kit import EventLoopThread
 from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM
 from helpers.http_server import Reply, Request, json_reply
 from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer
-from vllm_backend import VLLMBackend
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.engine_async import AsyncEngine
 from vllm_backend.engine_sync import SyncEngine
@@ -103,7 +102,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Bac
         else:
             llm = SleepyLLM()
             engine = SyncEngine(stack.enter_context(ThreadPoolExecutor(1)), llm, info, ExitStack())
-        yield stack.enter_context(Backend.from_plugin(VLLMBackend(engine), "vllm")), llm
+        yield stack.enter_context(Backend.from_plugin(engine, "vllm")), llm
 
 
 def test_all_of_it_sleeps_and_wakes(opened: tuple[Backend, SleepyLLM]) -> None:

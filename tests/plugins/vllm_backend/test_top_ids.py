@@ -13,15 +13,11 @@ import pytest
 import torch
 
 from corelm import SamplingParams
-from corelm.spec import AbortRequest, GenerateRequest, Ragged, ScoreRequest
-from corelm_engine_kit import RowError
+from corelm.spec import GenerateRequest, Ragged, ScoreRequest
+from corelm_engine_kit import RowError, checked_top_ids
 from helpers.each import case
 from helpers.fake_vllm import PROMPTS, VOCAB, Connect, FakeVLLM, next_logprobs
-from helpers.http_server import FaultServer, held, json_reply
-from helpers.insides import calls_that_wait_for_a_lane
-from helpers.processes import wait_until
-from vllm_backend.lanes import Lanes, lane_of
-from vllm_backend.top_ids import flat_candidates, limit, named_candidates, top_ids, wanted
+from vllm_backend.top_ids import flat_candidates, limit, named_candidates, wanted
 
 
 def request(k: int, logprobs: Any = "raw", **sampling: Any) -> GenerateRequest:
@@ -55,17 +51,17 @@ def scoring(k: int, rows: list[list[int]]) -> ScoreRequest:
 # What is asked for ----------------------------------------------------------------------------------------------------
 
 
-def test_one_candidate_more_shows_whether_truncation_left_any() -> None:
+def test_one_candidate_more_shows_whether_there_are_others() -> None:
     for given, expected in [
         (request(0), 0),
-        (request(5), 5),
-        (request(5, top_k=5), 5),
-        (request(5, "processed"), 5),
+        (request(5), 6),
+        (request(5, top_k=5), 6),
+        (request(5, "processed"), 6),
         (request(5, "processed", top_k=5), 6),
         (request(20, "processed", top_p=0.5), 20),
         (request(5, "processed", min_new_tokens=2), 6),
         (request(5, "processed", temperature=0.0), 0),
-        (request(5, temperature=0.0), 5),
+        (request(5, temperature=0.0), 6),
     ]:
         with case(given, expected):
             assert wanted(given, 20) == expected
@@ -81,7 +77,7 @@ INF = math.inf
 
 
 def of(ids: list[list[int]], logprobs: list[list[float]], k: int, vocab_size: int = 9) -> Any:
-    return top_ids(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float64), k, vocab_size)
+    return checked_top_ids(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float64), k, vocab_size)
 
 
 def test_ids_without_a_probability_are_left_out_and_the_tail_is_exact() -> None:
@@ -101,7 +97,7 @@ def test_candidates_that_are_no_log_probs_in_order_are_refused() -> None:
 
 def test_a_candidate_outside_the_vocabulary_is_refused() -> None:
     for token in [-1, 9]:
-        with case(token), pytest.raises(RowError, match="outside the vocabulary, which has 9 ids"):
+        with case(token), pytest.raises(RowError, match="outside the vocabulary of 9"):
             of([[4, token]], [[-0.5, -1.0]], 2)
 
 
@@ -125,8 +121,10 @@ def test_a_position_without_its_candidates_is_refused() -> None:
 def test_named_candidates_are_sorted_and_the_token_that_is_one_too_many_is_left_out() -> None:
     ids, logprobs = named_candidates([{5: -3.0, 7: -0.5, 2: -1.0}, {2: -9999.0, 7: 0.0}], 2)
     assert ids[0].tolist() == [7, 2] and logprobs.tolist() == [[-0.5, -1.0], [0.0, -INF]]
-    with pytest.raises(RowError):
-        named_candidates([{5: -3.0}], 2)
+    # The second is what vLLM's V1 runner returns in a step with a request that names ids.
+    for position in [{5: -3.0}, {5: -3.0, 0: -9999.0}, {5: -3.0, 0: -INF}]:
+        with case(position), pytest.raises(RowError, match="did not return the 2 most probable ids"):
+            named_candidates([position], 2)
 
 
 # Over HTTP ------------------------------------------------------------------------------------------------------------
@@ -240,69 +238,3 @@ def test_an_aborted_row_of_a_stream_keeps_its_tokens_with_their_most_probable_id
     for name in ("ids", "logprobs", "top_ids", "top_logprobs", "tail_log_mass"):
         for row, other in zip(getattr(found, name).split(), getattr(plain, name).split(), strict=True):
             torch.testing.assert_close(row, other[: len(row)])
-
-
-# Calls that are kept apart --------------------------------------------------------------------------------------------
-
-
-def test_which_calls_are_kept_apart() -> None:
-    lanes = [lane_of(each) for each in (request(0), request(1), scoring(0, [[1, 2]]), scoring(1, [[1, 2]]))]
-    assert lanes == [None, "top", "named", None]
-
-
-def test_calls_of_one_kind_run_together_and_the_other_kind_waits_its_turn() -> None:
-    lanes, events = Lanes(), []
-    inside, leave = threading.Semaphore(0), threading.Event()
-
-    def call(lane: Any) -> None:
-        with lanes.entered(lane, 20.0):
-            events.append(lane)
-            inside.release()
-            if lane == "top":
-                leave.wait(20.0)
-
-    first = [threading.Thread(target=call, args=("top",)) for _ in range(2)]
-    for thread in first:
-        thread.start()
-    for _ in first:
-        assert inside.acquire(timeout=20)
-    with lanes.entered(None, None) as turn, pytest.raises(TimeoutError):
-        assert turn.timeout is None
-        with lanes.entered("named", 0.05):
-            raise AssertionError("calls of the other kind are running")
-    waiting = threading.Thread(target=call, args=("named",))
-    waiting.start()
-    leave.set()
-    for thread in (*first, waiting):
-        thread.join(20)
-        assert not thread.is_alive()
-    assert events == ["top", "top", "named"]
-
-
-def test_requests_that_are_aborted_while_their_call_waits_for_its_turn_are_not_sent(
-    connect: Connect, server: FaultServer, fake: FakeVLLM
-) -> None:
-    backend, gate = connect(), threading.Event()
-    plugin = backend.engine.plugin
-    held_reply = held(json_reply({}, 404), gate)
-    fake.fault = lambda request: held_reply if request.body and request.body["prompt"] == [1] else None
-    before = len(server.requests)
-    with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(plugin.score_logprobs, scoring(0, [[1, 2]]))
-        server.wait_for(lambda: len(server.requests) == before + 1)
-        chunks: list[Any] = []
-        some = pool.submit(plugin.generate, replace(request(3), on_tokens=chunks.append))
-        whole = pool.submit(plugin.generate, replace(request(3), request_ids=("x", "y", "z")))
-        assert wait_until(lambda: calls_that_wait_for_a_lane(backend) == 2)
-        plugin.abort(AbortRequest(request_ids=("b", "x", "y", "z")))
-        # Of one call nothing is left, so it waits no longer.
-        ended = whole.result(20)
-        assert ended.finish_reasons == ("abort",) * 3 and ended.errors is None and not some.done()
-        gate.set()
-        found = some.result(20)
-        assert first.result(20).errors[0]
-    assert found.finish_reasons == ("length", "abort", "length") and found.errors is None
-    assert found.ids.lengths.tolist() == [4, 0, 4] == found.top_ids.lengths.tolist()
-    told = {row: [token for chunk in chunks if chunk.row == row for token in chunk.ids] for row in (0, 2)}
-    assert told == {row: found.ids.tolist()[row] for row in (0, 2)}
-    assert PROMPTS[1] not in [each.body["prompt"] for each in server.requests[before:]]

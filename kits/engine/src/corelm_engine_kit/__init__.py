@@ -6,19 +6,20 @@
   text before it, what the text of an answer leaves out, and which stop strings an engine that does not may look for.
 - `AnswerTexts`: the text of answers whose tokens arrive little by little.
 - `Deadline`, `opening_within`: how much time a call, or opening an engine, has left.
-- `row_outcome`, `answer_end`, `checked_ids`, `checked_logprobs`, `checked_argmax`, `checked_finish_reason`: is this the
-  answer that a row asked for, and where does it end?
+- `row_outcome`, `answer_end`, `checked_ids`, `checked_logprobs`, `checked_argmax`, `checked_top_ids`,
+  `checked_finish_reason`: is this the answer that a row asked for, and where does it end?
 - `generate_result`, `score_result`, `RowAnswer`, `RowScores`, `RowFailure`: the result of a call, built from the
   outcome of each row.
 - `RowStreams`, `ReplyStreams`, `SoFar`: stream the rows of an engine that reports each answer so far, or of a server.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
-- `as_in_checkpoint`, `saved_shapes`: the names that a model's weights have in its checkpoint.
+- `as_in_checkpoint`, `saved_shapes`, `configured_shapes`: the names that a model's weights have in its checkpoint.
 - `ServerAdapters`, `unknown_adapter`: the LoRA adapters of a server, each version under a name of its own.
 - `adapter_folder`, `checked_adapter`: a LoRA adapter for an engine that reads a folder, if it fits (needs safetensors).
 - `did_you_mean`, `why_unreadable`: parts of error messages about an unknown name, and about a file of a model.
 - `refuse_missing_path`, `refuse_unknown_arguments`, `torch_device`, `torch_dtype`: checks of a path and of options,
-  before anything is opened.
+  before anything is opened. `refuse_settled`: of the names in engine_kwargs.
+- `answer_limits`, `prompts_and_limits`: how long each answer may get.
 - `HttpEngine`, `HttpOptions`, `takes_http_options`: a server behind a URL: rows, health, abort, and the options of
   ``open`` (needs the extra ``http``).
 - `ModelHints`, `model_config`, `generation_config`: what is known about a server's model (needs transformers).

@@ -1,6 +1,7 @@
 from .adapter_folder import adapter_folder as adapter_folder
 from .adapter_folder import checked_adapter as checked_adapter
 from .checkpoints import Expected as Expected
+from .checkpoints import configured_shapes as configured_shapes
 from .checkpoints import expected_shapes as expected_shapes
 from .checkpoints import fitting as fitting
 from .checkpoints import fitting_stream as fitting_stream
@@ -14,10 +15,13 @@ from .checkpoints import without_tied_copies as without_tied_copies
 from .devices import VISIBLE_DEVICES as VISIBLE_DEVICES
 from .devices import device_numbers as device_numbers
 from .devices import visible_devices as visible_devices
+from .ending import answer_limits as answer_limits
+from .ending import prompts_and_limits as prompts_and_limits
 from .eos import eos_token_ids as eos_token_ids
 from .event_loop import EventLoopThread as EventLoopThread
 from .hints import did_you_mean as did_you_mean
 from .hints import refuse_missing_path as refuse_missing_path
+from .hints import refuse_settled as refuse_settled
 from .hints import refuse_unknown_arguments as refuse_unknown_arguments
 from .hints import torch_device as torch_device
 from .hints import torch_dtype as torch_dtype
@@ -48,6 +52,7 @@ from .row_checks import checked_argmax as checked_argmax
 from .row_checks import checked_finish_reason as checked_finish_reason
 from .row_checks import checked_ids as checked_ids
 from .row_checks import checked_logprobs as checked_logprobs
+from .row_checks import checked_top_ids as checked_top_ids
 from .row_checks import only_choice as only_choice
 from .row_checks import raise_if_none_was_served as raise_if_none_was_served
 from .row_checks import row_failure as row_failure

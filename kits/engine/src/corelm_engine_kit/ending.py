@@ -1,8 +1,8 @@
-"""`answer_limits`: how long answers may get. `AnswerEnding`: which answers the newest tokens ended, and why."""
+"""`answer_limits`, `prompts_and_limits`: how long answers may get. `AnswerEnding`: which of them ended with a token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -92,3 +92,15 @@ def answer_limits(request: GenerateRequest, max_context: int | None) -> Tensor:
             field="max_new_tokens",
         )
     return max_context - lengths
+
+
+def prompts_and_limits(
+    request: GenerateRequest, max_context: int | None
+) -> Iterator[tuple[list[int], int, int | None]]:
+    """Yield of each row its prompt, the longest answer that it may get, and its seed; None without seeds.
+
+    Raises:
+        InvalidRequestError: that of `answer_limits`.
+    """
+    seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
+    yield from zip(request.prompts.tolist(), answer_limits(request, max_context).tolist(), seeds, strict=True)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "did_you_mean", "refuse_missing_path", "refuse_unknown_arguments", "torch_device", "torch_dtype", "why_unreadable"
+    "did_you_mean", "refuse_missing_path", "refuse_settled", "refuse_unknown_arguments", "torch_device", "torch_dtype",
+    "why_unreadable",
 ]  # fmt: skip
 
 
@@ -97,3 +98,14 @@ def refuse_missing_path(field: str, given: Any) -> None:
     while not os.path.exists(there):
         there = os.path.dirname(there)
     raise invalid(field, f"there is no file or folder {name!r}; the path exists up to {there!r}")
+
+
+def refuse_settled(engine_kwargs: Iterable[str], settled: Collection[str]) -> None:
+    """Refuse names in engine_kwargs that a plugin sets itself.
+
+    Raises:
+        InvalidRequestError: one of them is `settled`; `field` is ``engine_kwargs``.
+    """
+    for name in engine_kwargs:
+        if name in settled:
+            raise invalid("engine_kwargs", f"{name!r} is not allowed here; corelm decides it")

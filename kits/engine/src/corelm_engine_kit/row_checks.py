@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from corelm.errors import CoreLMError, InvalidRequestError
-from corelm.spec import RowFailure, StopStrings
+from corelm.spec import RowFailure, StopStrings, TopIds, log_tail_mass
 from corelm_engine_kit.http_errors import ABORTED, AccessError, PartialReply, TransientError
 
 T = TypeVar("T")
@@ -179,6 +180,37 @@ def checked_argmax(argmax: Sequence[int], of_argmax: Any, ids: Sequence[int], lo
                 f"{position}, but id {token} has {of_token:.4g} there"
             )
     return list(argmax)
+
+
+def checked_top_ids(ids: Tensor, logprobs: Tensor, k: int, vocab_size: int) -> TopIds:
+    """Return the `k` most probable ids out of at least as many candidates for each position.
+
+    Args:
+        ids: int64[positions, candidates], the most probable first.
+        logprobs: float[positions, candidates]; minus infinity for ids without a probability.
+        k: how many to return.
+        vocab_size: ids are below it.
+
+    Raises:
+        RowError: the candidates are not different ids with log-probs, most probable first.
+    """
+    absent = logprobs == -torch.inf
+    given = ids.masked_fill(absent, -1)
+    ordered = given.sort(dim=1).values
+    for wrong, what in (
+        # Keep the `~(...)`: NaN fails every comparison and must be refused.
+        (~(logprobs <= _ABOVE_ZERO), "have a log-prob that is not a number of at most 0"),
+        (absent[:, :1], "have no probability"),
+        (~absent & ((ids < 0) | (ids >= vocab_size)), f"have an id outside the vocabulary of {vocab_size}"),
+        (logprobs.diff(dim=1) > 0, "are not in descending order"),
+        ((ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0), "have an id twice"),
+    ):
+        if bool(wrong.any()):
+            raise RowError(f"its {k} most probable ids at position {int(wrong.nonzero()[0, 0])} {what}")
+    # Rounding would leave a mass where there is no other id with a probability.
+    none_left = absent.any(dim=1) | (k == vocab_size)
+    tail = log_tail_mass(logprobs[:, :k]).masked_fill(none_left, -torch.inf)
+    return TopIds(given[:, :k], logprobs[:, :k].float().clamp(max=0.0), tail)
 
 
 def answer_end(ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings) -> int | None:

@@ -1,6 +1,6 @@
-"""`ServerAdapters`: LoRA adapters of a server. Each version is loaded under a new name, then the old one is unloaded.
+"""`ServerAdapters`: LoRA adapters of an engine that reads folders. Each version is loaded under a new name.
 
-So no version is ever taken for another, whatever the server keeps for a name.
+The old one is unloaded then. So no version is ever taken for another, whatever the engine keeps for a name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ class ServerAdapters:
 
     Args:
         own: the names of the adapters that the server was started with.
-        load: ``load(name, request)`` has the server load an adapter under a new name.
+        folder: ``folder(request)`` returns a folder for the adapter of a request, once that has been found to fit (see
+            `adapter_folder`); None if the server reads the caller's path. The folder is kept while it is loaded.
+        load: ``load(name, path)`` has the server load an adapter under a new name.
         unload: has the server unload the adapter of that name.
     """
 
     def __init__(
-        self, own: Collection[str], load: Callable[[str, WeightUpdate], Folder], unload: Callable[[str], None]
+        self,
+        own: Collection[str],
+        folder: Callable[[WeightUpdate], Folder],
+        load: Callable[[str, str], None],
+        unload: Callable[[str], None],
     ) -> None:
-        self._own, self._load, self._unload = own, load, unload
+        self._own, self._folder, self._load, self._unload = own, folder, load, unload
         # By the name that the caller gave: the server's name, and the folder that was made for it.
         self._loaded: dict[str, tuple[str, Folder]] = {}
 
@@ -49,7 +55,7 @@ class ServerAdapters:
 
         Raises:
             InvalidRequestError: it is not there, or the server was started with it. Nothing has changed.
-            CoreLMError: the errors of `load` and `unload`.
+            CoreLMError: the errors of `folder`, `load` and `unload`.
         """
         name = request.adapter
         assert name is not None
@@ -61,7 +67,14 @@ class ServerAdapters:
         if not request.unloads:
             # A name that no version had, here or in another client.
             new = f"{name}.{uuid.uuid4().hex[:12]}"
-            self._loaded[name] = new, self._load(new, request)
+            folder = self._folder(request)
+            try:
+                self._load(new, str(request.path) if folder is None else folder.name)
+            except BaseException:
+                if folder is not None:
+                    folder.cleanup()
+                raise
+            self._loaded[name] = new, folder
         elif old is None:
             raise unknown_adapter(name, {*self._loaded, *self._own})
         else:

@@ -28,6 +28,7 @@ from corelm_engine_kit import (
     checked_ids,
     checked_logprobs,
     only_choice,
+    prompts_and_limits,
 )
 from openai_backend.server_info import VOUCHED, ServerInfo
 from openai_backend.vocabulary import BY_ID
@@ -87,14 +88,13 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> dict[int,
         CapabilityError, InvalidRequestError: what the server would ignore or change.
     """
     _check(request, info)
-    seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     details: Payload = {}
     if request.logprobs != "none" or (info.naming is not None and not info.states_ids):
         details["logprobs"] = LOGPROBS
     payloads: dict[int, Payload | RowFailure] = {}
-    for row, (ids, seed) in enumerate(zip(request.prompts.tolist(), seeds, strict=True)):
+    for row, (ids, limit, seed) in enumerate(prompts_and_limits(request, info.capabilities.max_context)):
         prompt = prompt_of(ids, info)
-        fields = {"max_tokens": _limit(request, ids, info), **_parameters(request, info, seed), **details}
+        fields = {"max_tokens": limit, **_parameters(request, info, seed), **details}
         payloads[row] = _no_text(info) if prompt is None else {**info.fields, **fields, "prompt": prompt}
     return payloads
 

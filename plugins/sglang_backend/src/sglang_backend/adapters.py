@@ -17,8 +17,6 @@ from corelm_engine_kit import HttpClient, ServerAdapters, adapter_folder, checke
 from sglang_backend.capabilities import ServerInfo
 from sglang_backend.weights import tell
 
-_FAILED = "did not {} the adapter"
-
 
 def adapters_of(client: HttpClient, info: ServerInfo, *, reads_files_here: bool) -> ServerAdapters:
     """Return the adapters of a server.
@@ -29,33 +27,28 @@ def adapters_of(client: HttpClient, info: ServerInfo, *, reads_files_here: bool)
         reads_files_here: whether the server reads files of this machine.
     """
 
-    def load(name: str, request: WeightUpdate) -> TemporaryDirectory[str] | None:
+    def folder(request: WeightUpdate) -> TemporaryDirectory[str] | None:
         checkpoint = local_checkpoint(info.model)
         limits: dict[str, Any] = {"largest_rank": info.largest_rank, "option": "max_lora_rank", "problems": _problems}
-        folder = None
         if reads_files_here:
-            folder = adapter_folder(request, checkpoint, **limits)
-        elif request.path is None:
+            return adapter_folder(request, checkpoint, **limits)
+        if request.path is None:
             raise CapabilityError(
                 "a state dict cannot be sent to a server behind a URL; save the adapter where the server can read it, "
                 "and pass that path",
                 capability="adapters",
             )
-        elif request.path.is_dir():
+        if request.path.is_dir():
             checked_adapter(request, checkpoint, **limits)
-        path = str(request.path if folder is None else folder.name)
-        try:
-            tell(client, "/load_lora_adapter", {"lora_name": name, "lora_path": path}, failure=_FAILED.format("load"))
-        except BaseException:
-            if folder is not None:
-                folder.cleanup()
-            raise
-        return folder
+        return None
+
+    def load(name: str, path: str) -> None:
+        tell(client, "/load_lora_adapter", {"lora_name": name, "lora_path": path}, failure="did not load the adapter")
 
     def unload(name: str) -> None:
-        tell(client, "/unload_lora_adapter", {"lora_name": name}, failure=_FAILED.format("unload"))
+        tell(client, "/unload_lora_adapter", {"lora_name": name}, failure="did not unload the adapter")
 
-    return ServerAdapters(info.adapters, load, unload)
+    return ServerAdapters(info.adapters, folder, load, unload)
 
 
 def _problems(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:

@@ -38,15 +38,17 @@ from corelm_engine_kit import (
     Payload,
     SignOfWork,
     WeightGroup,
+    answer_limits,
+    configured_shapes,
+    local_checkpoint,
     refuse_missing_path,
     takes_http_options,
     visible_devices,
 )
 from sglang_backend import protocol
 from sglang_backend.adapters import adapters_of
-from sglang_backend.capabilities import DUMMY, HEALTH_GENERATE, MODEL_INFO, ServerInfo, checkpoint_of, read_server
+from sglang_backend.capabilities import DUMMY, HEALTH_GENERATE, MODEL_INFO, ServerInfo, read_server
 from sglang_backend.probing import modes_by_environment, probe_server
-from sglang_backend.replies import decode
 from sglang_backend.weights import ServerWeights
 
 if TYPE_CHECKING:
@@ -180,7 +182,9 @@ class SGLangBackend(HttpEngine):
                 model = os.fspath(model)
                 if server_args.get("load_format") == DUMMY:
                     option = f"load_format={DUMMY!r}"
-                    dummy = checkpoint_of(model, hints.trust_remote_code, option=option, capability="load_format")
+                    dummy = local_checkpoint(model) or configured_shapes(
+                        model, hints.trust_remote_code, option=option, capability="load_format"
+                    )
                     modes = modes_by_environment({**os.environ, **(env or {})})
                 chosen = {} if devices is None else {VISIBLE_DEVICES: visible_devices(devices)}
                 launched = LaunchedServer(model, server_args, dict(env or {}) | chosen)
@@ -213,7 +217,8 @@ class SGLangBackend(HttpEngine):
         self._require_running()
         weights = self.weights.history.of_call(request)
         runs = [weights.before] * len(request.prompts)
-        stops, limits = StopStrings.of_rows(request, self.tokenizer), protocol.limits(request, self.info)
+        stops = StopStrings.of_rows(request, self.tokenizer)
+        limits = answer_limits(request, self.capabilities.max_context).tolist()
 
         def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
             meta = reply["meta_info"]
@@ -253,14 +258,14 @@ class SGLangBackend(HttpEngine):
         self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, path: str = "", **options: Any
     ) -> list[Any]:
         """Post requests, and those again that the server refuses as duplicates of a request whose connection broke."""
-        entries = super().post_rows(payloads, names, deadline, path, decode=decode, **options)
+        entries = super().post_rows(payloads, names, deadline, path, **options)
         again = [row for row, entry in enumerate(entries) if protocol.is_duplicate(entry)]
         if again:
             streamed = options.get("streamed")
             if streamed is not None:
                 streamed = replace(streamed, tell=lambda number, reply: options["streamed"].tell(again[number], reply))
             bodies, whose = [payloads[row] for row in again], [names[row] for row in again]
-            repeated = super().post_rows(bodies, whose, deadline, path, decode=decode, streamed=streamed)
+            repeated = super().post_rows(bodies, whose, deadline, path, streamed=streamed)
             for row, entry in zip(again, repeated, strict=True):
                 entries[row] = entry
         return entries

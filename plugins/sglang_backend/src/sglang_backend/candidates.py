@@ -9,15 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from corelm.spec import TopIds, log_tail_mass
-from corelm_engine_kit import RowError, checked_argmax, checked_ids
+from corelm.spec import TopIds
+from corelm_engine_kit import RowError, checked_argmax, checked_ids, checked_top_ids
 
 Side = Literal["input", "output"]
 
 #: SGLang writes the smallest float32 for the log-prob of an id that has no probability.
 _NOTHING = -1e30
-#: Rounding may put a log-probability above 0, but by no more than this.
-_ABOVE_ZERO = 2.0**-10
 
 
 def candidate_fields(side: Side, k: int, *, streamed: bool = False) -> dict[str, Any]:
@@ -63,20 +61,7 @@ def top_ids_of(meta: Any, side: Side, count: int, k: int, vocab_size: int) -> To
     """
     remedy = "leave out top_k" if side == "input" else "leave out top_logprobs"
     ids, values = _columns(meta, side, count, k, remedy)
-    absent = values <= _NOTHING
-    for wrong, what in (
-        # Keep the `~(...)`: NaN fails every comparison and must be refused.
-        (~(values <= _ABOVE_ZERO), "have a log-prob that is not a number of at most 0"),
-        ((ids < 0) | (ids >= vocab_size), f"have an id outside the vocabulary of {vocab_size}"),
-        (values.diff(dim=1) > 0, "are not in descending order"),
-        (ids.sort(dim=1).values.diff(dim=1) == 0, "have an id twice"),
-    ):
-        if bool(wrong.any()):
-            raise RowError(f"its {k} most probable ids at position {int(wrong.nonzero()[0, 0])} {what}")
-    values = values.masked_fill(absent, -torch.inf)
-    # Rounding would leave a mass where there is no other id with a probability.
-    tail = log_tail_mass(values).masked_fill(absent.any(dim=1) | (k == vocab_size), -torch.inf)
-    return TopIds(ids.masked_fill(absent, -1), values.clamp(max=0.0), tail)
+    return checked_top_ids(ids, values.masked_fill(values <= _NOTHING, -torch.inf), k, vocab_size)
 
 
 def _columns(meta: Any, side: Side, count: int, k: int, remedy: str) -> tuple[Tensor, Tensor]:

@@ -9,20 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from corelm.errors import CapabilityError, EngineError, described
-from corelm.spec import Capabilities, Deadline, saved_shapes
+from corelm.errors import EngineError
+from corelm.spec import Capabilities, Deadline
 from corelm.validate import invalid
-from corelm_engine_kit import (
-    Expected,
-    HttpClient,
-    ModelHints,
-    eos_token_ids,
-    generation_config,
-    local_checkpoint,
-    model_config,
-)
+from corelm_engine_kit import HttpClient, ModelHints, eos_token_ids, generation_config, model_config
 from sglang_backend.sampling import HONOURED
 
 #: A page that needs no scheduler: it answers as soon as the server's own process runs.
@@ -154,36 +144,6 @@ def _larger_than_one(settings: Mapping[str, Any], *names: str) -> str:
         if (settings.get(name) or 1) != 1:
             return f"the server runs with {name}={settings[name]}"
     return ""
-
-
-def checkpoint_of(model: str, trust_remote_code: bool, *, option: str, capability: str) -> Expected:
-    """Return what weights for `model` have to fit: its folder, or names and shapes if it has no weights.
-
-    Args:
-        model: a folder on this machine, or a name on the hub.
-        trust_remote_code: whether code that comes with the model may run.
-        option: what needs it, for the message.
-        capability: what is missing without it.
-
-    Raises:
-        CapabilityError: neither is known.
-    """
-    folder = local_checkpoint(model)
-    if folder is not None:
-        return folder
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise CapabilityError(
-            f"{option}: new weights are compared with the model first, but transformers cannot tell their names from "
-            f"the configuration of {model!r} ({described(error)}); have the model's folder on this machine",
-            capability=capability,
-        ) from error
-    return saved_shapes(empty)
 
 
 def _sleep_levels(settings: Mapping[str, Any]) -> frozenset[int]:

@@ -7,10 +7,9 @@ The first depends on the environment that the server was started with, the other
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,21 +17,20 @@ from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import (
     Deadline,
     GenerateRequest,
+    GenerateResult,
     GenerationMode,
     Ragged,
-    RowAnswer,
-    RowFailure,
-    RowScores,
     SamplingParams,
     ScoreRequest,
-    StopStrings,
+    ScoreResult,
 )
-from corelm_engine_kit import HttpEngine, Payload, row_outcome
 from sglang_backend import protocol
-from sglang_backend.capabilities import ServerInfo
-from sglang_backend.weight_history import WeightHistory
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from sglang_backend.backend import SGLangBackend
+    from sglang_backend.capabilities import ServerInfo
+
+R = TypeVar("R", GenerateResult, ScoreResult)
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +61,9 @@ def modes_by_environment(environment: Mapping[str, str]) -> frozenset[Generation
     return frozenset({"raw" if raw else "scaled"})
 
 
-def probe_server(engine: HttpEngine, deadline: Deadline, modes: frozenset[GenerationMode] | None = None) -> ServerInfo:
+def probe_server(
+    engine: SGLangBackend, deadline: Deadline, modes: frozenset[GenerationMode] | None = None
+) -> ServerInfo:
     """Return the `info` of an engine with the generation modes, seeds and kept ids that the server's replies show.
 
     Args:
@@ -91,7 +91,7 @@ def probe_server(engine: HttpEngine, deadline: Deadline, modes: frozenset[Genera
         top_logprobs=info.capabilities.score_top_k if modes else 0,
         return_support=info.support_limit > 0,
         # Otherwise it would not be known which tokens are of which weights.
-        updates_in_flight=info.pauses and probe.says_versions,
+        updates_in_flight=info.pauses and probe.says_versions(),
         sampling={name: span for name, span in info.capabilities.sampling.items() if name not in excluded},
     )
     return replace(info, capabilities=capabilities)
@@ -100,11 +100,8 @@ def probe_server(engine: HttpEngine, deadline: Deadline, modes: frozenset[Genera
 class ServerProbe:
     """Sends short requests to a server and draws conclusions from the replies."""
 
-    def __init__(self, engine: HttpEngine, deadline: Deadline) -> None:
-        self._engine, self._deadline = engine, deadline
-        self._info: ServerInfo = engine.info
-        #: Whether the last answers said which of their tokens are of which weights.
-        self.says_versions = False
+    def __init__(self, engine: SGLangBackend, deadline: Deadline) -> None:
+        self._engine, self._deadline, self._info = engine, deadline, engine.info
         self._prompt = [token % self._info.capabilities.vocab_size for token in range(1, 5)]
 
     def generation_modes(self) -> frozenset[GenerationMode]:
@@ -114,8 +111,8 @@ class ServerProbe:
         raw_errors, scaled_errors = [], []
         for temperature in _TEMPERATURES:
             answers = self._generate(temperature, range(_DRAWS), length=1)
-            sampled = [answer.logprobs[0] for answer in answers]
-            raw = self._raw_logprobs([answer.ids[0] for answer in answers])
+            assert answers.logprobs is not None
+            sampled, raw = answers.logprobs.values.tolist(), self._raw_logprobs(answers.ids.values.tolist())
             raw_errors.append(max(abs(a - b) for a, b in zip(sampled, raw, strict=True)))
             # A scaled log-prob is raw / temperature minus a normaliser that is the same for every token.
             normalisers = [a - b / temperature for a, b in zip(sampled, raw, strict=True)]
@@ -146,46 +143,45 @@ class ServerProbe:
             # Servers that do not know the field ignore it; others may refuse it.
             _log.info("the server does not return the ids that truncation has left: %s", error)
             return False
-        masses = [answer.top.logprobs.logsumexp(-1).item() for answer in answers if answer.top is not None]
-        kept = [(len(answer.kept_ids[0]), answer.kept_log_mass[0]) for answer in answers]
-        exact = all(abs(mass - own) < _SAME_MASS for mass, (_, own) in zip(masses, kept, strict=True))
+        assert answers.kept_ids is not None and answers.kept_log_mass is not None and answers.top_logprobs is not None
+        masses = answers.top_logprobs.values.logsumexp(-1)
+        exact = bool(((masses - answers.kept_log_mass.values).abs() < _SAME_MASS).all())
         if not exact:
             _log.warning("the ids that the server says truncation has left are not the most probable ones")
-        return exact and all(count >= top_k for count, _ in kept)
+        return exact and bool((answers.kept_ids.counts.values >= top_k).all())
 
     def honours_seeds(self) -> bool:
         """Return whether equal seeds give equal answers and another seed gives another answer."""
-        answers = self._generate(_TEMPERATURES[-1], (1, 1, 2), length=_SEEDED_LENGTH)
-        first, repeated, other = (answer.ids for answer in answers)
+        first, repeated, other = self._generate(_TEMPERATURES[-1], (1, 1, 2), length=_SEEDED_LENGTH).ids.tolist()
         return bool(first == repeated != other)
+
+    def says_versions(self) -> bool:
+        """Return whether replies say which of their tokens are of which weights."""
+        payloads = protocol.generation_requests(self._request(1.0, (1,), length=1), self._info)
+        (reply,) = self._engine.try_rows(payloads, self._deadline)
+        return bool(reply["meta_info"].get("weight_versions"))
 
     # Requests --------------------------------------------------------------------------------------------------------
 
     def _generate(
         self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any
-    ) -> list[RowAnswer]:
+    ) -> GenerateResult:
         """Sample `length` tokens per seed, always after the same prompt. `details` are other fields of the request."""
-        request = GenerateRequest(
+        return _without_errors(self._engine.generate(self._request(temperature, seeds, length, top_k, **details)))
+
+    def _request(
+        self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any
+    ) -> GenerateRequest:
+        return GenerateRequest(
             prompts=Ragged.from_list([self._prompt] * len(seeds)),
             sampling=SamplingParams(temperature=temperature, max_new_tokens=length, ignore_eos=True, top_k=top_k),
             logprobs="raw",
             seeds=torch.tensor(list(seeds)),
             stop_ids=frozenset(),
             request_ids=_request_ids(len(seeds)),
-            timeout=None,
+            timeout=self._deadline.left(),
             **details,
         )
-        weights = WeightHistory(self._info.weight_label).of_call(request)
-        stops = StopStrings.of_rows(request, self._info.tokenizer)[0]
-        says_versions = []
-
-        def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
-            says_versions.append(bool(reply["meta_info"].get("weight_versions")))
-            return protocol.whole_answer(reply, aborted, request, length, stops, self._info, weights)
-
-        answers = self._ask(protocol.generation_requests(request, self._info), parse)
-        self.says_versions = all(says_versions)
-        return answers
 
     def _raw_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-prob of each of `tokens` after the prompt, as the server scores it: at temperature 1."""
@@ -197,28 +193,20 @@ class ServerProbe:
             grad=False,
             device=None,
             request_ids=_request_ids(len(tokens)),
-            timeout=None,
+            timeout=self._deadline.left(),
         )
-        rows = request.sequences.tolist()
+        return [row[-1] for row in _without_errors(self._engine.score_logprobs(request)).logprobs.tolist()]
 
-        def parse(row: int, reply: Any, aborted: bool) -> RowScores | RowFailure:
-            return protocol.row_scores(reply, rows[row], len(self._prompt), request, self._info)
 
-        return [found.logprobs[-1] for found in self._ask(protocol.scoring_requests(request), parse)]
+def _without_errors(result: R) -> R:
+    """Return a result.
 
-    def _ask(self, payloads: Sequence[Payload], parse: Callable[[int, Any, bool], T | RowFailure]) -> list[T]:
-        """Return what `parse` makes of each reply.
-
-        Raises:
-            EngineError: a reply does not fit its request.
-        """
-        answers: list[T] = []
-        for row, reply in enumerate(self._engine.try_rows(payloads, self._deadline)):
-            outcome = row_outcome(reply, partial(parse, row))
-            if isinstance(outcome, RowFailure):
-                raise EngineError(outcome.why)
-            answers.append(outcome)
-        return answers
+    Raises:
+        EngineError: a row has an error.
+    """
+    if error := next(filter(None, result.errors or ()), ""):
+        raise EngineError(error)
+    return result
 
 
 def _request_ids(count: int) -> tuple[str, ...]:

@@ -30,11 +30,11 @@ from corelm_engine_kit import (
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
+    prompts_and_limits,
 )
 from sglang_backend.candidates import argmax_of, candidate_fields, top_ids_of
 from sglang_backend.capabilities import ServerInfo
 from sglang_backend.kept import KeptIds, kept_fields, kept_ids, top_k_of, wants_truncated
-from sglang_backend.replies import Entries
 from sglang_backend.sampling import parameters, safe_stops
 from sglang_backend.weight_history import WeightsOfCall
 
@@ -57,7 +57,6 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
         CapabilityError, InvalidRequestError: sampling parameters that SGLang would change; see `sampling.parameters`.
     """
     capabilities = info.capabilities
-    seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     stop = safe_stops(request.sampling, info.tokenizer)
     top_k = None
     if request.return_support:
@@ -68,7 +67,7 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
             "input_ids": ids,
             "sampling_params": parameters(
                 request.sampling,
-                max_new_tokens=_answer_limit(request, len(ids), capabilities.max_context),
+                max_new_tokens=limit,
                 seed=seed,
                 stop_ids=request.stop_ids,
                 eos_token_ids=capabilities.eos_token_ids or frozenset(),
@@ -79,7 +78,7 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
             **details,
             **({} if request.on_tokens is None else {"stream": True}),
         }
-        for ids, seed in zip(request.prompts.tolist(), seeds, strict=True)
+        for ids, limit, seed in prompts_and_limits(request, capabilities.max_context)
     ]
 
 
@@ -91,12 +90,6 @@ def lists_of_answers(request: GenerateRequest) -> tuple[str, ...]:
     if request.top_logprobs and not wants_truncated(request):
         names.append("output_top_logprobs")
     return tuple(names)
-
-
-def limits(request: GenerateRequest, info: ServerInfo) -> list[int]:
-    """Return the most tokens that each answer may have."""
-    context = info.capabilities.max_context
-    return [_answer_limit(request, length, context) for length in request.prompts.lengths.tolist()]
 
 
 def _fields(request: GenerateRequest) -> Payload:
@@ -206,14 +199,6 @@ def _candidates(request: ScoreRequest) -> int:
 
 
 # Payloads -------------------------------------------------------------------------------------------------------------
-
-
-def _answer_limit(request: GenerateRequest, prompt_length: int, max_context: int | None) -> int:
-    limit = request.sampling.max_new_tokens
-    if limit is not None:
-        return limit
-    assert max_context is not None
-    return max_context - prompt_length
 
 
 def _logprob_start(ids: Sequence[int], start: int) -> int:
@@ -339,10 +324,6 @@ def _echoed(reported: Any, ids: list[int], vocab_size: int, name: str, without: 
     Raises:
         RowError: the entries are not about exactly these ids, or the first one has a log-prob.
     """
-    if isinstance(reported, Entries):
-        if reported.without == without and reported.ids == ids:
-            return reported.logprobs
-        reported = reported.plain()
     _check_echo(reported, ids, vocab_size, name)
     if without and reported[0][0] is not None:
         raise RowError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import Range, SamplingParams, stops_without_specials
+from corelm_engine_kit import refuse_settled
 
 #: The sampling parameters that SGLang honours, each with its legal range, or None for the range of `SamplingParams`.
 #: `repetition_penalty` is missing: SGLang applies it to ids of the answer only, not to those of the prompt.
@@ -61,6 +62,7 @@ def parameters(
         InvalidRequestError: a temperature that SGLang would change, or a name in engine_kwargs that corelm sets itself.
     """
     _check(sampling, stop_ids, eos_token_ids)
+    refuse_settled(sampling.engine_kwargs, SETTLED)
     ends_by_id = bool(stop_ids) and eos_token_ids <= stop_ids
     # Greedy decoding draws nothing, so truncation has no effect.
     truncation = SamplingParams() if sampling.greedy else sampling
@@ -86,7 +88,7 @@ def parameters(
         "ignore_eos": not ends_by_id,
         "skip_special_tokens": sampling.skip_special_tokens,
         **({} if seed is None else {"sampling_seed": seed}),
-        **_engine_kwargs(sampling),
+        **sampling.engine_kwargs,
     }
 
 
@@ -119,13 +121,3 @@ def _check(sampling: SamplingParams, stop_ids: frozenset[int], eos_token_ids: fr
             f"temperature: SGLang would decode greedily at {sampling.temperature}; give 0 or at least {COLDEST}",
             field="temperature",
         )
-
-
-def _engine_kwargs(sampling: SamplingParams) -> dict[str, Any]:
-    for name in sampling.engine_kwargs:
-        if name in SETTLED:
-            raise InvalidRequestError(
-                f"engine_kwargs: {name!r} is not allowed here; corelm decides it",
-                field="engine_kwargs",
-            )
-    return dict(sampling.engine_kwargs)

@@ -18,15 +18,16 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import Deadline, WeightUpdate, whole_tensor
-from corelm_engine_kit import WeightGroup, fitting, local_checkpoint, weights_folder
+from corelm_engine_kit import WeightGroup, configured_shapes, fitting, local_checkpoint, weights_folder
 from sglang_backend import handover
-from sglang_backend.capabilities import MODEL_INFO, ServerInfo, checkpoint_of
+from sglang_backend.capabilities import MODEL_INFO, ServerInfo
 from sglang_backend.probing import ServerProbe
 from sglang_backend.weight_channel import WeightChannel
 from sglang_backend.weight_history import WeightHistory
 
 if TYPE_CHECKING:
-    from corelm_engine_kit import Expected, HttpClient, HttpEngine
+    from corelm_engine_kit import Expected, HttpClient
+    from sglang_backend.backend import SGLangBackend
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class ServerWeights:
 
     def __init__(
         self,
-        engine: HttpEngine,
+        engine: SGLangBackend,
         *,
         takes_state_dict: bool,
         dummy: Expected | None,
@@ -160,7 +161,8 @@ class ServerWeights:
         if self._dummy is not None:
             return self._dummy
         if self._channel is not None:
-            return checkpoint_of(model, False, option="weight_group", capability="update_weights")
+            option, capability = "weight_group", "update_weights"
+            return local_checkpoint(model) or configured_shapes(model, False, option=option, capability=capability)
         checkpoint = local_checkpoint(model)
         if checkpoint is None:
             field = next((each for each in ("path", "state_dict") if getattr(request, each) is not None), "weights")

@@ -5,13 +5,14 @@ vLLM finds adapters by their id, and cached blocks by their name and folder. So 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, described, message
-from corelm.spec import Adapter, WeightUpdate
-from corelm_engine_kit import ServerAdapters, adapter_folder, checked_adapter, local_checkpoint, unknown_adapter
+from corelm.spec import WeightUpdate
+from corelm_engine_kit import ServerAdapters, adapter_folder, checked_adapter, local_checkpoint
 from vllm_backend.capabilities_http import ADAPTER_ROUTES
 from vllm_backend.compat import honoured_in_adapters
 
@@ -21,76 +22,37 @@ if TYPE_CHECKING:
     from vllm_backend.capabilities_http import ServerInfo
 
 
-class Adapters:
-    """The adapters of an engine in this process.
+def local_adapters(
+    info: ModelInfo, loras: dict[str, Any], add: Callable[[Any], None], remove: Callable[[int], None]
+) -> ServerAdapters:
+    """Return the adapters of an engine in this process.
 
     Args:
         info: the engine's model.
+        loras: gets vLLM's `LoRARequest` of each adapter by the name that it is loaded under.
+        add: has vLLM load an adapter.
+        remove: has vLLM forget the adapter with this id.
     """
+    ids = itertools.count(1)
 
-    def __init__(self, info: ModelInfo) -> None:
-        self._info = info
-        # vLLM reads a folder again if it has forgotten the adapter for others.
-        self._loaded: dict[str, tuple[Any, TemporaryDirectory[str]]] = {}
-        self._ids = 0
+    def folder(request: WeightUpdate) -> TemporaryDirectory[str]:
+        largest, honoured = info.largest_rank, honoured_in_adapters()
+        return adapter_folder(request, info.files, largest_rank=largest, option="max_lora_rank", honoured=honoured)
 
-    def named(self, adapter: Adapter) -> Any:
-        """Return vLLM's `LoRARequest` for the adapter of a request; None for the base weights.
-
-        Raises:
-            InvalidRequestError: there is no such adapter.
-        """
-        if not adapter:
-            return None
-        if adapter not in self._loaded:
-            raise unknown_adapter(adapter, self._loaded)
-        return self._loaded[adapter][0]
-
-    def update(self, request: WeightUpdate, replace: Callable[[Any, Any], None]) -> None:
-        """Load, replace or unload an adapter.
-
-        Args:
-            replace: has vLLM load an adapter and forget another one; either may be None.
-
-        Raises:
-            InvalidRequestError: it does not fit, or is not there. Nothing has changed.
-            CapabilityError: it is not a LoRA adapter. Nothing has changed.
-        """
+    def load(name: str, path: str) -> None:
         from vllm.lora.request import LoRARequest
 
-        name = request.adapter
-        assert name is not None
-        old = self._loaded.get(name)
-        if request.unloads:
-            replace(None, self.named(name))
-            self._loaded.pop(name)[1].cleanup()
-            return
-        folder = adapter_folder(
-            request,
-            self._info.files,
-            largest_rank=self._info.largest_rank,
-            option="max_lora_rank",
-            honoured=honoured_in_adapters(),
-        )
-        self._ids += 1
-        new = LoRARequest(f"{name}@{self._ids}", self._ids, folder.name)
+        lora = LoRARequest(name, next(ids), path)
         try:
-            replace(new, None if old is None else old[0])
-        except BaseException as error:
-            folder.cleanup()
-            if not isinstance(error, Exception) or isinstance(error, CoreLMError):
-                raise
-            raise InvalidRequestError(
-                f"adapter: vLLM does not take {name!r}: {described(error)}", field="adapter"
-            ) from error
-        self._loaded[name] = new, folder
-        if old is not None:
-            old[1].cleanup()
+            add(lora)
+        except CoreLMError:
+            raise
+        except Exception as error:
+            why = f"adapter: vLLM does not take {name!r}: {described(error)}"
+            raise InvalidRequestError(why, field="adapter") from error
+        loras[name] = lora
 
-    def close(self) -> None:
-        """Delete the folders."""
-        while self._loaded:
-            self._loaded.popitem()[1][1].cleanup()
+    return ServerAdapters((), folder, load, lambda name: remove(loras.pop(name).lora_int_id))
 
 
 def server_adapters(client: HttpClient, info: ServerInfo, healthy: Callable[[], bool]) -> ServerAdapters:
@@ -102,7 +64,7 @@ def server_adapters(client: HttpClient, info: ServerInfo, healthy: Callable[[], 
         healthy: returns whether the server answers.
     """
 
-    def load(name: str, request: WeightUpdate) -> None:
+    def folder(request: WeightUpdate) -> None:
         if not info.routes >= ADAPTER_ROUTES:
             raise CapabilityError(
                 "the server loads no adapters; start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
@@ -117,7 +79,9 @@ def server_adapters(client: HttpClient, info: ServerInfo, healthy: Callable[[], 
             # Not every version knows ranks and scales of single layers, and a server does not say whether it does.
             checkpoint, honoured = local_checkpoint(info.files), {"use_rslora"}
             checked_adapter(request, checkpoint, largest_rank=None, option="--max-lora-rank", honoured=honoured)
-        post("load", {"lora_name": name, "lora_path": str(request.path)})
+
+    def load(name: str, path: str) -> None:
+        post("load", {"lora_name": name, "lora_path": path})
 
     def unload(name: str) -> None:
         post("unload", {"lora_name": name})
@@ -133,4 +97,4 @@ def server_adapters(client: HttpClient, info: ServerInfo, healthy: Callable[[], 
                 f"adapter: the server did not {what} it: {message(error)}", field="adapter"
             ) from error
 
-    return ServerAdapters(info.adapters, load, unload)
+    return ServerAdapters(info.adapters, folder, load, unload)

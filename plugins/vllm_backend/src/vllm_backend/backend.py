@@ -1,26 +1,13 @@
-"""`VLLMBackend`: vLLM in this process, and how it or a server is opened."""
+"""`VLLMBackend`: how vLLM in this process, or a server, is opened."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import (
-    AbortRequest,
-    CloseRequest,
-    GenerateRequest,
-    GenerateResult,
-    HealthRequest,
-    ScoreRequest,
-    ScoreResult,
-    SleepRequest,
-    WakeRequest,
-    WeightUpdate,
-    hookimpl,
-)
 from corelm.validate import flag
 from corelm_engine_kit import (
     HttpOptions,
@@ -32,7 +19,6 @@ from corelm_engine_kit import (
     refuse_unknown_arguments,
     takes_http_options,
 )
-from vllm_backend import weights
 from vllm_backend.capabilities import LOGPROBS_MODES
 from vllm_backend.engine import InProcessEngine
 from vllm_backend.engine_async import AsyncEngine
@@ -42,17 +28,8 @@ from vllm_backend.server import VLLMServer
 from vllm_backend.top_ids import MOST_CANDIDATES
 
 
-class VLLMBackend:
-    """Samples from and scores with vLLM in this process. `VLLMServer` does so behind a URL."""
-
-    requires_api = ">=1,<2"
-    #: What `corelm conformance` needs to know to test it.
-    conformance: ClassVar[Mapping[str, Any]] = {"engine_sampling": {"engine_kwargs": {"logit_bias": {7: 20.0}}}}
-
-    def __init__(self, engine: InProcessEngine) -> None:
-        self.engine = engine
-        self.capabilities = engine.capabilities
-        self.tokenizer, self.reasons = engine.tokenizer, engine.reasons
+class VLLMBackend(InProcessEngine):
+    """Opens vLLM: one of the two modes in this process, or a `VLLMServer` behind a URL."""
 
     @classmethod
     @takes_http_options
@@ -72,7 +49,7 @@ class VLLMBackend:
         http: HttpOptions,
         weight_group: WeightGroup | str | None = None,
         **engine_args: Any,
-    ) -> VLLMBackend | VLLMServer:
+    ) -> InProcessEngine | VLLMServer:
         """Start vLLM on `model`, or use the server at `base_url`.
 
         Args:
@@ -141,43 +118,7 @@ class VLLMBackend:
         arguments = {**own, **arguments, "model": os.fspath(model)}
         if isinstance(tokenizer, (str, os.PathLike)):
             arguments["tokenizer"], tokenizer = os.fspath(tokenizer), None
-        return cls(start(arguments, tokenizer))
-
-    @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerateResult:
-        return self.engine.generate(request)
-
-    @hookimpl
-    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        return self.engine.score(request)
-
-    @hookimpl
-    def update_weights(self, request: WeightUpdate) -> bool:
-        weights.load(self.engine, request)
-        return True
-
-    @hookimpl
-    def sleep(self, request: SleepRequest) -> bool:
-        self.engine.sleep(request)
-        return True
-
-    @hookimpl
-    def wake(self, request: WakeRequest) -> bool:
-        self.engine.wake(request)
-        return True
-
-    @hookimpl
-    def health(self, request: HealthRequest) -> bool:
-        return self.engine.health()
-
-    @hookimpl
-    def abort(self, request: AbortRequest) -> bool:
-        return self.engine.abort(request)
-
-    @hookimpl
-    def close(self, request: CloseRequest) -> bool:
-        self.engine.close()
-        return True
+        return start(arguments, tokenizer)
 
 
 def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corelm.spec import SLEEP_LEVELS, Capabilities, GenerationMode
 from corelm_engine_kit import eos_token_ids
 from vllm_backend.compat import says_versions
-from vllm_backend.kept_sets_protocol import PROCESSOR
 from vllm_backend.reloading import DUMMY, checkpoint_of, files_of, runs_here, why_not_again
 from vllm_backend.sampling import HONOURED
 from vllm_backend.top_ids import MOST_IDS, limit
@@ -32,14 +30,13 @@ class ModelInfo:
         tokenizer: the tokenizer of the backend.
         checkpoint: the folder of the model's safetensors, or their names and shapes if it holds none; None if vLLM
             could not load other weights.
-        speculative: vLLM drafts tokens, and ignores the ids whose log-probs are asked for at a sampled position.
+        whole_prompts: the prompt of a scored row is the whole row, since vLLM drafts tokens, or returns processed
+            log-probs of what it samples.
         dummy: vLLM has filled the model with random numbers.
         in_this_process: the worker of a synchronous engine runs in this process.
         takes_gpu_memory: vLLM was opened to take weights in the memory of its GPU.
-        scores_by_id: vLLM returns the log-probs of a prompt's ids as an array; see `scoring_by_id`.
         files: the folder of the model's safetensors, even if vLLM could not load others; None if there is none.
         candidates: the most candidates that vLLM returns at a position (its ``max_logprobs``).
-        separates: calls must be kept apart as in `lanes`.
         reasons: why the engine lacks capabilities, by their names.
         scores_alone: no other row may run while one is scored; see `mixes_rows`.
         largest_rank: the largest rank of an adapter; None if vLLM was not started with ``enable_lora=True``.
@@ -48,15 +45,13 @@ class ModelInfo:
     capabilities: Capabilities
     tokenizer: Any
     checkpoint: Expected | None
-    speculative: bool = False
+    whole_prompts: bool = False
     dummy: bool = False
     in_this_process: bool = False
     takes_gpu_memory: bool = False
-    scores_by_id: bool = False
     files: Path | None = None
     largest_rank: int | None = None
     candidates: int = 0
-    separates: bool = False
     scores_alone: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,20 +83,21 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         )
     vocab_size: int = model.get_vocab_size()
     checkpoint = checkpoint_of(config)
-    speculative = config.speculative_config is not None
+    mode = LOGPROBS_MODES[model.logprobs_mode]
+    whole_prompts = config.speculative_config is not None or mode != "raw"
     mixes = mixes_rows(config.lora_config is not None, "cpu" if _on_cpu() else None)
     candidates = limit(model.max_logprobs, vocab_size)
     # With skip_tokenizer_init vLLM decodes no text, so it cannot find stop strings.
     honoured = {name: span for name, span in HONOURED.items() if name != "stop" or not model.skip_tokenizer_init}
     capabilities = Capabilities(
         vocab_size=vocab_size,
-        # A scored row is then a prompt as a whole, and vLLM keeps one position for a sampled token.
-        max_context=model.max_model_len - speculative,
+        # vLLM keeps one position for a sampled token.
+        max_context=model.max_model_len - whole_prompts,
         eos_token_ids=eos_token_ids(model.try_get_generation_config(), tokenizer, vocab_size=vocab_size),
         sampling=honoured,
-        generation_modes=frozenset({LOGPROBS_MODES[model.logprobs_mode]}),
+        generation_modes=frozenset({mode}),
         score=True,
-        argmax=candidates > 0 and not _has_logits_processors(model),
+        argmax=candidates > 0,
         score_top_k=min(candidates, MOST_IDS),
         top_logprobs=min(candidates, MOST_IDS),
         per_answer_seeds=True,
@@ -124,14 +120,13 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         capabilities=capabilities,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
-        speculative=speculative,
+        whole_prompts=whole_prompts,
         dummy=config.load_config.load_format == DUMMY,
         in_this_process=runs_here(config),
         takes_gpu_memory=transfer is not None and transfer.backend == "ipc",
         files=files_of(config),
         largest_rank=None if config.lora_config is None else config.lora_config.max_lora_rank,
         candidates=candidates,
-        separates=not config.use_v2_model_runner,
         scores_alone=mixes,
         reasons=update_reasons(why_not_again(config)),
     )
@@ -145,6 +140,12 @@ def update_reasons(why: str) -> dict[str, str]:
 def sleep_levels(enabled: bool, takes_weights: bool) -> frozenset[int]:
     """Return the levels at which vLLM can sleep; level 2 needs weights afterwards."""
     return frozenset(level for level in SLEEP_LEVELS if enabled and (level == 1 or takes_weights))
+
+
+def at_a_time(count: int, *, alone: bool) -> list[slice]:
+    """Return which of so many rows to run at a time: all of them, or each one alone."""
+    step = 1 if alone else max(1, count)
+    return [slice(start, start + step) for start in range(0, count, step)]
 
 
 def mixes_rows(lora: bool, device: str | None) -> bool:
@@ -161,10 +162,3 @@ def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def _has_logits_processors(model: Any) -> bool:
-    """Return whether vLLM runs custom code on the logits. Its greedy token may then not be the most probable one."""
-    # That of this plugin leaves greedy tokens alone.
-    own = {PROCESSOR}
-    return bool({*map(str, model.logits_processors or ())} - own or entry_points(group="vllm.logits_processors"))

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import Capabilities
 from corelm_engine_kit import ModelHints, eos_token_ids, generation_config, model_config
 from vllm_backend.capabilities import mixes_rows, sleep_levels, update_reasons
-from vllm_backend.cpu_reload import obstacle
+from vllm_backend.reloading import obstacle
 from vllm_backend.sampling import HONOURED
-from vllm_backend.server_info import running_config, setting
 
 if TYPE_CHECKING:
     from corelm.spec import Deadline
@@ -26,7 +25,7 @@ REQUIRED_FIELDS = frozenset(
 )
 
 #: Fields that scoring needs.
-SCORING_FIELDS = frozenset({"prompt_logprobs", "logprob_token_ids"})
+SCORING_FIELDS = frozenset({"prompt_logprobs", "logit_bias"})
 
 #: The routes that new weights need. A server has them only in its development mode.
 WEIGHT_ROUTES = frozenset(
@@ -38,6 +37,9 @@ SLEEP_ROUTES = frozenset({"/sleep", "/wake_up"})
 
 #: The routes by which a server loads adapters, if it was started with LoRA and may change what it has loaded.
 ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+
+#: Where a server in its development mode says which configuration it runs. It collects the page for some seconds, once.
+SERVER_INFO = "/server_info"
 
 #: The server's names of sampling parameters, where they differ from corelm's.
 _SERVER_NAMES = {"min_new_tokens": "min_tokens"}
@@ -58,6 +60,8 @@ class ServerInfo:
         base_name: the name in requests of the model without adapters.
         adapters: the names of the adapters of this model that the server has.
         candidates: the most candidates that the server returns at a position (its ``--max-logprobs``).
+        whole_prompts: the prompt of a scored row is the whole row, since the server returns processed log-probs of what
+            it samples.
         scores_alone: no other row may run while one is scored; see `mixes_rows`.
         reasons: why the server lacks capabilities, by their names.
         weight_transfer: how the server takes tensors from another process; None if it does not, or does not say.
@@ -74,6 +78,7 @@ class ServerInfo:
     adapters: frozenset[str] = frozenset()
     weight_transfer: str | None = None
     candidates: int = 0
+    whole_prompts: bool = False
     scores_alone: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -131,13 +136,13 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     if context is None:
         raise _must_be_passed("max_context", "the server does not say how long its context is")
     scores = fields is None or fields >= SCORING_FIELDS
-    running = running_config(client, routes, deadline)
-    device = setting(running, "device_config", "device")
+    running = _running_config(client, routes, deadline)
+    device = _setting(running, "device_config", "device")
     mixes = mixes_rows(running.get("lora_config") is not None, device)
     why_not_again = obstacle(None if config is None else config.get_text_config(), device)
     takes_weights = routes >= WEIGHT_ROUTES and not why_not_again
     # Without this mode, a server that is told to sleep frees nothing.
-    may_sleep = routes >= SLEEP_ROUTES and setting(running, "model_config", "enable_sleep_mode") is True
+    may_sleep = routes >= SLEEP_ROUTES and _setting(running, "model_config", "enable_sleep_mode") is True
     capabilities = Capabilities(
         vocab_size=vocab_size,
         max_context=context,
@@ -165,7 +170,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         files=files,
         base_name=str((parent or card)["id"]),
         adapters=adapters,
-        weight_transfer=setting(running, "weight_transfer_config", "backend"),
+        weight_transfer=_setting(running, "weight_transfer_config", "backend"),
         scores_alone=mixes,
         reasons=update_reasons(why_not_again),
     )
@@ -221,6 +226,30 @@ def _model_cards(
     parent = cards.get(str(card.get("parent")), {})
     base = str((parent or card)["id"])
     return card, parent, frozenset(name for name, each in cards.items() if each.get("parent") == base)
+
+
+def _running_config(client: HttpClient, routes: frozenset[str], deadline: Deadline) -> Mapping[str, Any]:
+    """Return the server's `VllmConfig` as nested mappings; an empty one if the server does not tell it.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+    """
+    if SERVER_INFO not in routes:
+        return {}
+    try:
+        page = client.get(f"{SERVER_INFO}?config_format=json", timeout=deadline.left())
+    except CoreLMError:
+        deadline.check()
+        return {}
+    # An older server tells it as one text.
+    config = page.get("vllm_config") if isinstance(page, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def _setting(config: Mapping[str, Any], part: str, name: str) -> Any:
+    """Return one setting of a part of the configuration; None if the server does not tell it."""
+    found = config.get(part)
+    return found.get(name) if isinstance(found, dict) else None
 
 
 def _must_be_passed(field: str, why: str) -> InvalidRequestError:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import (
-    AbortRequest,
     Deadline,
     GenerateRequest,
     GenerateResult,
@@ -26,18 +25,17 @@ from corelm.spec import (
     SleepRequest,
     WakeRequest,
     WeightUpdate,
+    hookimpl,
 )
-from vllm_backend import kept_sets_protocol, scoring_by_id
+from vllm_backend import kept_sets_protocol, weights
 from vllm_backend import protocol_inprocess as protocol
-from vllm_backend.adapters import Adapters
-from vllm_backend.capabilities import ModelInfo
+from vllm_backend.adapters import local_adapters
+from vllm_backend.capabilities import ModelInfo, at_a_time
 from vllm_backend.children import Errors
 from vllm_backend.kept_sets_protocol import TAKE, KeptSetsOfRow
-from vllm_backend.lanes import Lane, Lanes, Turn, lane_of, together
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
-ABORTED_EARLY = RowFailure("the request was aborted before it began", aborted=True)
 KEPT_CACHE = "vLLM kept its prefix cache, which belongs to the old weights"
 
 #: Takes the number of a request and one of its outputs.
@@ -53,6 +51,9 @@ class InProcessEngine(ABC):
         checkpoint: what new weights are compared with: the folder of the model's safetensors, or names and shapes.
     """
 
+    requires_api = ">=1,<2"
+    #: What `corelm conformance` needs to know to test it.
+    conformance: ClassVar[Mapping[str, Any]] = {"engine_sampling": {"engine_kwargs": {"logit_bias": {7: 20.0}}}}
     #: Whether `reload_tensors` reads each tensor when it is its turn, so that the next may use its memory.
     streams_tensors = False
 
@@ -60,39 +61,41 @@ class InProcessEngine(ABC):
         self.capabilities = info.capabilities
         self.tokenizer, self.reasons = info.tokenizer, info.reasons
         self.checkpoint = info.checkpoint
-        self.adapters = Adapters(info)
+        self._loras: dict[str, Any] = {}
+        self.adapters = local_adapters(info, self._loras, lambda lora: self._ask("add_lora", lora), self._remove_lora)
         self._info = info
-        self._lanes = Lanes()
         self._lost_keys: list[str] = []
         self._closed = False
         self._broken = False
         self._asleep = False
         self._errors = Errors()
 
+    @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        lora = self.adapters.named(request.adapter)
         keys = kept_sets_protocol.new_keys(request)
-        requests = protocol.generation_requests(request, self._info, lora, keys)
+        requests = protocol.generation_requests(request, self._info, self._lora(request), keys)
         on_output = protocol.on_output(request, self.tokenizer)
         try:
-            with self._lanes.entered(self._lane(request), request.timeout, request.request_ids) as turn:
-                left = _unless_aborted(requests, request.request_ids, turn)
-                outputs = self.run(left, request.request_ids, turn.timeout, on_output)
+            outputs = self.run(requests, request.request_ids, request.timeout, on_output)
         except BaseException:
             # The next call that wants sets has the workers forget these.
             self._lost_keys.extend(keys)
             raise
         return protocol.generation_result(request, outputs, self._info, self._kept_sets(keys))
 
-    def score(self, request: ScoreRequest) -> ScoreResult:
-        return self._score(request, self._info)
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        requests = protocol.scoring_requests(request, self._info, self._lora(request))
+        names, deadline = [request.request_ids[number] for number in requests], Deadline(request.timeout)
+        outputs: list[RowOutput] = []
+        for rows in at_a_time(len(names), alone=self._info.scores_alone):
+            outputs += self.run(list(requests.values())[rows], names[rows], deadline.left())
+        return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), self._info)
 
-    def choose_ways(self, config: Any) -> None:
-        """Use scoring by id and sets of kept ids, if an engine with this `VllmConfig` gets them right on short rows."""
-        if scoring_by_id.offered(config):
-            self._info = scoring_by_id.tried(self._info, self._score)
+    def try_kept_sets(self, config: Any) -> None:
+        """Declare sets of kept ids if an engine with this `VllmConfig` gets them right on short rows."""
         if kept_sets_protocol.are_loaded(config) and kept_sets_protocol.works(
-            self.capabilities, self.generate, self.score
+            self.capabilities, self.generate, self.score_logprobs
         ):
             self.capabilities = replace(self.capabilities, return_support=True)
             self._info = replace(self._info, capabilities=self.capabilities)
@@ -102,19 +105,6 @@ class InProcessEngine(ABC):
             return []
         lost, self._lost_keys = self._lost_keys, []
         return kept_sets_protocol.rows_of(self._call_workers(TAKE, {"keys": [*keys, *lost]}), len(keys))
-
-    def _score(self, request: ScoreRequest, info: ModelInfo) -> ScoreResult:
-        requests = protocol.scoring_requests(request, info, self.adapters.named(request.adapter))
-        names = [request.request_ids[number] for number in requests]
-        with self._lanes.entered(self._lane(request), request.timeout, names) as turn:
-            left, deadline = _unless_aborted(list(requests.values()), names, turn), Deadline(turn.timeout)
-            outputs: list[RowOutput] = []
-            for rows in together(len(names), info.scores_alone):
-                outputs += self.run(left[rows], names[rows], deadline.left())
-        return protocol.scoring_result(request, dict(zip(requests, outputs, strict=True)), info)
-
-    def _lane(self, request: GenerateRequest | ScoreRequest) -> Lane | None:
-        return lane_of(request) if self._info.separates else None
 
     def reload(self, folder: Path, request: WeightUpdate) -> None:
         """Load the safetensors in `folder`, and forget everything computed with the old weights.
@@ -149,26 +139,38 @@ class InProcessEngine(ABC):
         """
         self._load(lambda: None, request)
 
-    def sleep(self, request: SleepRequest) -> None:
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        weights.load(self, request)
+        return True
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
         """Free the GPU's memory; the prefix cache is emptied."""
         self._require_usable()
         self._asleep = True
-        self._sleep(request.level)
+        self._ask("sleep", request.level)
+        return True
 
-    def wake(self, request: WakeRequest) -> None:
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
         """Take the memory again. When all of it is back, vLLM goes on to schedule requests."""
         self._require_usable()
-        self._wake(sorted(request.tags))
+        self._ask("wake_up", sorted(request.tags))
         self._asleep = not request.last
+        return True
 
     def load_adapter(self, request: WeightUpdate) -> None:
-        """Load, replace or unload an adapter. Errors are those of `Adapters.update`."""
+        """Load, replace or unload an adapter. Errors are those of `ServerAdapters.update`."""
         self._require_usable()
-        self.adapters.update(request, self._replace_adapter)
+        self.adapters.update(request)
 
-    @abstractmethod
-    def _replace_adapter(self, new: Any, old: Any) -> None:
-        """Have vLLM load one `LoRARequest` and forget another. Either may be None."""
+    def _lora(self, request: GenerateRequest | ScoreRequest) -> Any:
+        """Return vLLM's `LoRARequest` for the adapter of a request; None for the base weights."""
+        return self._loras[self.adapters.server_name(request.adapter)] if request.adapter else None
+
+    def _remove_lora(self, lora_id: int) -> None:
+        self._ask("remove_lora", lora_id)
 
     def _load(self, load: Callable[[], None], request: WeightUpdate) -> None:
         self._require_usable()
@@ -208,17 +210,13 @@ class InProcessEngine(ABC):
         """
 
     @abstractmethod
-    def abort(self, request: AbortRequest) -> bool: ...
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of vLLM's engine where that may be called, and return what it returned."""
 
-    @abstractmethod
-    def health(self) -> bool: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    @abstractmethod
     def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
         """Call a method of vLLM's workers, and return what each of them returned."""
+        found: list[Any] = self._ask("collective_rpc", method, kwargs=arguments)
+        return found
 
     @abstractmethod
     def _while_idle(self, request: WeightUpdate) -> AbstractContextManager[None]:
@@ -233,26 +231,11 @@ class InProcessEngine(ABC):
             self._call_workers("update_config", {"overrides": {"load_config": {"load_format": "auto"}}})
         self._call_workers("reload_weights", {"weights_path": str(folder)})
 
-    @abstractmethod
-    def _sleep(self, level: int) -> None: ...
-
-    @abstractmethod
-    def _wake(self, tags: list[str]) -> None: ...
-
     def _require_usable(self) -> None:
         if self._closed:
             raise BackendClosedError("this vLLM engine is closed")
         if self._broken:
             raise EngineError(DEAD, usable=False)
-
-
-def _unless_aborted(
-    requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], turn: Turn
-) -> Sequence[VLLMRequest | RowFailure]:
-    """Return the requests, with `ABORTED_EARLY` for those that were aborted while the call waited for its turn."""
-    if not turn.aborted:
-        return requests
-    return [ABORTED_EARLY if name in turn.aborted else each for each, name in zip(requests, names, strict=True)]
 
 
 def timeout_error(timeout: float | None) -> TimeoutError:

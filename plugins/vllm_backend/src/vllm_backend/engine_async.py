@@ -14,25 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from corelm.errors import BackendClosedError, EngineError
-from corelm.spec import (
-    AbortRequest,
-    RowFailure,
-    WeightUpdate,
-)
+from corelm.spec import AbortRequest, CloseRequest, HealthRequest, RowFailure, WeightUpdate, hookimpl
 from corelm.waiting import done_within
 from corelm_engine_kit import EventLoopThread
 from vllm_backend import versions
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.children import attached
 from vllm_backend.compat import refusals
-from vllm_backend.engine import (
-    ABORTED_EARLY,
-    KEPT_CACHE,
-    InProcessEngine,
-    OnOutput,
-    collecting_garbage,
-    timeout_error,
-)
+from vllm_backend.engine import KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
 from vllm_backend.handover import GpuHandover
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
@@ -80,7 +69,7 @@ class AsyncEngine(InProcessEngine):
         try:
             info = read_model(llm.vllm_config, tokenizer, abort=True, concurrent_calls=True)
             engine = cls(loop, llm, info)
-            engine.choose_ways(llm.vllm_config)
+            engine.try_kept_sets(llm.vllm_config)
         except BaseException:
             loop.stop()
             _shut_down(llm)
@@ -129,9 +118,9 @@ class AsyncEngine(InProcessEngine):
                 del self.in_flight[request_id]
             self._aborted.difference_update(ids)
 
+    @hookimpl
     def abort(self, request: AbortRequest) -> bool:
         self._require_usable()
-        self._lanes.abort(request.request_ids)
         self.loop.run(self.abort_named(frozenset(request.request_ids)))
         return True
 
@@ -141,10 +130,12 @@ class AsyncEngine(InProcessEngine):
         self._aborted.update(ids)
         await self.llm.abort(ids)
 
-    def health(self) -> bool:
+    @hookimpl
+    def health(self, request: HealthRequest) -> bool:
         return not (self._closed or self._broken or self.llm.errored)
 
-    def close(self) -> None:
+    @hookimpl
+    def close(self, request: CloseRequest) -> bool:
         self._closed = True
         # This cancels the requests in flight; their callers get a BackendClosedError.
         self.loop.stop()
@@ -152,6 +143,7 @@ class AsyncEngine(InProcessEngine):
         _shut_down(self.llm)
         with collecting_garbage():
             self.llm = None
+        return True
 
     async def _answer(
         self, request: VLLMRequest | RowFailure, request_id: str, on_output: Callable[[Any], None] | None
@@ -160,7 +152,7 @@ class AsyncEngine(InProcessEngine):
         if isinstance(request, RowFailure):
             return request
         if request_id in self._aborted:
-            return ABORTED_EARLY
+            return RowFailure("the request was aborted before it began", aborted=True)
         try:
             generate = self.llm.generate
             async for output in generate(request.prompt, request.params, request_id, lora_request=request.lora):
@@ -170,18 +162,15 @@ class AsyncEngine(InProcessEngine):
             return RowFailure(str(error))
         return output
 
-    def _replace_adapter(self, new: Any, old: Any) -> None:
-        self.loop.run(self._replace_on_loop(new, old))
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self.loop.run(getattr(self.llm, method)(*arguments, **options))
 
-    async def _replace_on_loop(self, new: Any, old: Any) -> None:
-        if new is not None:
-            await self.llm.add_lora(new)
-        if old is not None:
-            # A request whose caller has left may still be in the engine and need it.
-            await self.llm.pause_generation(mode="abort", clear_cache=False)
-            await self.llm.remove_lora(old.lora_int_id)
-            if not self._asleep:
-                await self.llm.resume_generation()
+    def _remove_lora(self, lora_id: int) -> None:
+        # A request whose caller has left may still be in the engine and need it.
+        self._ask("pause_generation", mode="abort", clear_cache=False)
+        super()._remove_lora(lora_id)
+        if not self._asleep:
+            self._ask("resume_generation")
 
     def needs_file(self, tensors: Iterable[Tensor]) -> str:
         if not self._info.takes_gpu_memory:
@@ -199,38 +188,28 @@ class AsyncEngine(InProcessEngine):
         assert self._handover is not None, "needs_file was not asked"
         self._handover.load(tensors, largest)
 
-    def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
-        found: list[Any] = self.loop.run(self.llm.collective_rpc(method, kwargs=arguments))
-        return found
-
     @contextmanager
     def _while_idle(self, request: WeightUpdate) -> Iterator[None]:
         # When a pause has begun, vLLM has ended the step in hand. A request whose caller has left may still be in the
         # engine and would keep its cached blocks, so it is aborted where no other is in flight.
         goes_on = request.when == "now"
-        self.loop.run(self.llm.pause_generation(mode="keep" if goes_on else "abort", clear_cache=False))
+        self._ask("pause_generation", mode="keep" if goes_on else "abort", clear_cache=False)
         try:
             yield
             # Answers in flight are read again, with the new weights.
-            if not self.loop.run(self.llm.reset_prefix_cache(**({"reset_running_requests": True} if goes_on else {}))):
+            if not self._ask("reset_prefix_cache", **({"reset_running_requests": True} if goes_on else {})):
                 raise RuntimeError(KEPT_CACHE)
             if self.capabilities.updates_in_flight:
                 # vLLM says of each token which of these labels was in force in the step that sampled it.
-                self.loop.run(self.llm.update_weight_version(versions.label_of(request)))
+                self._ask("update_weight_version", versions.label_of(request))
         except BaseException:
             # Nobody resumes this engine, so answers in flight must not wait for it.
             with suppress(Exception):
-                self.loop.run(self.llm.pause_generation(mode="abort", clear_cache=False))
+                self._ask("pause_generation", mode="abort", clear_cache=False)
             raise
         if not self._asleep:
             # Otherwise there is no cache to run with; waking it resumes vLLM.
-            self.loop.run(self.llm.resume_generation())
-
-    def _sleep(self, level: int) -> None:
-        self.loop.run(self.llm.sleep(level))
-
-    def _wake(self, tags: list[str]) -> None:
-        self.loop.run(self.llm.wake_up(tags))
+            self._ask("resume_generation")
 
 
 def _shut_down(llm: Any) -> None:

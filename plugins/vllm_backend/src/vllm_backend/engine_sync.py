@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError, EngineError
-from corelm.spec import AbortRequest, RowFailure, WeightUpdate
+from corelm.spec import CloseRequest, HealthRequest, RowFailure, WeightUpdate, hookimpl
 from corelm.waiting import done_within
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.children import attached
@@ -76,7 +76,7 @@ class SyncEngine(InProcessEngine):
             stack.callback(lambda: thread.submit(llm.engine_core.shutdown).result())
             info = read_model(llm.vllm_config, tokenizer, abort=False, concurrent_calls=False)
             engine = cls(thread, llm, info, stack)
-            engine.choose_ways(llm.vllm_config)
+            engine.try_kept_sets(llm.vllm_config)
             engine._cleanup = stack.pop_all()
             return engine
 
@@ -97,18 +97,18 @@ class SyncEngine(InProcessEngine):
         finally:
             caller_left.set()
 
-    def abort(self, request: AbortRequest) -> bool:
-        raise CapabilityError("the synchronous mode of vLLM cannot abort requests", capability="abort")
-
-    def health(self) -> bool:
+    @hookimpl
+    def health(self, request: HealthRequest) -> bool:
         return not (self._closed or self._broken)
 
-    def close(self) -> None:
+    @hookimpl
+    def close(self, request: CloseRequest) -> bool:
         self._closed = True
         self._cleanup.close()
         self.adapters.close()
         with collecting_garbage():
             self.llm = None
+        return True
 
     def _serve(
         self, requests: Sequence[VLLMRequest | RowFailure], caller_left: Event, on_output: OnOutput | None
@@ -140,20 +140,8 @@ class SyncEngine(InProcessEngine):
             raise EngineError(f"{type(error).__name__}: {error}. {self.dead()}", usable=False) from error
         return outputs
 
-    def _replace_adapter(self, new: Any, old: Any) -> None:
-        self.thread.submit(self._replace_on_thread, new, old).result()
-
-    def _replace_on_thread(self, new: Any, old: Any) -> None:
-        if new is not None:
-            self.llm.add_lora(new)
-        if old is not None:
-            self.llm.remove_lora(old.lora_int_id)
-
-    def _sleep(self, level: int) -> None:
-        self.thread.submit(self.llm.sleep, level).result()
-
-    def _wake(self, tags: list[str]) -> None:
-        self.thread.submit(self.llm.wake_up, tags).result()
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self.thread.submit(getattr(self.llm, method), *arguments, **options).result()
 
     def needs_file(self, tensors: Iterable[Tensor]) -> str:
         return "" if self._info.in_this_process else "vLLM's worker is in another process"
@@ -161,15 +149,11 @@ class SyncEngine(InProcessEngine):
     def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
         self._call_workers("reload_weights", {"weights_iterator": tensors})
 
-    def _call_workers(self, method: Any, arguments: dict[str, Any]) -> list[Any]:
-        found: list[Any] = self.thread.submit(self.llm.collective_rpc, method, kwargs=arguments).result()
-        return found
-
     @contextmanager
     def _while_idle(self, request: WeightUpdate) -> Iterator[None]:
         # Calls take turns, so no request is in vLLM.
         yield
-        if not self.thread.submit(self.llm.reset_prefix_cache).result():
+        if not self._ask("reset_prefix_cache"):
             raise RuntimeError(KEPT_CACHE)
 
 

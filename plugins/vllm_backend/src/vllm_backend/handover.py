@@ -9,7 +9,7 @@ Not yet run on a GPU: written against the sources of vLLM 0.32 and tested with a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,18 +23,8 @@ CallWorkers = Callable[[Any, dict[str, Any]], list[Any]]
 _BUFFER = 1 << 28
 
 
-class Chunk(Protocol):
-    """Tensors in a buffer that other processes can open. See vLLM's `PackedIpcChunk`."""
-
-    names: list[str]
-    shapes: list[list[int]]
-    dtype_names: list[str]
-    tensor_sizes: list[int]
-    ipc_handle: dict[str, tuple[Any, ...]]
-
-
-#: Packs tensors into a buffer on that device, again and again: vLLM's `packed_ipc_producer`.
-Pack = Callable[[Iterator[tuple[str, Tensor]], int, int], Iterator[Chunk]]
+#: Packs tensors into a buffer that other processes can open, again and again: vLLM's `packed_ipc_producer`.
+Pack = Callable[[Iterator[tuple[str, Tensor]], int, int], Iterator[Any]]
 
 
 class GpuHandover:
@@ -97,9 +87,9 @@ def _uuids() -> list[str]:
     return [str(torch.cuda.get_device_properties(device).uuid) for device in range(torch.cuda.device_count())]
 
 
-def _packed(tensors: Iterator[tuple[str, Tensor]], device: int, size: int) -> Iterator[Chunk]:
+def _packed(tensors: Iterator[tuple[str, Tensor]], device: int, size: int) -> Iterator[Any]:
     with torch.cuda.device(device):
-        chunks: Iterator[Chunk] = packer()(
+        chunks: Iterator[Any] = packer()(
             iterator=tensors,
             gpu_uuid=_uuids()[device],
             post_iter_func=lambda pair: pair[1].detach(),

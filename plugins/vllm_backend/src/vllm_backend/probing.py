@@ -14,7 +14,7 @@ from corelm_engine_kit import RowError, TransientError, decoded, only_choice
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.protocol_http import NEUTRAL
-from vllm_backend.top_ids import MOST_CANDIDATES, MOST_IDS
+from vllm_backend.top_ids import MOST_CANDIDATES, MOST_IDS, by_label
 
 if TYPE_CHECKING:
     from corelm_engine_kit import HttpEngine, Payload
@@ -24,8 +24,8 @@ Send = Callable[[list[dict[str, Any]]], list[Any]]
 LogprobsMode = Literal["raw", "processed"]
 LOGPROBS_MODES: dict[str, LogprobsMode] = {"raw": "raw", "processed": "processed"}
 
-#: How many candidates to ask for: the most that servers allow by default, then the most that OpenAI's allow.
-CANDIDATES = (20, 5)
+#: How many candidates to compare at most.
+CANDIDATES = 20
 #: How vLLM says how many candidates it returns at most.
 _MOST = re.compile(r"max allowed: (\d+)")
 #: The two temperatures to compare. At the first one, raw and processed log-probs are equal.
@@ -73,12 +73,15 @@ def probe_server(server: HttpEngine, mode: LogprobsMode | None, deadline: Deadli
         seeds = honours_seeds(send, prompt)
         candidates = most_candidates(send, prompt, min(MOST_CANDIDATES, info.capabilities.vocab_size))
         scored = candidates if info.capabilities.score else 0
+        mode = mode or logprobs_mode(send, prompt, candidates)
         capabilities = replace(
             info.capabilities,
+            # The server keeps one position for a sampled token.
+            max_context=info.max_context - (mode != "raw"),
             argmax=scored > 0,
             score_top_k=min(scored, MOST_IDS),
             top_logprobs=min(candidates, MOST_IDS),
-            generation_modes=frozenset({mode or logprobs_mode(send, prompt)}),
+            generation_modes=frozenset({mode}),
             per_answer_seeds=seeds,
             # A server does not say where it runs. On a GPU its fused sampler takes no seeds.
             seeds_are_costly=seeds,
@@ -90,7 +93,7 @@ def probe_server(server: HttpEngine, mode: LogprobsMode | None, deadline: Deadli
             f"({type(error).__name__}: {error})",
             usable=True,
         ) from error
-    return replace(info, capabilities=capabilities, candidates=candidates)
+    return replace(info, capabilities=capabilities, candidates=candidates, whole_prompts=mode != "raw")
 
 
 def _explained(server: HttpEngine, payload: Payload, error: CoreLMError, deadline: Deadline) -> CoreLMError:
@@ -110,17 +113,22 @@ def _explained(server: HttpEngine, payload: Payload, error: CoreLMError, deadlin
     return error.final()
 
 
-def logprobs_mode(send: Send, prompt: list[int]) -> LogprobsMode:
+def logprobs_mode(send: Send, prompt: list[int], count: int) -> LogprobsMode:
     """Return whether sampled tokens come with log-probs from before (`raw`) or after (`processed`) the temperature.
 
     Compare the same candidates for one position at two temperatures. The difference between two candidates does not
     contain the normaliser; the temperature divides it in the processed mode only. Then compare one candidate's log-prob
     with that of the same token as part of a prompt, which is raw in every mode: this recognises logits.
 
+    Args:
+        send: sends requests.
+        prompt: some ids.
+        count: how many candidates the server returns for one position.
+
     Raises:
         EngineError: the values fit neither mode, or differ too little to decide.
     """
-    cold, hot = _candidates(send, prompt)
+    cold, hot = _candidates(send, prompt, count)
     common = [token for token in cold if token in hot]
     first, last = common[0], common[-1]
     scored = send([_request([*prompt, first], prompt_logprobs=0)])[0]
@@ -173,28 +181,14 @@ def honours_seeds(send: Send, prompt: list[int]) -> bool:
     return False
 
 
-def _candidates(send: Send, prompt: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+def _candidates(send: Send, prompt: list[int], count: int) -> tuple[dict[int, float], dict[int, float]]:
     """Return log-probs by id for the token after `prompt`, at each temperature; the first dict is likeliest first."""
-    refusal: CoreLMError | None = None
-    for count in CANDIDATES:
-        try:
-            choices = send(
-                [
-                    _request(prompt, temperature=temperature, logprobs=count)
-                    for temperature in (NEUTRAL_TEMPERATURE, HIGH_TEMPERATURE)
-                ]
-            )
-        except BackendTimeoutError:
-            raise
-        except CoreLMError as error:
-            refusal = error
-            continue
-        cold, hot = [
-            {int(token.removeprefix("token_id:")): float(value) for token, value in top.items()}
-            for top in (choice["logprobs"]["top_logprobs"][0] for choice in choices)
-        ]
-        return dict(sorted(cold.items(), key=lambda item: -item[1])), hot
-    raise _undecided(f"it refuses to return candidates ({refusal})") from refusal
+    if not count:
+        raise _undecided("it returns no candidates")
+    temperatures = (NEUTRAL_TEMPERATURE, HIGH_TEMPERATURE)
+    choices = send([_request(prompt, temperature=each, logprobs=min(count, CANDIDATES)) for each in temperatures])
+    cold, hot = [dict(by_label(choice, 1)[0]) for choice in choices]
+    return dict(sorted(cold.items(), key=lambda item: -item[1])), hot
 
 
 def _request(prompt: list[int], **values: Any) -> dict[str, Any]:

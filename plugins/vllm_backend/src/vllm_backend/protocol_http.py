@@ -24,18 +24,18 @@ from corelm_engine_kit import (
     ReplyStreams,
     RowError,
     SoFar,
-    checked_argmax,
     checked_finish_reason,
     checked_ids,
     checked_logprobs,
     only_choice,
+    prompts_and_limits,
+    refuse_settled,
 )
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
-from vllm_backend.replies import LABEL, Labels, PromptLogprobs, added, cached_tokens, labels, prompt_logprobs
+from vllm_backend.replies import PromptLogprobs, cached_tokens, labels, prompt_logprobs
 from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
-from vllm_backend.top_ids import wanted
-from vllm_backend.top_ids_http import answer_top, most_probable, prompt_top
+from vllm_backend.top_ids import answer_top, by_id, by_label, named_candidates, of_scores, sampled, wanted, with_top
 
 COMPLETIONS = "/v1/completions"
 #: What the server puts before the id of a request to name it.
@@ -44,6 +44,8 @@ ID_PREFIX = "cmpl-"
 EXPLICIT: Payload = {"n": 1, "stream": False, "return_token_ids": True, "return_tokens_as_token_ids": True}
 #: Every parameter that a server may have its own default for, at the value that keeps the model's distribution.
 NEUTRAL: Payload = parameters(SamplingParams(temperature=0.0, max_new_tokens=1), frozenset(), 1, None) | EXPLICIT
+#: The largest bias that a server takes. With it, it samples the id that a scored row ends with.
+_CERTAIN = 100.0
 #: The fields that engine_kwargs may not hold, in addition to those that `parameters` refuses: the plugin sets them.
 RESERVED_FIELDS = frozenset(
     {
@@ -75,12 +77,10 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
     sampling_masks.check(request)
     _check_engine_kwargs(sampling.engine_kwargs, info)
     min_tokens = _min_tokens(request, info)
-    seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
     logprobs: Payload = {} if request.logprobs == "none" else {"logprobs": wanted(request, info.candidates)}
     explicit = EXPLICIT | {"stream": request.on_tokens is not None}
     payloads = []
-    for prompt, seed in zip(request.prompts.tolist(), seeds, strict=True):
-        limit = info.max_context - len(prompt) if sampling.max_new_tokens is None else sampling.max_new_tokens
+    for prompt, limit, seed in prompts_and_limits(request, info.max_context):
         fields = parameters(sampling, request.stop_ids, limit, seed)
         payloads.append({**fields, "min_tokens": min_tokens, **explicit, **logprobs, "prompt": prompt})
     check_raw(request)
@@ -149,9 +149,8 @@ class AnswerStreams(ReplyStreams):
 
 
 def _check_engine_kwargs(engine_kwargs: Mapping[str, Any], info: ServerInfo) -> None:
+    refuse_settled(engine_kwargs, RESERVED_FIELDS)
     for name in engine_kwargs:
-        if name in RESERVED_FIELDS:
-            raise InvalidRequestError(f"engine_kwargs: corelm sets {name!r} itself", field="engine_kwargs")
         if not info.has_field(name):
             raise InvalidRequestError(
                 f"engine_kwargs: the server's completion requests have no field {name!r}, so it would ignore it",
@@ -248,8 +247,7 @@ def _finish_reason(choice: Any, ids: list[int], payload: Payload, aborted: bool,
 
 def _sampled_logprobs(choice: Any, ids: list[int]) -> Sequence[float]:
     logprobs = _logprobs(choice)
-    tokens = logprobs.get("tokens")
-    if not (tokens.are_of(ids) if isinstance(tokens, Labels) else tokens == labels(ids)):
+    if logprobs.get("tokens") != labels(ids):
         raise RowError("its log-probs are not labelled with the ids of its tokens")
     return checked_logprobs(logprobs.get("token_logprobs"), len(ids))
 
@@ -257,29 +255,29 @@ def _sampled_logprobs(choice: Any, ids: list[int]) -> Sequence[float]:
 # Scoring --------------------------------------------------------------------------------------------------------------
 
 
-def scoring_requests(request: ScoreRequest) -> dict[int, Payload]:
+def scoring_requests(request: ScoreRequest, info: ServerInfo) -> dict[int, Payload]:
     """Return the payloads by row number, without the rows of which nothing is asked.
 
     A server keeps one position of the context for a sampled token, but a row may be as long as the context. So the
-    prompt is all ids except the last one, whose log-prob is asked for by id at the sampled position.
-
-    The most probable ids come with the prompt log-probs. At the sampled position it is the sampled token, which is
-    greedy. There, a server returns no others with the id that was asked for, so with `top_k` the prompt is all ids.
+    prompt is all ids except the last one, and a bias makes the server sample that one. Its raw log-prob, and those of
+    the most probable ids, are from before the bias. With `whole_prompts`, the prompt is all ids, and nothing is asked
+    of the sampled token.
     """
     payloads: dict[int, Payload] = {}
-    candidates = 1 if request.return_argmax else 0
-    starts = request.score_from.clamp_min(1).tolist()
+    starts, count = request.score_from.clamp_min(1).tolist(), of_scores(request)
     for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
-        if start < len(ids) and request.top_k:
-            payloads[number] = {**NEUTRAL, "prompt_logprobs": request.top_k, "prompt": ids}
-        elif start < len(ids):
-            within: Payload = {"prompt_logprobs": candidates} if start < len(ids) - 1 else {}
-            payloads[number] = {**NEUTRAL, **within, "logprobs": 0, "logprob_token_ids": ids[-1:], "prompt": ids[:-1]}
+        if start < len(ids):
+            prompt = ids if info.whole_prompts else ids[:-1]
+            within: Payload = {"prompt_logprobs": count} if start < len(prompt) else {}
+            bias: Payload = {"logprobs": sampled(count, info.candidates), "logit_bias": {str(ids[-1]): _CERTAIN}}
+            payloads[number] = {**NEUTRAL, **within, **({} if info.whole_prompts else bias), "prompt": prompt}
     return payloads
 
 
-def row_scores(reply: Any, payload: Payload, request: ScoreRequest, info: ServerInfo) -> RowScores | RowFailure:
-    """Return the scores in the reply to `payload`: of all ids but the first one, or of the very last one.
+def row_scores(
+    reply: Any, payload: Payload, ids: list[int], start: int, request: ScoreRequest, info: ServerInfo
+) -> RowScores | RowFailure:
+    """Return the scores of a row from `start` on in the reply to `payload`.
 
     Raises:
         RowError: the reply does not fit the request.
@@ -287,45 +285,22 @@ def row_scores(reply: Any, payload: Payload, request: ScoreRequest, info: Server
     choice = only_choice(reply)
     if choice.get("finish_reason") == "abort":
         return RowFailure("the request was aborted", aborted=True)
-    sampled = _answer_ids(choice, payload, info)
-    if request.top_k:
-        return _row_top(choice, payload, info, request.return_argmax)
-    return _row_scores(choice, sampled, payload, info, request.return_argmax)
-
-
-def _row_scores(
-    choice: Any, sampled_ids: list[int], payload: Payload, info: ServerInfo, with_argmax: bool
-) -> RowScores:
-    prompt, (last,) = payload["prompt"], payload["logprob_token_ids"]
-    before_last: Sequence[Any] = []
-    best: list[tuple[int, Any]] = []
+    answer, prompt, count = _answer_ids(choice, payload, info), payload["prompt"], of_scores(request)
+    found: Sequence[Any] = []
+    candidates = []
     if "prompt_logprobs" in payload:
         positions = _positions(choice, prompt)
-        before_last = prompt_logprobs(prompt[1:], positions)
-        if with_argmax:
-            listed = positions.plain() if isinstance(positions, PromptLogprobs) else positions
-            best = [most_probable(candidates) for candidates in listed[1:]]
-    sampled = _logprobs(choice).get("top_logprobs")
-    if not isinstance(sampled, list) or len(sampled) != 1 or _label(last) not in sampled[0]:
-        raise RowError(f"it does not give the log-prob of id {last}; does the server know logprob_token_ids?")
-    logprobs = checked_logprobs(added(before_last, sampled[0][_label(last)]), len(before_last) + 1)
-    if not with_argmax:
-        return RowScores(logprobs)
-    if len(sampled_ids) != 1 or _label(sampled_ids[0]) not in sampled[0]:
-        raise RowError("it does not give the log-prob of its sampled token, which is the most probable id")
-    best.append((sampled_ids[0], sampled[0][_label(sampled_ids[0])]))
-    argmax, of_argmax = zip(*best, strict=True)
-    checked_ids([*argmax], vocab_size=info.capabilities.vocab_size, limit=len(logprobs))
-    return RowScores(logprobs, checked_argmax(argmax, of_argmax, [*prompt[1:], last][-len(logprobs) :], logprobs))
-
-
-def _row_top(choice: Any, payload: Payload, info: ServerInfo, with_argmax: bool) -> RowScores:
-    """Return the scores with the most probable ids. The prompt is the whole row."""
-    prompt = payload["prompt"]
-    positions = _positions(choice, prompt)
-    logprobs = checked_logprobs(prompt_logprobs(prompt[1:], positions), len(prompt) - 1)
-    top = prompt_top(positions[1:], payload["prompt_logprobs"], info.capabilities.vocab_size)
-    return RowScores(logprobs, top.ids[:, 0].tolist() if with_argmax else (), top)
+        found = prompt_logprobs(prompt[1:], positions)[start - 1 :]
+        if count:
+            candidates.append(named_candidates(by_id(positions[start:]), count))
+    if "logprobs" in payload:
+        if answer != ids[-1:]:
+            raise RowError(f"it samples {answer} where logit_bias makes id {ids[-1]} more probable by e^{_CERTAIN:g}")
+        found = [*found, *_sampled_logprobs(choice, answer)]
+        if count:
+            candidates.append(named_candidates(by_label(choice, 1), payload["logprobs"]))
+    logprobs = checked_logprobs(found, len(ids) - start)
+    return with_top(logprobs, ids[start:], candidates, request, info.capabilities.vocab_size)
 
 
 def _positions(choice: Any, prompt: list[int]) -> Any:
@@ -353,7 +328,3 @@ def _logprobs(choice: Any) -> Mapping[str, Any]:
     if not isinstance(logprobs, dict):
         raise RowError("it has no log-probs")
     return logprobs
-
-
-def _label(token: int) -> str:
-    return f"{LABEL}{token}"

@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import numpy
-
 from corelm.spec import (
     GenerateRequest,
     GenerateResult,
@@ -22,15 +20,18 @@ from corelm.spec import (
     generate_result,
     score_result,
 )
-from corelm_engine_kit import RowError, RowStreams, checked_argmax, checked_logprobs
-from vllm_backend import engine_kwargs, kept_sets_protocol, versions
+from corelm_engine_kit import RowError, RowStreams, checked_logprobs, prompts_and_limits
+from vllm_backend import kept_sets_protocol, versions
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.compat import refusals
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow
-from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
-from vllm_backend.top_ids import flat_candidates, top_ids, top_of_answer, wanted
+from vllm_backend.sampling import REPETITION, answer_end, check_names, check_raw, parameters, unspelt_stop, with_objects
+from vllm_backend.top_ids import flat_candidates, of_scores, top_of_answer, wanted, with_top
 
 T = TypeVar("T")
+
+#: What is added to the logit of the id that a scored row ends with, so that vLLM samples it whatever the others are.
+_CERTAIN = 1e9
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,6 @@ class VLLMRequest:
     params: Any
     lora: Any = None
 
-
-#: What to say of a row as long as the context, whose most probable ids are asked for.
-NO_ROOM = (
-    "vLLM keeps one position of the context for a sampled token, so it cannot return the most probable ids of a row of "
-    "{} tokens; leave out its first token, or top_k"
-)
 
 #: What the engine returns for one row. Any is vLLM's `RequestOutput`.
 RowOutput = RowFailure | Any
@@ -76,12 +71,10 @@ def generation_requests(
         CapabilityError, InvalidRequestError: sampling parameters that vLLM would change silently; see `parameters`.
     """
     sampling = request.sampling
-    engine_kwargs.check_names(sampling.engine_kwargs, _sampling_params_class().__struct_fields__)
-    seeds = [None] * len(request.prompts) if request.seeds is None else request.seeds.tolist()
+    check_names(sampling.engine_kwargs, _sampling_params_class().__struct_fields__)
     requests = []
-    for row, (prompt, seed) in enumerate(zip(request.prompts.tolist(), seeds, strict=True)):
-        limit = info.max_context - len(prompt) if sampling.max_new_tokens is None else sampling.max_new_tokens
-        fields = engine_kwargs.with_objects(parameters(sampling, request.stop_ids, limit, seed))
+    for row, (prompt, limit, seed) in enumerate(prompts_and_limits(request, info.max_context)):
+        fields = with_objects(parameters(sampling, request.stop_ids, limit, seed))
         requests.append(
             _vllm_request(
                 prompt,
@@ -196,130 +189,59 @@ def scoring_requests(request: ScoreRequest, info: ModelInfo, lora: Any = None) -
     """Return the requests by row number, without the rows of which nothing is asked.
 
     vLLM keeps one position of the context for a sampled token, but a row may be as long as the context. So the prompt
-    is all ids except the last one, whose log-prob is asked for by id at the sampled position. If only that one is
-    asked for, no prompt log-probs are needed and vLLM may use its prefix cache.
-
-    The most probable ids come with the prompt log-probs. At the sampled position it is the sampled token, which is
-    greedy.
-
-    Where `scores_by_id` is set, the prompt's log-probs are asked for by id, too, from the first position on that is
-    asked for. The most probable ids are not known in advance, so they come in the plain way.
-
-    With speculative decoding vLLM ignores the id that is asked for at the sampled position. The prompt is all ids then,
-    and `read_model` declares a context that is one shorter. At the sampled position vLLM returns the most probable ids
-    or those that were asked for, but not both: the prompt is all ids, too, if more than one most probable id is wanted.
+    is all ids except the last one, and a bias makes vLLM sample that one. Its raw log-prob, and those of the most
+    probable ids, are from before the bias. If only the last id is asked for, no prompt log-probs are needed and vLLM
+    may use its prefix cache. With `whole_prompts`, the prompt is all ids, and nothing is asked of the sampled token.
     """
     requests: dict[int, VLLMRequest | RowFailure] = {}
-    starts = request.score_from.clamp_min(1).tolist()
+    starts, count = request.score_from.clamp_min(1).tolist(), of_scores(request)
     for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
         if start < len(ids):
-            whole = _is_whole(request, info)
-            if whole and not info.speculative and len(ids) == info.max_context:
-                requests[number] = RowFailure(NO_ROOM.format(len(ids)))
-                continue
-            prompt = ids if whole else ids[:-1]
+            prompt = ids if info.whole_prompts else ids[:-1]
+            last: dict[str, Any] = {"logprobs": count, "logit_bias": {ids[-1]: _CERTAIN}}
             requests[number] = _vllm_request(
                 prompt,
                 max_tokens=1,
                 temperature=0.0,
-                **_of_prompt(prompt, start, request, info),
-                logprob_token_ids=None if whole else ids[-1:],
+                prompt_logprobs=count if start < len(prompt) else None,
                 detokenize=False,
                 lora=lora,
+                **({} if info.whole_prompts else last),
             )
     return requests
-
-
-def _of_prompt(prompt: list[int], start: int, request: ScoreRequest, info: ModelInfo) -> dict[str, Any]:
-    """Return the parameters that ask for the log-probs of a prompt from `start` on."""
-    if start >= len(prompt):
-        return {}
-    if not _is_by_id(request, info):
-        return {"prompt_logprobs": request.top_k or int(request.return_argmax)}
-    # Row i of the array names the ids to score at position prompt_logprob_start + i + 1: here one, the prompt's own.
-    ids = numpy.array(prompt[start:], dtype=numpy.int32)[:, None]
-    return {"prompt_logprob_token_ids": ids, "prompt_logprob_start": start - 1}
-
-
-def _is_by_id(request: ScoreRequest, info: ModelInfo) -> bool:
-    return info.scores_by_id and not request.return_argmax and not request.top_k
-
-
-def _is_whole(request: ScoreRequest, info: ModelInfo) -> bool:
-    """Return whether the prompt of a scored row is the whole row."""
-    return info.speculative or request.top_k > 0
 
 
 def scoring_result(request: ScoreRequest, outputs: Mapping[int, RowOutput], info: ModelInfo) -> ScoreResult:
     """Return the scores in `outputs`, which belong to `scoring_requests`, by row number."""
     sequences, starts = request.sequences.tolist(), request.score_from.clamp_min(1).tolist()
 
-    def outcome(number: int, output: RowOutput) -> RowScores | RowFailure:
-        ids, sampled = sequences[number], None if _is_whole(request, info) else sequences[number][-1]
-        if request.top_k:
-            return _outcome(output, lambda found: _row_top(found, request, starts[number], len(ids), info))
-        by_id = None
-        if _is_by_id(request, info):
-            by_id = len(ids) - starts[number] - (sampled is not None)
-        return _outcome(output, lambda found: _row_scores(found, request.return_argmax, sampled, by_id))
+    def parse(output: Any, row: int) -> RowScores:
+        return _row_scores(output, request, sequences[row], starts[row], info)
 
-    return score_result(request, {number: outcome(number, output) for number, output in outputs.items()})
+    rows = {row: _outcome(output, functools.partial(parse, row=row)) for row, output in outputs.items()}
+    return score_result(request, rows)
 
 
-def _row_scores(output: Any, with_argmax: bool, asked: int | None, by_id: int | None = None) -> RowScores:
-    """Return the scores of the row's last ids: of all but the first one, or of the very last one.
-
-    Args:
-        output: vLLM's output for the row.
-        with_argmax: return the most probable ids, too.
-        asked: the id whose log-prob was asked for at the sampled position; None if the prompt is the whole row.
-        by_id: for how many positions of the prompt log-probs were asked for by id; None for all, in the plain way.
-    """
-    completion = output.outputs[0]
+def _row_scores(output: Any, request: ScoreRequest, ids: list[int], start: int, info: ModelInfo) -> RowScores:
+    """Return the scores of a row from `start` on."""
+    completion, prompt, count = output.outputs[0], output.prompt_logprobs, of_scores(request)
     if completion.finish_reason not in ("stop", "length"):
         raise RowError(f"vLLM ended the request for the reason {completion.finish_reason!r}")
-    prompt = output.prompt_logprobs
-    found = [] if prompt is None else [prompt.logprobs[start] for start in prompt.start_indices[1:]]
-    if by_id:
-        scores = output.prompt_token_id_logprobs
-        if scores is None or scores.shape != (by_id, 1):
-            raise RowError(f"vLLM did not return the log-probs of {by_id} ids of the prompt (prompt_logprob_token_ids)")
-        found = scores[:, 0].tolist()
-    last = completion.logprobs
-    if asked is not None:
-        # The first candidate is the sampled token, the second is the id that was asked for.
-        if last is None or list(last.token_ids[1:2]) != [asked]:
-            raise RowError(f"vLLM did not return the log-prob of id {asked}, which was asked for (logprob_token_ids)")
-        found.append(last.logprobs[1])
-    logprobs = checked_logprobs(found, len(found))
-    if not with_argmax:
-        return RowScores(logprobs)
-    argmax: list[int] = []
-    of_argmax: list[float] = []
-    ids: list[int] = []
-    if asked is not None:
-        argmax, of_argmax, ids = [last.token_ids[0]], [last.logprobs[0]], [asked]
-    if prompt is not None:
-        starts, ends = prompt.start_indices[1:], prompt.end_indices[1:]
-        # The first candidate is the prompt's own id, the second is the most probable one.
-        if any(end - start != 2 for start, end in zip(starts, ends, strict=True)):
-            raise RowError("vLLM did not return the most probable ids; leave out return_argmax=True")
-        argmax = [prompt.token_ids[start + 1] for start in starts] + argmax
-        of_argmax = [prompt.logprobs[start + 1] for start in starts] + of_argmax
-        ids = [prompt.token_ids[start] for start in starts] + ids
-    return RowScores(logprobs, checked_argmax(argmax, of_argmax, ids, logprobs))
-
-
-def _row_top(output: Any, request: ScoreRequest, start: int, end: int, info: ModelInfo) -> RowScores:
-    """Return the scores of a row from `start` on, with the most probable ids. Its prompt is the whole row."""
-    completion, prompt, k = output.outputs[0], output.prompt_logprobs, request.top_k
-    if completion.finish_reason not in ("stop", "length"):
-        raise RowError(f"vLLM ended the request for the reason {completion.finish_reason!r}")
-    if prompt is None or len(prompt.start_indices) != end:
-        raise RowError(f"vLLM did not return log-probs for each of the {end} tokens of the prompt")
-    logprobs = checked_logprobs([prompt.logprobs[place] for place in prompt.start_indices[start:]], end - start)
-    top = top_ids(*flat_candidates(prompt, start, end, k), k, info.capabilities.vocab_size)
-    return RowScores(logprobs, top.ids[:, 0].tolist() if request.return_argmax else (), top)
+    end = len(ids) if info.whole_prompts else len(ids) - 1
+    # vLLM's log-probs, and which of their positions are asked for.
+    parts = []
+    if start < end:
+        if prompt is None or len(prompt.start_indices) != end:
+            raise RowError(f"vLLM did not return log-probs for each of the {end} tokens of the prompt")
+        parts.append((prompt, start, end))
+    if end < len(ids):
+        if list(completion.token_ids) != ids[end:] or completion.logprobs is None:
+            raise RowError(f"vLLM did not return the log-prob of id {ids[-1]}, which it had to sample (logit_bias)")
+        parts.append((completion.logprobs, 0, 1))
+    found = [flat.logprobs[place] for flat, first, stop in parts for place in flat.start_indices[first:stop]]
+    logprobs = checked_logprobs(found, len(ids) - start)
+    candidates = [flat_candidates(*part, count) for part in parts] if count else []
+    return with_top(logprobs, ids[start:], candidates, request, info.capabilities.vocab_size)
 
 
 # Both -----------------------------------------------------------------------------------------------------------------

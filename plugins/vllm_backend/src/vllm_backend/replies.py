@@ -1,8 +1,8 @@
-"""Decode long completions of a vLLM server without a Python object for every token's label, rank and text.
+"""Decode the scores of a vLLM server without a Python object for every token's rank and text.
 
-A decoded reply is a dict as `json` would make it, with the fields that `protocol_http` reads and no others. Two of its
-lists have a compact form: `Labels` and `PromptLogprobs`. Only replies that are built as expected are decoded so; all
-others are decoded plainly, and `protocol_http` says what is wrong with them.
+A decoded reply is a dict as `json` would make it, with the fields that `protocol_http` reads and no others, and with
+`PromptLogprobs`. Only replies that are built as expected are decoded so; all others are decoded plainly, and
+`protocol_http` says what is wrong with them. This saves two of three microseconds a token.
 """
 
 from __future__ import annotations
@@ -12,35 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
+import msgspec
 
 from corelm_engine_kit import Decode, RowError, decoded, decoder_of, id_texts
 
-try:
-    import msgspec
-except ImportError:
-    msgspec = None  # type: ignore[assignment]
-
 #: What stands before an id where a server labels a token with it.
 LABEL = "token_id:"
-
-
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """A list of labels, as the server has written it.
-
-    Attributes:
-        json: the list in JSON.
-    """
-
-    json: bytes
-
-    def are_of(self, ids: list[int]) -> bool:
-        """Return whether the labels are those of exactly these ids."""
-        start = b'"' + LABEL.encode()
-        written = b"[" + start + orjson.dumps(ids)[1:-1].replace(b",", b'",' + start) + b'"]'
-        # Most servers write no spaces. There may also be no ids.
-        return self.json == written or decoded(self.json) == labels(ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +70,8 @@ def prompt_logprobs(ids: list[int], positions: list[Any] | PromptLogprobs) -> Se
 
 
 def decoder(payloads: Sequence[Mapping[str, Any]]) -> Decode:
-    """Return what decodes the replies to `payloads`: the plain decoder, where there is more than one number a token."""
-    more = ("prompt_logprobs", "logprobs", "sampling_params")
-    ranked = any(payload.get(name) for payload in payloads for name in more)
-    return decoded if ranked else decode
+    """Return what decodes the replies to `payloads`: `decode` if these have one log-prob for each token of a prompt."""
+    return decode if any(payload.get("prompt_logprobs") == 0 for payload in payloads) else decoded
 
 
 def cached_tokens(reply: Any) -> Any:
@@ -109,62 +84,47 @@ def cached_tokens(reply: Any) -> Any:
     return details.get("cached_tokens") if isinstance(details, dict) else None
 
 
-def added(values: Sequence[Any], value: Any) -> Sequence[Any]:
-    """Return values with one more: as an array, if `values` is an array of doubles and `value` is a float."""
-    return values + array("d", [value]) if isinstance(values, array) and type(value) is float else [*values, value]
+# Without `gc=False` the garbage collector would look at all of them, and at the rest of the process in between.
+class _Position(msgspec.Struct, gc=False):
+    logprob: float
 
 
-if msgspec is None:
-    decode = decoder_of(None)
-else:
+class _Choice(msgspec.Struct):
+    token_ids: list[Any]
+    finish_reason: Any = None
+    stop_reason: Any = None
+    prompt_token_ids: Any = None
+    logprobs: Any = None
+    prompt_logprobs: list[dict[int, _Position] | None] | None = None
 
-    class _LogProbs(msgspec.Struct):
-        tokens: msgspec.Raw
-        token_logprobs: list[float]
-        top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
 
-    # Without `gc=False` the garbage collector would look at all of them, and at the rest of the process in between.
-    class _Position(msgspec.Struct, gc=False):  # type: ignore[call-arg]
-        logprob: float
+class _Completion(msgspec.Struct):
+    choices: tuple[_Choice]
+    id: Any = None
+    usage: Any = None
 
-    class _Choice(msgspec.Struct):
-        token_ids: list[Any]
-        finish_reason: Any = None
-        stop_reason: Any = None
-        prompt_token_ids: Any = None
-        logprobs: _LogProbs | None = None
-        prompt_logprobs: list[dict[int, _Position] | None] | None = None
 
-    class _Completion(msgspec.Struct):
-        choices: tuple[_Choice]
-        id: Any = None
-        usage: Any = None
+_completion = msgspec.json.Decoder(_Completion)
 
-    _completion = msgspec.json.Decoder(_Completion)
 
-    def _compact(body: bytes | bytearray) -> dict[str, Any]:
-        """Return a completion; a ValueError if it has no compact form."""
-        reply = _completion.decode(body)
-        found = reply.choices[0]
-        choice: dict[str, Any] = {
-            name: getattr(found, name) for name in ("token_ids", "finish_reason", "stop_reason", "prompt_token_ids")
-        }
-        if found.logprobs is not None:
-            # The candidates are read where a scored row has sampled its only token, and are many in a long answer.
-            top = decoded(bytes(found.logprobs.top_logprobs)) if len(found.token_ids) <= 1 else None
-            numbers = array("d", found.logprobs.token_logprobs)
-            labels_json = Labels(bytes(found.logprobs.tokens))
-            choice["logprobs"] = {"tokens": labels_json, "token_logprobs": numbers, "top_logprobs": top}
-        if found.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = _compact_logprobs(found.prompt_logprobs)
-        return {"id": reply.id, "choices": [choice], "usage": reply.usage}
+def _compact(body: bytes | bytearray) -> dict[str, Any]:
+    """Return a completion; a ValueError if it has no compact form."""
+    reply = _completion.decode(body)
+    found = reply.choices[0]
+    names = ("token_ids", "finish_reason", "stop_reason", "prompt_token_ids", "logprobs")
+    choice: dict[str, Any] = {name: getattr(found, name) for name in names}
+    if found.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = _compact_logprobs(found.prompt_logprobs)
+    return {"id": reply.id, "choices": [choice], "usage": reply.usage}
 
-    def _compact_logprobs(positions: list[Any]) -> PromptLogprobs:
-        rest = positions[1:]
-        if positions[:1] != [None] or None in rest:
-            raise ValueError("a position after the first one has no log-prob")
-        # Each of them names one id, or this raises a ValueError.
-        ids = [token for (token,) in rest]
-        return PromptLogprobs(ids, array("d", [found.logprob for (found,) in map(dict.values, rest)]))
 
-    decode = decoder_of(_compact)
+def _compact_logprobs(positions: list[Any]) -> PromptLogprobs:
+    rest = positions[1:]
+    if positions[:1] != [None] or None in rest:
+        raise ValueError("a position after the first one has no log-prob")
+    # Each of them names one id, or this raises a ValueError.
+    ids = [token for (token,) in rest]
+    return PromptLogprobs(ids, array("d", [found.logprob for (found,) in map(dict.values, rest)]))
+
+
+decode = decoder_of(_compact)

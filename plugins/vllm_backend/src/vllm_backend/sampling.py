@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import GenerateRequest, Range, SamplingParams, StopStrings
-from corelm_engine_kit import RowError
+from corelm.validate import invalid, shown
+from corelm_engine_kit import RowError, did_you_mean, refuse_settled
 
 #: The lowest temperature above 0. vLLM silently raises lower ones to this value.
 COLDEST = 0.01
@@ -51,6 +54,9 @@ REPETITION = "repetition_detection"
 #: applies a grammar (structured_outputs, response_format) to the logits that it takes raw log-probs from, and what a
 #: custom processor does (extra_args, vllm_xargs) is not known.
 _LEAVE_RAW_ALONE = frozenset({"logit_bias", "bad_words", "allowed_token_ids", REPETITION})
+
+#: The fields that hold an object of vLLM, and its class in ``vllm.sampling_params``.
+_OBJECTS = {"structured_outputs": "StructuredOutputsParams", "repetition_detection": "RepetitionDetectionParams"}
 
 
 def check_raw(request: GenerateRequest) -> None:
@@ -143,12 +149,7 @@ def unspelt_stop(stop_reason: Any) -> RowError:
 
 
 def _engine_kwargs(sampling: SamplingParams) -> dict[str, Any]:
-    for name in sampling.engine_kwargs:
-        if name in SETTLED:
-            raise InvalidRequestError(
-                f"engine_kwargs: {name!r} is not allowed here; corelm decides it",
-                field="engine_kwargs",
-            )
+    refuse_settled(sampling.engine_kwargs, SETTLED)
     given = dict(sampling.engine_kwargs)
     if given.get("logit_bias") is not None:
         given["logit_bias"] = _logit_bias(given["logit_bias"])
@@ -163,3 +164,44 @@ def _logit_bias(given: Any) -> dict[int, float]:
         raise InvalidRequestError(
             f"engine_kwargs: expected logit_bias as a dict of ids and numbers, got {given!r}", field="engine_kwargs"
         ) from None
+
+
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """Check that vLLM's `SamplingParams` has these fields.
+
+    Raises:
+        InvalidRequestError: it does not have one of them.
+    """
+    _check_fields("SamplingParams", given, [name for name in known if not name.startswith("_")])
+
+
+def with_objects(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with an object of vLLM for each dict that stands for one.
+
+    A request to a server has dicts there, and so has the command line. vLLM checks neither the type of the field nor
+    the names in a dict: a dict ended the engine (0.32), and its classes drop unknown names.
+
+    Raises:
+        InvalidRequestError: a name that the class does not have, or values that it refuses.
+    """
+    from vllm import sampling_params
+
+    made = dict(fields)
+    for name, of in _OBJECTS.items():
+        value = fields.get(name)
+        if value is None or isinstance(value, kind := getattr(sampling_params, of)):
+            continue
+        if not isinstance(value, Mapping):
+            raise invalid("engine_kwargs", f"expected {name} as a dict or vLLM's {of}, got {shown(value)}")
+        _check_fields(of, value, [field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")])
+        try:
+            made[name] = kind(**value)
+        except Exception as error:  # pydantic's, and vLLM's own, which differ between its versions
+            raise invalid("engine_kwargs", f"vLLM refuses {name}: {error}") from error
+    return made
+
+
+def _check_fields(owner: str, given: Iterable[str], known: list[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise invalid("engine_kwargs", f"vLLM's {owner} has no field {name!r}{did_you_mean(name, known)}")

@@ -56,11 +56,9 @@ def offered(client: HttpClient, routes: frozenset[str], model: str, prompt: list
 def narrowed(capabilities: Capabilities) -> Capabilities:
     """Return the capabilities of such a server: the sets, and no greedy decoding."""
     sampling = {name: span for name, span in capabilities.sampling.items() if name != "temperature"}
-    # The most probable id at the last position of a scored row would be the one that was sampled greedily.
     return replace(
         capabilities,
         return_support=True,
-        argmax=False,
         sampling={**sampling, "temperature": (COLDEST, HONOURED["temperature"][1])},  # type: ignore[index]
     )
 

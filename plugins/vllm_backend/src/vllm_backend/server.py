@@ -13,7 +13,6 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import (
-    AbortRequest,
     Adapter,
     CloseRequest,
     Deadline,
@@ -39,6 +38,7 @@ from corelm_engine_kit import (
     ModelHints,
     Payload,
     ReplyStreams,
+    SignOfWork,
     WeightGroup,
     fitting,
     fitting_stream,
@@ -50,16 +50,33 @@ from corelm_engine_kit import (
 from vllm_backend import protocol_http as protocol
 from vllm_backend import replies, sampling_masks
 from vllm_backend.adapters import server_adapters
+from vllm_backend.capabilities import at_a_time
 from vllm_backend.capabilities_http import ServerInfo, read_server
-from vllm_backend.lanes import Lanes, lane_of, together
 from vllm_backend.probing import LOGPROBS_MODES, probe_server
-from vllm_backend.signs import SIGN
 from vllm_backend.weight_channel import ANSWER_TIMEOUT, WeightChannel, require_transfer
 
 T = TypeVar("T")
 
 #: Seconds that the server may take to acknowledge an abort. If it takes longer, the connections are closed instead.
 ABORT_TIMEOUT = 10.0
+
+#: What vLLM counts while it works: ``vllm/v1/metrics/loggers.py``. While it reads a long prompt in parts, only the
+#: share of the cache in use grows.
+_COUNTERS = (
+    "vllm:generation_tokens_total{",
+    "vllm:prompt_tokens_total{",
+    "vllm:iteration_tokens_total_count{",
+    "vllm:kv_cache_usage_perc{",
+)
+
+
+def counters(metrics: str) -> tuple[str, ...] | None:
+    """Return the lines of ``/metrics`` that change while the engine works; None if the server does not count."""
+    return tuple(line for line in metrics.splitlines() if line.startswith(_COUNTERS)) or None
+
+
+#: While the server loads weights, its counters stand still: it need only be alive.
+SIGN = SignOfWork(rows=protocol.COMPLETIONS, page="/metrics", progress=counters, alive="/health")
 
 
 class VLLMServer(HttpEngine):
@@ -83,8 +100,6 @@ class VLLMServer(HttpEngine):
         self.channel = None if group is None else WeightChannel(client, group)
         # Without the route, closing the connection aborts a request, and what it has generated so far is lost.
         self.ends_rows = "/abort_requests" in info.routes
-        # Which of vLLM's runners a server has is not known. Calls of other clients cannot be kept apart.
-        self._lanes = Lanes()
         self._adapters = server_adapters(client, info, self.serves)
         self._initial_version: str | None = None
         self._loaded_version: str | None = None
@@ -159,10 +174,11 @@ class VLLMServer(HttpEngine):
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        payloads = protocol.scoring_requests(request)
+        payloads = protocol.scoring_requests(request, self.info)
+        sequences, starts = request.sequences.tolist(), request.score_from.clamp_min(1).tolist()
 
         def parse(row: int, reply: Any, aborted: bool) -> RowScores | RowFailure:
-            return protocol.row_scores(reply, payloads[row], request, self.info)
+            return protocol.row_scores(reply, payloads[row], sequences[row], starts[row], request, self.info)
 
         rows, version = self._serve(request, payloads, parse)
         result = score_result(request, rows)
@@ -210,21 +226,11 @@ class VLLMServer(HttpEngine):
             EngineError: no row was served, because the server does not serve; or the weights have changed.
             TimeoutError: the time is over.
         """
-        model = self._model(request.adapter)
-        names = [request.request_ids[row] for row in payloads]
-        with self._lanes.entered(lane_of(request), request.timeout, names) as turn:
-            # What was aborted while the call waited for its turn is not sent.
-            gone = RowFailure("the request was aborted", aborted=True)
-            left = {
-                row: gone if request.request_ids[row] in turn.aborted else {**payload, "model": model}
-                for row, payload in payloads.items()
-            }
-            if all(each is gone for each in left.values()):
-                return dict.fromkeys(left, gone), None
-            deadline = Deadline(turn.timeout)
-            before = self._weight_version(deadline.left())
-            rows = self.map_rows(replace(request, timeout=deadline.left()), left, parse, streams)
-            after = self._weight_version(deadline.left())
+        model, deadline = self._model(request.adapter), Deadline(request.timeout)
+        payloads = {row: {**payload, "model": model} for row, payload in payloads.items()}
+        before = self._weight_version(deadline.left())
+        rows = self.map_rows(replace(request, timeout=deadline.left()), payloads, parse, streams)
+        after = self._weight_version(deadline.left())
         with self.client.secrets.masking_errors():
             self._check_weight_versions(before, after)
         return rows, None if after in (self._initial_version, self._loaded_version) else after
@@ -239,7 +245,7 @@ class VLLMServer(HttpEngine):
         path = sampling_masks.ROUTE if payloads and sampling_masks.is_for_route(payloads[0]) else self.rows_path
         options = {"decode": replies.decoder(payloads), **options}
         entries: list[Any] = []
-        for rows in together(len(payloads), alone):
+        for rows in at_a_time(len(payloads), alone=alone):
             entries += super().post_rows(payloads[rows], names[rows], deadline, path, **options)
         return entries
 
@@ -256,11 +262,6 @@ class VLLMServer(HttpEngine):
         # An empty list would abort every request of the server.
         if named:
             self.client.post("/abort_requests", {"request_ids": named}, timeout=ABORT_TIMEOUT)
-
-    @hookimpl
-    def abort(self, request: AbortRequest) -> bool:
-        self._lanes.abort(request.request_ids)
-        return bool(super().abort(request))
 
     @hookimpl
     def close(self, request: CloseRequest) -> bool:

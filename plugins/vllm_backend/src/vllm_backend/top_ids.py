@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm.spec import GenerateRequest, TopIds, log_tail_mass
-from corelm_engine_kit import RowError
+from corelm.spec import GenerateRequest, RowScores, ScoreRequest, TopIds
+from corelm_engine_kit import RowError, checked_argmax, checked_top_ids
+from vllm_backend.replies import LABEL
 
 #: The most ids that callers may ask for.
 MOST_IDS = 1024
@@ -23,6 +24,8 @@ MOST_CANDIDATES = MOST_IDS + 1
 _INFINITE = -9999.0
 #: How much more probable, in nats, a token may be than the id that was named as the most probable one.
 _SAME = 2.0**-7
+#: How far below 1 the probabilities of all ids that have one may add up.
+_ROUNDED = 1e-2
 
 
 def limit(max_logprobs: int, vocab_size: int) -> int:
@@ -37,11 +40,21 @@ def wanted(request: GenerateRequest, most: int) -> int:
         request: the request.
         most: the most that vLLM returns.
     """
-    sampling, k = request.sampling, request.top_logprobs
-    if k == 0 or _certain(request):
-        return 0
-    # One more shows whether truncation has left any probability to the others. It could not be told from rounding.
-    return min(k + (request.logprobs == "processed" and sampling.truncates_support), most)
+    return 0 if _certain(request) else sampled(request.top_logprobs, most)
+
+
+def sampled(k: int, most: int) -> int:
+    """Return how many candidates to ask for at a sampled token, for the `k` most probable ids.
+
+    One more shows whether truncation has left any probability to the others, which could not be told from rounding, and
+    whether vLLM has returned the token alone.
+    """
+    return min(k + 1, most) if k else 0
+
+
+def of_scores(request: ScoreRequest) -> int:
+    """Return how many candidates to ask for at each scored position."""
+    return request.top_k or int(request.return_argmax)
 
 
 def top_of_answer(
@@ -59,38 +72,39 @@ def top_of_answer(
     if k == 0:
         return None
     if candidates is not None:
-        return top_ids(*candidates, k, vocab_size)
+        return checked_top_ids(*candidates, k, vocab_size)
     top = TopIds.nothing(len(ids), k)
     top.ids[:, 0] = torch.tensor(list(ids), dtype=torch.int64)
     top.logprobs[:, 1:], top.tail[:] = -torch.inf, -torch.inf
     return top
 
 
-def top_ids(ids: Tensor, logprobs: Tensor, k: int, vocab_size: int) -> TopIds:
-    """Return the `k` most probable ids out of at least as many candidates for each position.
+def with_top(
+    logprobs: Sequence[float],
+    ids: Sequence[int],
+    candidates: Sequence[tuple[Tensor, Tensor]],
+    request: ScoreRequest,
+    vocab_size: int,
+) -> RowScores:
+    """Return the scores of a row, with the most probable ids if these were asked for.
 
     Args:
-        ids: int64[positions, candidates], the most probable first.
-        logprobs: float64[positions, candidates].
-        k: how many to return.
+        logprobs: one for each scored position.
+        ids: the row's own ids at these positions.
+        candidates: of these positions in order, as `flat_candidates` or `named_candidates` returned them.
+        request: the request.
         vocab_size: ids are below it.
 
     Raises:
-        RowError: the candidates are not ids with log-probs, most probable first.
+        RowError: the candidates are not what `checked_top_ids` takes, or contradict the log-probs.
     """
-    # Keep the `not`: NaN fails every comparison and must be rejected.
-    if not bool((logprobs.diff(dim=1) <= 0).logical_or(logprobs[:, 1:] == -torch.inf).all()) or not bool(
-        ((logprobs[:, :1] > -torch.inf) & (logprobs[:, :1] <= _SAME)).all()
-    ):
-        raise RowError("the log-probs of its most probable ids are not log-probs, or not in order")
-    nothing = logprobs == -torch.inf
-    if not bool(((ids >= 0) & (ids < vocab_size)).logical_or(nothing).all()):
-        raise RowError(f"one of its most probable ids is outside the vocabulary, which has {vocab_size} ids")
-    tail = log_tail_mass(logprobs[:, :k])
-    tail[nothing.any(dim=1)] = -torch.inf
-    if k == vocab_size:
-        tail[:] = -torch.inf
-    return TopIds(ids.masked_fill(nothing, -1)[:, :k], logprobs[:, :k].float(), tail)
+    count = of_scores(request)
+    if not count:
+        return RowScores(logprobs)
+    best, values = (torch.cat([part[:, :count] for part in parts]) for parts in zip(*candidates, strict=True))
+    top = checked_top_ids(best, values, count, vocab_size)
+    argmax = checked_argmax(top.ids[:, 0].tolist(), values[:, 0].tolist(), ids, logprobs)
+    return RowScores(logprobs, argmax if request.return_argmax else (), top if request.top_k else None)
 
 
 def flat_candidates(flat: Any, first: int, end: int, count: int) -> tuple[Tensor, Tensor]:
@@ -133,7 +147,56 @@ def named_candidates(positions: Sequence[Mapping[int, Any]], count: int) -> tupl
     best = [sorted(found.items(), key=lambda pair: -pair[1])[:count] for found in positions]
     ids = torch.tensor([[token for token, _ in row] for row in best], dtype=torch.int64).view(-1, count)
     logprobs = torch.tensor([[value for _, value in row] for row in best], dtype=torch.float64).view(-1, count)
-    return ids, logprobs.masked_fill(logprobs <= _INFINITE, -torch.inf)
+    logprobs = logprobs.masked_fill(logprobs <= _INFINITE, -torch.inf)
+    if bool(((logprobs == -torch.inf).any(1) & (logprobs.exp().sum(1) < 1 - _ROUNDED)).any()):
+        # vLLM fills up with such ids also where it leaves out others that do have a probability.
+        raise _missing(count)
+    return ids, logprobs
+
+
+def answer_top(
+    choice: Mapping[str, Any], request: GenerateRequest, ids: Sequence[int], count: int, vocab_size: int
+) -> TopIds | None:
+    """Return the most probable ids at the first tokens of an answer; None if they were not asked for.
+
+    Args:
+        choice: the choice of the completion.
+        request: the request.
+        ids: the first tokens of the answer.
+        count: how many candidates were asked for.
+        vocab_size: ids are below it.
+
+    Raises:
+        RowError: the choice does not have them.
+    """
+    candidates = None
+    if count:
+        candidates = named_candidates(by_label(choice, len(ids)), count)
+    return top_of_answer(request, ids, candidates, vocab_size)
+
+
+def by_label(choice: Mapping[str, Any], count: int) -> list[Mapping[int, Any]]:
+    """Return the log-probs by id at the first `count` sampled tokens of a choice.
+
+    Raises:
+        RowError: the choice does not have them.
+    """
+    positions = (choice.get("logprobs") or {}).get("top_logprobs")
+    if not isinstance(positions, list) or len(positions) < count:
+        raise RowError("it does not have the most probable ids of every token (top_logprobs)")
+    return [{int(name.removeprefix(LABEL)): value for name, value in found.items()} for found in positions[:count]]
+
+
+def by_id(positions: Sequence[Mapping[str, Any]]) -> list[Mapping[int, Any]]:
+    """Return the log-probs by id at positions of a prompt, from a server's ``prompt_logprobs``.
+
+    Raises:
+        RowError: the most probable id of a position does not have the rank 1, since others were left out.
+    """
+    for found in positions:
+        if max(found.values(), key=lambda each: each["logprob"]).get("rank") != 1:
+            raise RowError("its prompt_logprobs lack the most probable ids; leave out return_argmax=True and top_k")
+    return [{int(name): each["logprob"] for name, each in found.items()} for found in positions]
 
 
 def _certain(request: GenerateRequest) -> bool:
@@ -143,6 +206,6 @@ def _certain(request: GenerateRequest) -> bool:
 
 def _missing(count: int) -> RowError:
     return RowError(
-        f"vLLM did not return the {count} most probable ids of every token. It leaves them out where it scores another "
-        "row by id in the same step; do not score rows while answers with top_logprobs are generated"
+        f"vLLM did not return the {count} most probable ids of every token; its V1 model runner leaves them out in a "
+        "step with a request of another client that has logprob_token_ids"
     )

@@ -76,7 +76,7 @@ class WeightChannel:
         self.device: torch.device | None = None
         self._client = client
         self._group = group
-        self._joined: _Joined | None = None
+        self._joined: _Group | None = None
 
     def join(self, tensors: Iterable[Tensor], *, again: bool) -> None:
         """Have the server's workers join this process in a group, unless they have. No weights change.
@@ -111,15 +111,15 @@ class WeightChannel:
             packed=True,
             packed_buffer_size_bytes=_ONE_BUFFER,
         )
-        routes, source = _Routes(self._client, self.join_timeout, self.step_timeout), _Source(param_meta)
-        engine = self._in_time(
-            lambda: trainer.trainer_init(info, client=routes, source=source),
+        joined = _Group(self._client, self.join_timeout, self.step_timeout, param_meta)
+        joined.engine = self._in_time(
+            lambda: trainer.trainer_init(info, client=joined, source=joined),
             self.join_timeout,
-            routes,
+            joined,
             f"its workers ({workers}) did not join this process at {host}:{port}",
             "Let its machine reach that address, and NCCL find a network between the two (NCCL_SOCKET_IFNAME)",
         )
-        self._joined = _Joined(engine, routes, source)
+        self._joined = joined
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], *, reused: bool) -> None:
         """Send all tensors. They may be on any device, and are gathered from the ranks of a mesh on this thread.
@@ -135,20 +135,20 @@ class WeightChannel:
         joined, self._joined = self._joined, None
         assert joined is not None, "join comes first"
         try:
-            joined.routes.post("/start_weight_update", {})
+            joined.post("/start_weight_update", {})
             for chunk in self._chunks(tensors, reused):
-                joined.source.chunk = chunk
+                joined.chunk = chunk
                 if self.device is not None and self.device.type == "cuda":
                     # vLLM reads the tensors on streams of its own.
                     torch.cuda.current_stream(self.device).synchronize()
                 self._in_time(
                     joined.engine.send_weights,
                     self.step_timeout,
-                    joined.routes,
+                    joined,
                     "the new weights are not in force, since it did not take the tensors",
                     "Restart it",
                 )
-            joined.routes.post("/finish_weight_update", {})
+            joined.post("/finish_weight_update", {})
         except BaseException as error:
             self._joined = joined
             self._leave(half_way=True)
@@ -168,13 +168,13 @@ class WeightChannel:
             return
         # First here: it aborts NCCL's calls, so that a thread which waits in one ends.
         with suppress(CoreLMError):
-            self._in_time(joined.engine.shutdown, LEAVE_TIMEOUT, joined.routes, "the group is not left")
+            self._in_time(joined.engine.shutdown, LEAVE_TIMEOUT, joined, "the group is not left")
         with suppress(CoreLMError):
             if half_way:
                 # Otherwise the server would refuse to start another update.
                 with suppress(EngineError, InvalidRequestError):
-                    joined.routes.post("/finish_weight_update", {}, LEAVE_TIMEOUT)
-            joined.routes.post("/shutdown_weight_transfer_engine", {}, LEAVE_TIMEOUT)
+                    joined.post("/finish_weight_update", {}, LEAVE_TIMEOUT)
+            joined.post("/shutdown_weight_transfer_engine", {}, LEAVE_TIMEOUT)
 
     def _chunks(self, tensors: Iterable[tuple[str, Tensor]], reused: bool) -> Iterator[list[tuple[str, Tensor]]]:
         chunk: list[tuple[str, Tensor]] = []
@@ -203,7 +203,7 @@ class WeightChannel:
             ) from error
         return host, port
 
-    def _in_time(self, job: Callable[[], Any], seconds: float, routes: _Routes, problem: str, cure: str = "") -> Any:
+    def _in_time(self, job: Callable[[], Any], seconds: float, group: _Group, problem: str, cure: str = "") -> Any:
         """Run `job` on a thread of its own, and return its result.
 
         Args:
@@ -215,7 +215,7 @@ class WeightChannel:
             EngineError: it failed, or the server refused a step, so that it would wait for nothing.
         """
         ends: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        routes.failed = lambda error: ends.put((None, error))
+        group.failed = lambda error: ends.put((None, error))
 
         def run() -> None:
             try:
@@ -236,37 +236,30 @@ class WeightChannel:
         return result
 
 
-class _Joined:
-    """A group, and what vLLM's trainer class in it calls."""
+class _Group:
+    """A group of this process and a server's workers: what vLLM's trainer class in it calls, with the client of the
+    backend, which has its key, its headers and its errors.
 
-    def __init__(self, engine: Any, routes: _Routes, source: _Source) -> None:
-        self.engine, self.routes, self.source = engine, routes, source
+    It is vLLM's `VLLMWeightSyncClient`, and its `WeightSource` of the tensors that are sent next.
 
+    Attributes:
+        engine: vLLM's trainer class, once the workers have joined.
+        chunk: the tensors that are sent next.
+        failed: gets the error of a step that the server refused.
+    """
 
-class _Source:
-    """vLLM's `WeightSource` of the tensors that are sent next."""
-
-    def __init__(self, param_meta: Any) -> None:
+    def __init__(self, client: HttpClient, join_timeout: float, step_timeout: float, param_meta: Any) -> None:
+        self.engine: Any = None
         self.chunk: list[tuple[str, Tensor]] = []
-        self._param_meta = param_meta
+        self.failed: Callable[[BaseException], None] = lambda error: None
+        self._client, self._param_meta = client, param_meta
+        self._join_timeout, self._step_timeout = join_timeout, step_timeout
 
     def metadata(self) -> list[Any]:
         return [self._param_meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.chunk]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.chunk)
-
-
-class _Routes:
-    """vLLM's `VLLMWeightSyncClient` with the client of the backend: its key, its headers and its errors.
-
-    Attributes:
-        failed: gets the error of a step that the server refused.
-    """
-
-    def __init__(self, client: HttpClient, join_timeout: float, step_timeout: float) -> None:
-        self.failed: Callable[[BaseException], None] = lambda error: None
-        self._client, self._join_timeout, self._step_timeout = client, join_timeout, step_timeout
 
     def post(self, path: str, payload: Any, timeout: float | None = None) -> None:
         try:
@@ -281,16 +274,10 @@ class _Routes:
     def update_weights(self, update_info: Any) -> None:
         self.post("/update_weights", {"update_info": update_info}, self._step_timeout + _GRACE)
 
-    # An update has many parts, and vLLM's class takes each of them for a whole one.
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """An update has many parts, and vLLM's class takes each of them for a whole one."""
 
-    def start_weight_update(self) -> None:
-        pass
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        pass
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        pass
+    start_weight_update = finish_weight_update = shutdown_weight_transfer_engine = _nothing
 
 
 def _gpu(tensors: Iterable[Tensor]) -> torch.device:
