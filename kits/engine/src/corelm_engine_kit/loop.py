@@ -41,11 +41,12 @@ class Call:
     Attributes:
         deadline: the time that it has left.
         aborted: the numbers of its aborted rows. Other threads add to them.
-        key: what has to be entered around its work: see `Loop`. After the work changes it, it yields None.
+        key: what has to be entered around its work: see `Loop`. After a change the work yields None, and then goes on
+            within it.
         wants: what it has yielded.
     """
 
-    def __init__(self, request: GenerateRequest | ScoreRequest, key: Hashable = None) -> None:
+    def __init__(self, request: GenerateRequest | ScoreRequest, key: Any = None) -> None:
         self.deadline = Deadline(request.timeout)
         self.aborted: set[int] = set()
         self.key = key
@@ -155,7 +156,7 @@ class Loop:
         self._closed = False
 
     @contextmanager
-    def start(self, request: GenerateRequest | ScoreRequest, key: Hashable = None) -> Iterator[Call]:
+    def start(self, request: GenerateRequest | ScoreRequest, key: Any = None) -> Iterator[Call]:
         """Yield the call of a request. Inside, `abort` reaches it."""
         call = Call(request, key)
         self.under_way.append(call)
@@ -286,7 +287,7 @@ class Loop:
         if calls is self._stepping:
             self._leave_behind()
         for call in list(calls):
-            if call.ready and self._enters(call.key, [call]):
+            while call.ready and not call.done and self._enters(call.key, [call]):
                 call.go_on(call is mine)
             if call.done and call is not mine:
                 with self._changed:

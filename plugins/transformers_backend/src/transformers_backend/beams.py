@@ -12,7 +12,7 @@ from torch import Tensor
 from corelm.errors import CapabilityError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
 from corelm_engine_kit.ending import answer_limits
-from transformers_backend.calls import Call
+from corelm_engine_kit.loop import Call
 from transformers_backend.engine import CausalLM
 from transformers_backend.protocol import without_answers
 
