@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -23,19 +22,14 @@ from corelm.spec import (
     CloseRequest,
     GenerateRequest,
     GenerateResult,
-    RowAnswer,
-    RowFailure,
     ScoreRequest,
     ScoreResult,
-    TokenChunk,
-    TopIds,
     WeightUpdate,
-    generate_result,
     hookimpl,
 )
-from corelm_engine_kit.ending import AnswerEnding, answer_limits
+from corelm_engine_kit.answers import AnswerGroup, Answers, answer_seeds
+from corelm_engine_kit.ending import answer_limits
 from corelm_engine_kit.loop import Call, Loop
-from corelm_engine_kit.sampling import NOT_NUMBERS, Sampler
 from corelm_engine_kit.token_scores import ScoredTokens, TokenQuery, scored_positions, scores_of_logits, scoring_result
 
 T = TypeVar("T")
@@ -69,6 +63,7 @@ class LogitsEngine:
     """
 
     requires_api = ">=1,<2"
+    on_caller_threads = True
     max_rows: int | None = None
 
     def __init__(
@@ -142,7 +137,39 @@ class LogitsEngine:
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         with self._loop.start(request, False) as call:
-            return self._loop.run(call, _Generation(request, call, self).work())
+            return self._loop.run(call, self._generation(request, call))
+
+    def _generation(self, request: GenerateRequest, call: Call) -> _Work[GenerateResult]:
+        """Answer a request. If the rows have all failed, raise the error of the first."""
+        answers, prompts = Answers(request), request.prompts.to("cpu")
+        limits, size = answer_limits(request, self.capabilities.max_context), self.capabilities.vocab_size
+        numbers, seeds = torch.arange(len(prompts)), answer_seeds(request)
+        group = AnswerGroup(answers, call, numbers, prompts, seeds, limits, self.tokenizer, size, self.device)
+        rows, left = [_Row(self, row, ids) for row, ids in enumerate(prompts.tolist())], group.wanted()
+        errors: list[BaseException] = []
+        try:
+            while len(left):
+                going = [rows[place] for place in left.tolist()]
+                for row in {*rows}.difference(going):
+                    row.forget()
+                if len(going) < len(rows):
+                    rows = going
+                    group.keep(left)
+                call.deadline.check()
+                logits = yield rows
+                failed = {place: row.error for place, row in enumerate(rows) if row.error is not None}
+                errors += failed.values()
+                why = {place: described(error) for place, error in failed.items()}
+                drawn, left = group.sample(logits, read=True, errors=why)
+                assert drawn.read is not None
+                for row, token in zip(rows, drawn.read[0], strict=True):
+                    row.ids.append(token)
+        finally:
+            for row in rows:
+                row.forget()
+        if len(errors) == len(prompts) > 0:
+            raise errors[0]
+        return answers.result()
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
@@ -217,122 +244,7 @@ class _Row:
 _Work = Generator[list[_Row], Tensor, T]
 
 
-class _Rows:
-    """The rows of a call that go on."""
-
-    rows: list[_Row]
-
-    def forget(self) -> None:
-        for row in self.rows:
-            row.forget()
-
-
-class _Generation(_Rows):
-    """A call of `generate`."""
-
-    def __init__(self, request: GenerateRequest, call: Call, engine: LogitsEngine) -> None:
-        prompts = request.prompts.to("cpu")
-        # As many as there are prompts, if the request leaves them to the engine.
-        seeds = torch.randint(2**63 - 1, (len(prompts),)) if request.seeds is None else request.seeds.cpu()
-        self._request, self._call = request, call
-        self._sampler = Sampler(
-            request.sampling,
-            prompts,
-            seeds,
-            request.stop_ids,
-            engine.capabilities.vocab_size,
-            engine.device,
-            raw=request.logprobs == "raw",
-            support=request.return_support,
-            top=request.top_logprobs,
-        )
-        limits = answer_limits(request, engine.capabilities.max_context)
-        self._ending = AnswerEnding(request.sampling, request.stop_ids, limits, engine.tokenizer, prompts)
-        self.rows = [_Row(engine, row, ids) for row, ids in enumerate(prompts.tolist())]
-        self._answers = [_Answer() for _ in self.rows]
-        self._outcomes: dict[int, RowAnswer | RowFailure] = {}
-        self._errors: list[BaseException] = []
-
-    def work(self) -> _Work[GenerateResult]:
-        """Return the answers, or raise the error of the first row if all have failed."""
-        try:
-            self._go_on()
-            while self.rows:
-                self._advance((yield self.rows))
-                self._go_on()
-        finally:
-            self.forget()
-        if len(self._errors) == len(self._answers) > 0:
-            raise self._errors[0]
-        return generate_result(self._request, [self._outcomes[row] for row in range(len(self._answers))])
-
-    def _advance(self, logits: Tensor) -> None:
-        drawn = self._sampler(logits, read=True)
-        assert drawn.read is not None
-        ids, logprobs = drawn.read
-        ended = self._ending(ids)
-        kept = [] if drawn.kept is None else drawn.kept.ids.split(drawn.kept.counts.tolist())
-        for place, (row, token, logprob) in enumerate(zip(self.rows, ids, logprobs, strict=True)):
-            answer = self._answers[row.number]
-            if math.isnan(logprob):
-                self._end(row, self._failure(row))
-                continue
-            row.ids.append(token)
-            answer.ids.append(token)
-            answer.logprobs.append(logprob)
-            if drawn.kept is not None:
-                answer.kept.append(kept[place].tolist())
-                answer.mass.append(float(drawn.kept.log_mass[place]))
-            if drawn.top is not None:
-                one = slice(place, place + 1)
-                answer.top.append(TopIds(drawn.top.ids[one], drawn.top.logprobs[one], drawn.top.tail[one]))
-            if self._request.on_tokens is not None:
-                self._request.on_tokens(TokenChunk(row=row.number, ids=[token], logprobs=[logprob]))
-            if place in ended:
-                self._end(row, answer.row("stop" if ended[place] else "length", self._request))
-
-    def _failure(self, row: _Row) -> RowFailure:
-        if row.error is None:
-            return RowFailure(NOT_NUMBERS)
-        self._errors.append(row.error)
-        return RowFailure(described(row.error))
-
-    def _end(self, row: _Row, outcome: RowAnswer | RowFailure) -> None:
-        row.forget()
-        self._outcomes[row.number] = outcome
-        if self._request.on_answer is not None and isinstance(outcome, RowAnswer):
-            self._request.on_answer(row.number, len(outcome.ids))
-
-    def _go_on(self) -> None:
-        """Go on with the rows that have not ended."""
-        self._call.deadline.check()
-        for row in self.rows:
-            if row.number in self._call.aborted and row.number not in self._outcomes:
-                self._end(row, self._answers[row.number].row("abort", self._request))
-        left = [place for place, row in enumerate(self.rows) if row.number not in self._outcomes]
-        if 0 < len(left) < len(self.rows):
-            places = torch.tensor(left)
-            self._sampler.keep(places)
-            self._ending.keep(places)
-        self.rows = [self.rows[place] for place in left]
-
-
-@dataclass
-class _Answer:
-    """What was sampled of a row so far; see `RowAnswer`."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    kept: list[list[int]] = field(default_factory=list)
-    mass: list[float] = field(default_factory=list)
-    top: list[TopIds] = field(default_factory=list)
-
-    def row(self, finish_reason: str, request: GenerateRequest) -> RowAnswer:
-        top = TopIds.cat(self.top, request.top_logprobs) if request.top_logprobs else None
-        return RowAnswer(self.ids, self.logprobs, finish_reason, self.kept, self.mass, top)
-
-
-class _Scoring(_Rows):
+class _Scoring:
     """A call of `score_logprobs`.
 
     If the author gives the logits of a whole sequence, each step reads a sequence. Otherwise its rows grow by the ids
@@ -366,7 +278,8 @@ class _Scoring(_Rows):
                     yield []
                     self._read(self.rows.pop(0))
         finally:
-            self.forget()
+            for row in self.rows:
+                row.forget()
         if self._failed and len(self._failed) == asked:
             raise next(iter(self._failed.values()))
         failed = {row: described(error) for row, error in self._failed.items()}

@@ -82,6 +82,7 @@ class TransformersBackend:
     """
 
     requires_api = ">=1,<2"
+    on_caller_threads = True
 
     def __init__(
         self,
@@ -245,9 +246,15 @@ class TransformersBackend:
             self.loop.start(request) as call,
             self.loop.held(call.deadline),
             naming_max_batch_tokens(self.engine),
-            self.adapters.switched(request.adapter, grad=request.grad),
+            self._switched(request.adapter, grad=request.grad),
         ):
             return self.scorer.score(request, call)
+
+    @contextmanager
+    def _switched(self, adapter: Adapter, *, grad: bool = False) -> Iterator[None]:
+        told = nullcontext() if adapter is None else self._weights_state.switching()
+        with told, self.adapters.switched(adapter, grad=grad):
+            yield
 
     def _autocast(self) -> tuple[bool, torch.dtype]:
         device = self.engine.device.type
@@ -261,7 +268,7 @@ class TransformersBackend:
         if key.autocast != self._autocast():
             caller = torch.autocast(self.engine.device.type, dtype, enabled=enabled)
         decoding = self.decoder.accelerated() if key.decoding else nullcontext()
-        with caller, self.adapters.switched(key.adapter), self.engine.evaluating(), decoding:
+        with caller, self._switched(key.adapter), self.engine.evaluating(), decoding:
             if key.verdict is not None:
                 self.self_test.resume(key.verdict)
             yield

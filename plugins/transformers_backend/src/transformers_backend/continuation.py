@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from corelm.spec import Ragged
+from corelm_engine_kit.answers import without
 from transformers_backend.engine import CausalLM
 
 
@@ -194,16 +194,6 @@ class UncachedRows(GrowingRows):
         self._ids = torch.cat([self._ids, tokens[:, None]], dim=-1)
         self.columns += 1
         self.logits = self._engine.last_logits(self._ids)
-
-
-def without(gone: Collection[int], rows: int) -> Tensor:
-    """Return int64[n]: the rows that are left, with the last rows moved to the places of those `gone`.
-
-    That way few rows have to move. Five rows without 1 and 3 are ``[0, 4, 2]``.
-    """
-    left = rows - len(gone)
-    last = (row for row in range(left, rows) if row not in gone)
-    return torch.tensor([next(last) if place in gone else place for place in range(left)], dtype=torch.int64)
 
 
 def _widened(states: Tensor, columns: int) -> Tensor:

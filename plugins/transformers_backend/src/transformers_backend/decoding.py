@@ -18,23 +18,16 @@ from torch import Tensor
 
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged
-from corelm_engine_kit.ending import AnswerEnding, answer_limits
+from corelm_engine_kit.answers import AnswerGroup, Answers, without
+from corelm_engine_kit.ending import answer_limits
 from corelm_engine_kit.loop import Call, NotDone
-from corelm_engine_kit.sampling import Sampler
 from transformers_backend.batch_decoding import BatchDecoding
 from transformers_backend.batches import Grouping
-from transformers_backend.continuation import CachedRows, GrowingRows, Share, UncachedRows, without
+from transformers_backend.continuation import CachedRows, GrowingRows, Share, UncachedRows
 from transformers_backend.engine import CausalLM
 from transformers_backend.in_flight import CallUpdates
 from transformers_backend.memory import CacheBytes, DecodingLimits, decoding_limits, measured_cache
-from transformers_backend.protocol import (
-    PromptBatch,
-    SampledAnswers,
-    batches_of,
-    generation_prompts,
-    generation_result,
-    no_answers,
-)
+from transformers_backend.protocol import PromptBatch, batches_of, generation_prompts
 from transformers_backend.self_test import TAIL, TAKES_NO_CACHE, OwnRow, SelfTest
 from transformers_backend.trials import with_others
 
@@ -109,9 +102,9 @@ class Decoder:
             TimeoutError: the request's timeout has passed.
         """
         self._self_test.begin(call.check_wanted)
-        prompts = generation_prompts(request, self._engine)
-        answers = yield from self._answers(prompts, request, call, updates)
-        return generation_result(request, answers)
+        prompts, answers = generation_prompts(request, self._engine), Answers(request)
+        yield from self._answer(prompts, answers, call, updates)
+        return answers.result()
 
     def step(self, calls: Sequence[Call]) -> None:
         """Append their tokens to the rows of some calls, of which all want that; see `Loop`."""
@@ -152,66 +145,82 @@ class Decoder:
             self._self_test.warn_once(*_SLOWER["uncached"])
         return right
 
-    def _answers(
-        self, prompts: PromptBatch, request: GenerateRequest, call: Call, updates: CallUpdates
-    ) -> Generator[Share | None, None, list[tuple[PromptBatch, SampledAnswers]]]:
-        """Return the answers of each batch. If the log-probs of a batch turn out to be wrong, it and all later ones are
+    def _answer(
+        self, prompts: PromptBatch, answers: Answers, call: Call, updates: CallUpdates
+    ) -> Generator[Share | None, None, None]:
+        """Answer prompts, batch by batch. If the log-probs of a batch turn out to be wrong, it and all later ones are
         decoded in another way.
 
         Raises:
             EngineError: they are wrong, and the tokens were streamed to a caller, from whom they cannot be taken back.
         """
+        request, engine = answers.request, self._engine
         way = self._way(prompts, request)
-        done: list[tuple[PromptBatch, SampledAnswers]] = []
-        limits = self._limits(int(prompts.prompts.lengths.max()))
+        limits, done = self._limits(int(prompts.prompts.lengths.max())), torch.empty(0, dtype=torch.int64)
         expected = self.expected_tokens if request.sampling.max_new_tokens is None else None
-        for batch in batches_of(prompts, _GROUPING[way], self._engine, limits, expected):
+        for batch in batches_of(prompts, _GROUPING[way], engine, limits, expected):
+            done = torch.cat([done, batch.rows])
             if gone := call.aborted_among(batch.rows):
-                done.append((batch.select(torch.tensor(sorted(gone))), no_answers(request, len(gone))))
-                if len(gone) == len(batch.rows):
+                batch = batch.select(torch.tensor([row for row in range(len(batch.rows)) if row not in gone]).long())
+                if not len(batch.rows):
                     continue
-                batch = batch.select(torch.tensor([row for row in range(len(batch.rows)) if row not in gone]))
             ragged = len(set(batch.prompts.lengths.tolist())) > 1
             self.way = used = "cached" if way == "cached and padded" and not ragged else way
             columns = _columns(batch.prompts.lengths, batch.limits)
             check = used != _WAYS[-1] and not self._self_test.is_confirmed(used, columns)
-            changes = updates.changes
+            changes, first = updates.changes, len(answers.steps)
             self._try_joining(used, batch)
             call.key = replace(call.key, decoding=True, verdict=self._self_test.now)
             yield None
-            found = yield from self._decode(batch, used, request, call, updates, limits, keep_raw=check)
+
+            def start(rows: Ragged, way: DecodingWay = used) -> GrowingRows:
+                self._growing.append(self._start(way, rows))
+                return self._growing[-1]
+
+            run = BatchDecoding(answers, call, updates, start, self._limits, self._in_the_model, keep_raw=check)
+            group = AnswerGroup(
+                answers,
+                call,
+                batch.rows,
+                batch.prompts,
+                batch.seeds,
+                batch.limits,
+                self._tokenizer,
+                engine.vocab_size,
+                engine.device,
+            )
+            yield from run.run(group, batch.prompts, limits)
             call.key = replace(call.key, decoding=False)
             yield None
             # The weights that the first of the tokens were sampled with may be gone: then there is nothing to compare.
             # Batches that come later are of the new weights alone.
-            if check and updates.changes == changes and not self._confirmed(used, batch, found):
+            if check and updates.changes == changes and not self._confirmed(used, batch, answers, run.raw):
                 if request.on_tokens is not None:
                     raise EngineError(
                         "the streamed log-probs turned out to be others than those of the model's own forward; "
                         "ask again, the next call decodes in a slower way",
                         usable=True,
                     )
-                rows = torch.cat([torch.empty(0, dtype=torch.int64), *(each.rows for each, _ in done)])
-                left = (~torch.isin(prompts.rows, rows)).nonzero()[:, 0]
-                return done + (yield from self._answers(prompts.select(left), request, call, updates))
-            done.append((batch, found))
-        return done
+                answers.take_back(first)
+                left = ~torch.isin(prompts.rows, done) | torch.isin(prompts.rows, batch.rows)
+                yield from self._answer(prompts.select(left.nonzero()[:, 0]), answers, call, updates)
+                return
 
-    def _confirmed(self, way: DecodingWay, batch: PromptBatch, found: SampledAnswers) -> bool:
+    def _confirmed(self, way: DecodingWay, batch: PromptBatch, answers: Answers, raw: list[Tensor]) -> bool:
         """Return whether the log-probs of a batch are right, as far as these rows show: the last of the longest, the
         first of the most padded, and of those with the longest answer the most padded.
         """
-        assert found.raw is not None
-        prompts, answers = batch.prompts.lengths, found.ids.lengths
-        columns = _columns(prompts, answers)
-        furthest = (answers * (columns + 1) - prompts).argmax()
-        longest = (prompts + answers).argsort(stable=True)[-1]
+        ids = answers.ids().select(batch.rows)
+        found = answers.by_row(raw, answers.steps[-len(raw) :]).select(batch.rows)
+        prompts, lengths = batch.prompts.lengths, ids.lengths
+        columns = _columns(prompts, lengths)
+        furthest = (lengths * (columns + 1) - prompts).argmax()
+        longest = (prompts + lengths).argsort(stable=True)[-1]
         rows = sorted({int(longest), int(prompts.argmin()), int(furthest)})
-        sequences = batch.prompts.to("cpu").join(found.ids).select(rows).split()
-        pairs = zip(sequences, found.raw.select(rows).split(), strict=True)
+        sequences = batch.prompts.to("cpu").join(ids).select(rows).split()
         ends = (
             OwnRow(ids[:-1], raw[-2 * TAIL :], with_others(ids[-len(raw) :][-2 * TAIL :], self._engine.vocab_size))
-            for ids, raw in pairs
+            for ids, raw in zip(sequences, found.select(rows).split(), strict=True)
         )
         return self._self_test.confirm(way, columns, ends)
 
@@ -358,41 +367,6 @@ class Decoder:
         from transformers import DynamicCache
 
         return DynamicCache(config=self._engine.base.config)
-
-    def _decode(
-        self,
-        batch: PromptBatch,
-        way: DecodingWay,
-        request: GenerateRequest,
-        call: Call,
-        updates: CallUpdates,
-        limits: DecodingLimits,
-        *,
-        keep_raw: bool,
-    ) -> Generator[Share, None, SampledAnswers]:
-        engine, prompts = self._engine, batch.prompts
-        sampler = Sampler(
-            request.sampling,
-            prompts,
-            batch.seeds,
-            request.stop_ids,
-            engine.vocab_size,
-            engine.device,
-            raw=request.logprobs == "raw",
-            support=request.return_support,
-            top=request.top_logprobs,
-        )
-        ending = AnswerEnding(request.sampling, request.stop_ids, batch.limits, self._tokenizer, prompts)
-
-        def start(rows: Ragged) -> GrowingRows:
-            growing = self._start(way, rows)
-            self._growing.append(growing)
-            return growing
-
-        running = BatchDecoding(
-            batch, request, call, updates, sampler, ending, start, self._limits, self._in_the_model, keep_raw=keep_raw
-        )
-        return (yield from running.run(limits))
 
 
 def _joins(growing: GrowingRows) -> bool:

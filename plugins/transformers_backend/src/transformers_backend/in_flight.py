@@ -34,16 +34,15 @@ class CallUpdates:
         self.changes += 1
         return self._rereads
 
-    def sampled(self, rows: Tensor, places: Tensor, first: int) -> None:
-        """Note that rows got their token `first`, from logits that were computed since the last `came_in`.
+    def sampled(self, rows: Tensor, first: int) -> None:
+        """Note that rows get their token `first`, from logits that were computed since the last `came_in`.
 
         Args:
             rows: int64[n], rows of the request.
-            places: int64[k], which of them.
             first: the position of the token in the answer.
         """
         if self.changes:
-            for row in rows[places].tolist():
+            for row in rows.tolist():
                 self._rows.sampled(row, first, self._version)
 
     @property
