@@ -3,18 +3,13 @@
 The author writes `LogitsEngine.logits`. Sampling, seeds, stopping, streams, scores and aborts are written here, once.
 
 All answers under way grow together, one token a step, whatever call they belong to. A call that arrives joins with the
-next step, and an answer that ends leaves. One thread, `_Loop`, makes the steps and owns everything that changes; the
-callers wait for futures.
+next step, and an answer that ends leaves. The thread of one caller makes the steps for all: see `Loop`.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,22 +20,16 @@ from corelm.spec import (
     AbortRequest,
     Capabilities,
     CloseRequest,
-    Deadline,
     GenerateRequest,
     GenerateResult,
-    RowAnswer,
-    RowFailure,
     ScoreRequest,
     ScoreResult,
-    TokenChunk,
-    TopIds,
     WeightUpdate,
-    generate_result,
     hookimpl,
 )
-from corelm.waiting import done_within
-from corelm_engine_kit.ending import AnswerEnding, answer_limits
-from corelm_engine_kit.sampling import NOT_NUMBERS, Sampler
+from corelm_engine_kit.answers import AnswerGroup, Answers, answer_seeds
+from corelm_engine_kit.ending import answer_limits
+from corelm_engine_kit.loop import Call, Loop
 from corelm_engine_kit.token_scores import ScoredTokens, TokenQuery, scored_positions, scores_of_logits, scoring_result
 
 T = TypeVar("T")
@@ -52,8 +41,6 @@ _HONOURED = (
 )
 #: The most ids whose log-probs are returned at every position, if the vocabulary has as many.
 _TOP_K = 1024
-#: Seconds that closing waits for the step under way.
-_PATIENCE = 5.0
 
 
 class LogitsEngine:
@@ -76,6 +63,7 @@ class LogitsEngine:
     """
 
     requires_api = ">=1,<2"
+    on_caller_threads = True
     max_rows: int | None = None
 
     def __init__(
@@ -109,7 +97,7 @@ class LogitsEngine:
             "abort": True,
         }
         self.capabilities = Capabilities(vocab_size=size, max_context=max_context, **{**declared, **capabilities})
-        self._loop = _Loop(self)
+        self._loop = Loop(self._answer, torch.set_grad_enabled)
 
     # Written by the author --------------------------------------------------------------------------------------------
 
@@ -148,23 +136,49 @@ class LogitsEngine:
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        return self._loop.run(_Generation(request, self), request.timeout)
+        with self._loop.start(request, False) as call:
+            return self._loop.run(call, self._generation(request, call))
+
+    def _generation(self, request: GenerateRequest, call: Call) -> _Work[GenerateResult]:
+        """Answer a request. If the rows have all failed, raise the error of the first."""
+        answers, prompts = Answers(request), request.prompts.to("cpu")
+        limits, size = answer_limits(request, self.capabilities.max_context), self.capabilities.vocab_size
+        numbers, seeds = torch.arange(len(prompts)), answer_seeds(request)
+        group = AnswerGroup(answers, call, numbers, prompts, seeds, limits, self.tokenizer, size, self.device)
+        rows, left = [_Row(self, row, ids) for row, ids in enumerate(prompts.tolist())], group.wanted()
+        errors: list[BaseException] = []
+        try:
+            while len(left):
+                going = [rows[place] for place in left.tolist()]
+                for row in {*rows}.difference(going):
+                    row.forget()
+                if len(going) < len(rows):
+                    rows = going
+                    group.keep(left)
+                call.deadline.check()
+                logits = yield rows
+                failed = {place: row.error for place, row in enumerate(rows) if row.error is not None}
+                errors += failed.values()
+                why = {place: described(error) for place, error in failed.items()}
+                drawn, left = group.sample(logits, read=True, errors=why)
+                assert drawn.read is not None
+                for row, token in zip(rows, drawn.read[0], strict=True):
+                    row.ids.append(token)
+        finally:
+            for row in rows:
+                row.forget()
+        if len(errors) == len(prompts) > 0:
+            raise errors[0]
+        return answers.result()
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        scoring = _Scoring(request, self)
-        if not request.grad:
-            return self._loop.run(scoring, request.timeout)
-        deadline = Deadline(request.timeout)
-        with self._loop.held(), torch.enable_grad():
-            while not scoring.future.done():
-                deadline.check()
-                scoring.advance(torch.empty(0))
-        return scoring.future.result()
+        with self._loop.start(request, request.grad) as call:
+            return self._loop.run(call, _Scoring(request, call, self).work(), alone=request.grad)
 
     @hookimpl
     def abort(self, request: AbortRequest) -> bool:
-        self._loop.tell(self._loop.abort, frozenset(request.request_ids))
+        self._loop.abort(frozenset(request.request_ids))
         return True
 
     @hookimpl
@@ -177,13 +191,43 @@ class LogitsEngine:
     def close(self, request: CloseRequest) -> bool:
         return self._loop.close()
 
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def _answer(self, calls: Sequence[Call]) -> None:
+        """Give each call float32[rows, V], with NaN for a row that failed, whose `error` says why."""
+        rows: list[_Row] = [row for call in calls for row in call.wants]
+        try:
+            size = self.max_rows or max(1, len(rows))
+            parts = [self._read(rows[at : at + size]) for at in range(0, len(rows), size)]
+            logits = torch.cat(parts) if parts else torch.empty(0, self.capabilities.vocab_size)
+            for call, some in zip(calls, logits.split([len(call.wants) for call in calls]), strict=True):
+                call.give(some)
+        except BaseException:
+            # The caches are of a step that was half done.
+            for call in calls:
+                if not call.ready:
+                    for row in call.wants:
+                        row.forget()
+            raise
+
+    def _read(self, rows: Sequence[_Row]) -> Tensor:
+        try:
+            return _checked(self.logits([row.ids for row in rows], [row.cache for row in rows]), len(rows), self)
+        except Exception as error:
+            # What is in the caches may be of a step that was half done.
+            for row in rows:
+                row.forget()
+            if len(rows) > 1:
+                return torch.cat([self._read([row]) for row in rows])
+            rows[0].error = error
+            return torch.full((1, self.capabilities.vocab_size), math.nan, device=self.device)
+
 
 class _Row:
     """A row of a call that is under way."""
 
-    def __init__(self, engine: LogitsEngine, number: int, name: str, ids: list[int]) -> None:
+    def __init__(self, engine: LogitsEngine, number: int, ids: list[int]) -> None:
         self.number = number
-        self.name = name
         self.ids = ids
         self.cache: dict[str, Any] = {}
         self.error: BaseException | None = None
@@ -196,152 +240,20 @@ class _Row:
             self._release(cache)
 
 
-class _Call(ABC):
-    """A call that is under way.
-
-    Attributes:
-        rows: those that go on.
-        wants_logits: whether it goes on by the next logits of its rows.
-        future: its result.
-    """
-
-    rows: list[_Row]
-    wants_logits = True
-
-    def __init__(self) -> None:
-        self.future = Future[Any]()
-
-    @abstractmethod
-    def advance(self, logits: Tensor) -> None:
-        """Go on by one step, given float32[rows, V] if it `wants_logits`."""
-
-    @abstractmethod
-    def abort(self, names: Collection[str]) -> None:
-        """End the rows with these names."""
-
-    def fail(self, error: BaseException) -> None:
-        self.leave()
-        self.future.set_exception(error)
-
-    def leave(self) -> None:
-        for row in self.rows:
-            row.forget()
-        self.rows = []
+#: What a call does: it yields the rows whose next logits it wants, and is sent float32[rows, V].
+_Work = Generator[list[_Row], Tensor, T]
 
 
-class _Generation(_Call):
-    """A call of `generate`."""
-
-    def __init__(self, request: GenerateRequest, engine: LogitsEngine) -> None:
-        super().__init__()
-        prompts = request.prompts.to("cpu")
-        # As many as there are prompts, if the request leaves them to the engine.
-        seeds = torch.randint(2**63 - 1, (len(prompts),)) if request.seeds is None else request.seeds.cpu()
-        self._request = request
-        self._sampler = Sampler(
-            request.sampling,
-            prompts,
-            seeds,
-            request.stop_ids,
-            engine.capabilities.vocab_size,
-            engine.device,
-            raw=request.logprobs == "raw",
-            support=request.return_support,
-            top=request.top_logprobs,
-        )
-        limits = answer_limits(request, engine.capabilities.max_context)
-        self._ending = AnswerEnding(request.sampling, request.stop_ids, limits, engine.tokenizer, prompts)
-        ids = prompts.tolist()
-        self.rows = [_Row(engine, row, name, ids[row]) for row, name in enumerate(request.request_ids)]
-        self._answers = [_Answer() for _ in self.rows]
-        self._outcomes: dict[int, RowAnswer | RowFailure] = {}
-        self._errors: list[BaseException] = []
-
-    def advance(self, logits: Tensor) -> None:
-        drawn = self._sampler(logits, read=True)
-        assert drawn.read is not None
-        ids, logprobs = drawn.read
-        ended = self._ending(ids)
-        kept = [] if drawn.kept is None else drawn.kept.ids.split(drawn.kept.counts.tolist())
-        for place, (row, token, logprob) in enumerate(zip(self.rows, ids, logprobs, strict=True)):
-            answer = self._answers[row.number]
-            if math.isnan(logprob):
-                self._end(row, self._failure(row))
-                continue
-            row.ids.append(token)
-            answer.ids.append(token)
-            answer.logprobs.append(logprob)
-            if drawn.kept is not None:
-                answer.kept.append(kept[place].tolist())
-                answer.mass.append(float(drawn.kept.log_mass[place]))
-            if drawn.top is not None:
-                one = slice(place, place + 1)
-                answer.top.append(TopIds(drawn.top.ids[one], drawn.top.logprobs[one], drawn.top.tail[one]))
-            if self._request.on_tokens is not None:
-                self._request.on_tokens(TokenChunk(row=row.number, ids=[token], logprobs=[logprob]))
-            if place in ended:
-                self._end(row, answer.row("stop" if ended[place] else "length", self._request))
-        self._go_on()
-
-    def abort(self, names: Collection[str]) -> None:
-        for row in self.rows:
-            if row.name in names:
-                self._end(row, self._answers[row.number].row("abort", self._request))
-        self._go_on()
-
-    def _failure(self, row: _Row) -> RowFailure:
-        if row.error is None:
-            return RowFailure(NOT_NUMBERS)
-        self._errors.append(row.error)
-        return RowFailure(described(row.error))
-
-    def _end(self, row: _Row, outcome: RowAnswer | RowFailure) -> None:
-        row.forget()
-        self._outcomes[row.number] = outcome
-        if self._request.on_answer is not None and isinstance(outcome, RowAnswer):
-            self._request.on_answer(row.number, len(outcome.ids))
-
-    def _go_on(self) -> None:
-        """Go on with the rows that have not ended. After the last one, set the result."""
-        left = [place for place, row in enumerate(self.rows) if row.number not in self._outcomes]
-        if 0 < len(left) < len(self.rows):
-            places = torch.tensor(left)
-            self._sampler.keep(places)
-            self._ending.keep(places)
-        self.rows = [self.rows[place] for place in left]
-        if len(self._errors) == len(self._answers) > 0:
-            self.future.set_exception(self._errors[0])
-        elif not self.rows:
-            outcomes = [self._outcomes[row] for row in range(len(self._answers))]
-            self.future.set_result(generate_result(self._request, outcomes))
-
-
-@dataclass
-class _Answer:
-    """What was sampled of a row so far; see `RowAnswer`."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    kept: list[list[int]] = field(default_factory=list)
-    mass: list[float] = field(default_factory=list)
-    top: list[TopIds] = field(default_factory=list)
-
-    def row(self, finish_reason: str, request: GenerateRequest) -> RowAnswer:
-        top = TopIds.cat(self.top, request.top_logprobs) if request.top_logprobs else None
-        return RowAnswer(self.ids, self.logprobs, finish_reason, self.kept, self.mass, top)
-
-
-class _Scoring(_Call):
+class _Scoring:
     """A call of `score_logprobs`.
 
     If the author gives the logits of a whole sequence, each step reads a sequence. Otherwise its rows grow by the ids
     that are given, together with the answers of other calls.
     """
 
-    def __init__(self, request: ScoreRequest, engine: LogitsEngine) -> None:
-        super().__init__()
-        self.wants_logits = type(engine).sequence_logits is LogitsEngine.sequence_logits
-        self._request, self._engine = request, engine
+    def __init__(self, request: ScoreRequest, call: Call, engine: LogitsEngine) -> None:
+        self._stepwise = type(engine).sequence_logits is LogitsEngine.sequence_logits
+        self._request, self._call, self._engine = request, call, engine
         self._scored = scored_positions(request)
         self._sequences = request.sequences.to("cpu")
         self._ids: list[list[int]] = self._sequences.tolist()
@@ -349,42 +261,60 @@ class _Scoring(_Call):
         self._parts: list[ScoredTokens] = []
         self._failed: dict[int, BaseException] = {}
         self.rows = [
-            _Row(engine, row, name, self._ids[row][: start if self.wants_logits else -1])
-            for row, (name, start) in enumerate(zip(request.request_ids, self._starts, strict=True))
+            _Row(engine, row, self._ids[row][: start if self._stepwise else -1])
+            for row, start in enumerate(self._starts)
             if start < len(self._ids[row])
         ]
-        self._asked = len(self.rows)
-        self._go_on()
 
-    def advance(self, logits: Tensor) -> None:
-        if self.wants_logits:
-            rows = self.rows
-            self._score(logits, [(row.number, len(row.ids)) for row in rows])
-            for row in rows:
-                if row.error is not None:
-                    self._failed[row.number] = row.error
-                row.ids.append(self._ids[row.number][len(row.ids)])
-                if row.error is not None or len(row.ids) == len(self._ids[row.number]):
-                    row.forget()
-                    self.rows = [each for each in self.rows if each is not row]
-        else:
-            row = self.rows.pop(0)
-            start, end = self._starts[row.number], len(row.ids) + 1
-            try:
-                found = self._engine.sequence_logits(row.ids, start - 1)
-                made = _checked(found, end - start, self._engine)
-            except Exception as error:
-                self._failed[row.number] = error
-            else:
-                self._score(made, [(row.number, position) for position in range(start, end)])
-        self._go_on()
-
-    def abort(self, names: Collection[str]) -> None:
-        for row in self.rows:
-            if row.name in names:
+    def work(self) -> _Work[ScoreResult]:
+        """Return the scores, or raise the error of a row if all have failed."""
+        asked = len(self.rows)
+        try:
+            while self._wanted():
+                if self._stepwise:
+                    self._advance((yield self.rows))
+                else:
+                    # Other calls go on after each sequence.
+                    yield []
+                    self._read(self.rows.pop(0))
+        finally:
+            for row in self.rows:
                 row.forget()
-        self.rows = [row for row in self.rows if row.name not in names]
-        self._go_on()
+        if self._failed and len(self._failed) == asked:
+            raise next(iter(self._failed.values()))
+        failed = {row: described(error) for row, error in self._failed.items()}
+        size = self._engine.capabilities.vocab_size
+        return scoring_result(self._request, self._scored, self._parts, size, failed)
+
+    def _wanted(self) -> bool:
+        """Drop the rows that were aborted, and return whether any is left."""
+        self._call.deadline.check()
+        for row in self.rows:
+            if row.number in self._call.aborted:
+                row.forget()
+        self.rows = [row for row in self.rows if row.number not in self._call.aborted]
+        return bool(self.rows)
+
+    def _advance(self, logits: Tensor) -> None:
+        rows = self.rows
+        self._score(logits, [(row.number, len(row.ids)) for row in rows])
+        for row in rows:
+            if row.error is not None:
+                self._failed[row.number] = row.error
+            row.ids.append(self._ids[row.number][len(row.ids)])
+            if row.error is not None or len(row.ids) == len(self._ids[row.number]):
+                row.forget()
+                self.rows = [each for each in self.rows if each is not row]
+
+    def _read(self, row: _Row) -> None:
+        start, end = self._starts[row.number], len(row.ids) + 1
+        try:
+            found = self._engine.sequence_logits(row.ids, start - 1)
+            made = _checked(found, end - start, self._engine)
+        except Exception as error:
+            self._failed[row.number] = error
+        else:
+            self._score(made, [(row.number, position) for position in range(start, end)])
 
     def _score(self, logits: Tensor, places: Sequence[tuple[int, int]]) -> None:
         """Score the ids at some (row, position), given the logits that predict them."""
@@ -394,136 +324,6 @@ class _Scoring(_Call):
         scores = scores_of_logits(logits, query.to(logits.device))
         device = self._request.device or self._request.sequences.values.device
         self._parts.append(ScoredTokens(index, scores).to(device))
-
-    def _go_on(self) -> None:
-        """Set the result if no row goes on."""
-        if self.rows:
-            return
-        if self._failed and len(self._failed) == self._asked:
-            self.future.set_exception(next(iter(self._failed.values())))
-            return
-        failed = {row: described(error) for row, error in self._failed.items()}
-        size = self._engine.capabilities.vocab_size
-        self.future.set_result(scoring_result(self._request, self._scored, self._parts, size, failed))
-
-
-class _Loop:
-    """Moves all calls on, step by step, on a thread of its own. Only that thread changes calls."""
-
-    def __init__(self, engine: LogitsEngine) -> None:
-        self._engine = engine
-        self._calls: list[_Call] = []
-        self._step_is_due = False
-        # Its queue holds what is to be done between two steps and, behind that, the next step.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=type(engine).__name__)
-
-    def run(self, call: _Call, timeout: float | None) -> Any:
-        """Return the result of a call when it has one.
-
-        Raises:
-            TimeoutError: it has none in time. The call has left then.
-        """
-        deadline = Deadline(timeout)
-        self.tell(self.join, call)
-        try:
-            while not done_within(call.future, deadline.left()):
-                pass
-        except BaseException:
-            self.tell(self._leave, call)
-            raise
-        return call.future.result()
-
-    def tell(self, do: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Have the thread do something between two steps."""
-        return self._thread.submit(do, *arguments)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Make no step while this thread uses the engine."""
-        begun, done = Future[None](), Future[None]()
-
-        def wait() -> None:
-            begun.set_result(None)
-            done.result()
-
-        self.tell(wait)
-        try:
-            done_within(begun)
-            yield
-        finally:
-            done.set_result(None)
-
-    def close(self) -> bool:
-        """End the calls under way and the thread. Return False if the step under way does not end."""
-        ended = done_within(self.tell(self._end, EngineError("the engine was closed", usable=False)), _PATIENCE)
-        self._thread.shutdown(wait=ended)
-        return ended
-
-    # On the thread ----------------------------------------------------------------------------------------------------
-
-    def join(self, call: _Call) -> None:
-        self._calls.append(call)
-        self._go_on()
-
-    def abort(self, names: Collection[str]) -> None:
-        for call in self._calls:
-            self._guarded(call, call.abort, names)
-        self._go_on()
-
-    def _leave(self, call: _Call) -> None:
-        call.leave()
-        self._calls = [each for each in self._calls if each is not call]
-
-    def _end(self, error: BaseException) -> None:
-        for call in self._calls:
-            if not call.future.done():
-                call.fail(error)
-        self._calls = []
-
-    def _go_on(self) -> None:
-        self._calls = [call for call in self._calls if not call.future.done()]
-        if self._calls and not self._step_is_due:
-            self._step_is_due = True
-            self.tell(self._step)
-
-    def _step(self) -> None:
-        self._step_is_due = False
-        counts = [len(call.rows) if call.wants_logits else 0 for call in self._calls]
-        try:
-            with torch.no_grad():
-                logits = self._logits([row for call in self._calls if call.wants_logits for row in call.rows])
-                for call, some in zip(self._calls, logits.split(counts), strict=True):
-                    self._guarded(call, call.advance, some)
-            self._go_on()
-        except BaseException as error:
-            # Without a step, their callers would wait for ever.
-            self._end(error)
-
-    def _guarded(self, call: _Call, do: Callable[..., None], *arguments: Any) -> None:
-        """Do something for a call, whose neighbours go on if it fails."""
-        try:
-            do(*arguments)
-        except BaseException as error:
-            call.fail(error)
-
-    def _logits(self, rows: Sequence[_Row]) -> Tensor:
-        """Return float32[rows, V], with NaN for a row that failed, whose `error` says why."""
-        size = self._engine.max_rows or max(1, len(rows))
-        parts = [self._read(rows[at : at + size]) for at in range(0, len(rows), size)]
-        return torch.cat(parts) if parts else torch.empty(0, self._engine.capabilities.vocab_size)
-
-    def _read(self, rows: Sequence[_Row]) -> Tensor:
-        try:
-            found = self._engine.logits([row.ids for row in rows], [row.cache for row in rows])
-            return _checked(found, len(rows), self._engine)
-        except BaseException as error:
-            # What is in the caches may be of a step that was half done.
-            for row in rows:
-                row.forget()
-            if len(rows) > 1:
-                return torch.cat([self._read([row]) for row in rows])
-            rows[0].error = error
-            return torch.full((1, self._engine.capabilities.vocab_size), math.nan, device=self._engine.device)
 
 
 def _checked(found: Any, count: int, engine: LogitsEngine) -> Tensor:

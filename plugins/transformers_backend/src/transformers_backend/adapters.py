@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm.errors import CapabilityError, InvalidRequestError, described, first_few
-from corelm.spec import GenerateRequest, ScoreRequest, WeightUpdate, whole_tensor
+from corelm.spec import Adapter, WeightUpdate, whole_tensor
 from transformers_backend.engine import CausalLM, is_device_failure, runs_layers_again
 
 #: How the names begin that PEFT knows these adapters by.
@@ -48,7 +48,7 @@ class Adapters:
         self._wrapped_here = False
 
     @contextmanager
-    def switched(self, request: GenerateRequest | ScoreRequest) -> Iterator[None]:
+    def switched(self, adapter: Adapter, *, grad: bool = False) -> Iterator[None]:
         """Run the model with the adapter of a request inside.
 
         Raises:
@@ -57,17 +57,17 @@ class Adapters:
                 layers would run again in the backward pass, when the adapter is no longer switched on.
         """
         module: Any = self._engine.module
-        if request.adapter is None:
+        if adapter is None:
             _refuse_rewriting(module)
             yield
             return
-        name = None if request.adapter is False else self._name_in_peft(request.adapter)
+        name = None if adapter is False else self._name_in_peft(adapter)
         if module is self._engine.base:
             yield
             return
         for each, config in module.peft_config.items():
             _refuse_unswitchable(config, self._engine.base, active=each == name)
-        if isinstance(request, ScoreRequest) and request.grad and runs_layers_again(module):
+        if grad and runs_layers_again(module):
             raise CapabilityError(
                 "adapter= and gradient checkpointing exclude each other: layers run again in the backward pass, when "
                 "the adapter is switched back. Call model.set_adapter yourself and leave adapter= out",

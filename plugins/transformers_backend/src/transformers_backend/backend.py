@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Generator, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
+    Adapter,
     CloseRequest,
     GenerateRequest,
     GenerateResult,
@@ -28,25 +29,45 @@ from corelm.spec import (
 )
 from corelm.validate import flag
 from corelm_engine_kit import VersionLog
+from corelm_engine_kit.loop import Aborted, Call, Loop
 from transformers_backend import loading, weights
 from transformers_backend.adapters import Adapters, may_have_adapters
 from transformers_backend.beams import beam_search
-from transformers_backend.calls import Aborted, Call, Calls
 from transformers_backend.capabilities import read_capabilities
 from transformers_backend.decoding import Decoder
 from transformers_backend.engine import CausalLM, cache_name
-from transformers_backend.in_flight import CallUpdates, UpdateGate
+from transformers_backend.in_flight import CallUpdates
 from transformers_backend.memory import DEFAULT_TOKENS, give_back, naming_max_batch_tokens
 from transformers_backend.protocol import aborted_result
 from transformers_backend.scoring import Scorer
 from transformers_backend.self_test import SelfTest
 from transformers_backend.sleeping import SleepingWeights, sleep_levels
+from transformers_backend.verdicts import Verdict
 from transformers_backend.weights_state import WeightsState
 from transformers_backend.wrapped import refuse_sharded, unwrapped
 
 
+@dataclass(frozen=True)
+class Key:
+    """What calls have to have in common to be made together.
+
+    Attributes:
+        adapter: see `GenerateRequest`.
+        autocast: whether the caller has turned it on, and its dtype.
+        verdict: what is known of the model; None as long as it is not asked for.
+        decoding: whether the accelerations of decoding are on.
+    """
+
+    adapter: Adapter
+    autocast: tuple[bool, torch.dtype]
+    verdict: Verdict | None = None
+    decoding: bool = False
+
+
 class TransformersBackend:
-    """Samples from and scores with a causal language model, in this process. It runs one call at a time.
+    """Samples from and scores with a causal language model, in this process.
+
+    Calls of `generate` share their steps. All that needs the model otherwise comes between two of them.
 
     Attributes:
         engine: drives the model.
@@ -54,14 +75,14 @@ class TransformersBackend:
         decoder: makes the answers.
         scorer: makes the scores.
         adapters: the adapters that were loaded, and the one that a call runs with.
-        calls: the requests under way.
-        gate: lets new weights in while it samples.
+        loop: makes the steps, and knows the calls under way.
         owns_model: whether the model was loaded here, and is to be gone after `close`.
         tokenizer, capabilities: what core asks of every backend.
         conformance: what `corelm conformance` needs to know to test it.
     """
 
     requires_api = ">=1,<2"
+    on_caller_threads = True
 
     def __init__(
         self,
@@ -79,9 +100,8 @@ class TransformersBackend:
         self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
         self.scorer = scorer_class(engine, self.self_test, max_batch_tokens or DEFAULT_TOKENS)
         self.adapters = Adapters(engine)
-        self.calls = Calls()
-        self._untried = False
-        self.gate, self._log, self._rereads = UpdateGate(), VersionLog(), recompute_kv_on_update
+        self.loop = Loop(self.decoder.step, self._running)
+        self._log, self._rereads = VersionLog(), recompute_kv_on_update
         self.owns_model = owns_model
         self.conformance = {
             "engine_sampling": {"num_beams": 2, "temperature": 0.0, "engine_kwargs": {"no_repeat_ngram_size": 1}},
@@ -196,53 +216,67 @@ class TransformersBackend:
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         refuse_sharded(self.engine.module)
-        with self._serving(request) as call:
-            updates = call.updates = CallUpdates(self.gate, self._log, request, rereads=self._rereads)
-            try:
+        self.engine.refuse_unreadable(request.prompts, "prompts")
+        beams = request.sampling.num_beams > 1
+        with self.loop.start(request, Key(request.adapter, self._autocast())) as call:
+            # A model that keeps more of its rows than a cache holds cannot read others in between.
+            return self.loop.run(call, self._answers(request, call), alone=beams or self.engine.keeps_states)
+
+    def _answers(self, request: GenerateRequest, call: Call) -> Generator[Any, None, GenerateResult]:
+        """Answer a request, as the work of its call."""
+        updates = CallUpdates(self._log, request, rereads=self._rereads)
+        try:
+            with naming_max_batch_tokens(self.engine):
                 if request.sampling.num_beams > 1:
                     use_cache = self.decoder.may_use_cache(request, call)
                     made = beam_search(self.engine, request, call, use_cache=use_cache)
                 else:
-                    made = self.decoder.generate(request, call)
-            except Aborted:
-                made = aborted_result(request)
-            # A row that failed has no tokens, which could be of later weights.
-            runs = zip(updates.runs, made.errors or [""] * len(updates.runs), strict=True)
-            return replace(made, version_runs=tuple(run[:1] if failed else run for run, failed in runs))
+                    made = yield from self.decoder.generate(request, call, updates)
+        except Aborted:
+            made = aborted_result(request)
+        # A row that failed has no tokens, which could be of later weights.
+        runs = zip(updates.runs, made.errors or [""] * len(updates.runs), strict=True)
+        return replace(made, version_runs=tuple(run[:1] if failed else run for run, failed in runs))
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         refuse_sharded(self.engine.module)
-        with self._serving(request) as call:
+        self.engine.refuse_unreadable(request.sequences, "sequences")
+        with (
+            self.loop.start(request) as call,
+            self.loop.held(call.deadline),
+            naming_max_batch_tokens(self.engine),
+            self._switched(request.adapter, grad=request.grad),
+        ):
             return self.scorer.score(request, call)
 
     @contextmanager
-    def _serving(self, request: GenerateRequest | ScoreRequest) -> Iterator[Call]:
-        if isinstance(request, ScoreRequest):
-            self.engine.refuse_unreadable(request.sequences, "sequences")
-        else:
-            self.engine.refuse_unreadable(request.prompts, "prompts")
-        with (
-            naming_max_batch_tokens(self.engine),
-            self.gate.held(),
-            self._tried_again(),
-            self.adapters.switched(request),
-            self.calls.start(request) as call,
-        ):
-            yield call
+    def _switched(self, adapter: Adapter, *, grad: bool = False) -> Iterator[None]:
+        told = nullcontext() if adapter is None else self._weights_state.switching()
+        with told, self.adapters.switched(adapter, grad=grad):
+            yield
+
+    def _autocast(self) -> tuple[bool, torch.dtype]:
+        device = self.engine.device.type
+        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
     @contextmanager
-    def _tried_again(self) -> Iterator[None]:
-        """Have the self test begin anew after an update. A call that goes on keeps what is known until it ends."""
-        if self._untried and not self.calls.under_way:
-            self.self_test.forget()
-            self._untried = False
-        yield
+    def _running(self, key: Key) -> Iterator[None]:
+        """Have the model as the calls with a key need it."""
+        enabled, dtype = key.autocast
+        caller: AbstractContextManager[Any] = nullcontext()
+        if key.autocast != self._autocast():
+            caller = torch.autocast(self.engine.device.type, dtype, enabled=enabled)
+        decoding = self.decoder.accelerated() if key.decoding else nullcontext()
+        with caller, self._switched(key.adapter), self.engine.evaluating(), decoding:
+            if key.verdict is not None:
+                self.self_test.resume(key.verdict)
+            yield
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
         refuse_sharded(self.engine.module)
-        with self.gate.held():
+        with self.loop.held():
             try:
                 if request.adapter is None:
                     weights.load(self.engine, request)
@@ -255,7 +289,7 @@ class TransformersBackend:
                 raise
             finally:
                 # Also after a failure: a stream may have changed some.
-                self._untried = True
+                self.self_test.forget()
                 self.scorer.weights_changed()
             if request.adapter is None:
                 self._log.note(request)
@@ -263,10 +297,11 @@ class TransformersBackend:
 
     @hookimpl
     def sleep(self, request: SleepRequest) -> bool:
-        # What was prepared from the weights takes memory, too.
-        self.scorer.weights_changed()
-        self._sleeping.sleep(request.level)
-        give_back(self.engine.device)
+        with self.loop.held():
+            # What was prepared from the weights takes memory, too.
+            self.scorer.weights_changed()
+            self._sleeping.sleep(request.level)
+            give_back(self.engine.device)
         return True
 
     @hookimpl
@@ -282,7 +317,7 @@ class TransformersBackend:
 
     @hookimpl
     def abort(self, request: AbortRequest) -> bool:
-        self.calls.abort(frozenset(request.request_ids))
+        self.loop.abort(frozenset(request.request_ids))
         return True
 
     @hookimpl
@@ -292,11 +327,22 @@ class TransformersBackend:
 
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
+        if not self.loop.close():
+            return False
         # Core calls no other hook after this one; without these references the model's memory can be freed.
         device = self.engine.device
         if not self.owns_model:
             self.adapters.close()
-        del self.engine, self.adapters, self.self_test, self.decoder, self.scorer, self._weights_state, self._sleeping
+        del (
+            self.engine,
+            self.adapters,
+            self.self_test,
+            self.loop,
+            self.decoder,
+            self.scorer,
+            self._weights_state,
+            self._sleeping,
+        )
         if self.owns_model:
             # Otherwise a GPU stays full for other engines until Python happens to collect cycles.
             give_back(device)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
+from corelm_engine_kit.answers import without_answers
 from corelm_engine_kit.ending import answer_limits
-from transformers_backend.calls import Call
+from corelm_engine_kit.loop import Call
+from corelm_engine_kit.sampling import NOT_NUMBERS
 from transformers_backend.engine import CausalLM
-from transformers_backend.protocol import without_answers
 
 _HONOURED = {"temperature", "num_beams", "length_penalty", "early_stopping", "min_new_tokens", "engine_kwargs"}
 
@@ -85,7 +86,7 @@ def beam_search(engine: CausalLM, request: GenerateRequest, call: Call, *, use_c
             reasons.append("stop" if int(answer[-1]) in request.stop_ids else "abort" if cut else "length")
     device = request.prompts.values.device
     result = GenerateResult(ids=Ragged.from_list(answers).to(device), logprobs=None, finish_reasons=tuple(reasons))
-    return without_answers(result, failed) if failed else result
+    return without_answers(result, dict.fromkeys(failed, NOT_NUMBERS))
 
 
 def _look_at(call: Call, row: int) -> Callable[..., Tensor]:

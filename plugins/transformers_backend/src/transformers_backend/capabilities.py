@@ -47,6 +47,7 @@ def read_capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = Fals
         argmax=True,
         gradients=True,
         per_answer_seeds=True,
+        concurrent_calls=True,
         stops_at_timeout=True,
         streaming=True,
         update_weights=True,

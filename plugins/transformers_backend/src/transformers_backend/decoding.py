@@ -1,13 +1,15 @@
-"""`Decoder`: one decoding loop that records the log-probability of each token as it is chosen.
+"""`Decoder`: answers that grow token by token, with the log-probability of each token as it is chosen.
 
-Equal prompts share their prefill, and a row leaves the batch when it ends. The model's generation config is not read
-here, so nothing in it can change what was asked for.
+Equal prompts share their prefill, and a row leaves the batch when it ends. Rows of several calls share their steps, as
+far as the model can read them together. The model's generation config is not read here, so nothing in it can change
+what was asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,22 +18,16 @@ from torch import Tensor
 
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged
-from corelm_engine_kit.ending import AnswerEnding, answer_limits
-from corelm_engine_kit.sampling import Sampler
-from transformers_backend.batch_decoding import BatchDecoding, without
+from corelm_engine_kit.answers import AnswerGroup, Answers, without
+from corelm_engine_kit.ending import answer_limits
+from corelm_engine_kit.loop import Call, NotDone
+from transformers_backend.batch_decoding import BatchDecoding
 from transformers_backend.batches import Grouping
-from transformers_backend.calls import Call
-from transformers_backend.continuation import CachedRows, GrowingRows, UncachedRows
+from transformers_backend.continuation import CachedRows, GrowingRows, Share, UncachedRows
 from transformers_backend.engine import CausalLM
+from transformers_backend.in_flight import CallUpdates
 from transformers_backend.memory import CacheBytes, DecodingLimits, decoding_limits, measured_cache
-from transformers_backend.protocol import (
-    PromptBatch,
-    SampledAnswers,
-    batches_of,
-    generation_prompts,
-    generation_result,
-    no_answers,
-)
+from transformers_backend.protocol import PromptBatch, batches_of, generation_prompts
 from transformers_backend.self_test import TAIL, TAKES_NO_CACHE, OwnRow, SelfTest
 from transformers_backend.trials import with_others
 
@@ -60,10 +56,14 @@ _SLOWER: dict[DecodingWay, tuple[str, str]] = {
 EXPECTED_TOKENS = 512
 #: Number of tokens by which trial rows are continued.
 _TRIED = 3
+#: How rows that were read apart go on together, as `SelfTest` knows it.
+_JOINED = "joined"
+#: How many times as many tokens rows may have together as apart, with padding.
+_WASTE = 2
 
 
 class Decoder:
-    """Answers one request at a time.
+    """Answers requests.
 
     Attributes:
         way: how the latest batch was decoded; None before the first.
@@ -79,6 +79,8 @@ class Decoder:
         self._self_test = self_test
         self._max_batch_tokens = max_batch_tokens
         self._cache_bytes: CacheBytes | None = None
+        # What is in the model.
+        self._growing: list[GrowingRows] = []
 
     @property
     def info(self) -> str:
@@ -88,8 +90,10 @@ class Decoder:
         told = self._self_test.told.get(_SLOWER[self.way][0]) if self.way in _SLOWER else None
         return f"{self.way}: {told}" if told else self.way
 
-    def generate(self, request: GenerateRequest, call: Call) -> GenerateResult:
-        """Answer every prompt. An aborted row ends with the step of decoding under way.
+    def generate(
+        self, request: GenerateRequest, call: Call, updates: CallUpdates
+    ) -> Generator[Share | None, None, GenerateResult]:
+        """Answer every prompt, as the work of a call. An aborted row ends with the step of decoding under way.
 
         Raises:
             Aborted: all rows were aborted before the first of them was begun.
@@ -98,9 +102,30 @@ class Decoder:
             TimeoutError: the request's timeout has passed.
         """
         self._self_test.begin(call.check_wanted)
-        prompts = generation_prompts(request, self._engine)
-        with self._engine.evaluating():
-            return generation_result(request, list(self._answers(prompts, request, call)))
+        prompts, answers = generation_prompts(request, self._engine), Answers(request)
+        yield from self._answer(prompts, answers, call, updates)
+        return answers.result()
+
+    def step(self, calls: Sequence[Call]) -> None:
+        """Append their tokens to the rows of some calls, of which all want that; see `Loop`."""
+        shares: list[Share] = [call.wants for call in calls]
+        if len(shares) > 1:
+            self._join(shares)
+        for growing in dict.fromkeys(share.growing for share in shares):
+            some = [call for call in calls if call.wants.growing is growing]
+            try:
+                if len(some) > 1 and not self._self_test.is_confirmed(_JOINED, growing.columns + 1):
+                    raise NotDone
+                growing.step()
+                for call in some:
+                    call.give(None)
+            except BaseException as error:
+                own = len(some) == 1 and isinstance(error, Exception)
+                for call in some:
+                    if not call.ready:
+                        call.give(error if own else NotDone())
+                if not isinstance(error, Exception):
+                    raise
 
     def may_use_cache(self, request: GenerateRequest, call: Call) -> bool:
         """Return whether decoding with a cache gives the numbers of the plain forward, up to the longest answer that
@@ -115,74 +140,135 @@ class Decoder:
             if right:
                 prompt = request.prompts.split()[int(lengths.argmax())].cpu()
                 row = prompt.repeat(-(-columns // len(prompt)))[:columns]
-                ends = self._continued("cached", 2, Ragged.from_list([row]))
-                right = self._self_test.confirm("cached", columns, (OwnRow(row, found) for _, found in ends))
+                right = self._confirmed_on("cached", [row])
         if not right:
             self._self_test.warn_once(*_SLOWER["uncached"])
         return right
 
-    def _answers(
-        self, prompts: PromptBatch, request: GenerateRequest, call: Call
-    ) -> Iterator[tuple[PromptBatch, SampledAnswers]]:
-        """Yield the answers batch by batch. If the log-probs of a batch turn out to be wrong, it and all later ones are
+    def _answer(
+        self, prompts: PromptBatch, answers: Answers, call: Call, updates: CallUpdates
+    ) -> Generator[Share | None, None, None]:
+        """Answer prompts, batch by batch. If the log-probs of a batch turn out to be wrong, it and all later ones are
         decoded in another way.
 
         Raises:
             EngineError: they are wrong, and the tokens were streamed to a caller, from whom they cannot be taken back.
         """
+        request, engine = answers.request, self._engine
         way = self._way(prompts, request)
-        done: list[Tensor] = []
-        limits = self._limits(int(prompts.prompts.lengths.max()))
+        limits, done = self._limits(int(prompts.prompts.lengths.max())), torch.empty(0, dtype=torch.int64)
         expected = self.expected_tokens if request.sampling.max_new_tokens is None else None
-        for batch in batches_of(prompts, _GROUPING[way], self._engine, limits, expected):
+        for batch in batches_of(prompts, _GROUPING[way], engine, limits, expected):
+            done = torch.cat([done, batch.rows])
             if gone := call.aborted_among(batch.rows):
-                aborted = batch.select(torch.tensor(sorted(gone)))
-                done.append(aborted.rows)
-                yield aborted, no_answers(request, len(gone))
-                if len(gone) == len(batch.rows):
+                batch = batch.select(torch.tensor([row for row in range(len(batch.rows)) if row not in gone]).long())
+                if not len(batch.rows):
                     continue
-                batch = batch.select(torch.tensor([row for row in range(len(batch.rows)) if row not in gone]))
             ragged = len(set(batch.prompts.lengths.tolist())) > 1
-            self.way = "cached" if way == "cached and padded" and not ragged else way
+            self.way = used = "cached" if way == "cached and padded" and not ragged else way
             columns = _columns(batch.prompts.lengths, batch.limits)
-            check = self.way != _WAYS[-1] and not self._self_test.is_confirmed(self.way, columns)
-            changes = 0 if call.updates is None else call.updates.changes
-            with self._accelerated():
-                found = self._decode(batch, self.way, request, call, limits, keep_raw=check)
-            if call.updates is not None and call.updates.changes > changes:
-                # The weights that the first of these tokens were sampled with are gone: there is nothing to compare.
-                # Batches that come later are of the new weights alone.
-                check = False
-            if check and not self._confirmed(self.way, batch, found):
+            check = used != _WAYS[-1] and not self._self_test.is_confirmed(used, columns)
+            changes, first = updates.changes, len(answers.steps)
+            self._try_joining(used, batch)
+            call.key = replace(call.key, decoding=True, verdict=self._self_test.now)
+            yield None
+
+            def start(rows: Ragged, way: DecodingWay = used) -> GrowingRows:
+                self._growing.append(self._start(way, rows))
+                return self._growing[-1]
+
+            run = BatchDecoding(answers, call, updates, start, self._limits, self._in_the_model, keep_raw=check)
+            group = AnswerGroup(
+                answers,
+                call,
+                batch.rows,
+                batch.prompts,
+                batch.seeds,
+                batch.limits,
+                self._tokenizer,
+                engine.vocab_size,
+                engine.device,
+            )
+            yield from run.run(group, batch.prompts, limits)
+            call.key = replace(call.key, decoding=False)
+            yield None
+            # The weights that the first of the tokens were sampled with may be gone: then there is nothing to compare.
+            # Batches that come later are of the new weights alone.
+            if check and updates.changes == changes and not self._confirmed(used, batch, answers, run.raw):
                 if request.on_tokens is not None:
                     raise EngineError(
                         "the streamed log-probs turned out to be others than those of the model's own forward; "
                         "ask again, the next call decodes in a slower way",
                         usable=True,
                     )
-                left = ~torch.isin(prompts.rows, torch.cat([torch.empty(0, dtype=torch.int64), *done]))
-                yield from self._answers(prompts.select(left.nonzero()[:, 0]), request, call)
+                answers.take_back(first)
+                left = ~torch.isin(prompts.rows, done) | torch.isin(prompts.rows, batch.rows)
+                yield from self._answer(prompts.select(left.nonzero()[:, 0]), answers, call, updates)
                 return
-            done.append(batch.rows)
-            yield batch, found
 
-    def _confirmed(self, way: DecodingWay, batch: PromptBatch, found: SampledAnswers) -> bool:
+    def _confirmed(self, way: DecodingWay, batch: PromptBatch, answers: Answers, raw: list[Tensor]) -> bool:
         """Return whether the log-probs of a batch are right, as far as these rows show: the last of the longest, the
         first of the most padded, and of those with the longest answer the most padded.
         """
-        assert found.raw is not None
-        prompts, answers = batch.prompts.lengths, found.ids.lengths
-        columns = _columns(prompts, answers)
-        furthest = (answers * (columns + 1) - prompts).argmax()
-        longest = (prompts + answers).argsort(stable=True)[-1]
+        ids = answers.ids().select(batch.rows)
+        found = answers.by_row(raw, answers.steps[-len(raw) :]).select(batch.rows)
+        prompts, lengths = batch.prompts.lengths, ids.lengths
+        columns = _columns(prompts, lengths)
+        furthest = (lengths * (columns + 1) - prompts).argmax()
+        longest = (prompts + lengths).argsort(stable=True)[-1]
         rows = sorted({int(longest), int(prompts.argmin()), int(furthest)})
-        sequences = batch.prompts.to("cpu").join(found.ids).select(rows).split()
-        pairs = zip(sequences, found.raw.select(rows).split(), strict=True)
+        sequences = batch.prompts.to("cpu").join(ids).select(rows).split()
         ends = (
             OwnRow(ids[:-1], raw[-2 * TAIL :], with_others(ids[-len(raw) :][-2 * TAIL :], self._engine.vocab_size))
-            for ids, raw in pairs
+            for ids, raw in zip(sequences, found.select(rows).split(), strict=True)
         )
         return self._self_test.confirm(way, columns, ends)
+
+    def _confirmed_on(self, way: str, rows: list[Tensor]) -> bool:
+        """Return whether continuing rows of ids gives the numbers of the plain forward, as wide as the longest is."""
+        ends = self._continued(way, 2, Ragged.from_list(rows))
+        return self._self_test.confirm(way, max(map(len, rows)), (OwnRow(rows[row], found) for row, found in ends))
+
+    # Several calls ----------------------------------------------------------------------------------------------------
+
+    def _in_the_model(self, share: Share | None = None) -> int:
+        """Return how many tokens are in the model, apart from those of a share."""
+        self._growing = [each for each in self._growing if each.shares]
+        tokens = sum(len(each) * each.columns for each in self._growing)
+        return tokens if share is None else tokens - len(share.rows) * share.growing.columns
+
+    def _try_joining(self, way: DecodingWay, batch: PromptBatch) -> None:
+        """Find out whether a batch may go on together with rows that are in the model, if there are any."""
+        test = self._self_test
+        tokens, others = self._in_the_model(), [each for each in self._growing if _joins(each)]
+        if not (tokens and others) or not way.startswith("cached") or self._engine.rope_switch is not None:
+            return
+        widest = max(int(batch.prompts.lengths.max()), *(each.columns for each in others))
+        columns = widest + min(int(batch.limits.max()), EXPECTED_TOKENS)
+        columns = min(columns, self._engine.max_context or columns)
+        if test.is_confirmed(_JOINED, columns) or test.is_refuted(_JOINED, columns):
+            return
+        if test.may_run(_JOINED, partial(self._continued, _JOINED, 2)):
+            row = test.row.cpu()
+            row = row.repeat(-(-columns // len(row)))[:columns]
+            self._confirmed_on(_JOINED, [row, row[: max(_TRIED + 1, columns // 2)]])
+
+    def _join(self, shares: Sequence[Share]) -> None:
+        """Make one of rows that were read apart, where that is right and does not pay for itself in padding."""
+        first: CachedRows | None = None
+        for growing in dict.fromkeys(share.growing for share in shares):
+            if not _joins(growing):
+                continue
+            assert isinstance(growing, CachedRows)
+            if first is None:
+                first = growing
+                continue
+            columns = max(first.columns, growing.columns)
+            apart = len(first) * first.columns + len(growing) * growing.columns
+            together = (len(first) + len(growing)) * columns
+            limit = min(share.most for share in [*first.shares, *growing.shares])
+            if together <= min(limit, _WASTE * apart) and self._self_test.is_confirmed(_JOINED, columns + 1):
+                first.join(growing, self._new_cache())
 
     # Which way --------------------------------------------------------------------------------------------------------
 
@@ -215,7 +301,7 @@ class Decoder:
                 break
         return True
 
-    def _continued(self, way: DecodingWay, depth: int, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
+    def _continued(self, way: str, depth: int, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
         """Yield every row's number and the logits of its last positions, ``[n, vocab]``, as decoding makes them.
 
         Args:
@@ -229,7 +315,7 @@ class Decoder:
         steps = min(_TRIED if depth > 1 else int(self._self_test.is_short), int(rows.lengths.min()) - 1)
         prompts = Ragged.from_list([row[: len(row) - steps] for row in ids])
         tokens = torch.stack([row[-1 - steps :][1:] for row in ids]).to(self._engine.device)
-        with self._accelerated():
+        with self.accelerated():
             growing = self._start(way, prompts)
             if depth > 1:
                 alive = torch.tensor([0, *range(len(rows))])
@@ -259,13 +345,20 @@ class Decoder:
 
     # Decoding ---------------------------------------------------------------------------------------------------------
 
-    def _start(self, way: DecodingWay, prompts: Ragged) -> GrowingRows:
+    def _start(self, way: str, prompts: Ragged) -> GrowingRows:
         """Return the prompts inside the model."""
         if way.startswith("uncached"):
             return UncachedRows(self._engine, prompts)
-        return CachedRows(self._engine, self._new_cache(), prompts)
+        if way != _JOINED:
+            return CachedRows(self._engine, self._new_cache(), prompts)
+        first, *others = (self._start("cached", Ragged.from_list([row])) for row in prompts.split())
+        assert isinstance(first, CachedRows)
+        for each in others:
+            assert isinstance(each, CachedRows)
+            first.join(each, self._new_cache())
+        return first
 
-    def _accelerated(self) -> AbstractContextManager[None]:
+    def accelerated(self) -> AbstractContextManager[None]:
         """Return the context in which the model decodes."""
         return nullcontext()
 
@@ -275,32 +368,10 @@ class Decoder:
 
         return DynamicCache(config=self._engine.base.config)
 
-    def _decode(
-        self,
-        batch: PromptBatch,
-        way: DecodingWay,
-        request: GenerateRequest,
-        call: Call,
-        limits: DecodingLimits,
-        *,
-        keep_raw: bool,
-    ) -> SampledAnswers:
-        engine, prompts = self._engine, batch.prompts
-        sampler = Sampler(
-            request.sampling,
-            prompts,
-            batch.seeds,
-            request.stop_ids,
-            engine.vocab_size,
-            engine.device,
-            raw=request.logprobs == "raw",
-            support=request.return_support,
-            top=request.top_logprobs,
-        )
-        ending = AnswerEnding(request.sampling, request.stop_ids, batch.limits, self._tokenizer, prompts)
-        start = partial(self._start, way)
-        running = BatchDecoding(batch, request, call, sampler, ending, start, self._limits, keep_raw=keep_raw)
-        return running.run(limits)
+
+def _joins(growing: GrowingRows) -> bool:
+    """Return whether rows of other calls may join these."""
+    return isinstance(growing, CachedRows) and growing.may_join and not any(share.alone for share in growing.shares)
 
 
 def _columns(prompts: Tensor, answers: Tensor) -> int:

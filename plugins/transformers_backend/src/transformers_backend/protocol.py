@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,16 +12,13 @@ from corelm.errors import CapabilityError, refuse
 from corelm.spec import (
     GenerateRequest,
     GenerateResult,
-    Provenance,
     Ragged,
     RowFailure,
     ScoreRequest,
-    TokenSets,
-    TopIds,
     generate_result,
 )
+from corelm_engine_kit.answers import answer_seeds
 from corelm_engine_kit.ending import answer_limits
-from corelm_engine_kit.sampling import NOT_NUMBERS
 from transformers_backend.batches import Grouping, groups_of, micro_batches, rows_of_one_encoding
 from transformers_backend.engine import CausalLM
 from transformers_backend.memory import DecodingLimits
@@ -49,48 +45,6 @@ class PromptBatch:
         return PromptBatch(self.rows[rows], self.prompts.select(rows), self.limits[rows], self.seeds[rows])
 
 
-@dataclass(frozen=True, eq=False)
-class SampledAnswers:
-    """The answers to a `PromptBatch`.
-
-    Attributes:
-        ids: the sampled ids of each answer.
-        logprobs: float32, as long as `ids`.
-        stopped: bool[n]; False for an answer that reached its length limit.
-        aborted: bool[n]; True for an answer that was aborted.
-        raw: float32 ``[total, 2]``, as long as `ids`: the model's own log-probs of the ids that `trials.with_others`
-            makes of them, whatever `logprobs` are; None if they were not kept.
-        kept_ids: as long as `ids`: what truncation left; None unless requested.
-        kept_log_mass: float32, as long as `ids`; None unless requested.
-        top: the most probable ids, one position for each of `ids`, row after row; None unless requested.
-    """
-
-    ids: Ragged
-    logprobs: Ragged
-    stopped: Tensor
-    aborted: Tensor
-    raw: Ragged | None = None
-    kept_ids: TokenSets | None = None
-    kept_log_mass: Ragged | None = None
-    top: TopIds | None = None
-
-
-def no_answers(request: GenerateRequest, count: int) -> SampledAnswers:
-    """Return the answers of prompts of a request that were aborted before they were begun."""
-    nothing = torch.zeros(count, dtype=torch.int64)
-    aborted = torch.ones(count, dtype=torch.bool)
-    ids, numbers = Ragged.full(nothing, 0, torch.int64), Ragged.full(nothing, 0.0, torch.float32)
-    return SampledAnswers(
-        ids,
-        numbers,
-        ~aborted,
-        aborted,
-        kept_ids=TokenSets.empty(nothing) if request.return_support else None,
-        kept_log_mass=numbers if request.return_support else None,
-        top=TopIds.nothing(0, request.top_logprobs) if request.top_logprobs else None,
-    )
-
-
 def aborted_result(request: GenerateRequest) -> GenerateResult:
     """Return the result of a request whose rows were all aborted before they were begun."""
     return generate_result(request, [RowFailure("aborted", aborted=True)] * len(request.prompts))
@@ -113,9 +67,7 @@ def generation_prompts(request: GenerateRequest, engine: CausalLM) -> PromptBatc
         )
     limits = answer_limits(request, engine.max_context)
     _refuse_crossing(prompts.lengths, limits, engine.rope_switch)
-    # Without seeds the answers follow torch's global generator, like any other sampling in torch.
-    seeds = torch.randint(2**63 - 1, (len(prompts),)) if request.seeds is None else request.seeds.cpu()
-    return PromptBatch(torch.arange(len(prompts)), prompts, limits, seeds)
+    return PromptBatch(torch.arange(len(prompts)), prompts, limits, answer_seeds(request))
 
 
 def batches_of(
@@ -150,71 +102,6 @@ def _refuse_crossing(lengths: Tensor, limits: Tensor, rope_switch: int | None) -
         "encodes all positions, so ask for a shorter answer"
     )
     refuse(dict.fromkeys(crossing, problem), "max_new_tokens")
-
-
-def generation_result(
-    request: GenerateRequest, answers: Sequence[tuple[PromptBatch, SampledAnswers]]
-) -> GenerateResult:
-    """Return the answers of all batches in the order of the prompts, and an error for each whose logits were NaN."""
-    order = torch.cat([batch.rows for batch, _ in answers]).argsort()
-    found = [each for _, each in answers]
-    device = request.prompts.values.device
-    logprobs = Ragged.cat([each.logprobs for each in found]).select(order)
-    result = GenerateResult(
-        ids=Ragged.cat([each.ids for each in found]).select(order).to(device),
-        logprobs=None if request.logprobs == "none" else logprobs.to(device),
-        finish_reasons=tuple(
-            "abort" if aborted else "stop" if stopped else "length"
-            for aborted, stopped in zip(
-                torch.cat([each.aborted for each in found])[order].tolist(),
-                torch.cat([each.stopped for each in found])[order].tolist(),
-                strict=True,
-            )
-        ),
-        **_kept(request, found, order),
-        **_top(request, found, order),
-        **Provenance.label(request.logprobs, request.sampling),
-    )
-    odd = logprobs.values.isnan()
-    return without_answers(result, set(logprobs.row_index[odd].tolist())) if bool(odd.any()) else result
-
-
-def without_answers(result: GenerateResult, rows: Collection[int]) -> GenerateResult:
-    """Return the result with the error `NOT_NUMBERS` in place of the answers of these rows."""
-    failed = [row in rows for row in range(len(result.ids))]
-    stop = result.ids.lengths * ~torch.tensor(failed)
-    names = ("ids", "logprobs", "kept_ids", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
-    columns = {name: getattr(result, name) for name in names}
-    return replace(
-        result,
-        **{name: each.slice(torch.zeros_like(stop), stop) for name, each in columns.items() if each is not None},
-        finish_reasons=tuple("error" if bad else why for bad, why in zip(failed, result.finish_reasons, strict=True)),
-        errors=tuple(NOT_NUMBERS if bad else "" for bad in failed),
-    )
-
-
-def _kept(request: GenerateRequest, found: Sequence[SampledAnswers], order: Tensor) -> dict[str, Any]:
-    """Return the fields of a `GenerateResult` about the ids that truncation left; none unless requested."""
-    if not request.return_support:
-        return {}
-    device = request.prompts.values.device
-    sets = [each.kept_ids for each in found if each.kept_ids is not None]
-    masses = [each.kept_log_mass for each in found if each.kept_log_mass is not None]
-    return {
-        "kept_ids": TokenSets.cat(sets).select(order).to(device),
-        "kept_log_mass": Ragged.cat(masses).select(order).to(device),
-    }
-
-
-def _top(request: GenerateRequest, found: Sequence[SampledAnswers], order: Tensor) -> dict[str, Any]:
-    """Return the fields of a `GenerateResult` about the most probable ids; none unless requested."""
-    if not request.top_logprobs:
-        return {}
-    top = TopIds.cat([each.top for each in found if each.top is not None], request.top_logprobs)
-    lengths = torch.cat([each.ids.lengths for each in found])
-    columns = {"top_ids": top.ids, "top_logprobs": top.logprobs, "tail_log_mass": top.tail}
-    device = request.prompts.values.device
-    return {name: Ragged(values, lengths).select(order).to(device) for name, values in columns.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import Ragged, ScoreRequest, ScoreResult
+from corelm_engine_kit.loop import Aborted, Call
 from corelm_engine_kit.token_scores import (
     ScoredTokens,
     TokenQuery,
@@ -23,7 +24,6 @@ from corelm_engine_kit.token_scores import (
 )
 from corelm_engine_kit.transfer import to_device
 from transformers_backend.batches import Grouping, groups_of, micro_batches
-from transformers_backend.calls import Aborted, Call
 from transformers_backend.engine import CausalLM, runs_layers_again
 from transformers_backend.protocol import (
     SequenceBatch,

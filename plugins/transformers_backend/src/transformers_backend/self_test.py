@@ -84,7 +84,10 @@ class SelfTest:
     Attributes:
         read: the plain forward: returns the logits of a row, ``[n, vocab]``.
         told: the causes of what `warn_once` has told.
+        now: what is known of the model that is tried, or asked about.
     """
+
+    now: Verdict
 
     def __init__(self, engine: CausalLM, tokenizer: Any, *, fast: bool) -> None:
         self.read: Callable[[Tensor], Tensor] = engine.plain_logits
@@ -151,6 +154,16 @@ class SelfTest:
             self._verdicts = others
             self._read_plainly(verdict)
         self._verdicts = [verdict, *others[: _REMEMBERED - 1]]
+        self._take(verdict)
+
+    def resume(self, verdict: Verdict) -> None:
+        """Go on with a request that began with this verdict, after `begin` was called for others."""
+        if verdict is not self.now:
+            self._plain = None
+            self._take(verdict)
+
+    def _take(self, verdict: Verdict) -> None:
+        self.now = verdict
         for name, may in self._may.items():
             setattr(self._engine, name, may and name not in verdict.off)
 
@@ -196,7 +209,7 @@ class SelfTest:
         """
         if self._engine.adapter_reads_ids:
             return False
-        now, record = self._now, self._now.records[way]
+        now, record = self.now, self.now.records[way]
         if record.tried < depth and record.refuted:
             columns, record.tried = int(self._rows.lengths.max()), 0
             fault = self._fault_of(run, padded)
@@ -217,11 +230,11 @@ class SelfTest:
 
     def is_refuted(self, way: str, columns: int) -> bool:
         """Return whether `way` differed from the plain forward on a forward pass as wide as this."""
-        return columns >= self._now.records[way].refuted
+        return columns >= self.now.records[way].refuted
 
     def is_confirmed(self, way: str, columns: int) -> bool:
         """Return whether `way` was compared on a forward pass as wide as this, and agreed."""
-        _, last = self._lengths.around(self._now.records[way].confirmed)
+        _, last = self._lengths.around(self.now.records[way].confirmed)
         return columns <= last and not self.is_refuted(way, columns)
 
     def confirm(self, way: str, columns: int, rows: Iterable[OwnRow]) -> bool:
@@ -232,14 +245,14 @@ class SelfTest:
             with self._engine.evaluating():
                 agreed = all(map(self._agrees, rows))
             if agreed:
-                self._now.records[way].confirmed = columns
+                self.now.records[way].confirmed = columns
             else:
                 self._refute(way, columns, _OTHER_NUMBERS)
         return not self.is_refuted(way, columns)
 
     def _refute(self, way: str, columns: int, fault: str) -> None:
         """Remember what a forward pass of so many columns did instead of agreeing."""
-        record = self._now.records[way]
+        record = self.now.records[way]
         # A way that failed on the short trial rows is not used at all.
         record.refuted = min(record.refuted, self._lengths.around(columns)[0]) if record.tried else 0
         record.fault = f"{way} rows of {columns} tokens {brief(fault)}"
@@ -250,7 +263,7 @@ class SelfTest:
         """Tell the user, once, what is done in a slower way, and how much time that takes."""
         if what in self.told:
             return
-        causes = [record.fault for record in self._now.records.values() if record.fault]
+        causes = [record.fault for record in self.now.records.values() if record.fault]
         advice = "if another release of transformers behaves otherwise, use that one; please report the model type"
         if self._engine.adapter_reads_ids:
             causes, advice = ["its adapter reads the ids of each call (aLoRA)"], "another kind of adapter is faster"
@@ -307,7 +320,7 @@ class SelfTest:
             return False
         if torch.equal(engine.plain_logits(changed)[: len(short)], self.plain[: len(short)]):
             return True
-        self._refuse_noise(torch.finfo(self._dtype()).eps ** 0.5 * self._now.scale)
+        self._refuse_noise(torch.finfo(self._dtype()).eps ** 0.5 * self.now.scale)
         return False
 
     def _agrees(self, row: OwnRow) -> bool:
@@ -331,7 +344,7 @@ class SelfTest:
             noise: returns how far the plain forward of the row moves when it is rounded otherwise.
             at: which of that are these positions.
         """
-        scale, eps, short = self._now.scale, torch.finfo(self._dtype()).eps, self.is_short
+        scale, eps, short = self.now.scale, torch.finfo(self._dtype()).eps, self.is_short
         config = self._engine.base.config.get_text_config()
         # Where activations are quantized, the rounding of a sum may move one of them to the next level.
         largest = scale * (0.5 if short else 0.2 if self._engine.is_quantized else eps**0.5)
@@ -365,10 +378,6 @@ class SelfTest:
     def _plainly(self) -> Iterator[None]:
         with self._engine.evaluating(), torch.autocast(self._engine.device.type, enabled=False):
             yield
-
-    @property
-    def _now(self) -> Verdict:
-        return self._verdicts[0]
 
     # The plain forward itself -----------------------------------------------------------------------------------------
 
@@ -409,7 +418,7 @@ class SelfTest:
         Raises:
             CapabilityError: the model is not causal, or does not give the same numbers twice.
         """
-        engine, now, half = self._engine, self._now, len(self.row) // 2 or 1
+        engine, now, half = self._engine, self.now, len(self.row) // 2 or 1
         if now.examined:
             return False
         self._checkpoint()
@@ -449,7 +458,7 @@ class SelfTest:
         return torch.finfo(self._dtype()).bits < 32
 
     def _dtype(self) -> torch.dtype:
-        device, dtype = self._engine.device.type, self._now.rounded or self._engine.base.dtype
+        device, dtype = self._engine.device.type, self.now.rounded or self._engine.base.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.bfloat16

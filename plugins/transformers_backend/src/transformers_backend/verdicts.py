@@ -45,7 +45,7 @@ class Record:
     fault: str = ""  # what it did instead of agreeing
 
 
-@dataclass
+@dataclass(eq=False)
 class Verdict:
     """What was found out about the model in one state of its structure."""
 

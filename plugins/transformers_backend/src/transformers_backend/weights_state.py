@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence, ValuesView
+from collections.abc import Hashable, Iterator, Sequence, ValuesView
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -30,8 +31,24 @@ class WeightsState:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._structure = _Structure(module)
+        # What is told of the adapters while a call runs with another, and how often that has begun or ended.
+        self._told: Hashable | None = None
+        self._switches = 0
 
-    def __call__(self) -> Hashable:
+    @contextmanager
+    def switching(self) -> Iterator[None]:
+        """Tell of the adapters that are in force now, as long as a call runs with others inside."""
+        outer = self._told
+        _, told, _ = self()
+        self._switches += 1
+        self._told = told
+        try:
+            yield
+        finally:
+            self._told = outer
+            self._switches += 1
+
+    def __call__(self) -> tuple[Hashable, Hashable, int | None]:
         structure = self._structure
         if structure.changed:
             structure = self._structure = _Structure(self._module)
@@ -41,7 +58,12 @@ class WeightsState:
         except RuntimeError:
             # Inference tensors count no versions, and wrappers of several tensors have no address.
             where = tuple(map(_version, weights)), tuple(map(_address, weights))
-        return hash(where), structure.adapters(), structure.sample(weights)
+        while True:
+            switches, told = self._switches, self._told
+            adapters = structure.adapters() if told is None else told
+            # Otherwise another thread has switched them meanwhile.
+            if switches == self._switches:
+                return hash(where), adapters, structure.sample(weights)
 
 
 class _Structure:

@@ -29,7 +29,12 @@ class RoomyLayer(DynamicLayer):
     """One layer's `keys` and `values`, ``[rows, heads, length, size]``: the first columns of two larger buffers.
 
     The first tokens are kept without a buffer, because they may still be expanded to more rows.
+
+    Attributes:
+        joins: says that there is nothing else: see `CachedRows.may_join`.
     """
+
+    joins = True
 
     def __init__(self) -> None:
         super().__init__()

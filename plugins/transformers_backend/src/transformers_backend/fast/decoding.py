@@ -13,7 +13,7 @@ from transformers_backend.fast.onednn import quick_products
 
 class FastDecoder(Decoder):
     @contextmanager
-    def _accelerated(self) -> Iterator[None]:
+    def accelerated(self) -> Iterator[None]:
         with quick_products(self._engine.base):
             yield
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from corelm.spec import Ragged, ScoreRequest
+from corelm_engine_kit.loop import Call
 from corelm_engine_kit.token_scores import ScoredTokens, TokenQuery, TokenScores
 from corelm_engine_kit.transfer import to_device
-from transformers_backend.calls import Call
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast.head import ScoringHead
 from transformers_backend.fast.layouts import ReadBatch, SharingPays, packed_batches, padded_batches
