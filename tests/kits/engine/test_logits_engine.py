@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, EngineError
-from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, Ragged, SamplingParams, WeightUpdate
+from corelm.spec import AbortRequest, GenerateRequest, Ragged, RowAnswer, SamplingParams, WeightUpdate
 from corelm_engine_kit import LogitsEngine, refuse_weights, shape_problems, shapes_of
 from corelm_engine_kit.logits_engine import _Generation
 from corelm_testing.toy import ByteTokenizer
@@ -81,7 +81,7 @@ class Stepwise(Table):
         self.may_end.release()
         assert self.begun.acquire(timeout=60)
 
-    def submit(self, count: int, **sampling: Any) -> Future[GenerateResult]:
+    def submit(self, count: int, own: Sequence[int] | None = None, **sampling: Any) -> Future[_Generation]:
         request = GenerateRequest(
             prompts=Ragged.from_list([[5]] * count),
             sampling=SamplingParams(ignore_eos=True, **sampling),
@@ -91,9 +91,13 @@ class Stepwise(Table):
             request_ids=tuple(map(str, range(count))),
             timeout=None,
         )
-        call = _Generation(request, self)
-        self._loop.tell(self._loop.join, call)
+        call = _Generation(request, self, own or range(count))
+        self._loop.tell(self._loop.join, [call])
         return call.future
+
+
+def ids_of(call: Future[_Generation]) -> list[list[int]]:
+    return [row.ids for _, row in sorted(call.result(60).outcomes.items()) if isinstance(row, RowAnswer)]
 
 
 @pytest.fixture
@@ -117,15 +121,51 @@ def test_a_short_call_waits_at_most_three_steps_behind_eight_long_ones(stepwise:
         waited += 1
     # The step that had begun, and one for each of its tokens.
     assert waited == 3 and stepwise.steps[-2:] == [9, 9]
-    assert len(short.result().ids.values) == 2 and not any(call.done() for call in long)
+    assert len(ids_of(short)[0]) == 2 and not any(call.done() for call in long)
 
 
 def test_answers_do_not_depend_on_who_shares_their_steps(stepwise: Stepwise) -> None:
     stepwise.may_end.release(10_000)
-    alone = stepwise.submit(3, max_new_tokens=20, top_p=0.8).result(60)
+    alone = stepwise.submit(3, max_new_tokens=20, top_p=0.8)
+    alone.result(60)
     calls = [stepwise.submit(3, max_new_tokens=20, top_p=0.8), stepwise.submit(2, max_new_tokens=9, temperature=0.0)]
-    assert calls[0].result(60).ids.tolist() == alone.ids.tolist()
-    assert max(stepwise.steps) >= 3 and calls[1].result(60).ids.lengths.tolist() == [9, 9]
+    assert ids_of(calls[0]) == ids_of(alone)
+    assert max(stepwise.steps) >= 3 and [len(ids) for ids in ids_of(calls[1])] == [9, 9]
+
+
+class OneAtATime(Stepwise):
+    max_under_way = 1
+
+
+@pytest.fixture
+def in_turn() -> Iterator[OneAtATime]:
+    engine = OneAtATime()
+    yield engine
+    engine.may_end.release(10_000)
+
+
+def test_rows_wait_for_those_before_them(in_turn: OneAtATime) -> None:
+    sampling = {"max_new_tokens": 5, "temperature": 0.7, "ignore_eos": True, "seed": 3}
+    prompts, scored = [[5, 6], [7], [8, 9]], [[5, 6, 7], [3, 4]]
+    in_turn.may_end.release(10_000)
+    with opened(Table()) as together, opened(in_turn) as backend:
+        expected, found = (each.generate(prompts, sampling) for each in (together, backend))
+        assert found.ids.tolist() == expected.ids.tolist() and in_turn.steps == [1] * 15
+        assert found.logprobs is not None and expected.logprobs is not None
+        assert found.logprobs.values.equal(expected.logprobs.values)
+        expected_scores, scores = (each.score_logprobs(scored).logprobs for each in (together, backend))
+        assert scores.values.equal(expected_scores.values)
+
+
+def test_a_row_that_waits_can_be_aborted(in_turn: OneAtATime) -> None:
+    first = in_turn.submit(2, [0], max_new_tokens=3)
+    assert in_turn.begun.acquire(timeout=60)
+    waiting = in_turn.submit(2, [1], max_new_tokens=400)
+    in_turn.abort(AbortRequest(request_ids=("1",)))
+    in_turn.may_end.release(3)
+    assert len(ids_of(first)[0]) == 3
+    aborted = waiting.result(60).outcomes[1]
+    assert isinstance(aborted, RowAnswer) and (aborted.ids, aborted.finish_reason) == ([], "abort")
 
 
 # Failures -------------------------------------------------------------------------------------------------------------
@@ -229,7 +269,7 @@ def test_a_call_that_times_out_leaves_and_the_others_go_on(stepwise: Stepwise) -
         for _ in range(2):
             stepwise.step()
         stepwise.may_end.release(1)
-        assert len(other.result(60).ids.values) == 3 and stepwise.steps == [1, 1, 1]
+        assert len(ids_of(other)[0]) == 3 and stepwise.steps == [1, 1, 1]
 
 
 def test_closing_ends_the_calls_under_way(stepwise: Stepwise) -> None:

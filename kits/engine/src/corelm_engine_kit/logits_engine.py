@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -73,10 +74,13 @@ class LogitsEngine:
 
     Attributes:
         max_rows: how many rows `logits` takes at a time; None for any number. More rows are passed in several calls.
+        max_under_way: how many rows grow at a time, such as the sequences that a KV cache has room for; None for any
+            number. The others wait until one of these ends.
     """
 
     requires_api = ">=1,<2"
     max_rows: int | None = None
+    max_under_way: int | None = None
 
     def __init__(
         self,
@@ -148,13 +152,21 @@ class LogitsEngine:
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        return self._loop.run(_Generation(request, self), request.timeout)
+        rows = range(len(request.request_ids))
+        # A row that waits for others to end samples by itself.
+        parts = [rows] if self.max_under_way is None else [rows[row : row + 1] for row in rows]
+        done = self._loop.run([_Generation(request, self, part) for part in parts], request.timeout)
+        errors = [error for part in done for error in part.errors]
+        if len(errors) == len(rows) > 0:
+            raise errors[0]
+        outcomes = {row: outcome for part in done for row, outcome in part.outcomes.items()}
+        return generate_result(request, [outcomes[row] for row in rows])
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         scoring = _Scoring(request, self)
         if not request.grad:
-            return self._loop.run(scoring, request.timeout)
+            return self._loop.run([scoring], request.timeout)[0]
         deadline = Deadline(request.timeout)
         with self._loop.held(), torch.enable_grad():
             while not scoring.future.done():
@@ -230,13 +242,19 @@ class _Call(ABC):
 
 
 class _Generation(_Call):
-    """A call of `generate`."""
+    """A call of `generate`, or some of its rows. It is its own result.
 
-    def __init__(self, request: GenerateRequest, engine: LogitsEngine) -> None:
+    Attributes:
+        outcomes: of the rows that have ended, by their numbers in the request.
+        errors: why rows failed.
+    """
+
+    def __init__(self, request: GenerateRequest, engine: LogitsEngine, numbers: Sequence[int]) -> None:
         super().__init__()
-        prompts = request.prompts.to("cpu")
+        own = torch.tensor(numbers, dtype=torch.int64)
+        prompts = request.prompts.to("cpu").select(own)
         # As many as there are prompts, if the request leaves them to the engine.
-        seeds = torch.randint(2**63 - 1, (len(prompts),)) if request.seeds is None else request.seeds.cpu()
+        seeds = torch.randint(2**63 - 1, (len(prompts),)) if request.seeds is None else request.seeds.cpu()[own]
         self._request = request
         self._sampler = Sampler(
             request.sampling,
@@ -249,13 +267,14 @@ class _Generation(_Call):
             support=request.return_support,
             top=request.top_logprobs,
         )
-        limits = answer_limits(request, engine.capabilities.max_context)
+        limits = answer_limits(request, engine.capabilities.max_context).cpu()[own]
         self._ending = AnswerEnding(request.sampling, request.stop_ids, limits, engine.tokenizer, prompts)
-        ids = prompts.tolist()
-        self.rows = [_Row(engine, row, name, ids[row]) for row, name in enumerate(request.request_ids)]
-        self._answers = [_Answer() for _ in self.rows]
-        self._outcomes: dict[int, RowAnswer | RowFailure] = {}
-        self._errors: list[BaseException] = []
+        self.rows = [
+            _Row(engine, row, request.request_ids[row], ids) for row, ids in zip(numbers, prompts.tolist(), strict=True)
+        ]
+        self._answers = {row: _Answer() for row in numbers}
+        self.outcomes: dict[int, RowAnswer | RowFailure] = {}
+        self.errors: list[BaseException] = []
 
     def advance(self, logits: Tensor) -> None:
         drawn = self._sampler(logits, read=True)
@@ -292,28 +311,25 @@ class _Generation(_Call):
     def _failure(self, row: _Row) -> RowFailure:
         if row.error is None:
             return RowFailure(NOT_NUMBERS)
-        self._errors.append(row.error)
+        self.errors.append(row.error)
         return RowFailure(described(row.error))
 
     def _end(self, row: _Row, outcome: RowAnswer | RowFailure) -> None:
         row.forget()
-        self._outcomes[row.number] = outcome
+        self.outcomes[row.number] = outcome
         if self._request.on_answer is not None and isinstance(outcome, RowAnswer):
             self._request.on_answer(row.number, len(outcome.ids))
 
     def _go_on(self) -> None:
         """Go on with the rows that have not ended. After the last one, set the result."""
-        left = [place for place, row in enumerate(self.rows) if row.number not in self._outcomes]
+        left = [place for place, row in enumerate(self.rows) if row.number not in self.outcomes]
         if 0 < len(left) < len(self.rows):
             places = torch.tensor(left)
             self._sampler.keep(places)
             self._ending.keep(places)
         self.rows = [self.rows[place] for place in left]
-        if len(self._errors) == len(self._answers) > 0:
-            self.future.set_exception(self._errors[0])
-        elif not self.rows:
-            outcomes = [self._outcomes[row] for row in range(len(self._answers))]
-            self.future.set_result(generate_result(self._request, outcomes))
+        if not self.rows:
+            self.future.set_result(self)
 
 
 @dataclass
@@ -417,21 +433,22 @@ class _Loop:
         # Its queue holds what is to be done between two steps and, behind that, the next step.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=type(engine).__name__)
 
-    def run(self, call: _Call, timeout: float | None) -> Any:
-        """Return the result of a call when it has one.
+    def run(self, calls: Sequence[_Call], timeout: float | None) -> list[Any]:
+        """Return the results of calls when all have one.
 
         Raises:
-            TimeoutError: it has none in time. The call has left then.
+            TimeoutError: not in time. The calls have left then.
         """
         deadline = Deadline(timeout)
-        self.tell(self.join, call)
+        self.tell(self.join, calls)
         try:
-            while not done_within(call.future, deadline.left()):
-                pass
+            for call in calls:
+                while not done_within(call.future, deadline.left()):
+                    pass
+            return [call.future.result() for call in calls]
         except BaseException:
-            self.tell(self._leave, call)
+            self.tell(self._leave, calls)
             raise
-        return call.future.result()
 
     def tell(self, do: Callable[..., T], *arguments: Any) -> Future[T]:
         """Have the thread do something between two steps."""
@@ -461,8 +478,8 @@ class _Loop:
 
     # On the thread ----------------------------------------------------------------------------------------------------
 
-    def join(self, call: _Call) -> None:
-        self._calls.append(call)
+    def join(self, calls: Sequence[_Call]) -> None:
+        self._calls += calls
         self._go_on()
 
     def abort(self, names: Collection[str]) -> None:
@@ -470,9 +487,10 @@ class _Loop:
             self._guarded(call, call.abort, names)
         self._go_on()
 
-    def _leave(self, call: _Call) -> None:
-        call.leave()
-        self._calls = [each for each in self._calls if each is not call]
+    def _leave(self, calls: Sequence[_Call]) -> None:
+        for call in calls:
+            call.leave()
+        self._calls = [each for each in self._calls if each not in calls]
 
     def _end(self, error: BaseException) -> None:
         for call in self._calls:
@@ -488,16 +506,25 @@ class _Loop:
 
     def _step(self) -> None:
         self._step_is_due = False
-        counts = [len(call.rows) if call.wants_logits else 0 for call in self._calls]
+        calls = self._under_way()
+        counts = [len(call.rows) if call.wants_logits else 0 for call in calls]
         try:
             with torch.no_grad():
-                logits = self._logits([row for call in self._calls if call.wants_logits for row in call.rows])
-                for call, some in zip(self._calls, logits.split(counts), strict=True):
+                logits = self._logits([row for call in calls if call.wants_logits for row in call.rows])
+                for call, some in zip(calls, logits.split(counts), strict=True):
                     self._guarded(call, call.advance, some)
             self._go_on()
         except BaseException as error:
             # Without a step, their callers would wait for ever.
             self._end(error)
+
+    def _under_way(self) -> list[_Call]:
+        """Return the calls that go on: the oldest ones, the first in any case."""
+        most = self._engine.max_under_way
+        if most is None:
+            return self._calls
+        fitting = sum(rows <= most for rows in accumulate(len(call.rows) for call in self._calls))
+        return self._calls[: max(1, fitting)]
 
     def _guarded(self, call: _Call, do: Callable[..., None], *arguments: Any) -> None:
         """Do something for a call, whose neighbours go on if it fails."""
