@@ -1,6 +1,6 @@
 # make demo and make test need Python >= 3.11 and make, and set up the rest in .venv. make check adds to it what every change must
 # pass. Engines and other libraries have environments with their own versions: .venv-vllm, .venv-sglang, .venv-ray, .venv-harnesses,
-# .venv-newest.
+# .venv-newest, .venv-llamacpp.
 
 PYTHON ?= python3
 # The build of torch: a version, a file, or what else pip takes.
@@ -44,7 +44,7 @@ EDITABLE = $(2)/python -m pip install --no-build-isolation --no-deps $(foreach e
 # Engines share two cores and a lot of memory: one target at a time.
 .NOTPARALLEL:
 .PHONY: help demo test test-core test-real check nightly lint types budgets mutants test-families test-newest test-vllm test-sglang test-ray test-harnesses
-.PHONY: .venv-newest/.installed test-hosts test-faults test-gpu bench bench-quick bench-real bench-gpu format docs notebooks drawings wheels dist sbom pins install clean
+.PHONY: .venv-newest/.installed test-llamacpp test-hosts test-faults test-gpu bench bench-quick bench-real bench-gpu format docs notebooks drawings wheels dist sbom pins install clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 23
@@ -108,6 +108,13 @@ test-ray: .venv-ray/.installed ## test the Ray plugin on a Ray of this machine
 test-harnesses: .venv-harnesses/.installed ## test the adapters for lm-eval, TRL and inspect_ai with these libraries
 	OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest $(MARKS) tests/harnesses tests/test_third_party_names.py
 
+test-llamacpp: .venv-llamacpp/.installed ## test the example of a plugin for llama.cpp, which is built first; takes long
+	.venv-llamacpp/bin/python -m pytest tests/engines/llamacpp
+	model=$$(.venv-llamacpp/bin/python -m tests.helpers.real_model gguf) && \
+		oracle=$$(.venv-llamacpp/bin/python -m tests.helpers.real_model float32) && \
+		.venv-llamacpp/bin/corelm conformance llamacpp --model "$$model" --option max_context=512 --oracle-model "$$oracle" \
+		--output .venv-llamacpp/conformance
+
 test-hosts: $(VENV)/.docs .venv-vllm/.installed .venv-sglang/.installed .venv-harnesses/.installed ## test engines in processes of their own environments
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted
 	CORELM_TEST_HOSTS=1 OMP_NUM_THREADS=1 .venv-harnesses/bin/python -m pytest tests/harnesses/test_*_hosted.py \
@@ -160,7 +167,7 @@ sbom: $(VENV)/.docs ## write a bill of materials (CycloneDX) of each file of pin
 
 pins: ## write the versions in the environments into constraints/
 	$(BIN)/python .ci/pins.py
-	for each in vllm:vllm-cpu sglang:sglang-cpu harnesses:harnesses; do \
+	for each in vllm:vllm-cpu sglang:sglang-cpu llamacpp:llamacpp-cpu harnesses:harnesses; do \
 		.venv-$${each%%:*}/bin/python .ci/pins.py --all > constraints/new && mv constraints/new constraints/$${each#*:}.txt || exit 1; done
 
 install: $(VENV)/.docs ## set up .venv with everything that make check needs
@@ -224,14 +231,16 @@ $(VENV)/.docs: $(VENV)/.test constraints/check.txt constraints/docs.txt
 	touch $@
 
 # The engines require GPU libraries that a CPU cannot use, so pip ignores their requirements (--no-deps), and the constraints
-# list everything. prepare.py adds what the engine's own wheels lack on a CPU.
+# list everything. prepare.py adds what the engine's own wheels lack on a CPU. llama.cpp is built here: by a C++ compiler, without
+# what reads images, and with what else CMAKE_ARGS says.
+.venv-llamacpp/.installed: export CMAKE_ARGS += -DLLAVA_BUILD=OFF
 .venv-%/.installed: constraints/%-cpu.txt $(METADATA) $(wildcard tests/engines/*/cpu/prepare.py)
 	@$(CHECK_PYTHON)
 	rm -rf .venv-$*
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --no-compile $(TORCH)
 	$(call PINS,constraints/$*-cpu.txt,.venv-$*/bin)
-	$(call EDITABLE,$(RUN) $(EXTRA),.venv-$*/bin)
+	$(call EDITABLE,$(RUN) $(EXTRA) $(wildcard examples/$*_backend),.venv-$*/bin)
 	if [ -f tests/engines/$*/cpu/prepare.py ]; then .venv-$*/bin/python tests/engines/$*/cpu/prepare.py; fi
 	touch $@
 

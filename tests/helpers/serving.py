@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import torch
 from torch import nn
@@ -42,10 +42,10 @@ def client_of(server: ServerThread, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.api_key, **given)
 
 
-def http_of(server: ServerThread) -> httpx.Client:
+def http_of(server: ServerThread) -> httpx2.Client:
     """Return a plain client, which sends what the official one would not."""
     headers = {"authorization": f"Bearer {server.api_key}"}
-    return httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE, trust_env=False)
+    return httpx2.Client(base_url=server.url, headers=headers, timeout=PATIENCE, trust_env=False)
 
 
 def raw_request(server: ServerThread, path: str, body: Mapping[str, Any]) -> socket.socket:

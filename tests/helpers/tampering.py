@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,8 +28,8 @@ Tamper = Callable[[Request], Request | Reply]
 @contextmanager
 def tampered(url: str, tamper: Tamper) -> Iterator[str]:
     """Yield a URL that reaches the server at `url` through `tamper`."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    with httpx.Client(base_url=url, trust_env=False, timeout=120, limits=limits) as client:
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+    with httpx2.Client(base_url=url, trust_env=False, timeout=120, limits=limits) as client:
 
         def answer(request: Request) -> Reply:
             sent = tamper(request)
@@ -98,6 +98,6 @@ def check_a_restart_is_found(
     canary.look()
     restart()
     body = {"new_version": "tuned", "abort_all_requests": False}
-    httpx.post(f"{url}/update_weight_version", json=body, headers=dict(headers), trust_env=False).raise_for_status()
+    httpx2.post(f"{url}/update_weight_version", json=body, headers=dict(headers), trust_env=False).raise_for_status()
     with pytest.raises(StaleWeightsError):
         canary.look()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from helpers.processes import free_port, wait_until
 
@@ -58,8 +58,8 @@ class TransformersServer:
 
     def _answers(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success
-        except httpx.TransportError:
+            return httpx2.get(f"{self.url}/health", timeout=5, trust_env=False).is_success
+        except httpx2.TransportError:
             return False
 
     def _tail(self) -> str:

@@ -8,7 +8,7 @@ from it, without importing anything, whether the engine is installed::
         requires_api = ">=1,<2"                      # the versions of this specification it was written for
 
         @classmethod
-        def open(cls, model=None, **options): ...    # import and start the engine here, not earlier
+        def open(cls, model=None, *, slots=8): ...   # its options, spelled out; the engine is imported here
 
         capabilities: Capabilities                   # what the engine can do; set once it is open
         tokenizer: Any                               # a transformers tokenizer, or an object as described below

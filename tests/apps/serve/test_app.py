@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import httpx
+import httpx2
 from starlette.testclient import TestClient
 
 import corelm
@@ -37,8 +37,8 @@ def test_a_hanging_engine_that_many_ask_for_its_health_answers_requests_meanwhil
 
     async def crowd(app: ServingApp) -> tuple[int, set[int]]:
         headers = {"authorization": "Bearer k"}
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as client:
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as client:
             looks = [asyncio.create_task(client.get("/health")) for _ in range(100)]
             try:
                 body = {"prompt": [65], "max_tokens": 2}

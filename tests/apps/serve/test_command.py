@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -91,7 +91,7 @@ def test_a_model_of_transformers_is_served_and_nothing_is_left(tiny_model: Path)
     options = ("--backend", "transformers", "--model", str(tiny_model), "--option", "dtype=float32")
     with served(*options, "--model-name", "pip", env={"CORELM_API_KEY": "sk-of-this-test"}, key=False) as server:
         headers = {"authorization": "Bearer sk-of-this-test"}
-        with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE, trust_env=False) as client:
+        with httpx2.Client(base_url=server.url, headers=headers, timeout=PATIENCE, trust_env=False) as client:
             asked = {"model": "pip", "messages": CHAT, "max_tokens": 5, "logprobs": True}
             answer = client.post("/v1/chat/completions", json=asked, headers={"x-session-id": "mine"})
             assert answer.status_code == 200 and answer.headers["x-session-id"] == "mine"
@@ -105,7 +105,7 @@ def test_a_model_of_transformers_is_served_and_nothing_is_left(tiny_model: Path)
 @pytest.mark.process
 def test_everyone_is_answered_if_that_is_asked_for() -> None:
     with served("--backend", "toy", "--no-api-key", "--no-sessions", key=False) as server:
-        with httpx.Client(base_url=server.url, timeout=PATIENCE, trust_env=False) as client:
+        with httpx2.Client(base_url=server.url, timeout=PATIENCE, trust_env=False) as client:
             assert client.get("/v1/models").status_code == 200
             assert client.get("/v1/models", headers={"host": "another.example"}).status_code == 400
             assert client.get("/sessions").json()["error"]["code"] == "no_sessions"

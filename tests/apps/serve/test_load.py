@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 import corelm
@@ -47,13 +47,13 @@ class Crowd:
 
     async def run(self) -> None:
         headers = {"authorization": f"Bearer {self._server.api_key}"}
-        limits = httpx.Limits(max_connections=CLIENTS)
-        async with httpx.AsyncClient(
+        limits = httpx2.Limits(max_connections=CLIENTS)
+        async with httpx2.AsyncClient(
             base_url=self._server.url, headers=headers, timeout=PATIENCE, limits=limits, trust_env=False
         ) as client:
             await asyncio.gather(*(self._chat(client, number) for number in range(CLIENTS)))
 
-    async def _chat(self, client: httpx.AsyncClient, number: int) -> None:
+    async def _chat(self, client: httpx2.AsyncClient, number: int) -> None:
         draw, turn, name = random.Random(number), 0, ""
         chat: list[dict[str, Any]] = []
         while time.monotonic() < self._end and self._sent < REQUESTS:
@@ -73,7 +73,7 @@ class Crowd:
                 chat.append({"role": "assistant", "content": said})
 
     async def _ask(
-        self, client: httpx.AsyncClient, asked: dict[str, Any], name: str, leave_after: int | None
+        self, client: httpx2.AsyncClient, asked: dict[str, Any], name: str, leave_after: int | None
     ) -> str | None:
         """Return the answer, or None if the client has hung up."""
         headers = {"x-session-id": name}
@@ -90,7 +90,7 @@ class Crowd:
                 events += line.startswith("data: ")
                 assert '"error"' not in line, line
                 if line.startswith("data: {"):
-                    text += httpx.Response(200, content=line[6:]).json()["choices"][0]["delta"].get("content") or ""
+                    text += httpx2.Response(200, content=line[6:]).json()["choices"][0]["delta"].get("content") or ""
             return text
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -249,10 +249,10 @@ def test_without_a_key_only_names_of_this_machine_are_answered(toy: Backend) -> 
     from corelm_serve import ServingApp
 
     app = ServingApp(toy, ServerOptions())
-    transport = httpx.ASGITransport(app=app)
+    transport = httpx2.ASGITransport(app=app)
 
     async def ask(host: str) -> int:
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
             return (await client.get("/v1/models", headers={"host": host})).status_code
 
     import asyncio

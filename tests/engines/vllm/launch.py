@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from helpers.processes import free_port
 
@@ -78,8 +78,8 @@ class VLLMServerProcess:
         assert self._process is not None
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
+            with suppress(httpx2.TransportError):
+                if httpx2.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
                     return
             try:
                 code = self._process.wait(timeout=0.2)
@@ -91,7 +91,7 @@ class VLLMServerProcess:
 
     def running(self) -> float:
         """Return how many requests the server works on, as its metrics say."""
-        page = httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).text
+        page = httpx2.get(f"{self.url}/metrics", timeout=5, trust_env=False).text
         lines = [line for line in page.splitlines() if line.startswith("vllm:num_requests_running")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 

@@ -277,11 +277,11 @@ def test_the_environments_proxy_is_not_used_for_this_machine(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("package", ["httpx", "orjson"])
+@pytest.mark.parametrize("package", ["httpx2", "orjson"])
 def test_without_a_package_the_error_says_what_to_install(package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; import corelm_engine_kit.http"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "BackendNotInstalledError" in ended.stderr and "pip install httpx" in ended.stderr
+    assert "BackendNotInstalledError" in ended.stderr and "pip install httpx2" in ended.stderr
 
 
 def test_an_unusable_argument_is_refused_by_name() -> None:
@@ -292,7 +292,6 @@ def test_an_unusable_argument_is_refused_by_name() -> None:
             for url in ("", "127.0.0.1:80", "ftp://host", "http://", "http://h?x=1", "http://h:port", 7)
         ),
         ("base_url", "http://user:b-secret@host"),
-        ("base_url", "http://xn--a/"),
         ("connect_timeout", 0),
         ("read_timeout", -1),
         ("max_in_flight", 0),

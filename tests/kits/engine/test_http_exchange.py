@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, InvalidRequestError
@@ -86,7 +86,7 @@ def test_an_odd_reply_fails_only_its_own_row_and_with_a_typed_error(connect: Con
 # Bounds ---------------------------------------------------------------------------------------------------------------
 
 
-class Endless(httpx.AsyncByteStream):
+class Endless(httpx2.AsyncByteStream):
     """A body that never ends.
 
     Attributes:
@@ -104,8 +104,8 @@ class Endless(httpx.AsyncByteStream):
             yield bytes(self.PIECE)
 
 
-def sends(body: Endless, status: int, headers: dict[str, str] | None = None) -> httpx.MockTransport:
-    return httpx.MockTransport(lambda request: httpx.Response(status, headers=headers, stream=body))
+def sends(body: Endless, status: int, headers: dict[str, str] | None = None) -> httpx2.MockTransport:
+    return httpx2.MockTransport(lambda request: httpx2.Response(status, headers=headers, stream=body))
 
 
 def test_of_a_reply_beyond_the_limit_no_more_is_read(connect: Connect) -> None:
@@ -280,13 +280,14 @@ def test_a_stale_certificate_file_stops_only_what_needs_it(
     assert "/no/such/file.pem" in str(caught.value)
 
 
-def test_an_address_in_no_proxy_that_cannot_be_read_is_named(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_that_cannot_be_read_is_named(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setenv("NO_PROXY", "localhost,[::1]")
-    with refused(InvalidRequestError, field="NO_PROXY"):
+    for others in ("localhost,[::1]", "localhost,::1", "fe80::/10,[::1]:80"):
+        monkeypatch.setenv("NO_PROXY", others)
         connect("http://example.org")
-    monkeypatch.setenv("NO_PROXY", "localhost,::1")
-    connect("http://example.org")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:port")
+    with refused(InvalidRequestError, field="HTTPS_PROXY"):
+        connect("http://example.org")
 
 
 def test_which_hosts_are_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

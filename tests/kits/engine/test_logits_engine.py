@@ -18,6 +18,7 @@ from corelm.errors import BackendTimeoutError, EngineError
 from corelm.spec import (
     AbortRequest,
     CloseRequest,
+    Deadline,
     GenerateRequest,
     GenerateResult,
     Ragged,
@@ -154,6 +155,43 @@ def test_answers_do_not_depend_on_who_shares_their_steps(stepwise: Stepwise) -> 
     calls = [stepwise.submit(3, max_new_tokens=20, top_p=0.8), stepwise.submit(2, max_new_tokens=9, temperature=0.0)]
     assert calls[0].result(60).ids.tolist() == alone.ids.tolist()
     assert max(stepwise.steps) >= 3 and calls[1].result(60).ids.lengths.tolist() == [9, 9]
+
+
+class OneAtATime(Stepwise):
+    max_under_way = 1
+
+
+@pytest.fixture
+def in_turn() -> Iterator[OneAtATime]:
+    engine = OneAtATime()
+    yield engine
+    engine.may_end.release(10_000)
+
+
+def test_rows_wait_for_those_before_them(in_turn: OneAtATime) -> None:
+    sampling = {"max_new_tokens": 5, "temperature": 0.7, "ignore_eos": True, "seed": 3}
+    prompts, scored = [[5, 6], [7], [8, 9]], [[5, 6, 7], [3, 4]]
+    in_turn.may_end.release(10_000)
+    with opened(Table()) as together, opened(in_turn) as backend:
+        expected, found = (each.generate(prompts, sampling) for each in (together, backend))
+        assert found.ids.tolist() == expected.ids.tolist() and in_turn.steps == [1] * 15
+        assert found.logprobs is not None and expected.logprobs is not None
+        assert found.logprobs.values.equal(expected.logprobs.values)
+        expected_scores, scores = (each.score_logprobs(scored).logprobs for each in (together, backend))
+        assert scores.values.equal(expected_scores.values) and {*in_turn.steps} == {1}
+
+
+def test_a_call_that_waits_for_room_can_be_aborted_and_times_out(in_turn: OneAtATime) -> None:
+    first = in_turn.submit(1, max_new_tokens=3)
+    assert in_turn.begun.acquire(timeout=60)
+    aborted, late = in_turn.submit(1, max_new_tokens=400), in_turn.submit(1, max_new_tokens=400)
+    calls = in_turn._loop._stepping
+    calls[1].abort(("0",))
+    calls[2].deadline = Deadline(0.0)
+    in_turn.step()
+    assert aborted.result(60).finish_reasons == ("abort",) and isinstance(late.exception(60), TimeoutError)
+    in_turn.may_end.release(2)
+    assert len(first.result(60).ids.values) == 3
 
 
 # Failures -------------------------------------------------------------------------------------------------------------

@@ -80,3 +80,9 @@ def test_special_tokens_must_be_known() -> None:
         with pytest.raises(InvalidRequestError) as caught:
             tokenizer(**options)
         assert caught.value.field == name
+
+
+def test_an_encoder_that_adds_a_space_is_refused() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        TemplateTokenizer(lambda text: list(f" {text}".encode()), lambda ids: bytes(ids).decode(), {}, size=256)
+    assert caught.value.field == "encode"

@@ -70,7 +70,7 @@ def load(
         InvalidRequestError: a source cannot be read, or the server refused the request.
         ProvenanceMismatchError: the log-probs of a row are of different distributions, because a client changed its
             sampling parameters; the message names the rows.
-        BackendNotInstalledError: `source` is a URL, and httpx is not installed.
+        BackendNotInstalledError: `source` is a URL, and httpx2 is not installed.
         EngineError: the server could not be reached, or its reply is not a session.
     """
     validate.one_of("rows", rows, ("leaves", "calls"))
@@ -244,7 +244,7 @@ def _sessions(source: Source, key: str | None) -> list[SessionRecord]:
 
 
 def _fetched(url: str, key: str | None) -> Any:
-    # Needs httpx.
+    # Needs httpx2.
     from corelm_engine_kit.http import HttpClient
 
     parts = urlsplit(url)

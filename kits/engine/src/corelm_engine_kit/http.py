@@ -37,7 +37,7 @@ except ImportError:
     resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class HttpClient:
 
     Each request has its own connection. The environment's proxies are used, except to reach this machine itself.
     Redirects are not followed, since they would carry the key to another server. Certificates are checked against those
-    in ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` if one of these environment variables is set, else against certifi's.
+    in ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` if one of these environment variables is set, else against the system's.
 
     Args:
         base_url: ``http(s)://host:port``, optionally with a path, which then precedes the path of every request.
@@ -86,7 +86,7 @@ class HttpClient:
         max_reply_bytes: the longest reply that is accepted.
         ended: returns that a server which was launched here has ended, and "" while it runs. Requests to one that has
             ended are not sent again.
-        transport: an httpx transport to use instead of the network.
+        transport: an httpx2 transport to use instead of the network.
         sleep: waits between two tries.
 
     Attributes:
@@ -112,7 +112,7 @@ class HttpClient:
         max_retries: int = 5,
         max_reply_bytes: int = 2**27,
         ended: Callable[[], str] | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         url = checked_url(base_url)

@@ -1,6 +1,6 @@
 """`HttpEngine`: what plugins for servers behind a URL share. A plugin adds the bodies of requests and reads replies.
 
-Importing this module does not import httpx: an engine that can also run in this process needs it only for a URL.
+Importing this module does not import httpx2: an engine that can also run in this process needs it only for a URL.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Errors for requests that a server did not answer, and how they are read from its response.
 
-Importing this module does not import httpx.
+Importing this module does not import httpx2.
 """
 
 from __future__ import annotations

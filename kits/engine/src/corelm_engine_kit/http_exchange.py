@@ -24,15 +24,15 @@ from corelm_engine_kit.http_events import event_data
 from corelm_engine_kit.http_watch import ServerWatch, SignOfWork, keep_alive
 
 try:
-    import httpx
+    import httpx2
 
     from corelm_engine_kit.http_json import Decode, decoded
 except ImportError as error:
     raise BackendNotInstalledError(
-        f"an engine behind a URL needs httpx and orjson: {how_to_install('httpx', 'orjson')}"
+        f"an engine behind a URL needs httpx2 and orjson: {how_to_install('httpx2', 'orjson')}"
     ) from error
 
-_BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
+_BROKEN = (httpx2.NetworkError, httpx2.RemoteProtocolError, httpx2.ConnectTimeout)
 #: Parts of OpenSSL's messages for a connection that fails in the same way every time, each with what to do about it.
 _TLS_FAULTS = {
     "CERTIFICATE_VERIFY_FAILED": "if the server has a certificate of your own authority, set the environment variable "
@@ -56,12 +56,12 @@ class Exchange:
         sign: see `HttpClient`.
         max_reply_bytes: the longest body that is accepted.
         ended: see `HttpClient`.
-        transport: an httpx transport to use instead of the network.
+        transport: an httpx2 transport to use instead of the network.
     """
 
     def __init__(
         self,
-        url: httpx.URL,
+        url: httpx2.URL,
         headers: Mapping[str, str],
         reader: ResponseReader,
         *,
@@ -71,7 +71,7 @@ class Exchange:
         sign: SignOfWork | None,
         max_reply_bytes: int,
         ended: Callable[[], str] | None,
-        transport: httpx.AsyncBaseTransport | None,
+        transport: httpx2.AsyncBaseTransport | None,
     ) -> None:
         self._url = str(url)
         self._secrets = reader.secrets
@@ -81,19 +81,19 @@ class Exchange:
         self._watch = ServerWatch(sign, read_timeout, self._page) if sign is not None else None
         self._max_reply_bytes = max_reply_bytes
         self._reached, self._ended = False, ended
-        sent = httpx.Headers({"Accept": "application/json", **headers})
+        sent = httpx2.Headers({"Accept": "application/json", **headers})
         # With "close" the server closes the connection first, so that this machine does not run out of ports.
         sent.update({"Accept-Encoding": "identity", "Connection": "close"})
         own = is_this_machine(url.host)
         with _environment_named():
-            self._client = httpx.AsyncClient(
+            self._client = httpx2.AsyncClient(
                 base_url=url,
                 headers=sent,
-                timeout=httpx.Timeout(read_timeout, connect=connect_timeout, pool=None),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+                timeout=httpx2.Timeout(read_timeout, connect=connect_timeout, pool=None),
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
                 follow_redirects=False,
                 # Without TLS and without a proxy no certificate is checked.
-                verify=False if own and url.scheme == "http" else httpx.create_ssl_context(),
+                verify=False if own and url.scheme == "http" else httpx2.create_ssl_context(),
                 trust_env=not own,
                 transport=transport,
             )
@@ -154,12 +154,12 @@ class Exchange:
         # The watch knows better how long to wait for a POST.
         read = self._page_timeout if method == "GET" else self._read_timeout if self._watch is None else None
         seconds = {**self._client.timeout.as_dict(), "read": read}
-        timeout, extensions = httpx.Timeout(**seconds), {"trace": keep_alive}
+        timeout, extensions = httpx2.Timeout(**seconds), {"trace": keep_alive}
         return self._client.stream(
             method, path, content=content, headers=headers, timeout=timeout, extensions=extensions
         )
 
-    async def _pieces(self, response: httpx.Response) -> AsyncIterator[bytes]:
+    async def _pieces(self, response: httpx2.Response) -> AsyncIterator[bytes]:
         async for piece in response.aiter_raw():
             # The watch itself sends GET, and judges the pages by what they say.
             if self._watch is not None and response.request.method == "POST":
@@ -205,7 +205,7 @@ class Exchange:
             except EOFError as error:
                 raise TransientError(f"{where}: {error}") from None
 
-    async def _body(self, where: str, response: httpx.Response) -> bytearray:
+    async def _body(self, where: str, response: httpx2.Response) -> bytearray:
         """Return the body, or of an error's body the beginning."""
         encoding = response.headers.get("Content-Encoding", "").strip().lower()
         if encoding not in ("", "identity"):
@@ -242,13 +242,13 @@ class Exchange:
                 return EngineError(f"{told}; {advice}", usable=False)
         if isinstance(error, _BROKEN) and self._ended is not None and (why := self._ended()):
             return EngineError(f"{where}: {why}", usable=False)
-        if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+        if isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout)):
             # A server that has answered before may be restarting. Another one is not there, and waiting does not help.
             kind = TransientError if self._reached else EngineError
             return kind(f"{told}; is the server running, and is this its address?", usable=False)
         if isinstance(error, _BROKEN):
             return TransientError(told, usable=False)
-        if isinstance(error, httpx.TimeoutException):
+        if isinstance(error, httpx2.TimeoutException):
             seconds = self._page_timeout if where.startswith("GET ") else self._read_timeout
             return BackendTimeoutError(f"{where}: the server hangs; nothing was sent or received for {seconds:g} s")
         return EngineError(told)
@@ -260,7 +260,7 @@ def _text(content: bytes | bytearray) -> str:
 
 @contextmanager
 def _environment_named() -> Iterator[None]:
-    """Name the environment variable at fault where httpx says only what it found there.
+    """Name the environment variable at fault where httpx2 says only what it found there.
 
     Raises:
         InvalidRequestError: certificates or proxies cannot be read; `field` is the variable.
@@ -273,11 +273,9 @@ def _environment_named() -> Iterator[None]:
             raise
         advice = "let it name certificates in PEM format, or unset it"
         raise invalid(name, f"{os.environ[name]!r} has no certificates that can be read ({error}); {advice}") from error
-    except httpx.InvalidURL as error:
-        names = [name for name in os.environ if name.lower() in ("no_proxy", "all_proxy", "http_proxy", "https_proxy")]
-        name = next((name for name in names if name.lower() == "no_proxy" and ":" in os.environ[name]), names[0])
-        advice = "write an IPv6 address in NO_PROXY as ::1, without brackets, a port or the length of a prefix"
-        raise invalid(name, f"{os.environ[name]!r} cannot be read ({error}); {advice}") from error
+    except httpx2.InvalidURL as error:
+        name = next(name for name in os.environ if name.lower() in ("all_proxy", "http_proxy", "https_proxy"))
+        raise invalid(name, f"{os.environ[name]!r} cannot be read: {error}") from error
 
 
 def is_this_machine(host: str) -> bool:
@@ -290,21 +288,20 @@ def is_this_machine(host: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def checked_url(base_url: str) -> httpx.URL:
+def checked_url(base_url: str) -> httpx2.URL:
     """Return the URL of a server.
 
     Raises:
         InvalidRequestError: it cannot be used; `field` is ``base_url``.
     """
     try:
-        url = httpx.URL(base_url)
-        host = url.host
-    except (httpx.InvalidURL, TypeError, ValueError) as error:
+        url = httpx2.URL(base_url)
+    except (httpx2.InvalidURL, TypeError, ValueError) as error:
         raise invalid("base_url", str(error)) from error
     if url.userinfo:
         # The URL appears in results and logs.
         raise invalid("base_url", "it must not contain a user and password; pass api_key= or headers=")
-    if url.scheme not in ("http", "https") or not host or url.query or url.fragment:
+    if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
         raise invalid("base_url", f"expected http(s)://host:port, got {base_url!r}")
     return url
 

@@ -163,7 +163,7 @@ class _Request:
 
 
 async def keep_alive(event: str, info: Mapping[str, Any]) -> None:
-    """Have the system notice that a silent connection is lost. A ``trace`` of httpx: told of everything it does."""
+    """Have the system notice that a silent connection is lost. A ``trace`` of httpx2: told of everything it does."""
     if event != "connection.connect_tcp.complete":
         return
     connection = info["return_value"].get_extra_info("socket")

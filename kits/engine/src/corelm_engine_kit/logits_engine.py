@@ -22,6 +22,7 @@ from corelm.spec import (
     CloseRequest,
     GenerateRequest,
     GenerateResult,
+    Ragged,
     ScoreRequest,
     ScoreResult,
     WeightUpdate,
@@ -60,11 +61,14 @@ class LogitsEngine:
 
     Attributes:
         max_rows: how many rows `logits` takes at a time; None for any number. More rows are passed in several calls.
+        max_under_way: how many rows grow at a time, such as the sequences that a KV cache has room for; None for any
+            number. The others wait until one of these ends.
     """
 
     requires_api = ">=1,<2"
     on_caller_threads = True
     max_rows: int | None = None
+    max_under_way: int | None = None
 
     def __init__(
         self,
@@ -98,6 +102,7 @@ class LogitsEngine:
         }
         self.capabilities = Capabilities(vocab_size=size, max_context=max_context, **{**declared, **capabilities})
         self._loop = Loop(self._answer, torch.set_grad_enabled)
+        self._growing = 0
 
     # Written by the author --------------------------------------------------------------------------------------------
 
@@ -141,10 +146,23 @@ class LogitsEngine:
 
     def _generation(self, request: GenerateRequest, call: Call) -> _Work[GenerateResult]:
         """Answer a request. If the rows have all failed, raise the error of the first."""
-        answers, prompts = Answers(request), request.prompts.to("cpu")
+        answers, errors, count = Answers(request), list[BaseException](), len(request.prompts)
+        prompts, seeds = request.prompts.to("cpu"), answer_seeds(request)
         limits, size = answer_limits(request, self.capabilities.max_context), self.capabilities.vocab_size
-        numbers, seeds = torch.arange(len(prompts)), answer_seeds(request)
-        group = AnswerGroup(answers, call, numbers, prompts, seeds, limits, self.tokenizer, size, self.device)
+        for part in torch.arange(count).split(self.max_under_way or max(1, count)):
+            some = prompts.select(part)
+            group = AnswerGroup(answers, call, part, some, seeds[part], limits[part], self.tokenizer, size, self.device)
+            yield from self._room(len(part), call)
+            try:
+                errors += yield from self._grow(group, some, call)
+            finally:
+                self._growing -= len(part)
+        if len(errors) == count > 0:
+            raise errors[0]
+        return answers.result()
+
+    def _grow(self, group: AnswerGroup, prompts: Ragged, call: Call) -> _Work[list[BaseException]]:
+        """Sample some answers to their ends, and return the errors of those that failed."""
         rows, left = [_Row(self, row, ids) for row, ids in enumerate(prompts.tolist())], group.wanted()
         errors: list[BaseException] = []
         try:
@@ -167,9 +185,14 @@ class LogitsEngine:
         finally:
             for row in rows:
                 row.forget()
-        if len(errors) == len(prompts) > 0:
-            raise errors[0]
-        return answers.result()
+        return errors
+
+    def _room(self, rows: int, call: Call) -> _Work[None]:
+        """Wait until so many rows more may grow, or the call is aborted. The caller gives the room back."""
+        while self.max_under_way is not None and self._growing + rows > self.max_under_way and call.is_wanted:
+            call.deadline.check()
+            yield []
+        self._growing += rows
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
@@ -268,22 +291,26 @@ class _Scoring:
 
     def work(self) -> _Work[ScoreResult]:
         """Return the scores, or raise the error of a row if all have failed."""
-        asked = len(self.rows)
+        asked, engine = len(self.rows), self._engine
+        room = min(asked, engine.max_under_way or asked) if self._stepwise else 0
+        yield from engine._room(room, self._call)
         try:
             while self._wanted():
                 if self._stepwise:
-                    self._advance((yield self.rows))
+                    rows = self.rows[: engine.max_under_way]
+                    self._advance(rows, (yield rows))
                 else:
                     # Other calls go on after each sequence.
                     yield []
                     self._read(self.rows.pop(0))
         finally:
+            engine._growing -= room
             for row in self.rows:
                 row.forget()
         if self._failed and len(self._failed) == asked:
             raise next(iter(self._failed.values()))
         failed = {row: described(error) for row, error in self._failed.items()}
-        size = self._engine.capabilities.vocab_size
+        size = engine.capabilities.vocab_size
         return scoring_result(self._request, self._scored, self._parts, size, failed)
 
     def _wanted(self) -> bool:
@@ -295,8 +322,7 @@ class _Scoring:
         self.rows = [row for row in self.rows if row.number not in self._call.aborted]
         return bool(self.rows)
 
-    def _advance(self, logits: Tensor) -> None:
-        rows = self.rows
+    def _advance(self, rows: Sequence[_Row], logits: Tensor) -> None:
         self._score(logits, [(row.number, len(row.ids)) for row in rows])
         for row in rows:
             if row.error is not None:

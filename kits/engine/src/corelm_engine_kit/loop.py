@@ -63,9 +63,14 @@ class Call:
         """Note that the rows with these names were aborted."""
         self.aborted.update([row for row, name in enumerate(self._names) if name in names])
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a row that was not aborted."""
+        return len(self.aborted) < len(self._names)
+
     def check_wanted(self) -> None:
         """Raise `Aborted` if all rows were aborted."""
-        if len(self.aborted) == len(self._names):
+        if not self.is_wanted:
             raise Aborted
 
     def aborted_among(self, rows: Tensor) -> set[int]:

@@ -40,7 +40,7 @@ class TemplateTokenizer:
 
     Raises:
         InvalidRequestError: `eos`, `bos` or `pad` is not among the special tokens, or one of these has an id that is
-            not below `size`.
+            not below `size`; or `encode` puts a space before a text.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class TemplateTokenizer:
         self.all_special_tokens, self.all_special_ids = [*self._ids], [*self._ids.values()]
         if any(not 0 <= token < size for token in self.all_special_ids):
             raise invalid("specials", f"expected ids from 0 to {size - 1}, got {max(self.all_special_ids)}")
+        if decode(list(encode("a"))) == " a":
+            raise invalid("encode", "it puts a space before a text, as some vocabularies do; expected the text alone")
 
     def __len__(self) -> int:
         return self._size

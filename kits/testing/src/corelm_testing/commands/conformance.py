@@ -59,8 +59,13 @@ def conformance(
         "conformance"
     ),
     tolerance: Annotated[
-        float, typer.Option(min=0, help="The largest accepted difference from the oracle, in nats.")
-    ] = 1e-4,
+        float | None,
+        typer.Option(
+            min=0,
+            help="The largest accepted difference from the oracle, in nats.",
+            show_default="as the plugin says, or 0.0001",
+        ),
+    ] = None,
     draws: Annotated[int, typer.Option(min=100, help="Tokens to draw in each test of a distribution.")] = 2000,
     engine_sampling: Annotated[
         str | None,
@@ -129,7 +134,7 @@ def conformance(
                 opened=opened,
                 open_backend=engine.open,
                 oracle=plain,
-                tolerance=tolerance,
+                tolerance=of_plugin.get("tolerance", 1e-4) if tolerance is None else tolerance,
                 draws=draws,
                 engine_sampling=sampling or (None if "engine_kwargs" in reasons else of_plugin.get("engine_sampling")),
                 recomputes_in_flight=not keeps_cache_in_flight,
