@@ -232,8 +232,7 @@ LOOKED_UP = (
     LookedUp(
         "transformers",
         _tokenizer,
-        "model_input_names response_template added_tokens_decoder all_special_tokens convert_ids_to_tokens "
-        "get_added_vocab",
+        "response_template added_tokens_decoder all_special_tokens convert_ids_to_tokens get_added_vocab",
     ),
     # Adapters.
     LookedUp("peft", _peft_model, "active_adapter active_adapters peft_config get_base_model merge_and_unload"),

@@ -37,7 +37,7 @@ class Encoder:
             options["split_special_tokens"] = True
         if request.offsets:
             options["return_offsets_mapping"] = True
-        if hasattr(type(self.tokenizer), "model_input_names"):
+        if (getattr(type(self.tokenizer).__call__, "__module__", "") or "").startswith("transformers."):
             # transformers warns of texts longer than `model_max_length`. Core knows the context of the engine.
             options["verbose"] = False
         with self._lock:

@@ -307,15 +307,14 @@ def read_chatml(text: str) -> list[dict[str, str]]:
 
 def without_nulls(schema: Any) -> Any:
     """Drop the keys of a tool, or of a part of it, that are null where JSON Schema allows no null."""
-    if isinstance(schema, Mapping):
-        return {key: without_nulls(value) for key, value in schema.items() if value is not None or _may_be(key, schema)}
-    return [each if each is None else without_nulls(each) for each in schema] if isinstance(schema, list) else schema
-
-
-def _may_be(key: str, schema: Mapping[str, Any]) -> bool:
-    """Return whether null is a value of `key`: a default or a constant of a type that includes null."""
+    if isinstance(schema, list):
+        return [without_nulls(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    # A default or a constant may be null, unless it is of a type that is not.
     kind = schema.get("type")
-    return key in ("default", "const") and (not isinstance(kind, str) or kind == "null")
+    nullable = () if isinstance(kind, str) and kind != "null" else ("default", "const")
+    return {key: without_nulls(value) for key, value in schema.items() if value is not None or key in nullable}
 
 
 def without_foreign_arguments(messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:

@@ -75,15 +75,12 @@ class Message:
         # The check for Mapping alone takes ten times as long for a dict.
         if not isinstance(self.extra, (dict, Mapping)):
             raise _type_error("extra", "a mapping", self.extra)
-        if self.extra:
-            self._check_extra()
-
-    def _check_extra(self) -> None:
         for key in self.extra:
             if not isinstance(key, str) or key in FIELDS:
                 what = "a field of Message" if isinstance(key, str) else f"a {type(key).__name__}"
                 raise invalid("extra", f"expected names that Message does not have as keys; {shown(key)} is {what}")
-        nested_texts("extra", self.extra)  # refuses what cannot be walked
+        if self.extra:
+            nested_texts("extra", self.extra)  # refuses what cannot be walked
 
     @classmethod
     def from_dict(cls, message: Message | Mapping[str, Any]) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -116,6 +117,20 @@ def test_a_class_that_overrides_encoding_is_called() -> None:
 
     shouting = Shouting(tokenizer_object=build().backend_tokenizer)
     assert Encoder(shouting)(request(["ab"])).ids.tolist() == Encoder(build())(request(["AB"])).ids.tolist()
+
+
+def test_a_long_text_is_encoded_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = build()
+    tokenizer.model_max_length = 4
+    with caplog.filtering(lambda record: "longer than" in record.getMessage()):
+        logging.getLogger("transformers").addHandler(caplog.handler)
+        try:
+            assert len(Encoder(tokenizer)(request([TEXT])).ids.values) > 4
+            assert not caplog.records
+            tokenizer([TEXT])
+            assert caplog.records
+        finally:
+            logging.getLogger("transformers").removeHandler(caplog.handler)
 
 
 def test_any_callable_works_and_gets_only_the_requested_options() -> None:
