@@ -117,8 +117,12 @@ class OpenPlugin:
         self.hooks, self.own = hooks_of(plugin, name, wrappers)
         self.capabilities: Capabilities = plugin.capabilities
         self.tokenizer: Any = plugin.tokenizer
-        own, eos = self.capabilities.eos_token_ids, getattr(self.tokenizer, "eos_token_id", None)
-        self.eos_token_ids = own if own is not None else frozenset() if eos is None else frozenset([eos])
+        ids = self.capabilities.eos_token_ids
+        if ids is None:
+            # That of a tokenizer in another process costs a call to it.
+            eos = getattr(self.tokenizer, "eos_token_id", None)
+            ids = frozenset() if eos is None else frozenset([eos])
+        self.eos_token_ids = ids
 
     @property
     def pad_id(self) -> int:
