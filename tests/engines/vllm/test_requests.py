@@ -48,7 +48,7 @@ def test_a_sequence_that_vllm_refuses_does_not_affect_the_others(engine: AsyncEn
     # The plugin is called directly, since core would refuse the second sequence.
     rows = [*random_rows(5), [3, VOCAB + 7, 4], *random_rows(6, seed=1)]
     sequences = Ragged.from_list(rows)
-    result = engine.score(
+    result = engine.score_logprobs(
         ScoreRequest(
             sequences=sequences,
             score_from=torch.tensor([1, 1, 3]),

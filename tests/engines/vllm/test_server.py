@@ -158,7 +158,7 @@ def processed(logits: Tensor, temperature: float, top_k: int = 0, top_p: float =
 
 
 def test_scores_are_raw_also_if_log_probs_are_processed(other_server: VLLMServerProcess) -> None:
-    rows = random_rows(2, 3, 60, 512)
+    rows = random_rows(2, 3, 60, 511)
     with connect(other_server) as backend:
         scores = backend.score_logprobs(rows)
     assert scores.mode == "raw"

@@ -10,12 +10,12 @@ import torch
 
 from corelm import Backend
 from corelm.errors import CapabilityError, EngineError
-from corelm.spec import Ragged, ScoreResult
+from corelm.spec import Ragged, RowAnswer, ScoreResult
 from helpers.each import case
 from helpers.fake_vllm import PROMPTS, SAMPLING, VOCAB, Connect, next_logprobs
 from helpers.http_server import Reply, Request, json_reply
 from helpers.masking_vllm import ROUTE, MaskingVLLM, kept
-from vllm_backend.sampling_masks import put_masses
+from vllm_backend.sampling_masks import with_masses
 
 CUT = {**SAMPLING, "top_k": 9, "top_p": 0.7}
 ASKED: dict[str, Any] = {"logprobs": "processed", "return_support": True}
@@ -183,11 +183,11 @@ def test_only_a_server_that_returns_them_declares_them(connect: Connect, fake: M
 def test_scores_of_other_weights_are_no_mass_of_these_answers() -> None:
     one = Ragged.from_list([[0.0, -1.0]], torch.float32)
     scores = ScoreResult(logprobs=one, scored=one.with_values(one.values != 0), weight_versions=("new",))
-    replies: Any = {0: {"choices": [{"token_ids": [7]}]}}
+    answers = {0: RowAnswer([7], [-0.25], "length", [[7, 8]], [-0.25])}
     with pytest.raises(EngineError, match="'old' → 'new'"):
-        put_masses(replies, scores, "old")
-    put_masses(replies, scores, "new")
-    assert replies[0]["choices"][0]["own_logprobs"] == [-1.0]
+        with_masses(answers, scores, "old")
+    (found,) = with_masses(answers, scores, "new").values()
+    assert isinstance(found, RowAnswer) and found.kept_log_mass == [-0.75] and found.kept_ids == [[7, 8]]
 
 
 def test_a_server_that_lacks_the_route_is_refused_with_what_to_type(connect: Connect, fake: MaskingVLLM) -> None:

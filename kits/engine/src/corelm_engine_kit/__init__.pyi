@@ -1,7 +1,6 @@
 from .adapter_folder import adapter_folder as adapter_folder
 from .adapter_folder import checked_adapter as checked_adapter
 from .checkpoints import Expected as Expected
-from .checkpoints import configured_shapes as configured_shapes
 from .checkpoints import expected_shapes as expected_shapes
 from .checkpoints import fitting as fitting
 from .checkpoints import fitting_stream as fitting_stream
@@ -61,6 +60,7 @@ from .row_streams import ReplyStreams as ReplyStreams
 from .row_streams import RowStreams as RowStreams
 from .row_streams import SoFar as SoFar
 from .served_model import ModelHints as ModelHints
+from .served_model import configured_shapes as configured_shapes
 from .served_model import generation_config as generation_config
 from .served_model import model_config as model_config
 from .server_adapters import ServerAdapters as ServerAdapters

@@ -20,13 +20,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from corelm.errors import CapabilityError, InvalidRequestError, described, first_few
-from corelm.spec import WeightUpdate, saved_shapes, whole_tensor
+from corelm.errors import InvalidRequestError, first_few
+from corelm.spec import WeightUpdate, whole_tensor
 
 #: Tensor names with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -97,34 +96,6 @@ def local_checkpoint(model: str | Path, *, revision: str | None = None, cache_di
             # Not downloaded, or not the name of a model: engines also load from buckets, for example.
             return None
     return folder if any(folder.glob("*.safetensors")) else None
-
-
-def configured_shapes(config: Any, trust_remote_code: bool, *, option: str, capability: str) -> Shapes:
-    """Return name and shape of every tensor of a model, which may have no weights anywhere.
-
-    Args:
-        config: the model's configuration, or the folder or hub name of one.
-        trust_remote_code: whether code that comes with it may run.
-        option: what needs them, for the message.
-        capability: what is missing without them.
-
-    Raises:
-        CapabilityError: transformers does not know the model.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        if isinstance(config, str):
-            config = AutoConfig.from_pretrained(config, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise CapabilityError(
-            f"{option}: new weights are compared with the model first, but transformers cannot tell their names from "
-            f"its configuration ({described(error)}); have the model's folder on this machine",
-            capability=capability,
-        ) from error
-    return saved_shapes(empty)
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from corelm.errors import CapabilityError, described
+from corelm.spec import saved_shapes
 from corelm.validate import count, invalid
 from corelm_engine_kit.hints import why_unreadable
 from corelm_engine_kit.hub import hub_options
@@ -95,3 +97,34 @@ def generation_config(model: Any) -> Any:
         return GenerationConfig.from_pretrained(model, **hub_options(model))
     except (OSError, ValueError):
         return None
+
+
+def configured_shapes(
+    config: Any, trust_remote_code: bool, *, option: str, capability: str
+) -> Mapping[str, tuple[int, ...]]:
+    """Return name and shape of every tensor of a model, which may have no weights anywhere.
+
+    Args:
+        config: the model's configuration, or the folder or hub name of one.
+        trust_remote_code: whether code that comes with it may run.
+        option: what needs them, for the message.
+        capability: what is missing without them.
+
+    Raises:
+        CapabilityError: transformers does not know the model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        if isinstance(config, str):
+            config = AutoConfig.from_pretrained(config, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise CapabilityError(
+            f"{option}: new weights are compared with the model first, but transformers cannot tell their names from "
+            f"its configuration ({described(error)}); have the model's folder on this machine",
+            capability=capability,
+        ) from error
+    return saved_shapes(empty)

@@ -27,7 +27,6 @@ from corelm.spec import (
 from sglang_backend import protocol
 
 if TYPE_CHECKING:
-    from sglang_backend.backend import SGLangBackend
     from sglang_backend.capabilities import ServerInfo
 
 R = TypeVar("R", GenerateResult, ScoreResult)
@@ -61,12 +60,12 @@ def modes_by_environment(environment: Mapping[str, str]) -> frozenset[Generation
     return frozenset({"raw" if raw else "scaled"})
 
 
-def probe_server(
-    engine: SGLangBackend, deadline: Deadline, modes: frozenset[GenerationMode] | None = None
-) -> ServerInfo:
+def probe_server(engine: Any, deadline: Deadline, modes: frozenset[GenerationMode] | None = None) -> ServerInfo:
     """Return the `info` of an engine with the generation modes, seeds and kept ids that the server's replies show.
 
     Args:
+        engine: the `SGLangBackend`, whose module imports this one.
+        deadline: the end of opening.
         modes: the generation modes, if the server has no weights with which they could be tried.
 
     Raises:
@@ -100,8 +99,9 @@ def probe_server(
 class ServerProbe:
     """Sends short requests to a server and draws conclusions from the replies."""
 
-    def __init__(self, engine: SGLangBackend, deadline: Deadline) -> None:
-        self._engine, self._deadline, self._info = engine, deadline, engine.info
+    def __init__(self, engine: Any, deadline: Deadline) -> None:
+        self._engine, self._deadline = engine, deadline
+        self._info: ServerInfo = engine.info
         self._prompt = [token % self._info.capabilities.vocab_size for token in range(1, 5)]
 
     def generation_modes(self) -> frozenset[GenerationMode]:
@@ -167,7 +167,8 @@ class ServerProbe:
         self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any
     ) -> GenerateResult:
         """Sample `length` tokens per seed, always after the same prompt. `details` are other fields of the request."""
-        return _without_errors(self._engine.generate(self._request(temperature, seeds, length, top_k, **details)))
+        result: GenerateResult = self._engine.generate(self._request(temperature, seeds, length, top_k, **details))
+        return _without_errors(result)
 
     def _request(
         self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any

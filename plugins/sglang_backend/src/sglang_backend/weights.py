@@ -27,7 +27,6 @@ from sglang_backend.weight_history import WeightHistory
 
 if TYPE_CHECKING:
     from corelm_engine_kit import Expected, HttpClient
-    from sglang_backend.backend import SGLangBackend
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class ServerWeights:
     """The weights of a server. Every reply names those that it was made with, or its row is an error.
 
     Args:
-        engine: the server. A label of new weights is put into its `info`.
+        engine: the `SGLangBackend`, whose module imports this one. A label of new weights is put into its `info`.
         takes_state_dict: the server reads files of this machine, so a state dict can be handed over in one.
         dummy: what the first weights have to fit, if the server was launched without weights.
         group: where the server joins this process to be sent tensors; None if it is sent none.
@@ -76,7 +75,7 @@ class ServerWeights:
 
     def __init__(
         self,
-        engine: SGLangBackend,
+        engine: Any,
         *,
         takes_state_dict: bool,
         dummy: Expected | None,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from corelm.errors import BackendTimeoutError, CapabilityError, CoreLMError, EngineError
-from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest, ScoreResult
+from corelm.spec import Capabilities, GenerateRequest, Ragged, RowAnswer, RowFailure, ScoreRequest, ScoreResult
 from corelm_engine_kit import Payload, RowError, checked_logprobs
 from vllm_backend.replies import LABEL, labels
 from vllm_backend.sampling import COLDEST, HONOURED
@@ -139,18 +139,17 @@ def as_completion(reply: Any) -> Any:
 # The mass ------------------------------------------------------------------------------------------------------------
 
 
-def scores_wanted(request: GenerateRequest, replies: Mapping[int, Any], timeout: float | None) -> ScoreRequest:
-    """Return the request for the model's own log-probs of the answers' tokens. Answers without any are left out.
+def scores_wanted(request: GenerateRequest, answers: Mapping[int, RowAnswer], timeout: float | None) -> ScoreRequest:
+    """Return the request for the model's own log-probs of the answers' tokens.
 
     Args:
         request: asks for the answers.
-        replies: the answers by row, as `as_completion` returns them.
+        answers: by row. None of them is empty.
         timeout: seconds for the scores.
     """
     prompts = request.prompts.tolist()
-    answers = {row: ids for row, reply in replies.items() if (ids := _ids(reply))}
     return ScoreRequest(
-        sequences=Ragged.from_list([[*prompts[row], *ids] for row, ids in answers.items()]),
+        sequences=Ragged.from_list([[*prompts[row], *answer.ids] for row, answer in answers.items()]),
         score_from=torch.tensor([len(prompts[row]) for row in answers], dtype=torch.int64),
         temperature=1.0,
         return_logits=False,
@@ -162,10 +161,14 @@ def scores_wanted(request: GenerateRequest, replies: Mapping[int, Any], timeout:
     )
 
 
-def put_masses(replies: Mapping[int, Any], scores: ScoreResult, version: str | None) -> None:
-    """Write into the replies of `scores_wanted` what their tokens' own log-probs are, or why that is not known.
+def with_masses(
+    answers: Mapping[int, RowAnswer], scores: ScoreResult, version: str | None
+) -> dict[int, RowAnswer | RowFailure]:
+    """Return the answers with the mass of their kept ids, or why that is not known.
 
     Args:
+        answers: by row; each `kept_log_mass` is the log-prob of a token among its kept ids, as `kept_of` returns it.
+        scores: what `scores_wanted` asks for.
         version: the label of the weights that the answers are of; None for the backend's own.
 
     Raises:
@@ -178,23 +181,29 @@ def put_masses(replies: Mapping[int, Any], scores: ScoreResult, version: str | N
             "the mass of the kept ids is not known; repeat the call",
             usable=True,
         )
-    answers = [reply for reply in replies.values() if _ids(reply)]
+    found: dict[int, RowAnswer | RowFailure] = {}
     errors = scores.errors or ("",) * len(answers)
-    for reply, values, scored, error in zip(
-        answers, scores.logprobs.split(), scores.scored.split(), errors, strict=True
+    for (row, answer), own, scored, error in zip(
+        answers.items(), scores.logprobs.split(), scores.scored.split(), errors, strict=True
     ):
-        reply["choices"][0].update(own_logprobs=values[scored].tolist(), unscored=error)
+        if error:
+            found[row] = RowFailure(f"the mass of its kept ids is not known, because it could not be scored: {error}")
+            continue
+        # Rounding may put a mass above 1.
+        pairs = zip(own[scored].tolist(), answer.kept_log_mass, strict=True)
+        found[row] = replace(answer, kept_log_mass=[min(0.0, whole - part) for whole, part in pairs])
+    return found
 
 
-def kept_of(choice: Mapping[str, Any], ids: Sequence[int]) -> tuple[list[list[int]], list[float]]:
-    """Return the ids that each of the first tokens of an answer was drawn from, and their log mass.
+def kept_of(choice: Mapping[str, Any], ids: Sequence[int]) -> tuple[list[list[int]], Sequence[float]]:
+    """Return the ids that each of the first tokens of an answer was drawn from, and the token's log-prob among them.
 
     Args:
-        choice: the choice of a completion, as `as_completion` and `put_masses` leave it.
+        choice: the choice of a completion, as `as_completion` leaves it.
         ids: the first tokens of the answer.
 
     Raises:
-        RowError: the choice does not have them, or the answer could not be scored.
+        RowError: the choice does not have them.
     """
     sets, count = choice.get("sampling_mask"), len(ids)
     if not isinstance(sets, list) or len(sets) < count:
@@ -204,18 +213,4 @@ def kept_of(choice: Mapping[str, Any], ids: Sequence[int]) -> tuple[list[list[in
             raise RowError(f"the sampling_mask of token {place} lacks the id {token} that was sampled")
         if len({*found}) < len(found):
             raise RowError(f"the sampling_mask of token {place} has an id twice")
-    if choice.get("unscored"):
-        raise RowError(f"the mass of its kept ids is not known, because it could not be scored: {choice['unscored']}")
-    own = checked_logprobs(choice.get("own_logprobs", [])[:count], count)
-    among = checked_logprobs(choice["logprobs"]["token_logprobs"][:count], count)
-    # Rounding may put a mass above 1.
-    return sets[:count], [min(0.0, whole - part) for whole, part in zip(own, among, strict=True)]
-
-
-def _ids(reply: Any) -> list[int]:
-    """Return the tokens of an answer; none if it has no list of ids."""
-    try:
-        ids = reply["choices"][0]["token_ids"]
-    except (IndexError, KeyError, TypeError):
-        return []
-    return ids if isinstance(ids, list) and {*map(type, ids)} <= {int} else []
+    return sets[:count], checked_logprobs(choice["logprobs"]["token_logprobs"][:count], count)

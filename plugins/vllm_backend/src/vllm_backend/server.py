@@ -44,7 +44,6 @@ from corelm_engine_kit import (
     fitting_stream,
     local_checkpoint,
     only_choice,
-    row_outcome,
     weights_folder,
 )
 from vllm_backend import protocol_http as protocol
@@ -160,10 +159,16 @@ class VLLMServer(HttpEngine):
         stops = StopStrings.of_rows(request, self.tokenizer)
 
         def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
-            return protocol.row_answer(reply, aborted, payloads[row], request, stops[row], self.info)
+            completion = sampling_masks.as_completion(reply) if request.return_support else reply
+            return protocol.row_answer(completion, aborted, payloads[row], request, stops[row], self.info)
 
         if request.return_support:
-            rows, version = self._with_masses(request, payloads, parse, deadline)
+            # The sets come with whole answers only, and their mass from scores of the answers.
+            sent = {row: sampling_masks.request_of(payload) for row, payload in enumerate(payloads)}
+            rows, version = self._serve(request, sent, parse)
+            if answers := {row: each for row, each in rows.items() if isinstance(each, RowAnswer) and each.ids}:
+                scores = self.score_logprobs(sampling_masks.scores_wanted(request, answers, deadline.left()))
+                rows |= sampling_masks.with_masses(answers, scores, version)
         else:
             streams = None
             if request.on_tokens is not None:
@@ -183,35 +188,6 @@ class VLLMServer(HttpEngine):
         rows, version = self._serve(request, payloads, parse)
         result = score_result(request, rows)
         return result if version is None else replace(result, weight_versions=(version,) * len(request.sequences))
-
-    def _with_masses(
-        self,
-        request: GenerateRequest,
-        payloads: Sequence[Payload],
-        parse: Callable[[int, Any, bool], RowAnswer],
-        deadline: Deadline,
-    ) -> tuple[dict[int, RowAnswer | RowFailure], str | None]:
-        """Return the answers with the ids that tokens were drawn from, which come with whole answers only, and the mass
-        of these, for which the answers are scored.
-        """
-        sent = {row: sampling_masks.request_of(payload) for row, payload in enumerate(payloads)}
-
-        def completion(row: int, reply: Any, aborted: bool) -> tuple[Any, bool] | RowFailure:
-            return sampling_masks.as_completion(reply), aborted
-
-        found, version = self._serve(request, sent, completion)
-        completions = {row: each[0] for row, each in found.items() if not isinstance(each, RowFailure)}
-        unscored = sampling_masks.scores_wanted(request, completions, deadline.left())
-        if len(unscored.sequences):
-            sampling_masks.put_masses(completions, self.score_logprobs(unscored), version)
-
-        def outcome(row: int, each: tuple[Any, bool] | RowFailure) -> RowAnswer | RowFailure:
-            if isinstance(each, RowFailure):
-                return each
-            reply, aborted = each
-            return row_outcome(reply, lambda whole, _: parse(row, whole, aborted))
-
-        return {row: outcome(row, each) for row, each in found.items()}, version
 
     def _serve(
         self,

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,16 +17,19 @@ from corelm_engine_kit import expected_shapes, fitting, fitting_stream, weights_
 
 if TYPE_CHECKING:
     from corelm_engine_kit import Expected
-    from vllm_backend.engine import InProcessEngine
 
 _log = logging.getLogger(__name__)
 
 
-def load(engine: InProcessEngine, request: WeightUpdate) -> None:
+def load(engine: Any, request: WeightUpdate) -> None:
     """Load the weights of `request` into the engine. If its owner has changed or loaded them, only drop what is cached.
 
     vLLM loads tensors in place, one by one, and an unknown name stops it half way. So all names and shapes are compared
     with those of the checkpoint that the engine was opened on, before vLLM gets anything.
+
+    Args:
+        engine: the `InProcessEngine`, whose module imports this one.
+        request: the update.
 
     Raises:
         InvalidRequestError: the weights cannot be read or do not fit the model. Nothing has changed.
@@ -43,7 +46,7 @@ def load(engine: InProcessEngine, request: WeightUpdate) -> None:
         _load_tensors(engine, request)
 
 
-def _load_tensors(engine: InProcessEngine, request: WeightUpdate) -> None:
+def _load_tensors(engine: Any, request: WeightUpdate) -> None:
     """Hand tensors to vLLM if it can take them as they are; else write them to a folder that it loads."""
     checkpoint, stream = engine.checkpoint, request.stream
     assert checkpoint is not None, "without one, nothing can be loaded"
@@ -69,7 +72,7 @@ def _load_tensors(engine: InProcessEngine, request: WeightUpdate) -> None:
         engine.reload_tensors(pairs, max((tensor.nbytes for tensor in given.values()), default=0), request)
 
 
-def _reload(engine: InProcessEngine, request: WeightUpdate) -> None:
+def _reload(engine: Any, request: WeightUpdate) -> None:
     with weights_folder(request, engine.checkpoint) as folder:
         engine.reload(folder, request)
 
