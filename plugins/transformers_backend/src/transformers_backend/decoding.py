@@ -8,7 +8,7 @@ what was asked for.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged
 from corelm_engine_kit.answers import AnswerGroup, Answers, without
 from corelm_engine_kit.ending import answer_limits
-from corelm_engine_kit.loop import Call, NotDone
+from corelm_engine_kit.loop import Aborted, Call, NotDone
 from transformers_backend.batch_decoding import BatchDecoding
 from transformers_backend.batches import Grouping
 from transformers_backend.continuation import CachedRows, GrowingRows, Share, UncachedRows
@@ -180,7 +180,9 @@ class Decoder:
             columns = _columns(batch.prompts.lengths, batch.limits)
             check = used != _WAYS[-1] and not self._self_test.is_confirmed(used, columns)
             changes, first = updates.changes, len(answers.steps)
-            self._try_joining(used, batch)
+            # Earlier batches keep their answers.
+            with suppress(Aborted):
+                self._try_joining(used, batch)
             yield from _switched(call, decoding=True, verdict=self._self_test.now)
 
             def start(rows: Ragged, way: DecodingWay = used) -> GrowingRows:
