@@ -118,7 +118,7 @@ def test_what_cannot_be_run_is_refused_in_one_message(tiny_model, tmp_path, monk
     model = str(tiny_model)
     for arguments, said in (
         (("nonesuch", "--model", model), "no backend is named 'nonesuch'"),
-        (("transformers",), "expected a folder with the model"),
+        (("transformers",), "error: --model: expected a folder with the model"),
         (("transformers", "--model", "/nowhere/missing"), "transformers cannot load '/nowhere/missing'"),
         (("transformers", "--model", model, "--engine-sampling", "{"), "expected JSON"),
         (("transformers", "--model", model, "--engine-sampling", '{"top_k": 3}'), "engine_kwargs"),

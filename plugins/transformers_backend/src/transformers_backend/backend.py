@@ -182,8 +182,9 @@ class TransformersBackend:
                 model_kwargs=model_kwargs or {},
             )
         else:
+            got = "nothing" if model is None else type(model).__name__
             raise InvalidRequestError(
-                f"model: expected a folder, a hub name or a model object, got {type(model).__name__}; "
+                f"model: expected a folder, a hub name or a model object, got {got}; "
                 "call get_backend('transformers', 'PATH')",
                 field="model",
             )

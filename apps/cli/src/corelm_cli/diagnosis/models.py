@@ -40,7 +40,7 @@ def model_findings(choice: EngineChoice, found: Scan) -> Iterator[Finding]:
     try:
         opened = choice.open()
     except CoreLMError as error:
-        yield Finding(about, "problem", f"the backend {choice.backend!r} refuses it: {error}", "see the message")
+        yield Finding(about, "problem", f"the backend {choice.backend!r} refuses it: {error}")
         return
     with closing(opened):
         yield Finding(about, "ok", f"opened by {choice.backend!r} in {time.perf_counter() - began:.1f} s")

@@ -116,7 +116,8 @@ def conformance(
         sampling = _sampling(engine_sampling)
         folder = oracle_model or model
         if folder is None:
-            raise invalid("oracle_model", "expected a folder with the model of the server, to compare with")
+            flag = "--model" if base_url is None else "--oracle-model"
+            raise invalid(flag, "expected a folder with the model, which transformers loads to compare with")
         if find_spec("pytest") is None:
             raise invalid("conformance", f"the kit runs on pytest: {how_to_install('pytest>=8')}")
         with interrupt_ends_process():
