@@ -112,8 +112,8 @@ test-llamacpp: .venv-llamacpp/.installed ## test the example of a plugin for lla
 	.venv-llamacpp/bin/python -m pytest tests/engines/llamacpp
 	model=$$(.venv-llamacpp/bin/python -m tests.helpers.real_model gguf) && \
 		oracle=$$(.venv-llamacpp/bin/python -m tests.helpers.real_model float32) && \
-		.venv-llamacpp/bin/corelm conformance llamacpp --model "$$model" --option max_context=512 --oracle-model "$$oracle" \
-		--output .venv-llamacpp/conformance
+		.venv-llamacpp/bin/corelm conformance llamacpp --model "$$model" --option max_context=512 --option precision=1e-4 \
+		--oracle-model "$$oracle" --output .venv-llamacpp/conformance
 
 test-hosts: $(VENV)/.docs .venv-vllm/.installed .venv-sglang/.installed .venv-harnesses/.installed ## test engines in processes of their own environments
 	CORELM_TEST_HOSTS=1 $(BIN)/python -m pytest tests/engines/hosted

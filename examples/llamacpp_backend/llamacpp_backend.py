@@ -37,8 +37,9 @@ class LlamaCppBackend(LogitsEngine):
             gpu_layers: how many layers run on a GPU; -1 for all.
             precision: as `Capabilities.precision`. Activations are rounded to 8 bits unless the file is in float32.
         """
-        sizes = {"n_ctx": max_context, "n_gpu_layers": gpu_layers}
-        return cls(llama_cpp.Llama(os.fspath(model), **sizes, logits_all=True, verbose=False), max_context, precision)
+        exact = dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32)
+        options: dict[str, Any] = {"n_ctx": max_context, "n_gpu_layers": gpu_layers, **exact}
+        return cls(llama_cpp.Llama(os.fspath(model), **options, logits_all=True, verbose=False), max_context, precision)
 
     def logits(self, rows: Sequence[list[int]], caches: Sequence[dict[str, Any]]) -> np.ndarray:
         """Return the logits that follow each row."""

@@ -69,6 +69,31 @@ def gguf_file() -> Path:
     return found
 
 
+def float32_gguf() -> Path:
+    """Return a GGUF file with the same weights in float32; write it if no one has."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, dequantize
+
+    target = real_model("float32").with_suffix(".gguf")
+    with FileLock(f"{target}.lock"):
+        if target.exists():
+            return target
+        reader = GGUFReader(gguf_file())
+        writer = GGUFWriter(f"{target}.part", reader.fields["general.architecture"].contents())
+        for name, field in reader.fields.items():
+            if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+                kinds = field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+                writer.add_key_value(name, field.contents(), *kinds)
+        for tensor in reader.tensors:
+            whole = dequantize(tensor.data, tensor.tensor_type)
+            writer.add_tensor(tensor.name, whole, raw_dtype=GGMLQuantizationType.F32)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        Path(f"{target}.part").rename(target)
+    return target
+
+
 def convert(source: Path, folder: Path, dtype: str) -> None:
     """Write the model, its configuration and its tokenizer as transformers does."""
     from gguf import GGUFReader, dequantize
@@ -138,4 +163,4 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 if __name__ == "__main__":
-    print(gguf_file() if sys.argv[1:] == ["gguf"] else real_model(*sys.argv[1:]))
+    print(float32_gguf() if sys.argv[1:] == ["gguf"] else real_model(*sys.argv[1:]))

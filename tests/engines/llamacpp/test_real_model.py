@@ -1,16 +1,14 @@
 """The example for llama.cpp on a trained model, against the plain float32 forward of the same weights.
 
-With its weights and its KV cache in float32, llama.cpp gives the plain numbers. A file in 4 bits has the same weights,
-but llama.cpp rounds what they are multiplied by.
+With weights in float32, llama.cpp gives the plain numbers. A file in 4 bits has the same weights, but llama.cpp rounds
+what they are multiplied by.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import pytest
 import torch
 from torch import Tensor
@@ -19,39 +17,15 @@ import corelm
 from corelm import Backend
 from corelm_testing import PlainOracle
 from helpers.real_checks import CHATS, TEXTS, Rows, rows_of
-from helpers.real_model import gguf_file, real_model
-from llamacpp_backend import LlamaCppBackend
+from helpers.real_model import float32_gguf, gguf_file, real_model
 
 CONTEXT = 1024
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
-    file = tmp_path_factory.mktemp("models") / "float32.gguf"
-    write_float32(gguf_file(), file)
-    kinds = dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32)
-    llama = llama_cpp.Llama(str(file), n_ctx=CONTEXT, logits_all=True, verbose=False, **kinds)
-    with Backend.from_plugin(LlamaCppBackend(llama, CONTEXT, 2e-5), name="llamacpp", model_name="float32") as opened:
+def exact() -> Iterator[Backend]:
+    with corelm.get_backend("llamacpp", float32_gguf(), max_context=CONTEXT, precision=2e-5) as opened:
         yield opened
-
-
-def write_float32(source: Path, target: Path) -> None:
-    """Write a GGUF file with the same weights in float32."""
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, dequantize
-
-    reader = GGUFReader(source)
-    writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
-            kinds = field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), *kinds)
-    for tensor in reader.tensors:
-        whole = dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, whole, raw_dtype=GGMLQuantizationType.F32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture(scope="module")
