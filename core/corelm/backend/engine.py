@@ -431,8 +431,7 @@ class OpenEngine(OpenPlugin):
     def end_calls(self) -> bool:
         """Refuse later calls and abort those in the engine if it can. Return whether none is left in it.
 
-        An engine with `concurrent_calls` works on threads or in processes of its own, and is not waited for, unless its
-        plugin says that it works `on_caller_threads`.
+        An engine with `concurrent_calls` is not waited for, unless its plugin says that it works `on_caller_threads`.
         """
         own = self.capabilities.concurrent_calls and not getattr(self.plugin, "on_caller_threads", False)
         if self.elsewhere or own:

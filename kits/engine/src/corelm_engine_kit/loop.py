@@ -201,7 +201,8 @@ class Loop:
                 self._stepping.append(call)
                 while not call.done:
                     with self._inside(call.deadline, call):
-                        self._go_on(call, self._stepping)
+                        if not call.done:
+                            self._go_on(call, self._stepping)
             finally:
                 call.left = True
                 with self._changed:

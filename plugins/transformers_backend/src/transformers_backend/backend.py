@@ -34,7 +34,7 @@ from transformers_backend import loading, weights
 from transformers_backend.adapters import Adapters, may_have_adapters
 from transformers_backend.beams import beam_search
 from transformers_backend.capabilities import read_capabilities
-from transformers_backend.decoding import Decoder
+from transformers_backend.decoding import Decoder, MustBeAlone
 from transformers_backend.engine import CausalLM, cache_name
 from transformers_backend.in_flight import CallUpdates
 from transformers_backend.memory import DEFAULT_TOKENS, give_back, naming_max_batch_tokens
@@ -56,12 +56,14 @@ class Key:
         autocast: whether the caller has turned it on, and its dtype.
         verdict: what is known of the model; None as long as it is not asked for.
         decoding: whether the accelerations of decoding are on.
+        alone: whether no other calls are made meanwhile.
     """
 
     adapter: Adapter
     autocast: tuple[bool, torch.dtype]
     verdict: Verdict | None = None
     decoding: bool = False
+    alone: bool = False
 
 
 class TransformersBackend:
@@ -217,10 +219,13 @@ class TransformersBackend:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         refuse_sharded(self.engine.module)
         self.engine.refuse_unreadable(request.prompts, "prompts")
-        beams = request.sampling.num_beams > 1
-        with self.loop.start(request, Key(request.adapter, self._autocast())) as call:
-            # A model that keeps more of its rows than a cache holds cannot read others in between.
-            return self.loop.run(call, self._answers(request, call), alone=beams or self.engine.keeps_states)
+        alone = request.sampling.num_beams > 1 or self.decoder.keeps_states
+        with self.loop.start(request, Key(request.adapter, self._autocast(), alone=alone)) as call:
+            try:
+                return self.loop.run(call, self._answers(request, call), alone=alone)
+            except MustBeAlone:
+                pass
+        return self.generate(request)
 
     def _answers(self, request: GenerateRequest, call: Call) -> Generator[Any, None, GenerateResult]:
         """Answer a request, as the work of its call."""

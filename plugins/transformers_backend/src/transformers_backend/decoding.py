@@ -8,7 +8,7 @@ what was asked for.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, Ragged
 from corelm_engine_kit.answers import AnswerGroup, Answers, without
 from corelm_engine_kit.ending import answer_limits
-from corelm_engine_kit.loop import Call, NotDone
+from corelm_engine_kit.loop import Aborted, Call, NotDone
 from transformers_backend.batch_decoding import BatchDecoding
 from transformers_backend.batches import Grouping
 from transformers_backend.continuation import CachedRows, GrowingRows, Share, UncachedRows
@@ -62,17 +62,23 @@ _JOINED = "joined"
 _WASTE = 2
 
 
+class MustBeAlone(Exception):
+    """The model keeps more of its rows than a cache holds, so no others may be read in between."""
+
+
 class Decoder:
     """Answers requests.
 
     Attributes:
         way: how the latest batch was decoded; None before the first.
+        keeps_states: whether the model was seen to keep more of its rows than a cache holds.
         expected_tokens: how many tokens an answer without a limit counts when batches are made. If answers become
             longer, some rows of their batch wait.
     """
 
     def __init__(self, engine: CausalLM, tokenizer: Any, self_test: SelfTest, max_batch_tokens: int | None) -> None:
         self.way: DecodingWay | None = None
+        self.keeps_states = False
         self.expected_tokens = EXPECTED_TOKENS
         self._engine = engine
         self._tokenizer = tokenizer
@@ -99,6 +105,7 @@ class Decoder:
             Aborted: all rows were aborted before the first of them was begun.
             CapabilityError, InvalidRequestError: see `generation_prompts`.
             CapabilityError: the model is not causal.
+            MustBeAlone: nothing was done; make the call alone.
             TimeoutError: the request's timeout has passed.
         """
         self._self_test.begin(call.check_wanted)
@@ -156,10 +163,14 @@ class Decoder:
         """
         request, engine = answers.request, self._engine
         way = self._way(prompts, request)
+        if self.keeps_states and not call.key.alone:
+            raise MustBeAlone
         limits, done = self._limits(int(prompts.prompts.lengths.max())), torch.empty(0, dtype=torch.int64)
         expected = self.expected_tokens if request.sampling.max_new_tokens is None else None
         for batch in batches_of(prompts, _GROUPING[way], engine, limits, expected):
             done = torch.cat([done, batch.rows])
+            if call.key.decoding:
+                yield from _switched(call, decoding=False)
             if gone := call.aborted_among(batch.rows):
                 batch = batch.select(torch.tensor([row for row in range(len(batch.rows)) if row not in gone]).long())
                 if not len(batch.rows):
@@ -169,9 +180,10 @@ class Decoder:
             columns = _columns(batch.prompts.lengths, batch.limits)
             check = used != _WAYS[-1] and not self._self_test.is_confirmed(used, columns)
             changes, first = updates.changes, len(answers.steps)
-            self._try_joining(used, batch)
-            call.key = replace(call.key, decoding=True, verdict=self._self_test.now)
-            yield None
+            # Earlier batches keep their answers.
+            with suppress(Aborted):
+                self._try_joining(used, batch)
+            yield from _switched(call, decoding=True, verdict=self._self_test.now)
 
             def start(rows: Ragged, way: DecodingWay = used) -> GrowingRows:
                 self._growing.append(self._start(way, rows))
@@ -190,11 +202,12 @@ class Decoder:
                 engine.device,
             )
             yield from run.run(group, batch.prompts, limits)
-            call.key = replace(call.key, decoding=False)
-            yield None
             # The weights that the first of the tokens were sampled with may be gone: then there is nothing to compare.
             # Batches that come later are of the new weights alone.
-            if check and updates.changes == changes and not self._confirmed(used, batch, answers, run.raw):
+            if not check or updates.changes > changes:
+                continue
+            yield from _switched(call, decoding=False)
+            if not self._confirmed(used, batch, answers, run.raw):
                 if request.on_tokens is not None:
                     raise EngineError(
                         "the streamed log-probs turned out to be others than those of the model's own forward; "
@@ -299,6 +312,7 @@ class Decoder:
                 return False
             if way.startswith("uncached") or not self._engine.keeps_states:
                 break
+            self.keeps_states = True
         return True
 
     def _continued(self, way: str, depth: int, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
@@ -367,6 +381,12 @@ class Decoder:
         from transformers import DynamicCache
 
         return DynamicCache(config=self._engine.base.config)
+
+
+def _switched(call: Call, **changes: Any) -> Generator[None, None, None]:
+    """Go on within another key."""
+    call.key = replace(call.key, **changes)
+    yield None
 
 
 def _joins(growing: GrowingRows) -> bool:
