@@ -194,6 +194,50 @@ def test_a_call_that_waits_for_room_can_be_aborted_and_times_out(in_turn: OneAtA
     assert len(first.result(60).ids.values) == 3
 
 
+class TwoAtATime(Stepwise):
+    max_under_way = 2
+
+
+def test_many_rows_that_wait_for_room_are_not_overtaken_by_few() -> None:
+    engine = TwoAtATime()
+    first = engine.submit(1, max_new_tokens=4)
+    assert engine.begun.acquire(timeout=60)
+    many = engine.submit(2, max_new_tokens=3)
+    engine.step()
+    few = engine.submit(1, max_new_tokens=2)
+    engine.may_end.release(10_000)
+    assert [len(call.result(60).ids.values) for call in (first, many, few)] == [4, 6, 2]
+    assert engine.steps == [1] * 4 + [2] * 3 + [1] * 2
+
+
+class Autocast(Stepwise):
+    """Notes which ids it read with autocast, and which without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[bool, set[int]] = {False: set(), True: set()}
+
+    def logits(self, rows: Sequence[list[int]], caches: Sequence[dict[str, Any]]) -> Tensor:
+        self.read[torch.is_autocast_enabled("cpu")].update(row[0] for row in rows)
+        return super().logits(rows, caches)
+
+
+def test_a_call_has_the_autocast_of_its_own_caller_only() -> None:
+    engine = Autocast()
+    with opened(engine) as backend:
+
+        def autocasting() -> GenerateResult:
+            with torch.autocast("cpu", torch.bfloat16):
+                return backend.generate([[7]], {"max_new_tokens": 3, "ignore_eos": True})
+
+        first = in_thread(autocasting)
+        assert engine.begun.acquire(timeout=60)
+        other = engine.submit(1, max_new_tokens=6)
+        engine.may_end.release(10_000)
+        assert len(first.result(60).ids.values) == 3 and len(other.result(60).ids.values) == 6
+    assert engine.read == {True: {7}, False: {5}} and {*engine.steps} == {1}
+
+
 # Failures -------------------------------------------------------------------------------------------------------------
 
 

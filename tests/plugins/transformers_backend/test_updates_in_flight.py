@@ -201,3 +201,18 @@ def test_weights_of_nan_in_the_middle_of_an_answer_are_errors_of_its_rows(open_m
     assert caught.value.rows == (0, 1, 2) and caught.value.usable
     updated.backend.update_weights(tiny_model().state_dict())
     assert_answers(updated.backend.generate(PROMPTS, {**LONG, "max_new_tokens": 4}), tiny_model(), PROMPTS)
+
+
+def test_new_weights_are_used_where_the_caller_autocasts(open_model: Open) -> None:
+    """PyTorch keeps the weights that it has cast until autocast ends."""
+    model, new = tiny_model().requires_grad_(True), tiny_model(seed=1)
+    backend = open_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        backend.generate(PROMPTS, LONG)
+        backend.update_weights(new.state_dict(), "new")
+        found = backend.generate(PROMPTS, LONG), backend.score_logprobs(PROMPTS)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = backend.generate(PROMPTS, LONG), backend.score_logprobs(PROMPTS)
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs is not None and other.logprobs is not None
+        torch.testing.assert_close(one.logprobs.values, other.logprobs.values)

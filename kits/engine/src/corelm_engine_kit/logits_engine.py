@@ -102,7 +102,8 @@ class LogitsEngine:
         }
         self.capabilities = Capabilities(vocab_size=size, max_context=max_context, **{**declared, **capabilities})
         self._loop = Loop(self._answer, torch.set_grad_enabled)
-        self._growing = 0
+        # How many rows grow, and the calls that wait for room, in the order in which they came.
+        self._growing, self._queue = 0, list[Call]()
 
     # Written by the author --------------------------------------------------------------------------------------------
 
@@ -189,9 +190,14 @@ class LogitsEngine:
 
     def _room(self, rows: int, call: Call) -> _Work[None]:
         """Wait until so many rows more may grow, or the call is aborted. The caller gives the room back."""
-        while self.max_under_way is not None and self._growing + rows > self.max_under_way and call.is_wanted:
-            call.deadline.check()
-            yield []
+        queue, limit = self._queue, math.inf if self.max_under_way is None else self.max_under_way
+        queue.append(call)
+        try:
+            while rows and call.is_wanted and (queue[0] is not call or self._growing + rows > limit):
+                call.deadline.check()
+                yield []
+        finally:
+            queue.remove(call)
         self._growing += rows
 
     @hookimpl

@@ -5,16 +5,17 @@ thread of another caller goes on. So a call that is alone stays on its caller's 
 
 A call is a generator, its work. It yields what it wants of the engine, is sent the engine's answer when the step is
 done, and returns its result. It may be gone on with by any thread, so it must not hold what belongs to a thread across
-a ``yield``: see `Call.key`.
+a ``yield``: see `Call.key`. The work and the steps of a call have the autocast of its caller, whichever thread it is.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from corelm.errors import EngineError
@@ -23,8 +24,15 @@ from corelm.waiting import NOTICE
 
 T = TypeVar("T")
 
+#: Of each kind of device with autocast on, the dtype.
+Autocast = tuple[tuple[str, torch.dtype], ...]
+
 #: Seconds that closing waits for the calls under way.
 _PATIENCE = 5.0
+#: The kinds of devices on which a caller may autocast.
+_KINDS = ("cpu", "cuda")
+#: What is around no call.
+_NOTHING: tuple[Any, Autocast] = (object(), ())
 
 
 class Aborted(Exception):
@@ -50,6 +58,7 @@ class Call:
         self.deadline = Deadline(request.timeout)
         self.aborted: set[int] = set()
         self.key = key
+        self._autocast = _autocast()
         self.wants: Any = None
         # Whether there is an answer that its work is to be sent.
         self.ready, self._answer = True, None
@@ -58,6 +67,11 @@ class Call:
         self._error: BaseException | None = None
         self._work: Generator[Any, Any, Any] | None = None
         self._names = request.request_ids
+
+    @property
+    def around(self) -> tuple[Any, Autocast]:
+        """What has to be entered around its work and its steps: its key, and the autocast of its caller."""
+        return self.key, self._autocast
 
     def abort(self, names: Collection[str]) -> None:
         """Note that the rows with these names were aborted."""
@@ -134,8 +148,8 @@ class Loop:
     """Makes the steps of all calls. One thread at a time is inside.
 
     Args:
-        answer: given calls with the same key, calls `Call.give` of each with what it wants. If it raises, it has done
-            so for each, or nothing of the step is left in the engine for those without an answer.
+        answer: given calls with the same key and autocast, calls `Call.give` of each with what it wants. If it raises,
+            it has done so for each, or nothing of the step is left in the engine for those without an answer.
         within: returns what is entered around the work and the steps of the calls with a key. It is left when another
             thread may come in.
 
@@ -157,7 +171,7 @@ class Loop:
         self._guests: set[object] = set()
         self._step_is_due = False
         self._stepping: list[Call] = []
-        self._entered, self._key = ExitStack(), object()
+        self._entered, self._around = ExitStack(), _NOTHING
         self._closed = False
 
     @contextmanager
@@ -190,11 +204,11 @@ class Loop:
         if alone or self._is_here():
             with self._inside(call.deadline):
                 # Those of the step in the middle of which this thread is, if it is in one.
-                outer, self._entered, self._key = (self._entered, self._key), ExitStack(), object()
+                outer, self._entered, self._around = (self._entered, self._around), ExitStack(), _NOTHING
                 try:
                     self._go_on(call, [call])
                 finally:
-                    self._entered, self._key = outer
+                    self._entered, self._around = outer
                     call.end()
         else:
             try:
@@ -293,25 +307,28 @@ class Loop:
         if calls is self._stepping:
             self._leave_behind()
         for call in list(calls):
-            while call.ready and not call.done and self._enters(call.key, [call]):
+            while call.ready and not call.done and self._enters(call.around, [call]):
                 call.go_on(call is mine)
             if call.done and call is not mine:
                 with self._changed:
                     self._changed.notify_all()
         waiting = [call for call in calls if not (call.ready or call.done)]
-        for key in dict.fromkeys([call.key for call in waiting]):
-            some = [call for call in waiting if call.key == key]
-            if self._enters(key, some):
+        for around in dict.fromkeys([call.around for call in waiting]):
+            some = [call for call in waiting if call.around == around]
+            if self._enters(around, some):
                 self._answer(some)
 
-    def _enters(self, key: Hashable, calls: Sequence[Call]) -> bool:
-        """Enter what belongs to a key, if it is another than before. If that fails, so do the calls."""
-        if key == self._key:
+    def _enters(self, around: tuple[Any, Autocast], calls: Sequence[Call]) -> bool:
+        """Enter what is to be around calls, if it is another than before. If that fails, so do the calls."""
+        if around == self._around:
             return True
         self._leave()
+        key, autocast = around
         try:
+            if autocast != _autocast():
+                self._entered.enter_context(_autocasting(autocast))
             self._entered.enter_context(self._within(key))
-            self._key = key
+            self._around = around
         except Exception as error:
             for call in calls:
                 call.fail(error)
@@ -319,5 +336,20 @@ class Loop:
         return True
 
     def _leave(self) -> None:
-        self._key = object()
+        self._around = _NOTHING
         self._entered.close()
+
+
+def _autocast() -> Autocast:
+    """Return how this thread autocasts."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind))
+
+
+@contextmanager
+def _autocasting(autocast: Autocast) -> Iterator[None]:
+    """Autocast like that inside, and not as this thread does."""
+    dtypes = dict(autocast)
+    with ExitStack() as stack:
+        for kind in _KINDS:
+            stack.enter_context(torch.autocast(kind, dtypes.get(kind), enabled=kind in dtypes))
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,14 +53,12 @@ class Key:
 
     Attributes:
         adapter: see `GenerateRequest`.
-        autocast: whether the caller has turned it on, and its dtype.
         verdict: what is known of the model; None as long as it is not asked for.
         decoding: whether the accelerations of decoding are on.
         alone: whether no other calls are made meanwhile.
     """
 
     adapter: Adapter
-    autocast: tuple[bool, torch.dtype]
     verdict: Verdict | None = None
     decoding: bool = False
     alone: bool = False
@@ -221,7 +219,7 @@ class TransformersBackend:
         refuse_sharded(self.engine.module)
         self.engine.refuse_unreadable(request.prompts, "prompts")
         alone = request.sampling.num_beams > 1 or self.decoder.keeps_states
-        with self.loop.start(request, Key(request.adapter, self._autocast(), alone=alone)) as call:
+        with self.loop.start(request, Key(request.adapter, alone=alone)) as call:
             try:
                 return self.loop.run(call, self._answers(request, call), alone=alone)
             except MustBeAlone:
@@ -262,19 +260,11 @@ class TransformersBackend:
         with told, self.adapters.switched(adapter, grad=grad):
             yield
 
-    def _autocast(self) -> tuple[bool, torch.dtype]:
-        device = self.engine.device.type
-        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
     @contextmanager
     def _running(self, key: Key) -> Iterator[None]:
         """Have the model as the calls with a key need it."""
-        enabled, dtype = key.autocast
-        caller: AbstractContextManager[Any] = nullcontext()
-        if key.autocast != self._autocast():
-            caller = torch.autocast(self.engine.device.type, dtype, enabled=enabled)
         decoding = self.decoder.accelerated() if key.decoding else nullcontext()
-        with caller, self._switched(key.adapter), self.engine.evaluating(), decoding:
+        with self._switched(key.adapter), self.engine.evaluating(), decoding:
             if key.verdict is not None:
                 self.self_test.resume(key.verdict)
             yield
@@ -295,6 +285,7 @@ class TransformersBackend:
                 raise
             finally:
                 # Also after a failure: a stream may have changed some.
+                torch.clear_autocast_cache()
                 self.self_test.forget()
                 self.scorer.weights_changed()
             if request.adapter is None:
