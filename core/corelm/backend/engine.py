@@ -433,8 +433,7 @@ class OpenEngine(OpenPlugin):
 
         An engine with `concurrent_calls` is not waited for, unless its plugin says that it works `on_caller_threads`.
         """
-        own = self.capabilities.concurrent_calls and not getattr(self.plugin, "on_caller_threads", False)
-        if self.elsewhere or own:
+        if self.elsewhere or not (self._exclusive or getattr(self.plugin, "on_caller_threads", False)):
             return True
         self.closed = True
         self._abort_quietly(self.lock.holders)
