@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from corelm import Backend
+from corelm.backend.prepared_call import prepare_generation
 from corelm.errors import EngineError
-from corelm.spec import GenerateResult
+from corelm.spec import GenerateResult, TokenChunk
+from helpers import oracle
 from helpers.plain_forward import Open, assert_answers
-from helpers.tiny_models import random_rows, tiny_model
+from helpers.tiny_models import VOCAB, random_rows, tiny_model
+from transformers_backend.continuation import CachedRows
 
 PROMPTS = random_rows(7, 12, 7, 9, 5, 6, 8, 11)
 LONG = {"max_new_tokens": 2000, "ignore_eos": True, "seed": 3}
@@ -210,6 +213,101 @@ def test_new_weights_come_between_the_steps_of_all_calls(open_model: Open) -> No
         assert answers.version_runs is not None
         assert all([version for version, _ in runs] == ["0", "new"] for runs in answers.version_runs)
     assert_answers(backend.generate(PROMPTS[:2], SHORT), new, PROMPTS[:2])
+
+
+def test_rows_go_on_apart_if_there_is_no_memory_for_them_together(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, backend, paced = opened(open_model)
+    expected = backend.generate(PROMPTS, {**LONG, "max_new_tokens": 30})
+    join, cat = CachedRows.join, torch.cat
+    failed: list[int] = []
+
+    def without_memory(tensors: Any, *args: Any, **options: Any) -> Any:
+        # The last thing that is made: the logits of both.
+        if tensors[0].ndim == 2 and tensors[0].shape[-1] == VOCAB:
+            failed.append(len(tensors))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return cat(tensors, *args, **options)
+
+    def joined(self: CachedRows, other: CachedRows, cache: Any) -> None:
+        with monkeypatch.context() as patch:
+            if self.shares and not failed:
+                patch.setattr(torch, "cat", without_memory)
+            join(self, other, cache)
+
+    monkeypatch.setattr(CachedRows, "join", joined)
+    with two_calls(backend, paced) as (many, one):
+        pass
+    assert many.result(60).ids.tolist() == expected.ids.tolist() and len(one.result(60).ids.values) == 20
+    assert failed and 9 not in paced.steps
+
+
+def test_weights_that_come_after_an_interrupt_are_seen_before_the_next_step(open_model: Open) -> None:
+    """This thread makes the steps. An interrupt in the midst of one leaves a call that has asked for its token."""
+    old = tiny_model(max_position_embeddings=CONTEXT)
+    _, backend, _ = opened(open_model, recompute_kv_on_update=True)
+    new = tiny_model(seed=1, max_position_embeddings=CONTEXT)
+    others: list[Future[GenerateResult]] = []
+    main, loop, tokens = threading.get_ident(), backend.engine.plugin.loop, 0
+    update = threading.Thread(target=lambda: backend.update_weights(new.state_dict(), "new", when="now"))
+
+    def interrupting(chunk: TokenChunk) -> None:
+        if threading.get_ident() == main:
+            update.start()
+            while not loop._guests:
+                threading.Event().wait(0.001)
+            raise KeyboardInterrupt
+
+    def listening(chunk: TokenChunk) -> None:
+        nonlocal tokens
+        tokens += 1
+        if tokens == 4:
+            others.append(in_thread(lambda: backend.generate(PROMPTS[:1], {**LONG, "max_new_tokens": 20})))
+            arrived(backend, 2)
+        if tokens == 8:
+            others.append(in_thread(lambda: stream(PROMPTS[1:2], {**LONG, "max_new_tokens": 20}, interrupting)))
+            arrived(backend, 3)
+
+    def stream(prompts: Any, sampling: Any, listener: Any) -> GenerateResult:
+        return backend.run(prepare_generation(backend.engine, prompts, sampling, on_tokens=listener))
+
+    with pytest.raises(KeyboardInterrupt):
+        stream(PROMPTS[2:3], LONG, listening)
+    update.join(60)
+    made = others[0].result(60)
+    assert made.version_runs is not None and made.logprobs is not None
+    ((_, (version, at)),) = made.version_runs
+    assert version == "new" and 0 < at < 20
+    by_old, by_new = (oracle.answer_logprobs(each, PROMPTS[0], made.ids.tolist()[0]) for each in (old, new))
+    torch.testing.assert_close(made.logprobs.values, torch.cat([by_old[:at], by_new[at:]]), rtol=0, atol=1e-4)
+
+
+def test_new_weights_after_the_last_step_do_not_count_as_wrong_numbers(open_model: Open) -> None:
+    model, new = tiny_model(max_position_embeddings=CONTEXT), tiny_model(seed=1, max_position_embeddings=CONTEXT)
+    steps = 0
+
+    def look(module: object, args: Any, out: object) -> None:
+        nonlocal steps
+        if args[0].shape == (3, 1):
+            steps += 1
+            if steps == 39:
+                update.start()
+                while not backend.engine.plugin.loop._guests:
+                    threading.Event().wait(0.001)
+
+    backend = open_model(model)
+    update = threading.Thread(target=lambda: backend.update_weights(new.state_dict(), "new", when="now"))
+    backend.generate(PROMPTS[:3], {"max_new_tokens": 2})
+    hook = model.get_input_embeddings().register_forward_hook(look)
+    steps = -(10**9)
+    backend.generate(PROMPTS[3:5], {"max_new_tokens": 2})
+    steps = 0
+    made = backend.generate(PROMPTS[:3], {**LONG, "max_new_tokens": 40})
+    update.join(60)
+    hook.remove()
+    assert steps == 39 and made.version_runs is None and made.weight_versions == ("0",) * 3
+    assert backend.engine.plugin.decoder.info == "cached and padded"
 
 
 def test_scores_come_between_two_steps(open_model: Open) -> None:

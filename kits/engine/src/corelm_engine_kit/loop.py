@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -138,10 +138,11 @@ class Call:
         self._work = work
 
     def end(self) -> None:
-        """Close the work."""
-        if self._work is not None:
-            self._work.close()
-            self._work = None
+        """Close the work. What that raises concerns nobody: the call has ended, or its caller has left."""
+        work, self._work = self._work, None
+        if work is not None:
+            with suppress(Exception):
+                work.close()
 
 
 class Loop:
@@ -237,6 +238,12 @@ class Loop:
         with self._inside(deadline):
             yield
 
+    def refuse_steps(self) -> None:
+        """Give `NotDone` to the calls that still wait for a step, because an interrupt came before it. Inside only."""
+        for call in self._stepping:
+            if not (call.ready or call.done):
+                call.give(NotDone())
+
     def close(self) -> bool:
         """Abort the calls under way, refuse later ones, and return whether all have ended within five seconds."""
         self._closed = True
@@ -272,11 +279,15 @@ class Loop:
             yield
         finally:
             self._guests.discard(visit)
-            if self._holder is visit:
-                with self._changed:
+            try:
+                if self._holder is visit:
                     self._leave_behind()
+            finally:
+                # Also if there is another interrupt meanwhile.
+                if self._holder is visit:
                     self._step_is_due = call is None and bool(self._stepping)
                     self._holder = None
+                with self._changed:
                     self._changed.notify_all()
 
     def _may_enter(self, call: Call | None) -> bool:
@@ -288,8 +299,8 @@ class Loop:
     def _leave_behind(self) -> None:
         """Close the works of calls that have ended or whose callers have left."""
         for call in [each for each in self._stepping if each.done or each.left]:
-            call.end()
             self._stepping.remove(call)
+            call.end()
 
     # Inside -----------------------------------------------------------------------------------------------------------
 

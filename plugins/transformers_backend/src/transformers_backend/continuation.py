@@ -139,6 +139,9 @@ class CachedRows(GrowingRows):
 
         Args:
             cache: an empty one, which holds the states of both from now on.
+
+        Raises:
+            OutOfMemoryError: there is no memory for both. Nothing has changed.
         """
         columns = max(self.columns, other.columns)
 
@@ -148,16 +151,14 @@ class CachedRows(GrowingRows):
         for number, (mine, others) in enumerate(zip(self._cache.layers, other._cache.layers, strict=True)):
             cache.update(both(mine.keys, others.keys), both(mine.values, others.values), number)
         mask = both(self._whole_mask(), other._whole_mask())[..., 0]
-        self._padding = torch.cat(
-            [self._padding + (columns - self.columns), other._padding + (columns - other.columns)]
-        )
-        self._mask = mask if bool(self._padding.any()) else None
-        self._position = torch.cat([self._position, other._position])
+        padding = torch.cat([self._padding + (columns - self.columns), other._padding + (columns - other.columns)])
+        position = torch.cat([self._position, other._position])
+        logits = torch.cat([self.logits, other.logits])
+        self._padding, self._mask = padding, mask if bool(padding.any()) else None
         for share in other.shares:
             share.growing, share.rows = self, [len(self.logits) + row for row in share.rows]
         self.shares, other.shares = self.shares + other.shares, []
-        self.logits = torch.cat([self.logits, other.logits])
-        self._cache, self.columns = cache, columns
+        self._position, self.logits, self._cache, self.columns = position, logits, cache, columns
 
     def _whole_mask(self) -> Tensor:
         if self._mask is not None:

@@ -180,8 +180,8 @@ class Decoder:
             columns = _columns(batch.prompts.lengths, batch.limits)
             check = used != _WAYS[-1] and not self._self_test.is_confirmed(used, columns)
             changes, first = updates.changes, len(answers.steps)
-            # Earlier batches keep their answers.
-            with suppress(Aborted):
+            # Earlier batches keep their answers, and there need be no memory for what only saves time.
+            with suppress(Aborted, torch.OutOfMemoryError):
                 self._try_joining(used, batch)
             yield from _switched(call, decoding=True, verdict=self._self_test.now)
 
@@ -204,6 +204,7 @@ class Decoder:
             yield from run.run(group, batch.prompts, limits)
             # The weights that the first of the tokens were sampled with may be gone: then there is nothing to compare.
             # Batches that come later are of the new weights alone.
+            updates.came_in()
             if not check or updates.changes > changes:
                 continue
             yield from _switched(call, decoding=False)
@@ -281,7 +282,12 @@ class Decoder:
             together = (len(first) + len(growing)) * columns
             limit = min(share.most for share in [*first.shares, *growing.shares])
             if together <= min(limit, _WASTE * apart) and self._self_test.is_confirmed(_JOINED, columns + 1):
-                first.join(growing, self._new_cache())
+                try:
+                    first.join(growing, self._new_cache())
+                except torch.OutOfMemoryError:
+                    # They need not share steps.
+                    for share in growing.shares:
+                        share.alone = True
 
     # Which way --------------------------------------------------------------------------------------------------------
 
