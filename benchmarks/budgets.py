@@ -21,7 +21,7 @@ from corelm import History, LLMPolicy
 ROOT = Path(__file__).parents[1]
 #: Name → the most that is allowed.
 BUDGETS = {
-    "kernel, lines": 21_672,
+    "kernel, lines": 21_681,
     "kernel, files": 80,
     "Backend.generate, calls": 47,
     "Backend.generate, deepest": 6,

@@ -87,6 +87,7 @@ class OpenEngine(OpenPlugin):
         given_model: returns the `model`, as long as others keep it alive.
         closed: whether the engine takes no more calls.
         wrapped: whether wrappers see its calls.
+        on_caller_threads: whether the threads of its callers make its steps, for all calls under way.
 
     Raises:
         BackendIncompatibleError: the plugin does not fit the hook specification.
@@ -114,6 +115,7 @@ class OpenEngine(OpenPlugin):
         self.closed = False
         self._retry = _retrying(retry)
         self.wrapped = bool(wrappers)
+        self.on_caller_threads: bool = getattr(plugin, "on_caller_threads", False)
         self._supervised = self.wrapped or self._retry is not None
         self._exclusive = not self.capabilities.concurrent_calls
         self._turnless = OUT_OF_TURN | self.own
@@ -433,7 +435,7 @@ class OpenEngine(OpenPlugin):
 
         An engine with `concurrent_calls` is not waited for, unless its plugin says that it works `on_caller_threads`.
         """
-        if self.elsewhere or not (self._exclusive or getattr(self.plugin, "on_caller_threads", False)):
+        if self.elsewhere or not (self._exclusive or self.on_caller_threads):
             return True
         self.closed = True
         self._abort_quietly(self.lock.holders)

@@ -74,8 +74,8 @@ class DynamicBatcher(Backend):
     that differ in these do not share a call. It does not have their context variables.
 
     One thread calls an engine that takes one call at a time. An engine that declares `concurrent_calls` batches by
-    itself: it gets one call per request, each on a thread of its own, and the limits bound the rows and tokens in
-    flight. Without `max_batch_size`, up to 4,096 requests are in flight.
+    itself (but see `merge`): it gets one call per request, each on a thread of its own, and the limits bound the rows
+    and tokens in flight. Without `max_batch_size`, up to 4,096 requests are in flight.
 
     Scoring with gradients or logits shares no call. It runs in its turn on the caller's own thread, because autograd's
     settings belong to a thread.
@@ -89,6 +89,8 @@ class DynamicBatcher(Backend):
     Args:
         backend: an opened backend that is not batched.
         limits: how requests are combined; None for the defaults.
+        merge: False passes each request on at once to an engine whose calls share decoding steps (transformers), so
+            that none waits for the end of others. One call with many rows is faster than many calls.
         clock: returns seconds and never goes back.
 
     Attributes:
@@ -101,7 +103,12 @@ class DynamicBatcher(Backend):
     """
 
     def __init__(
-        self, backend: Backend, limits: Limits | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        backend: Backend,
+        limits: Limits | None = None,
+        *,
+        merge: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if isinstance(backend, DynamicBatcher) or not isinstance(backend, Backend):
             raise invalid("backend", f"expected an opened backend that is not batched, got {shown(backend)}")
@@ -110,7 +117,8 @@ class DynamicBatcher(Backend):
         super().__init__(backend.engine)
         self.backend = backend
         self.limits = limits or Limits()
-        concurrent = backend.capabilities.concurrent_calls
+        steps_are_shared = backend.capabilities.concurrent_calls and backend.engine.on_caller_threads
+        concurrent = backend.capabilities.concurrent_calls and not (merge and steps_are_shared)
         workers = (self.limits.max_batch_size or MOST_THREADS) if concurrent else 1
         self.dispatcher = Dispatcher(self.engine, queue_for(self.limits, concurrent), workers, clock)
         _DISPATCHERS.add(self.dispatcher)

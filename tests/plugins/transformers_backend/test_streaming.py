@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from corelm import Backend, DynamicBatcher
+from corelm.batching import Limits
 from corelm.errors import EngineError
 from helpers.plain_forward import Open, spoil_cache_after
 from helpers.tiny_models import DEVICE, random_rows, tiny_model, tiny_tokenizer
@@ -52,13 +53,25 @@ def test_beams_come_in_one_piece(open_model: Open) -> None:
     assert stream.result.ids.lengths.max() <= 4
 
 
-def test_streams_of_a_batcher_are_those_of_single_calls(open_model: Open) -> None:
+def test_streams_share_a_batch(open_model: Open) -> None:
     backend = open_model(tiny_model())
     sampling = {"max_new_tokens": 8, "seed": 5}
     alone = [backend.generate([prompt], sampling).ids.tolist()[0] for prompt in PROMPTS]
-    with DynamicBatcher(backend) as batcher:
+    # The first call waits until all requests are queued.
+    with DynamicBatcher(backend, Limits(min_batch_size=len(PROMPTS), batching_timeout=60.0)) as batcher:
         streams = [batcher.stream([prompt], sampling) for prompt in PROMPTS]
         assert [[i for chunk in stream for i in chunk.ids] for stream in streams] == alone
+        assert batcher.state().batches == 1
+
+
+def test_a_batcher_that_does_not_merge_passes_each_request_on(open_model: Open) -> None:
+    backend = open_model(tiny_model())
+    sampling = {"max_new_tokens": 8, "seed": 5}
+    alone = [backend.generate([prompt], sampling).ids.tolist()[0] for prompt in PROMPTS]
+    with DynamicBatcher(backend, merge=False) as batcher:
+        streams = [batcher.stream([prompt], sampling) for prompt in PROMPTS]
+        assert [[i for chunk in stream for i in chunk.ids] for stream in streams] == alone
+        assert batcher.state().batches == len(PROMPTS)
 
 
 def test_streamed_log_probs_under_autocast_are_those_of_generate(open_model: Open) -> None:

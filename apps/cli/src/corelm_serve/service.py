@@ -322,4 +322,4 @@ def batched(backend: Backend, options: ServerOptions) -> DynamicBatcher:
     """Return a backend whose calls many requests share: the given one, if it does that."""
     if isinstance(backend, DynamicBatcher):
         return backend
-    return DynamicBatcher(backend, Limits(max_queue=options.max_requests, on_full="raise"))
+    return DynamicBatcher(backend, Limits(max_queue=options.max_requests, on_full="raise"), merge=False)

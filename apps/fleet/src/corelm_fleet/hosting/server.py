@@ -83,6 +83,9 @@ class EngineServer:
     def __init__(self, engine: Any, name: str, wrappers: Sequence[object] = ()) -> None:
         self._hooks, by_core = hooks_of(engine, name, wrappers)
         capabilities = engine.capabilities
+        if getattr(engine, "on_caller_threads", False):
+            # Calls from another process come one after another, so that batchers there merge them.
+            capabilities = replace(capabilities, concurrent_calls=False)
         self._reasons = dict(getattr(engine, "reasons", {}))
         if self._hooks["to_containers"] is not to_containers:
             raise CapabilityError(
