@@ -193,6 +193,7 @@ def test_what_is_printed_can_be_typed(line, complete, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     # A flag may act while the arguments are read: --install-completion writes to the home folder.
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
     for name in ("prompts.jsonl", "choices.jsonl"):
         Path(name).touch()
     said = complaint(line, pytestconfig, capsys)

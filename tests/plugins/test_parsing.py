@@ -23,7 +23,6 @@ from helpers.canned_replies import answering
 from helpers.each import case
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend import SGLangBackend
-from sglang_backend import replies as sglang_replies
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import replies as vllm_replies
 from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
@@ -176,12 +175,12 @@ def test_vllm_scores_are_what_a_plain_loop_reads(compact: bool) -> None:
                 if row == 1:
                     PROMPT_DEFECTS[defect](positions)
                 last = {
-                    "tokens": ["token_id:7"],
-                    "token_logprobs": [-0.4],
+                    "tokens": [f"token_id:{ids[-1]}"],
+                    "token_logprobs": [-0.5],
                     "top_logprobs": [{f"token_id:{ids[-1]}": -0.5, "token_id:7": -0.4}],
                 }
-                choice = {"finish_reason": "length", "token_ids": [7], "logprobs": last, "prompt_logprobs": positions}
-                replies.append(sent({"choices": [choice]}, decode))
+                choice = {"finish_reason": "length", "token_ids": ids[-1:], "logprobs": last}
+                replies.append(sent({"choices": [{**choice, "prompt_logprobs": positions}]}, decode))
                 lists.append(sent(positions))
             check(answering(VLLMServer, VLLM, *replies).score_logprobs(scoring()), lists, vllm_plain)
 
@@ -200,20 +199,16 @@ LABEL_DEFECTS: dict[str, Defect] = {
 }
 
 
-@COMPACT
-def test_vllm_labels_are_compared_with_every_id(compact: bool) -> None:
+def test_vllm_labels_are_compared_with_every_id() -> None:
     for defect in LABEL_DEFECTS:
         with case(defect):
-            decode = vllm_replies.decode if compact else decoded
             replies, lists = [], []
             for row, (ids, values) in enumerate(ROWS):
                 tokens = [f"token_id:{token}" for token in ids]
                 if row == 1:
                     LABEL_DEFECTS[defect](tokens)
                 logprobs = {"tokens": tokens, "token_logprobs": values}
-                replies.append(
-                    sent({"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}]}, decode)
-                )
+                replies.append(sent({"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}]}))
                 lists.append((tokens, values))
 
             def plain(ids: list[int], entry: Any) -> Any:
@@ -271,11 +266,9 @@ def sglang_plain(name: str, first: int) -> Callable[[list[int], list[Any]], Any]
     return plain
 
 
-@COMPACT
-def test_sglang_entries_are_what_a_plain_loop_reads(compact: bool) -> None:
+def test_sglang_entries_are_what_a_plain_loop_reads() -> None:
     for work, defect, last in itertools.product(["generating", "scoring"], ENTRY_DEFECTS, [False, True]):
         with case(work, defect, last):
-            decode = sglang_replies.decode if compact else decoded
             rows = copy.deepcopy(ROWS)
             if last:
                 # Its prompts have this id as 0, so that the quick comparison fails for a row that is right.
@@ -291,7 +284,7 @@ def test_sglang_entries_are_what_a_plain_loop_reads(compact: bool) -> None:
                     ENTRY_DEFECTS[defect](entries)
                 meta = {"finish_reason": {"type": "length"}, "weight_version": "default"}
                 name = "output_token_logprobs" if work == "generating" else "input_token_logprobs"
-                replies.append(sent({"output_ids": ids, "meta_info": {**meta, name: entries}}, decode))
+                replies.append(sent({"output_ids": ids, "meta_info": {**meta, name: entries}}))
                 lists.append(sent(entries))
             if work == "generating":
                 result: Any = answering(SGLangBackend, SGLANG, *replies).generate(generating())

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from corelm.spec import Ragged
 from corelm_engine_kit.answers import without
@@ -129,6 +128,8 @@ class CachedRows(GrowingRows):
     @property
     def may_join(self) -> bool:
         """Whether its cache holds keys and values of every token, and nothing else."""
+        from transformers.cache_utils import DynamicLayer
+
         return all(
             (type(layer) is DynamicLayer or getattr(layer, "joins", False)) and layer.keys is not None
             for layer in self._cache.layers
