@@ -59,7 +59,7 @@ def test_modes_that_do_not_return_log_probs_are_refused(tiny_folder: Path, mode:
 
 @pytest.mark.parametrize(
     ("options", "offered"),
-    [({}, True), ({"max_logprobs": 0}, False), ({"logits_processors": ["a_module:AProcessor"]}, False)],
+    [({}, True), ({"max_logprobs": 0}, False), ({"logits_processors": ["a_module:AProcessor"]}, True)],
 )
 def test_the_most_probable_ids_are_offered_only_if_vllm_returns_them(
     tiny_folder: Path, options: dict[str, Any], offered: bool
