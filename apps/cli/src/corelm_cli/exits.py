@@ -25,7 +25,8 @@ def typed_exits() -> Iterator[None]:
     except (CoreLMError, OSError) as error:
         tell(f"error: {as_flags(str(error))}")
         try:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except OSError:
             # Python would try once more at its end, say so, and exit with a code of its own.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
