@@ -1,7 +1,7 @@
 """What callers pass, read and checked before a hook is called. An argument that is wrong is refused with its name.
 
-Core does this for every plugin. Functions that end in `_problems` return ``{row: what is wrong}``, so that
-the caller can refuse all bad rows together or skip them.
+No plugin has to check its requests. Functions that end in `_problems` return ``{row: what is wrong}``, so that the
+caller can refuse all bad rows together, or skip them.
 """
 
 from __future__ import annotations
@@ -191,10 +191,7 @@ def _not_a_text(value: Any) -> str | None:
 def request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
     """Return one unique name per row: the given names, or generated ones."""
     if given is None:
-        made: list[str] = []
-        for _ in range(rows):
-            made.append(uuid.uuid4().hex)
-        return tuple(made)
+        return tuple([uuid.uuid4().hex for _ in range(rows)])
     names = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
     if not {*map(type, names)} <= {str} or not len(names) == len({*names}) == rows:
         raise invalid("request_ids", f"expected {rows} different names, got {shown(given)}")
@@ -306,10 +303,7 @@ def _mixed(states: Sequence[int], *levels: Iterable[int]) -> Tensor:
                 x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
                 made.append(x ^ (x >> 31))
         states = made
-    halves: list[int] = []
-    for state in states:
-        halves.append(state >> 1)
-    return torch.tensor(halves, dtype=torch.int64)
+    return torch.tensor([state >> 1 for state in states], dtype=torch.int64)
 
 
 # Rows that an engine can serve ----------------------------------------------------------------------------------------
@@ -456,7 +450,7 @@ def _scaled_is(mode: Mode, sampling: SamplingParams, with_support: bool) -> bool
     return sampling.temperature > 0.0 and (with_support or not sampling.truncates)
 
 
-# Kept ids and the most probable ids -----
+# Kept ids and the most probable ids -----------------------------------------------------------------------------------
 
 
 def support_comes_from_engine(return_support: Any, sampling: SamplingParams, engine: OpenPlugin) -> bool:
@@ -548,7 +542,7 @@ def _most(field: str, given: Any, capability: str, engine: OpenPlugin) -> int:
 
 
 def _given_support(given: Any, sequences: Ragged, starts: Tensor, vocab_size: int) -> tuple[TokenSets, Problems]:
-    """Return sets as long as the sequences, each in ascending order, and the rows whose sets are wrong.
+    """Return one set for each position of the sequences, its ids ascending, and the rows whose sets are wrong.
 
     Args:
         given: `TokenSets` or nested lists, one set a position: as many as the sequence has, or as many as are scored.
@@ -566,7 +560,7 @@ def _given_support(given: Any, sequences: Ragged, starts: Tensor, vocab_size: in
         f"or for the {int(scored[row])} that are scored"
         for row in (~fits).nonzero().flatten().tolist()
     }
-    # What is missing comes before what is scored. Rows at fault get empty sets, so that the others can go on.
+    # Empty sets fill the positions before those that are scored, and the rows at fault, which are refused or skipped.
     kept = torch.where(fits, found, 0)
     if problems:
         sets = sets.slice(torch.zeros_like(kept), kept)

@@ -418,8 +418,8 @@ def _top(
     return {"top_ids": ids, "top_logprobs": logprobs, "tail_log_mass": tail}
 
 
-#: For each hook whose result is checked: takes what the engine returned, the request and the engine's
-#: capabilities, and returns the result in storage of its own.
+#: The check of each hook's result. It takes what the engine returned, the request and the engine's capabilities,
+#: and returns the result in storage of its own; it raises `WrongResult`.
 CHECKS: dict[str, Callable[[Any, Any, Capabilities], Any]] = {
     "tokenize": _tokens,
     "generate": _answers,

@@ -148,8 +148,7 @@ def is_padded(container: Any, name: str = "padded") -> bool:
         if not isinstance(td, LazyStackedTensorDict):
             mark = td.get(name, None)
             if isinstance(mark, NonTensorStack):
-                for one in flat(mark.tolist()):
-                    kinds.add(one is True)
+                kinds |= {one is True for one in flat(mark.tolist())}
             else:
                 kinds.add(mark is not None and mark.data is True)
         elif flat_source(td) is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from corelm import Backend
+from corelm.backend import futures
 from corelm.errors import BackendTimeoutError, EngineError
 from corelm.spec import (
     AbortRequest,
@@ -27,9 +28,11 @@ from corelm.spec import (
 )
 from corelm_engine_kit import LogitsEngine, refuse_weights, shape_problems, shapes_of
 from corelm_testing.toy import ByteTokenizer
+from helpers.batching_fakes import wait_until
 from helpers.toy_conformance import TABLE, ToyConformance
 
 SIZE = len(TABLE)
+in_thread = partial(futures.in_thread, name="caller")
 
 
 class Table(LogitsEngine):
@@ -66,27 +69,6 @@ class TestWholeSequences(ToyConformance):
     @classmethod
     def open_backend(cls) -> Callable[[], Backend]:
         return lambda: opened(WholeSequences())
-
-
-def in_thread(run: Callable[[], Any]) -> Future[Any]:
-    """Run a function on a thread of its own, and return the future of its result."""
-    future = Future[Any]()
-
-    def target() -> None:
-        try:
-            future.set_result(run())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=target, daemon=True).start()
-    return future
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from corelm import Backend
+from corelm.backend import futures
 from corelm.backend.prepared_call import prepare_generation
 from corelm.errors import EngineError
 from corelm.spec import GenerateResult, TokenChunk
@@ -26,6 +28,7 @@ SHORT = {"max_new_tokens": 2, "top_k": 7, "temperature": 0.7, "seed": 5}
 CONTEXT = 4096
 #: Rows of a forward pass from which on it belongs to the long call. Trial rows are fewer.
 MANY = 6
+in_thread = partial(futures.in_thread, name="caller")
 
 
 class Paced:
@@ -63,19 +66,6 @@ class Paced:
         for _ in range(count):
             self.may_go_on.release()
             assert self.begun.acquire(timeout=60)
-
-
-def in_thread(run: Callable[[], GenerateResult]) -> Future[GenerateResult]:
-    future = Future[GenerateResult]()
-
-    def target() -> None:
-        try:
-            future.set_result(run())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=target, daemon=True).start()
-    return future
 
 
 def arrived(backend: Backend, calls: int) -> None:

@@ -24,8 +24,12 @@ def main() -> None:
             os.environ.setdefault(name, "1")
     with interrupt_ends_process():
         from corelm_cli.app import app
+        from corelm_cli.streams import drop_unwritten
 
-    app()
+    try:
+        app()
+    finally:
+        drop_unwritten()
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,12 +22,6 @@ def typed_exits() -> Iterator[None]:
         yield
     except (CoreLMError, OSError) as error:
         tell(f"error: {as_flags(str(error))}")
-        try:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except OSError:
-            # Python would try once more at its end, say so, and exit with a code of its own.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(exit_code(error)) from error
 
 

@@ -55,7 +55,13 @@ class Bar:
         self._timer.daemon = True
 
     def show(self, doing: str | None = None, rate: str = "", **numbers: Any) -> None:
-        """Show what is done now, a rate, and as `numbers` what rich takes, such as `total` and `advance`."""
+        """Update the bar.
+
+        Args:
+            doing: what is done now; None for the same as before.
+            rate: such as "40 tokens/s".
+            numbers: `total`, `advance` and the others that `rich.progress.Progress.update` takes.
+        """
         said: dict[str, Any] = {} if doing is None else {"description": escape(doing)}
         self._bar.update(self._task, rate=escape(rate), **said, **numbers)
 

@@ -76,6 +76,21 @@ def _redirect(number: int) -> None:
         os.close(nothing)
 
 
+def drop_unwritten() -> None:
+    """Drop what the standard streams hold and cannot write.
+
+    At exit, Python would flush them again, and end with status 120 instead of the command's own.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())
+            os.close(nothing)
+
+
 @contextmanager
 def opened_input(path: Path | None, *, whole: bool = False) -> Iterator[tuple[IO[bytes], os.stat_result | None]]:
     """Open a file, or the standard input for None, and yield it with what the system knows about it.

@@ -168,10 +168,10 @@ class LogitsEngine:
         errors: list[BaseException] = []
         try:
             while len(left):
-                going = [rows[place] for place in left.tolist()]
-                for row in {*rows}.difference(going):
-                    row.forget()
-                if len(going) < len(rows):
+                if len(left) < len(rows):
+                    going = [rows[place] for place in left.tolist()]
+                    for row in {*rows}.difference(going):
+                        row.forget()
                     rows = going
                     group.keep(left)
                 call.deadline.check()

@@ -10,18 +10,20 @@ a ``yield``: see `Call.key`. The work and the steps of a call have the autocast 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from corelm.errors import EngineError
+from corelm.errors import EngineError, described
 from corelm.spec import Deadline, GenerateRequest, ScoreRequest
 from corelm.waiting import NOTICE
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Of each kind of device with autocast on, the dtype.
@@ -29,8 +31,9 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 
 #: Seconds that closing waits for the calls under way.
 _PATIENCE = 5.0
-#: The kinds of devices on which a caller may autocast.
-_KINDS = ("cpu", "cuda")
+#: The kinds of devices on which a caller may autocast: the CPU, and the accelerator that torch was built for.
+_ACCELERATOR = torch.accelerator.current_accelerator()
+_KINDS = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
 #: What is around no call.
 _NOTHING: tuple[Any, Autocast] = (object(), ())
 
@@ -138,11 +141,13 @@ class Call:
         self._work = work
 
     def end(self) -> None:
-        """Close the work. What that raises concerns nobody: the call has ended, or its caller has left."""
+        """Close the work. What that raises is logged: the call has ended, or its caller has left."""
         work, self._work = self._work, None
         if work is not None:
-            with suppress(Exception):
+            try:
                 work.close()
+            except Exception as error:
+                _log.error("what a call held could not be freed: %s", described(error), exc_info=error)
 
 
 class Loop:
