@@ -76,6 +76,7 @@ def test_a_stream_in_a_callback_of_a_batcher_is_refused():
 VARIABLE = contextvars.ContextVar("VARIABLE", default="nothing")
 WAYS = {
     "generate": lambda backend: backend.generate([[3]], FOUR),
+    "generate with a timeout": lambda backend: backend.generate([[3]], FOUR, timeout=LONG),
     "submit_generate": lambda backend: backend.submit_generate([[3]], FOUR).result(LONG),
     "stream": lambda backend: list(backend.stream([[3]], FOUR)),
     "astream": lambda backend: asyncio.run(read_all(backend.astream([[3]], FOUR))),

@@ -1,16 +1,12 @@
 """The ids that truncation left, the most probable ids, and scoring over given ids: arguments and results."""
 
-import asyncio
 import math
-from dataclasses import fields
 
 import pytest
 import torch
 
-from corelm import Ragged, TokenSets, get_backend, hookimpl
-from corelm.backend.prepared_call import prepare_generation, prepare_scoring
-from corelm.batching.merging import ask_together, sharing_key
-from corelm.tensors.modes import CallerModes
+from corelm import Ragged, TokenSets, get_backend
+from corelm.backend.prepared_call import prepare_scoring
 from helpers.each import each
 
 PROMPTS = [[72, 101], [108]]
@@ -136,15 +132,6 @@ def test_a_stream_has_the_sets_and_the_most_probable_ids_in_its_result(backend, 
     assert read == answers.ids.tolist() and lists(stream.result) == lists(answers)
 
 
-def test_an_asynchronous_stream_has_them_as_well(backend, answers):
-    async def read():
-        async with backend.astream(PROMPTS, CUT, **ASKED) as stream:
-            assert sum([len(chunk.ids) async for chunk in stream]) == 12
-        return stream.result
-
-    assert lists(asyncio.run(read())) == lists(answers)
-
-
 @each("sampling", [CUT, {**CUT, "temperature": 0.0, "top_k": None}, {**CUT, "top_k": None}])
 def test_skipped_prompts_have_no_sets_and_move_no_others(backend, sampling):
     whole = backend.generate(PROMPTS, {**sampling, "num_samples": 2}, **ASKED)
@@ -159,65 +146,3 @@ def test_skipped_prompts_have_no_sets_and_move_no_others(backend, sampling):
         assert rows[:2] == getattr(whole, name).tolist()[:2], name
     kept = found.kept_ids
     assert bool((kept.contains(found.ids.values) | (kept.ids.lengths == 0)).all())
-
-
-def test_a_call_that_is_repeated_and_wrapped_keeps_everything(answers):
-    class Flaky:
-        """Fails the first call of each hook, and hands the others on as they are."""
-
-        def __init__(self):
-            self.failed = set()
-
-        @hookimpl(wrapper=True)
-        def generate(self, request):
-            return (yield from self.passed("generate"))
-
-        @hookimpl(wrapper=True)
-        def score_logprobs(self, request):
-            assert request.support is not None
-            return (yield from self.passed("score_logprobs"))
-
-        def passed(self, hook):
-            result = yield
-            if hook not in self.failed:
-                self.failed.add(hook)
-                raise ConnectionError("the network is gone")
-            return result
-
-    flaky = Flaky()
-    with get_backend("toy", wrappers=[flaky], retry=2) as backend:
-        found = backend.generate(PROMPTS, CUT, **ASKED)
-        assert lists(found) == lists(answers) and flaky.failed == {"generate"}
-        scores = backend.score_logprobs(joined(found), temperature=0.7, score_from=STARTS, support=found.kept_ids)
-        torch.testing.assert_close(scored_values(scores), found.logprobs.values, atol=1e-5, rtol=0)
-        assert flaky.failed == {"generate", "score_logprobs"}
-
-
-@each(
-    "prepare",
-    [
-        lambda engine, row: prepare_generation(
-            engine, [PROMPTS[row]], CUT, logprobs="processed", return_support=True, top_logprobs=3
-        ),
-        lambda engine, row: prepare_scoring(
-            engine, [SEQUENCES[row]], support=[[[[2, 9], [3]]], [[[5], [6, 7, 8]]]][row]
-        ),
-        lambda engine, row: prepare_scoring(engine, [SEQUENCES[row]], top_k=3),
-        lambda engine, row: prepare_scoring(engine, [SEQUENCES[row]], top_ids=[torch.tensor([[row, 7], [8, 9]])]),
-    ],
-)
-def test_calls_that_share_a_batch_keep_their_own_ids(backend, prepare):
-    calls = [prepare(backend.engine, row) for row in range(2)]
-    modes = CallerModes()
-    assert sharing_key(calls[0], modes) == sharing_key(calls[1], modes) is not None
-    for row, together in enumerate(ask_together(calls, None)):
-        alone = prepare(backend.engine, row).run()
-        for one in fields(alone):
-            one, other = getattr(together, one.name), getattr(alone, one.name)
-            assert getattr(one, "tolist", lambda one=one: one)() == getattr(other, "tolist", lambda o=other: o)()
-
-
-def other(rows: Ragged, index: int, value: float) -> Ragged:
-    values = rows.values.clone()
-    values[index] = value
-    return rows.with_values(values)

@@ -19,7 +19,6 @@ from corelm.errors import (
     EngineError,
     how_to_install,
 )
-from helpers.each import each
 
 GOOD = """
 import corelm
@@ -59,12 +58,6 @@ def test_a_fabricated_plugin_is_listed_and_loaded(fabricate):
     assert "fine_plugin" not in sys.modules
     plugin, loaded = registry.load_backend("fine")
     assert plugin is sys.modules["fine_plugin"].Plugin and loaded == info
-
-
-def test_the_listing_is_sorted_by_name(fabricate):
-    fabricate("zz-aa", "1", {"zz": "m:P", "aa": "m:P"})
-    names = [info.name for info in corelm.list_backends()]
-    assert names == sorted(names) and {"aa", "zz"} <= set(names)
 
 
 def test_the_engine_is_looked_up_but_not_imported(fabricate, tmp_path):
@@ -168,14 +161,6 @@ def test_a_known_extra_says_how_to_install_it(uninstalled):
     assert registry.install_line("sglang") == how_to_install("core-sglang-backend[engine]")
 
 
-@each("name", ["http", "cli", "tensorrt"])
-def test_only_extras_with_a_backend_are_offered(name):
-    with pytest.raises(BackendNotFoundError) as error:
-        load(name)
-    assert f"core[{name}]" not in str(error.value)
-    assert registry.install_line(name) is None
-
-
 # ---------------------------------------------------------------- 3. import failed
 
 
@@ -225,12 +210,6 @@ def test_an_incompatible_plugin_says_why(fabricate, request, change):
     with pytest.raises(BackendIncompatibleError) as error:
         load("misfit")
     assert "misfit 1" in str(error.value) and isinstance(error.value, TypeError)
-
-
-def test_all_faults_of_a_plugin_are_reported_together(fabricate):
-    fabricate("bare", "1", {"bare": "bare_module:Plugin"}, {"bare_module": "class Plugin: pass"})
-    with pytest.raises(BackendIncompatibleError):
-        load("bare")
 
 
 # ---------------------------------------------------------------- 5. two claims
@@ -310,19 +289,6 @@ def test_corrupt_metadata_does_not_stop_the_listing(fabricate, file, content):
     assert named("bad") == []
     with pytest.raises(BackendNotFoundError):
         load("bad")
-
-
-def test_a_folder_without_entry_points_is_ignored(fabricate):
-    (fabricate("hollow", "1", {"hollow": "m:P"}) / "entry_points.txt").unlink()
-    assert named("hollow") == [] and not any("hollow" in line for line in registry.scan().unreadable)
-
-
-def test_a_plugin_works_while_another_is_broken(fabricate):
-    fabricate("raises", "1", {"raises": "raises_at_import:P"}, {"raises_at_import": "1 / 0"}, site="a")
-    fabricate("works", "1", {"works": "works_plugin:Plugin"}, {"works_plugin": GOOD}, site="b")
-    with pytest.raises(BackendImportError):
-        load("raises")
-    assert load("works").distribution == "works"
 
 
 # ---------------------------------------------------------------- imports

@@ -166,16 +166,6 @@ def test_an_id_that_cannot_follow_may_have_logit_minus_infinity():
     assert fake(bend, logits=True).score_logprobs([[1, 3]], return_logits=True).logits is not None
 
 
-def test_whatever_a_result_holds_the_error_is_an_engine_error():
-    class Lies(tuple):
-        def __len__(self):
-            raise RuntimeError("this tuple has no length")
-
-    backend = fake(lambda b: replace(b, finish_reasons=Lies(("length", "length"))))
-    with pytest.raises(EngineError):
-        backend.generate([[1], [3]], SHORT)
-
-
 def ending(ids, reason="stop", **changes):
     """Return a fake that answers `ids` for this reason."""
     logprobs = rows([-1.0] * len(ids), dtype=torch.float32)
@@ -281,21 +271,6 @@ def test_an_inference_tensor_is_refused():
 
     with pytest.raises(EngineError):
         fake(bend).generate([[1]], SHORT)
-
-
-def test_an_exception_in_a_hook_becomes_an_engine_error_and_leaves_the_backend_usable():
-    failures = iter([ValueError("out of luck")])
-
-    def bend(batch):
-        for error in failures:
-            raise error
-        return batch
-
-    backend = fake(bend)
-    with pytest.raises(EngineError) as error:
-        backend.generate([[1]], SHORT)
-    assert isinstance(error.value.__cause__, ValueError)
-    assert backend.generate([[1]], SHORT).ids.tolist() == [[1, 1]]
 
 
 def test_an_answer_that_failed_is_reported_or_skipped():

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections import UserDict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from corelm import AnswerChunk, Backend
 from corelm.errors import (
-    BackendClosedError,
     BackendTimeoutError,
     CapabilityError,
     EngineError,
@@ -76,10 +72,6 @@ def test_an_engine_that_does_not_stream_gives_each_answer_in_one_piece():
     assert backend.engine.plugin.requests[0].on_tokens is None
 
 
-def test_chunks_carry_no_log_probs_if_none_were_asked_for():
-    assert {chunk.logprobs for chunk in dripping().stream([[3]], FOUR, logprobs="none")} == {()}
-
-
 def test_rows_keep_the_callers_numbers_next_to_skipped_ones_and_with_samples():
     stream = dripping().stream([[3], [99], [10]], {**FOUR, "num_samples": 2}, on_error="skip")
     chunks = list(stream)
@@ -90,16 +82,6 @@ def test_rows_keep_the_callers_numbers_next_to_skipped_ones_and_with_samples():
     }
     assert [c.finish_reason for c in chunks if c.row in (2, 3)] == ["error", "error"]
     assert "vocabulary" in stream.result.errors[2]
-
-
-def test_nothing_but_skipped_rows_is_a_stream_of_their_ends():
-    assert said(dripping().stream([[99]], FOUR, on_error="skip")) == [(0, (), (), "", "error")]
-    assert list(dripping().stream([], FOUR)) == []
-
-
-def test_an_engines_own_texts_are_streamed():
-    backend = fake(lambda batch: replace(batch, texts=("own",)))
-    assert [chunk.text for chunk in backend.stream([[3]], FOUR)] == ["own"]
 
 
 def test_a_stream_has_no_result_before_its_end():
@@ -308,15 +290,6 @@ def test_an_asynchronous_stream_yields_the_same():
             assert said(chunks) == said(stream) and ids == stream.result.ids.tolist()
 
 
-def test_a_bad_request_is_refused_when_an_asynchronous_stream_is_read():
-    async def read() -> None:
-        async for _ in dripping().astream([[99]], FOUR):
-            pass
-
-    with refused(InvalidRequestError, field="prompts", rows=(0,)):
-        asyncio.run(read())
-
-
 def test_cancelling_the_task_aborts_the_request():
     backend = dripping(1, abort=True)
 
@@ -357,50 +330,3 @@ def test_leaving_an_asynchronous_block_needs_no_thread_of_the_loops_pool():
         await busy
 
     asyncio.run(read())
-
-
-def test_a_stream_that_is_closed_while_its_request_is_prepared_sends_nothing():
-    backend, preparing, go_on = dripping(), threading.Event(), threading.Event()
-
-    class Slow(UserDict[str, Any]):
-        def __iter__(self) -> Iterator[str]:
-            preparing.set()
-            assert go_on.wait(LONG)
-            return super().__iter__()
-
-    async def read() -> None:
-        stream = backend.astream([[3]], Slow(FOUR))
-        reading = asyncio.ensure_future(anext(stream))
-        assert await asyncio.to_thread(preparing.wait, LONG)
-        await stream.aclose()
-        go_on.set()
-        with pytest.raises(BackendClosedError):
-            await reading
-        assert await read_all(stream) == []
-
-    asyncio.run(read())
-    assert engine_of(backend).calls == []
-
-
-def test_a_loop_that_was_closed_hears_nothing_more():
-    backend = dripping(1)
-
-    async def read() -> None:
-        async for _ in backend.astream([[3]], FOUR):
-            return
-
-    asyncio.run(read())
-    engine_of(backend).allow(None)
-    assert backend.generate([[5]], FOUR).ids.tolist() == [[5] * 4]
-
-
-def test_many_asynchronous_streams_at_once_each_get_their_own_tokens():
-    backend = fake(concurrent_calls=True)
-
-    async def read(token: int) -> list[int]:
-        return [i async for chunk in backend.astream([[token]], FOUR) for i in chunk.ids]
-
-    async def run() -> list[list[int]]:
-        return await asyncio.gather(*(read(token) for token in range(3, 12)))
-
-    assert asyncio.run(run()) == [[token] * 4 for token in range(3, 12)]

@@ -7,10 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from corelm import Backend, DynamicBatcher, hookimpl
-from corelm.backend.engine import call_for
 from corelm.batching import Limits
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError, InvalidRequestError
 from corelm.validate import LONGEST, seconds
@@ -23,7 +21,6 @@ from helpers.batching_fakes import (
     ids,
     join_threads,
     lone_answer,
-    no_room_for,
     wait_until,
 )
 from helpers.each import each
@@ -96,42 +93,6 @@ def test_an_engine_that_stops_by_itself_is_called_on_the_callers_thread():
     with pytest.raises(EngineError):
         grad.score_logprobs([[1, 2]], grad=True, timeout=9.0)
     assert threads[2] is threading.current_thread()
-
-
-def test_an_error_on_the_thread_of_a_call_reaches_the_caller():
-    def fail(batch):
-        raise OSError("lost")
-
-    with pytest.raises(EngineError) as error:
-        fake(fail).generate([[1]], SHORT, timeout=9.0)
-    assert isinstance(error.value.__cause__, OSError)
-
-
-def test_the_thread_of_a_call_has_the_modes_of_its_caller():
-    def modes():
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert call_for(9.0, modes, "a call") == (False, True, torch.bfloat16) == modes()
-    with torch.enable_grad(), torch.autocast("cpu", torch.float16):
-        assert call_for(9.0, modes, "a call") == (True, True, torch.float16) == modes()
-    assert call_for(9.0, modes, "a call")[:2] == (True, False)
-
-
-def test_a_wrapper_may_make_calls_within_a_call_with_a_timeout():
-    class Nested:
-        @hookimpl(wrapper=True)
-        def generate(self, request):
-            batch = yield
-            if request.prompts.tolist() == [[1]]:
-                self.backend.generate([[3]], SHORT, timeout=9.0)
-                self.backend.update_weights({})
-            return batch
-
-    nested = Nested()
-    nested.backend = backend = Backend.from_plugin(Fake(), "fake", wrappers=[nested])
-    assert backend.generate([[1]], SHORT, timeout=9.0).ids.tolist() == [[1, 1]]
-    assert backend.weight_version == "1"
 
 
 def test_two_calls_that_update_the_weights_do_not_wait_for_each_other():
@@ -216,17 +177,6 @@ def test_a_call_that_is_cancelled_while_it_waits_for_its_turn_is_not_sent():
     assert len(sent(backend)) == 1
     assert ids(backend.submit_generate([[5]], SHORT)) == [[5, 5]]
     backend.close()
-
-
-@pytest.mark.parametrize("timeout", [None, 9.0])
-def test_no_room_for_a_thread_is_an_engine_error(timeout, monkeypatch):
-    backend = fake()
-    monkeypatch.setattr(threading.Thread, "start", no_room_for("corelm"))
-    with pytest.raises(EngineError) as error:
-        backend.submit_generate([[1]], SHORT, timeout=timeout)
-    assert error.value.usable
-    monkeypatch.undo()
-    assert ids(backend.submit_generate([[1]], SHORT, timeout=timeout)) == [[1, 1]]
 
 
 def test_closing_waits_for_a_call_whose_caller_waits():

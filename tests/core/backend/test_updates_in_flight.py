@@ -56,13 +56,6 @@ def test_an_answer_under_way_has_both_labels_and_a_later_one_only_the_new(steppi
     assert backend.provenance(later).version_runs == ()
 
 
-def test_every_update_of_a_call_counts(stepping: Any) -> None:
-    backend, engine, begin = stepping
-    answer = begin()
-    assert [backend.update_weights({}, when="now") for _ in range(2)] == ["1", "2"]
-    assert ended(engine, answer).version_runs == ((("0", 0), ("2", 3)),) * 2
-
-
 def test_updates_are_counted_on_and_forgotten_when_no_answer_can_have_seen_them(stepping: Any) -> None:
     backend, engine, begin = stepping
     for _ in range(3):
@@ -101,16 +94,6 @@ def test_a_label_that_failed_once_in_a_call_is_not_trusted_in_it(stepping: Any) 
     backend.update_weights({}, "new", when="now")
     assert ended(engine, answer).version_runs == ((("0", 0), ("1", 3)),) * 2
     assert backend.generate([[5]], LONG).weight_versions == ("new",)
-
-
-def test_a_refused_update_changes_no_label(stepping: Any) -> None:
-    backend, engine, begin = stepping
-    answer = begin()
-    engine.fails = InvalidRequestError("does not fit", field="weights")
-    with refused(InvalidRequestError, field="weights"):
-        backend.update_weights({}, "new", when="now")
-    batch = ended(engine, answer)
-    assert batch.version_runs is None and batch.weight_versions == ("0", "0") and backend.weight_version == "0"
 
 
 def test_scores_finish_on_the_old_weights_first(stepping: Any) -> None:

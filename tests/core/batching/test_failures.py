@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from corelm import hookimpl
-from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
+from corelm.errors import BackendTimeoutError, CapabilityError, EngineError
 from helpers.batching_fakes import (
     LONG,
     POISON,
@@ -21,18 +21,6 @@ from helpers.batching_fakes import (
     rows_of,
 )
 from helpers.each import each
-from helpers.fakes import SHORT
-
-
-def test_bad_input_is_refused_before_it_is_queued():
-    engine = GatedEngine(permits=0)
-    with open_batcher(engine) as batcher:
-        for sampling, prompts in ((SHORT, [[99]]), (SHORT, [[]]), (SHORT, [[1] * 12]), ({"top_p": 7}, [[1]])):
-            with pytest.raises(InvalidRequestError):
-                batcher.submit_generate(prompts, sampling)
-        with pytest.raises(CapabilityError):
-            batcher.submit_generate([[1]], {"top_k": 3})
-        assert batcher.state().queued == 0 and not engine.calls
 
 
 def test_a_request_that_fails_in_the_engine_fails_alone():
@@ -202,17 +190,6 @@ def test_a_request_fails_if_there_is_no_room_for_the_thread_that_calls_the_engin
         futures = [batcher.submit_generate([[n]], SEEDED) for n in (3, 4)]
         assert [ids(future) for future in futures] == [[lone_answer([3])], [lone_answer([4])]]
     assert len(engine.calls) == 1
-
-
-def test_a_request_waits_for_a_running_thread_if_there_is_no_room_for_another(monkeypatch):
-    engine = GatedEngine(permits=0, concurrent_calls=True)
-    with open_batcher(engine) as batcher:
-        first = hold_one(engine, batcher)
-        monkeypatch.setattr(threading.Thread, "start", no_room_for("corelm"))
-        second = batcher.submit_generate([[4]], SEEDED)
-        engine.free()
-        assert ids(first) == [lone_answer([3])] and ids(second) == [lone_answer([4])]
-        monkeypatch.undo()
 
 
 def test_an_error_of_a_shared_call_names_no_rows_of_other_callers():

@@ -22,7 +22,6 @@ from helpers.batching_fakes import (
     corelm_threads,
     join_threads,
     lone_answer,
-    wait_until,
 )
 from helpers.each import each
 from helpers.fakes import SHORT
@@ -91,14 +90,6 @@ def test_threads_get_the_same_results_as_without_a_batcher(mode):
         shared.cleanup_batching()
 
 
-def test_gradients_reach_the_model_through_a_batcher():
-    model = corelm.get_backend("toy").engine.plugin.model
-    with LLMPolicy("toy", model=model, input_mode="tokens", generate=False, batching=True) as policy:
-        policy.log_prob(TensorDict(tokens=torch.tensor([[65, 66, 67]]), batch_size=[1]))[0].sum().backward()
-        assert model.table.grad is not None and bool(model.table.grad.any())
-        assert policy.get_dist(TensorDict(tokens=torch.tensor([[65, 66]]), batch_size=[1])).logits.shape[-1] == 260
-
-
 def test_policies_made_by_replace_share_the_batcher():
     engine = GatedEngine(permits=0)
     policy = gated_policy(engine, batching=Limits(min_batch_size=2, batching_timeout=60.0))
@@ -139,26 +130,6 @@ def test_a_batcher_passed_as_the_backend_keeps_its_limits():
             LLMPolicy(batcher, batching=Limits(max_batch_size=3), **options)
 
 
-def test_cleanup_without_flush_fails_waiting_calls_and_finishes_running_ones():
-    engine = GatedEngine(permits=0)
-    policy = gated_policy(engine, batching=True)
-    with ThreadPoolExecutor(3) as pool:
-        running = pool.submit(policy, tokens([3]))
-        engine.wait_for_calls(1)
-        waiting = pool.submit(policy, tokens([4]))
-        wait_until(lambda: policy.get_batching_state().queued > 0)
-        assert policy.get_batching_state().to_dict()["in_flight"] == 1
-        cleaning = pool.submit(policy.cleanup_batching, flush=False)
-        with pytest.raises(BackendClosedError):
-            waiting.result(LONG)
-        engine.free()
-        cleaning.result(LONG)
-        assert running.result(LONG)["finish_reason"]
-    assert policy.get_batching_state().threads == 0
-    assert policy(tokens([5]))["finish_reason"]
-    policy.close()
-
-
 # Tasks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -178,22 +149,6 @@ def test_tasks_share_calls_and_two_threads_serve_them_all():
     for n, out in enumerate(outs):
         assert responses(out) == [lone_answer([3 + n % 9, 1 + n % 7], n)]
     assert len(engine.calls) <= 4
-    policy.close()
-
-
-@each("batching", [True, False])
-def test_sixty_four_tasks_enter_an_engine_with_concurrent_calls_at_once(batching):
-    engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
-    policy = gated_policy(engine, batching=batching)
-
-    async def main():
-        tasks = [asyncio.create_task(policy.aforward(tokens([3 + n % 9]), seed=n)) for n in range(64)]
-        await asyncio.to_thread(engine.wait_for, lambda: engine.inside == 64)
-        engine.free()
-        return await asyncio.gather(*tasks)
-
-    for n, out in enumerate(run(main())):
-        assert responses(out) == [lone_answer([3 + n % 9], n)]
     policy.close()
 
 

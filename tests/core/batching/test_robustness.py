@@ -6,7 +6,6 @@ import _thread
 import asyncio
 import sys
 import threading
-from concurrent.futures import wait
 
 import pytest
 
@@ -16,7 +15,6 @@ from helpers.batching_fakes import (
     LONG,
     POISON,
     SEEDED,
-    Clock,
     GatedEngine,
     all_capabilities,
     hold_one,
@@ -37,13 +35,6 @@ def test_an_endless_timeout_does_not_end_the_timeouts_of_others(endless):
         assert isinstance(batcher.submit_generate([[5]], SEEDED, timeout=0.05).exception(LONG), BackendTimeoutError)
         engine.free()
         assert ids(endlessly) == [lone_answer([3])]
-
-
-def test_a_batch_may_wait_endlessly_for_its_rows():
-    with open_batcher(GatedEngine(), min_batch_size=2, batching_timeout=1e10) as batcher:
-        first = batcher.submit_generate([[3]], SEEDED)
-        assert not wait([first], 0.05).done
-        assert ids(batcher.generate([[4]], SEEDED)) == [lone_answer([4])] and ids(first) == [lone_answer([3])]
 
 
 def test_a_timeout_does_not_wait_for_the_aborts_of_others():
@@ -103,17 +94,6 @@ def test_a_callback_that_exits_fails_no_other_request_of_its_batch():
         assert ids(batcher.generate([[7]], SEEDED)) == [lone_answer([7])]
         assert batcher.dispatcher.threads() == threads, "the thread must go on"
     assert len(engine.calls) == 3
-
-
-def test_a_callback_that_exits_does_not_end_the_timeouts_of_others():
-    engine, clock = GatedEngine(permits=0), Clock()
-    with open_batcher(engine, clock=clock) as batcher:
-        hold_one(engine, batcher)
-        for number in (4, 5):
-            future = batcher.submit_generate([[number]], SEEDED, timeout=0.05)
-            future.add_done_callback(exits)
-            clock.now += 1.0
-            assert isinstance(future.exception(LONG), BackendTimeoutError)
 
 
 @each("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])

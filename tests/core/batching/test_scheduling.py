@@ -76,14 +76,6 @@ def test_a_ticket_that_exceeds_a_limit_goes_alone_and_keeps_its_place():
     assert [queue.take(0.0) for _ in range(3)] == [[small], [wide], [later]]
 
 
-def test_too_few_rows_are_sent_once_the_oldest_has_waited_batching_timeout():
-    first, second = ticket(), ticket()
-    queue = grouping_queue(first, min_batch_size=3, batching_timeout=2.0, now=10.0)
-    queue.add(second, 11.5)
-    assert queue.take(11.9) == [] and queue.wait(11.5) == 0.5
-    assert queue.take(12.0) == [first, second]
-
-
 @each("arrived", [0.1, 1e9 / 3, 12345.678])
 @each("timeout", [0.1, 1 / 3, 7.7])
 def test_a_batch_is_ready_after_the_seconds_that_wait_returned(arrived, timeout):
@@ -123,13 +115,6 @@ def test_tickets_before_a_barrier_go_at_once_and_tickets_after_it_wait():
     assert queue.take(9.0) == [after]
 
 
-def test_removing_a_barrier_releases_the_tickets_after_it():
-    barrier, after = ticket(None, barrier=True), ticket()
-    queue = grouping_queue(barrier, after)
-    assert queue.remove(barrier) and not queue.remove(barrier)
-    assert queue.take(0.0) == [after]
-
-
 def test_tickets_beyond_max_queue_wait_outside_and_enter_in_order():
     tickets = [ticket() for _ in range(5)]
     queue = grouping_queue(*tickets, max_queue=2)
@@ -138,22 +123,6 @@ def test_tickets_beyond_max_queue_wait_outside_and_enter_in_order():
     assert queue.take(0.0) == tickets[:2]
     assert queue.remove(tickets[2]) and list(queue) == [tickets[4]]
     assert queue.take(0.0) == [tickets[4]]
-
-
-def test_rush_sends_only_the_tickets_that_are_already_queued():
-    queue = grouping_queue(ticket(), min_batch_size=2, batching_timeout=9.0)
-    assert queue.take(0.0) == []
-    queue.rush()
-    assert len(queue.take(0.0)) == 1
-    queue.add(ticket(), 0.0)
-    assert queue.take(0.0) == []
-
-
-def test_clear_returns_every_ticket_once():
-    tickets = [ticket(), ticket(None), ticket("b"), ticket(None, barrier=True)]
-    queue = grouping_queue(*tickets, max_queue=2)
-    assert queue.clear() == tickets
-    assert len(queue) == 0 and queue.take(0.0) == [] and queue.wait(0.0) is None
 
 
 # Waiting for callers to come back ------------------------------------------------------------------------------------
@@ -178,29 +147,11 @@ def test_the_queue_waits_until_all_callers_of_the_last_call_are_back():
     assert len(queue.take(10.03)) == 3
 
 
-def test_requests_queued_during_a_call_wait_for_the_callers_that_come_back():
-    queue = after_a_call(ticket(), ticket(), served=2)
-    assert queue.take(10.0) == [], "they wait for the others although their batching_timeout has passed"
-    queue.add(ticket(), 10.0)
-    queue.add(ticket(), 10.0)
-    assert len(queue.take(10.0)) == 4
-
-
 def test_the_queue_stops_waiting_when_no_caller_comes_back():
     queue = after_a_call(served=3)
     queue.add(ticket(), 10.0)
     assert queue.take(10.0 + PATIENCE * 0.9) == []
     assert len(queue.take(10.0 + PATIENCE * 1.1)) == 1
-
-
-def test_callers_that_come_back_after_a_pause_are_grouped_too():
-    queue = after_a_call(served=3)
-    queue.add(ticket(), 50.0)
-    assert queue.take(50.0) == [] and queue.wait(50.0) == pytest.approx(PATIENCE)
-    queue.add(ticket(), 50.0 + PATIENCE / 2)
-    assert queue.take(50.0 + PATIENCE) == [], "each new request prolongs the wait"
-    queue.add(ticket(), 50.0 + PATIENCE)
-    assert len(queue.take(50.0 + PATIENCE)) == 3
 
 
 def test_a_caller_left_alone_waits_for_the_others_only_a_few_times():
@@ -213,18 +164,6 @@ def test_a_caller_left_alone_waits_for_the_others_only_a_few_times():
         alone = alone or queue.take(now + PATIENCE * 1.1)
         queue.came_back(alone, 1.0, now + 0.5)
     assert waited == [True] * REMEMBERED + [False] * (10 - REMEMBERED)
-
-
-def test_a_late_caller_does_not_lower_the_number_of_requests_expected_next():
-    queue = after_a_call(served=3)
-    queue.add(ticket(), 10.0)
-    late = queue.take(10.0 + PATIENCE * 1.1)
-    queue.came_back(late, 1.0, 11.5)
-    sizes = []
-    for _ in range(3):
-        queue.add(ticket(), 50.0)
-        sizes.append(len(queue.take(50.0)))
-    assert sizes == [0, 0, 3]
 
 
 @each(
@@ -262,12 +201,6 @@ def test_a_request_waits_only_for_callers_of_its_own_group_that_would_fit():
     queue = after_a_call(ticket(rows=64), served=3)
     assert len(queue.take(10.0)) == 1
     queue = after_a_call(ticket(None), served=3)
-    assert len(queue.take(10.0)) == 1
-
-
-def test_a_lone_caller_does_not_wait():
-    queue = after_a_call(served=1)
-    queue.add(ticket(), 10.0)
     assert len(queue.take(10.0)) == 1
 
 

@@ -194,16 +194,6 @@ def test_an_engine_with_concurrent_calls_gets_each_request_alone_up_to_max_batch
     assert all(len(call.prompts) == 1 for call in engine.calls)
 
 
-def test_all_callers_reach_an_engine_with_concurrent_calls_at_once():
-    engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
-    with open_batcher(engine) as batcher, ThreadPoolExecutor(256) as pool:
-        futures = [pool.submit(batcher.generate, [[3 + n % 9]], {**SHORT, "seed": n}) for n in range(256)]
-        engine.wait_for(lambda: engine.inside == 256)
-        engine.free()
-        for n, future in enumerate(futures):
-            assert ids(future) == [lone_answer([3 + n % 9], n)]
-
-
 def test_an_update_is_alone_in_an_engine_with_concurrent_calls():
     engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
     with open_batcher(engine) as batcher, ThreadPoolExecutor(1) as pool:

@@ -9,7 +9,7 @@ import pytest
 
 from corelm import Backend, hookimpl
 from corelm.batching import DynamicBatcher
-from corelm.errors import BackendTimeoutError, EngineError
+from corelm.errors import BackendTimeoutError
 from helpers.batching_fakes import (
     LONG,
     SEEDED,
@@ -40,15 +40,6 @@ def test_an_update_waits_for_earlier_requests_and_rows_carry_their_weight_versio
     assert versions == [("0",), ("0",), ("new",)]
     assert [type(each).__name__ for each in engine.requests] == ["WeightUpdate"]
     assert [rows_of(call) for call in engine.calls] == [[[3]], [[4]], [[5]]]
-
-
-def test_requests_are_answered_after_a_failed_update():
-    engine = GatedEngine()
-    engine.updated = False
-    with open_batcher(engine) as batcher:
-        with pytest.raises(EngineError, match="not in force"):
-            batcher.update_weights({})
-        assert ids(batcher.generate([[5]], SEEDED)) and batcher.weight_version == "1"
 
 
 def test_gradients_are_computed_in_turn_on_the_callers_thread():

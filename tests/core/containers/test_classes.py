@@ -99,40 +99,6 @@ def test_an_empty_slice_keeps_every_key(shape: tuple[int, ...], pad_output: bool
 
 
 @both_layouts
-def test_to_another_device(pad_output: bool) -> None:
-    td = batch((4,), pad_output).to("meta")
-    full = td["tokens"].full
-    assert td["tokens"].padded is pad_output
-    assert {tensor.device.type for tensor in ([full] if pad_output else full)} == {"meta"}
-    assert td["text"].full == TEXTS
-    assert td["log_probs"].provenance == RAW
-
-
-@each("shape", [(4,), (2, 2)])
-@both_layouts
-def test_repr_shows_the_fields(shape: tuple[int, ...], pad_output: bool) -> None:
-    shown = repr(batch(shape, pad_output))
-    for name in ("Tokens", "LogProbs", "Masks", "Text", "ChatHistory"):
-        assert f"{name}(" in shown or f"{name}{{" in shown  # as tensordict 0.14 shows it, or 0.15
-    for name in ("scored_mask", "all_response_mask"):
-        assert name in shown
-
-
-def test_text_reads_as_plain_python() -> None:
-    td = batch()
-    assert td[0]["text"].response == "a"
-    assert type(td[0]["text"].response) is str
-    assert type(td["text"].response) is list
-    assert {type(row) for row in batch((2, 2))["text"].response} == {list}
-
-
-def test_equal_lengths_do_not_make_rows_dense() -> None:
-    td = lazy_stack([batch()[1], batch()[1]])
-    assert [row.tolist() for row in td["tokens"].response] == [[9, 10, 11]] * 2
-    assert isinstance(torch.stack([td[0], td[1]])["tokens"].response, list)
-
-
-@both_layouts
 def test_an_absent_field_reads_as_none_and_is_not_a_key(pad_output: bool) -> None:
     td = batch((4,), pad_output).exclude(("tokens", "response"), ("text", "prompt"), ("history", "full"))
     assert td["tokens"].response is None
@@ -151,15 +117,6 @@ def test_an_unknown_field_is_an_error() -> None:
         td["history"].last  # noqa: B018
     with pytest.raises(AttributeError, match="Text"):
         td["text"].full_text = "x"
-
-
-@both_layouts
-def test_selecting_a_field_keeps_the_layout(pad_output: bool) -> None:
-    td = batch((4,), pad_output)
-    for chosen in (td.select(("tokens", "response"))["tokens"], td["tokens"].select("response")):
-        assert plain(chosen.response) == (RIGHT if pad_output else RESPONSES)
-        assert chosen.padded is pad_output
-        assert chosen.full is None
 
 
 def test_containers_made_by_hand() -> None:
@@ -266,16 +223,6 @@ def test_rows_are_set_from_lists_and_ragged() -> None:
 
 
 @both_layouts
-def test_new_fields_and_provenance_can_be_set(pad_output: bool) -> None:
-    td = batch((4,), pad_output)
-    td["masks"].all_assistant_mask = td["masks"].all_response_mask
-    td["log_probs"].provenance = HOT
-    assert plain(td["masks"].all_assistant_mask) == plain(td["masks"].all_response_mask)
-    assert td["log_probs"].provenance == td[3]["log_probs"].provenance == HOT
-    assert ragged(td, ("masks", "all_assistant_mask")).lengths.tolist() == [4, 4, 2, 3]
-
-
-@both_layouts
 def test_ragged_reads_under_any_key(pad_output: bool) -> None:
     td = batch((2, 2), pad_output)
     td["ref_log_probs"] = td["log_probs"].clone()
@@ -287,18 +234,6 @@ def test_ragged_reads_under_any_key(pad_output: bool) -> None:
     assert found.values.dtype == torch.float32
     assert ragged(td[1, 1], ("tokens", "response")).tolist() == [[12, 13]]
     assert ragged(td[:0], ("log_probs", "full")).values.dtype == torch.float32
-
-
-@both_layouts
-def test_ragged_carries_gradients(pad_output: bool) -> None:
-    td = batch((4,), pad_output)
-    td["log_probs"] = td["log_probs"].apply(
-        lambda value: value.requires_grad_() if value.is_floating_point() else value
-    )
-    ragged(td, ("log_probs", "response")).values.sum().backward()
-    found = td["log_probs"].response
-    total = sum(int(row.grad.sum()) for row in found) if isinstance(found, list) else int(found.grad.sum())
-    assert total == 6
 
 
 def test_ragged_reports_missing_fields_and_masks() -> None:
@@ -322,11 +257,6 @@ def test_selecting_a_field_keeps_its_provenance_and_scored_mask() -> None:
     log_probs.set("provenance", Provenance("toy", "mine", "0"))
     td = TensorDict(log_probs=log_probs, batch_size=[2]).select(("log_probs", "full"))
     assert td["log_probs"].provenance == Provenance("toy", "mine", "0") and td["log_probs"].scored_mask.all()
-
-
-def test_the_constructor_refuses_a_list_of_rows() -> None:
-    with refused(InvalidRequestError, field="full"):
-        Tokens(full=[torch.zeros(2), torch.zeros(3)], padded=False, batch_size=[2])
 
 
 @each("batch", [[2], []])

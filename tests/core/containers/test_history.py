@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -111,11 +109,6 @@ def test_chats_survive_a_round_trip(chats: list[Any], shape: tuple[int, ...]) ->
     assert again.to_chats() == chats
 
 
-def test_messages_and_dicts_may_be_mixed_and_chats_be_tuples() -> None:
-    history = History.from_chats([(Message("user", "a"), {"role": "assistant", "content": "b"})])
-    assert history.chats == ((Message("user", "a"), Message("assistant", "b")),)
-
-
 @each(
     "chats",
     [
@@ -174,48 +167,6 @@ def test_indexing_selects_the_same_conversations_as_in_nested_lists(index: Any) 
     assert [list(map(Message.to_dict, c)) for c in picked.chats] == [flat[n] for n in np.ravel(numbers)]
 
 
-def test_indexing_with_tensors() -> None:
-    history = History.from_chats(GRID[1])
-    assert history[torch.tensor([2, 0, 0])].to_chats() == [GRID[1][2], GRID[1][0], GRID[1][0]]
-    assert history[torch.tensor([True, False, True])].to_chats() == [GRID[1][0], GRID[1][2]]
-    assert history[:0].to_chats() == []
-    assert tuple(history[:0].batch_size) == (0,)
-
-
-def test_reshaping_keeps_the_conversations() -> None:
-    history = History.from_chats(GRID)
-    flat = [chat for row in GRID for chat in row]
-    assert history.reshape(-1).to_chats() == flat
-    assert history.permute(1, 0).to_chats() == [list(column) for column in zip(*GRID, strict=True)]
-    assert history[0].unsqueeze(0).to_chats() == [GRID[0]]
-    assert history[0, 0].expand(2).to_chats() == [GRID[0][0]] * 2
-    assert [part.to_chats() for part in history.unbind(0)] == GRID
-    assert history.clone().to_chats() == GRID
-    assert history.to("cpu").to_chats() == GRID
-
-
-@each("join", [torch.stack, lazy_stack])
-def test_stacking(join: Any) -> None:
-    rows = [History.from_chats(row) for row in GRID]
-    assert join(rows).to_chats() == GRID
-    assert join(rows, 1).to_chats() == [list(column) for column in zip(*GRID, strict=True)]
-    one = [History.from_chats(chat(n)) for n in range(3)]
-    assert join(one).to_chats() == [chat(n) for n in range(3)]
-
-
-def test_concatenation_with_an_empty_history() -> None:
-    full, none = History.from_chats(GRID[0]), History.from_chats([])
-    assert torch.cat([full, full]).to_chats() == GRID[0] * 2
-    assert torch.cat([none, full]).to_chats() == GRID[0]
-
-
-def test_assigning_a_row_does_not_change_the_source() -> None:
-    history, other = History.from_chats(GRID[0]), History.from_chats(GRID[1])
-    history[1] = other[2]
-    assert history.to_chats() == [GRID[0][0], GRID[1][2], GRID[0][2]]
-    assert other.to_chats() == GRID[1]
-
-
 def test_inside_tensordicts_dense_and_lazy() -> None:
     td = TensorDict({"history": {"prompt": History.from_chats(GRID[0])}, "reward": torch.zeros(3)}, (3,))
     assert td["history", "prompt"].to_chats() == GRID[0]
@@ -231,16 +182,6 @@ def test_inside_tensordicts_dense_and_lazy() -> None:
 # Saving --------------------------------------------------------------------------------------------------------------
 
 SAVED = [GRID, [RICH, RICH[:1]], RICH, []]
-
-
-@each("chats", SAVED)
-def test_pickle_and_torch_save(chats: list[Any]) -> None:
-    history = History.from_chats(chats)
-    assert pickle.loads(pickle.dumps(history)).to_chats() == chats
-    file = io.BytesIO()
-    torch.save(TensorDict({"history": history}, history.batch_size), file)
-    file.seek(0)
-    assert torch.load(file, weights_only=False)["history"].to_chats() == chats
 
 
 @pytest.mark.parametrize("chats", SAVED)

@@ -125,12 +125,6 @@ def test_tokens_without_log_probs_can_be_merged(backend):
     assert sum(map(sum, rows(row, "masks", "all_assistant_mask"))) > 0
 
 
-def test_the_result_is_on_the_device_of_the_turns(backend):
-    results = converse(LLMPolicy(backend, sampling_params=SAMPLING, device="cpu"), 2)
-    row = merge_turns(results)
-    assert row.device == results[0].device == torch.device("cpu")
-
-
 def test_an_empty_batch_is_merged_to_an_empty_batch(backend):
     policy = LLMPolicy(backend, sampling_params=SAMPLING, inplace=False)
     row = merge_turns([policy(TensorDict(history=History.of([], (0,)))) for _ in range(2)])

@@ -40,13 +40,6 @@ def test_every_layout_from_every_layout(shape: tuple[int, ...], rows: Any, pad_o
     assert made["finish_reason"] == batch(shape)["finish_reason"]
 
 
-@both_layouts
-def test_one_row(pad_output: bool) -> None:
-    made = corelm.repad(batch((4,), not pad_output)[1], pad_output=pad_output)
-    assert made.batch_size == () and made["tokens"].padded is pad_output
-    assert made["tokens"].full.tolist() == [4, 9, 10, 11] and made["text"].response == "b"
-
-
 def test_the_result_of_a_policy_is_what_pad_output_gives() -> None:
     with corelm.get_backend("toy") as backend:
         policy = LLMPolicy(backend, sampling_params=SAMPLING, inplace=False)
@@ -152,11 +145,6 @@ def test_dense_tokens_without_masks_get_them() -> None:
 def test_no_rows(pad_output: bool, target: bool) -> None:
     made = corelm.repad(batch((4,), pad_output).exclude("finish_reason")[:0], pad_output=target)
     assert made.batch_size == (0,) and len(made["tokens"].full) == 0
-
-
-def test_a_merged_conversation() -> None:
-    row = corelm.merge_turns([batch()[1:2].exclude("log_probs")])
-    assert corelm.repad(row)["masks"].all_assistant_mask.tolist() == [[False, True, True, True]]
 
 
 @settings(max_examples=examples(40), deadline=None)

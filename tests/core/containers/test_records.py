@@ -16,7 +16,7 @@ from corelm import History, LLMPolicy
 from corelm.containers import LogProbs, Masks, PerToken, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError
 from helpers.each import each
-from helpers.four_rows import HOT, PROMPTS, RAW, RESPONSES, TEXTS, batch, both_layouts
+from helpers.four_rows import HOT, PROMPTS, RAW, RESPONSES, batch, both_layouts
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TOKENIZER, chat
 
@@ -210,31 +210,6 @@ def everything() -> list[dict[str, Any]]:
     td = rewarded(False, (2, 2))
     td["errors"] = [["", "bad"], ["", ""]]
     return corelm.to_records(td)
-
-
-def test_jsonl() -> None:
-    lines = [json.dumps(record) for record in everything()]
-    assert [json.loads(line) for line in lines] == everything()
-    assert History.from_chats([json.loads(line)["messages"] for line in lines]).batch_size == (4,)
-
-
-def test_pandas() -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame(everything())
-    assert frame.groupby("row")["reward"].mean().tolist() == [0.5, 2.5]
-    assert frame["prompt"].tolist() == TEXTS
-
-
-def test_polars() -> None:
-    polars = pytest.importorskip("polars")
-    frame = polars.from_dicts(everything())
-    assert frame["log_probs"].to_list() == [record["log_probs"] for record in everything()]
-
-
-def test_datasets() -> None:
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_list(everything())
-    assert table["response_ids"][:] == RESPONSES and table[1]["messages"][0]["content"] == "b"
 
 
 def test_columns_of_parquet_become_containers(tmp_path: Path) -> None:

@@ -127,12 +127,6 @@ def test_ids_in_every_batch_shape(pad, shape):
     assert read(rollout(pad, shape)) == expected()
 
 
-def test_ids_of_one_row_alone():
-    td = rollout(shape=(), rows=slice(1, 2))
-    assert read(td) == expected([1]) and td["log_probs"].top_ids.shape == (4, 2)
-    assert td["log_probs"].kept_ids.tolist() == [8, 1, 2, 9]
-
-
 def test_dense_fields_are_padded_with_ids_that_do_not_exist():
     log_probs = rollout(True)["log_probs"]
     assert log_probs.kept_ids.tolist() == [[7, 9, -1, -1], [8, 1, 2, 9], [-1, -1, -1, -1]]
@@ -286,11 +280,6 @@ def test_from_rows_refuses(changes, field):
 
 
 # What is shown -------------------------------------------------------------------------------------------------------
-
-
-@each("pad", [False, True])
-def test_what_is_printed(pad):
-    assert repr(rollout(pad)["log_probs"]).startswith("LogProbs(")
 
 
 @each("pad", [False, True])

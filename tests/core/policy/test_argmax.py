@@ -74,15 +74,6 @@ def test_other_layouts_keep_minus_one_where_nothing_is_scored(backend):
     assert corelm.repad(rows.clone().set("ranks", ranks))["ranks"][3].tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_an_argmax_that_is_not_laid_out_like_the_tokens_is_an_entry_like_others(backend):
-    td = scorer(backend, pad_output=True, return_argmax=False)(of_rows(ROWS))
-    for mine in (torch.zeros(4, 7, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)):
-        assert corelm.repad(td.set("argmax", mine), pad_output=False)["argmax"] is mine
-    with pytest.raises(InvalidRequestError, match=r"per_token=\['argmax'\]"):
-        corelm.repad(td.set("argmax", torch.zeros(4, 4)), pad_output=False)
-    assert corelm.to_records(td)[3]["argmax"] == [0.0] * 4
-
-
 @each("by", ["row", "token"])
 def test_records_of_both_layouts_have_the_argmax(backend, by):
     rows, dense = (scorer(backend, pad_output=pad)(of_rows(ROWS)) for pad in (False, True))

@@ -167,11 +167,6 @@ def test_a_response_that_merges_with_its_prompt_is_reported(bpe):
     assert bpe.detokenize(out["tokens"].response) == [rest]
 
 
-def test_no_rows(backend):
-    out = scorer(backend, inplace=False)(texts([], []))
-    assert out.batch_size == (0,)
-
-
 # Plain TensorDicts, and keys of data sets -----------------------------------------------------------------------------
 
 

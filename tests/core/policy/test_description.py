@@ -20,22 +20,3 @@ def test_the_shown_call_makes_an_equal_policy(backend):
     shown = repr(policy).replace(repr(backend), "backend")
     again = eval(shown, {"LLMPolicy": LLMPolicy, "backend": backend})
     assert again.options == policy.options
-
-
-def test_a_policy_with_a_batcher_shows_it(backend):
-    assert repr(LLMPolicy(backend, batching=True)) == f"LLMPolicy(backend=DynamicBatcher({backend!r}))"
-
-
-class Parser:
-    """Writes a control character in its own repr, which Python does not escape."""
-
-    def __call__(self, text):
-        return {"role": "assistant", "content": text}
-
-    def __repr__(self):
-        return "\x1b[31mparser"
-
-
-def test_control_characters_of_an_option_are_escaped(backend):
-    shown = repr(LLMPolicy(backend, response_parser=Parser()))
-    assert "\x1b" not in shown and r"response_parser=\x1b[31mparser" in shown

@@ -1,8 +1,5 @@
 """Scoring in place joins what a rollout holds, and replaces nothing unless told."""
 
-import asyncio
-import threading
-
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -15,7 +12,7 @@ from corelm_testing.toy import Bigram, ByteTokenizer
 from helpers.each import each
 from helpers.refusals import refused
 from helpers.rollouts import FIELDS, contents, plain, rollout
-from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat, flat
+from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat
 
 PADS = each("pad", [False, True])
 SHAPES = each("shape", [(), (3,), (2, 2)])
@@ -189,13 +186,6 @@ def test_fields_that_are_missing_are_added(backend, pad):
     assert after["text", "prompt"] == expected["text", "prompt"] and after["text", "full"] is not None
 
 
-def test_scoring_in_place_takes_the_layout_of_the_tokens(backend, other):
-    for pad in (False, True):
-        td = rollout(backend, pad=pad)
-        LLMPolicy(other, generate=False, pad_output=not pad, log_probs_key="ref_log_probs")(td)
-        assert td["ref_log_probs"].padded is pad is td["tokens"].padded
-
-
 def test_bare_dense_tokens_with_masks_keep_their_columns(backend):
     ids = torch.tensor([[256, 72, 105], [72, 101, 108]])
     masks = {"all_attention_mask": ids != 256, "all_assistant_mask": ids == 105}
@@ -234,26 +224,6 @@ def test_scoring_a_stack_of_rows_in_place_keeps_their_fields(backend):
     assert after["tokens", "prompt"] == before["tokens", "prompt"]
 
 
-def test_scoring_in_place_from_many_threads_and_from_tasks(backend):
-    policy = LLMPolicy(backend, generate=False, batching=True, log_probs_key="scores")
-    tds = [rollout(backend) for _ in range(8)]
-    expected = contents(tds[0])
-    threads = [threading.Thread(target=policy, args=(td,)) for td in tds[:4]]
-    for thread in threads:
-        thread.start()
-
-    async def score():
-        await asyncio.gather(*map(policy.aforward, tds[4:]))
-
-    asyncio.run(score())
-    for thread in threads:
-        thread.join()
-    policy.cleanup_batching()
-    for td in tds:
-        assert contents(td)["text", "response"] == expected["text", "response"]
-        assert bool(corelm.ragged(td, ("scores", "scored_mask")).values.sum() > len(flat(td["tokens"].prompt)))
-
-
 # The key of the log-probs ---------------------------------------------------------------------------------------------
 
 
@@ -276,25 +246,6 @@ def test_log_probs_key_is_short_for_keys(backend):
 
 
 # corelm.kl -----------------------------------------------------------------------------------------------------------
-
-
-@PADS
-def test_retrieving_replaces_no_sampled_log_probs_of_another_provenance(backend, other, pad):
-    td = rollout(backend, pad=pad)
-    before = contents(td)
-    with pytest.raises(InvalidRequestError, match=r"log_probs: row 0.*overwrite=True"):
-        RetrieveLogProb(LLMPolicy(other), log_probs_key="log_probs")(td)
-    with refused(InvalidRequestError, field="log_probs", rows=(0, 1, 2)):
-        RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False)(td)
-    assert contents(td) == before
-    RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False, gen_log_probs_key=("now", "full"))(
-        td
-    )
-    assert contents(td) == before and td["now"].provenance == td["ref_log_probs"].provenance
-    RetrieveLogProb(LLMPolicy(backend))(td)  # replaces what was retrieved before
-    assert td["ref_log_probs"].provenance == td["log_probs"].provenance
-    RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False, overwrite=True)(td)
-    assert td["log_probs"].provenance.model == "Bigram"
 
 
 @PADS

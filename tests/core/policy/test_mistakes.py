@@ -70,13 +70,6 @@ def test_a_batch_size_that_contradicts_the_tensordict_is_refused(backend):
         LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)(bare)
 
 
-def test_unknown_options_are_refused(backend):
-    with pytest.raises(TypeError, match="pad_outputs"):
-        LLMPolicy(backend, pad_outputs=True)
-    with pytest.raises(TypeError, match="pad_outputs"):
-        LLMPolicy(backend).replace(pad_outputs=True)
-
-
 def test_a_bad_row_is_skipped_and_the_others_keep_their_places(backend):
     tokens = TensorDict(tokens=torch.tensor([[72, 105], [72, 999], [72, 111]]), batch_size=[3])
     policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING, inplace=False)
@@ -170,13 +163,6 @@ def test_a_call_whose_results_have_nowhere_to_go_samples_nothing(backend):
         with refused(InvalidRequestError, field="seed"):
             policy.replace(generate=False)(TensorDict(text=["Hi"]), seed=1)
         assert calls == []
-
-
-def test_later_changes_to_a_dict_of_sampling_params_do_not_change_the_policy(backend):
-    sampling = {"max_new_tokens": 3}
-    policy = LLMPolicy(backend, sampling_params=sampling)
-    sampling["max_new_tokens"] = 7
-    assert policy.replace(pad_output=True).options.sampling.max_new_tokens == 3
 
 
 def test_a_policy_cannot_be_copied_or_pickled(backend):

@@ -151,14 +151,6 @@ def test_a_call_may_end_with_a_stop_string_that_is_its_mark():
     assert not result["text"].response[0].endswith(">") and message(result).tool_calls == (ADD,)
 
 
-def test_several_samples_and_callers_are_read_alike():
-    backend, _ = scripted(lambda prompt: JSON_CALL)
-    options = {"chat_template": READS_TOOLS + HERMES, "template_kwargs": {"tools": TOOLS}, "batching": True}
-    with LLMPolicy(backend, response_parser="hermes", num_samples=2, **options) as policy:
-        out = policy(TensorDict(history=History.from_chats([[ASKED], [ASKED]])))
-        assert [chat[0].tool_calls for chat in out["history"].response.chats] == [(ADD,)] * 4
-
-
 # Options --------------------------------------------------------------------------------------------------------------
 
 
@@ -168,14 +160,6 @@ def test_an_unknown_name_is_refused_before_an_engine_is_opened():
     assert caught.value.field == "response_parser"
     with refused(InvalidRequestError, field="response_parser"):
         PolicyOptions(response_parser=3)
-
-
-def test_a_policy_prints_the_name_and_keeps_it_in_its_options():
-    backend, _ = scripted(lambda prompt: "Hi")
-    policy = LLMPolicy(backend, response_parser="hermes")
-    assert "response_parser='hermes'" in repr(policy) and policy.options.response_parser == "hermes"
-    assert policy.replace(response_parser=None).options.response_parser is None
-    backend.close()
 
 
 def test_auto_needs_a_tokenizer_that_says_how():

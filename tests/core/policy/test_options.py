@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from tensordict import TensorDict
 
@@ -21,16 +19,6 @@ def test_options_and_keywords_say_the_same(backend):
     assert by_options.options == by_keywords.options
     td = TensorDict(text=["Hi"])
     assert by_options(td)["text"].response == by_keywords(td)["text"].response
-
-
-def test_keywords_override_options(backend):
-    policy = LLMPolicy(backend, PolicyOptions(input_mode="text", on_error="skip"), on_error="raise")
-    assert policy.options == PolicyOptions(input_mode="text")
-
-
-def test_options_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PolicyOptions().generate = False
 
 
 def test_num_samples_has_one_home_wherever_it_was_given():

@@ -5,11 +5,10 @@ import asyncio
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictSequential
 
 import corelm
-from corelm import History, LLMPolicy, SamplingParams
-from corelm.errors import BackendClosedError, CapabilityError, InvalidRequestError
+from corelm import History, LLMPolicy
+from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.policy.options import Keys
 from corelm_testing.toy import Bigram
 from helpers.refusals import refused
@@ -43,33 +42,6 @@ def test_keys_say_where_containers_are_read_and_written(backend):
     assert policy.in_keys == [("agent", "text", "prompt")]
     out = policy(td)
     assert len(out["agent", "text"].response) == 2 and out["ref_log_probs"].scored_mask is not None
-
-
-def test_a_policy_works_in_a_tensordict_sequential(backend):
-    policy = LLMPolicy(backend, sampling_params=SAMPLING)
-    scorer = policy.replace(input_mode="tokens", generate=False, keys=Keys(log_probs="ref_log_probs"))
-    out = TensorDictSequential(policy, scorer)(
-        TensorDict(history=History.from_chats([chat(QUESTIONS[0])]), batch_size=[1])
-    )
-    assert {"log_probs", "ref_log_probs"} <= set(out.keys())
-    assert "LLMPolicy" in repr(policy)
-
-
-def test_replace_shares_the_engine_and_leaves_the_policy_unchanged(backend):
-    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 3}, num_samples=2)
-    other = policy.get_new_version(sampling_params={"max_new_tokens": 5, "n": 4})
-    assert other.backend is policy.backend
-    assert policy.options.sampling == SamplingParams(max_new_tokens=3, num_samples=2)
-    assert other.options.sampling == SamplingParams(max_new_tokens=5, num_samples=4)
-
-
-def test_closing_a_policy_closes_the_engine_for_all_policies_on_it():
-    policy = LLMPolicy("toy", input_mode="text", sampling_params=SAMPLING)
-    other = policy.replace(pad_output=True)
-    with policy:
-        other(TensorDict(text=["Hi"]))
-    with pytest.raises(BackendClosedError):
-        other(TensorDict(text=["Hi"]))
 
 
 def test_aforward_gives_the_same_answers_as_forward(backend):

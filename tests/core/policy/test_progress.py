@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import io
 import sys
 
 import pytest
@@ -15,7 +14,6 @@ from corelm import Backend, History, LLMPolicy
 from corelm.backend.prepared_call import prepare_generation
 from corelm.batching.merging import ask_together
 from corelm.errors import InvalidRequestError
-from corelm.policy.progress import answer_bar
 from corelm_testing.toy import ToyBackend
 from helpers.refusals import refused
 from helpers.streaming_fakes import Terminal
@@ -73,51 +71,6 @@ def test_progress_says_what_to_install_and_refuses_scoring(backend, monkeypatch)
         LLMPolicy(backend, input_mode="text", generate=False)(TensorDict(text=["a"]), progress=True)
 
 
-class FailsOnce:
-    """A wrapper that loses the first answers of the engine."""
-
-    def __init__(self):
-        self.calls = 0
-
-    @corelm.hookimpl(wrapper=True)
-    def generate(self, request):
-        result = yield
-        self.calls += 1
-        if self.calls == 1:
-            raise ConnectionError("lost")
-        return result
-
-
-@pytest.mark.parametrize("batching", [False, True])
-@pytest.mark.parametrize("progress", [False, True])
-def test_a_call_is_tried_again(monkeypatch, progress, batching):
-    stderr = terminal(monkeypatch)
-    with corelm.get_backend("toy", wrappers=[FailsOnce()], retry=2) as backend:
-        policy = LLMPolicy(backend, sampling_params=SAMPLING, batching=batching)
-        with policy:
-            result = policy(conversations(), seed=7, progress=progress)
-    assert len(result["text"].response) == 3
-    assert ("3/3" in stderr.getvalue()) == progress
-
-
-class Watched(ToyBackend):
-    """Keeps the requests."""
-
-    @corelm.hookimpl
-    def generate(self, request):
-        self.requests = [*getattr(self, "requests", []), request]
-        return ToyBackend.generate(self, request)
-
-
-def test_the_engine_is_not_asked_to_stream(monkeypatch):
-    terminal(monkeypatch)
-    plugin = Watched.open()
-    with Backend.from_plugin(plugin, "toy") as backend:
-        LLMPolicy(backend, sampling_params=SAMPLING)(conversations(), seed=7, progress=True)
-    (request,) = plugin.requests
-    assert request.on_tokens is None and request.on_answer is not None
-
-
 def test_callers_that_share_a_call_count_their_own_answers(backend):
     counted = [{}, {}]
     prompts = [[[5], [6]], [[7]], [[8], [9]]]
@@ -151,34 +104,3 @@ def test_wrong_reports_of_an_engine_lose_nothing(backend, monkeypatch):
     plugin.on_answer(0, 24)
     assert stderr.getvalue() == shown and "3/3" in shown
     assert records(result) == records(LLMPolicy(backend, sampling_params=SAMPLING)(conversations(), seed=7))
-
-
-class Gone(Terminal):
-    """A terminal that goes away after so many writes."""
-
-    def __init__(self, writes):
-        super().__init__()
-        self.writes = writes
-
-    def write(self, text):
-        self.writes -= 1
-        if self.writes < 0:
-            raise OSError(5, "Input/output error")
-        return super().write(text)
-
-
-@pytest.mark.parametrize("writes", [0, 1, 2, 3, 5, 8])
-def test_a_terminal_that_goes_away_loses_nothing(backend, monkeypatch, writes):
-    monkeypatch.setattr("corelm.policy.progress._REDRAW", 0.0)
-    policy = LLMPolicy(backend, sampling_params=SAMPLING)
-    expected = records(policy(conversations(), seed=7))
-    monkeypatch.setattr(sys, "stderr", Gone(writes))
-    assert records(policy(conversations(), seed=7, progress=True)) == expected
-
-
-def test_no_stderr_at_all_shows_nothing(backend, monkeypatch):
-    closed = io.StringIO()
-    closed.close()
-    for stderr in (None, closed):
-        monkeypatch.setattr(sys, "stderr", stderr)
-        assert answer_bar(True) is None

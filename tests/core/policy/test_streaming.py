@@ -53,14 +53,6 @@ def test_the_result_is_what_the_policy_returns(backend, batching):
     policy.cleanup_batching()
 
 
-def test_samples_are_rows_of_the_flattened_batch(backend):
-    policy = LLMPolicy(backend, sampling_params=SAMPLING, num_samples=2)
-    stream = policy.stream(conversations(2), seed=7)
-    chunks = list(stream)
-    texts = stream.result.reshape(-1)["text"].response
-    assert ["".join(c.text for c in chunks if c.row == row) for row in range(4)] == list(texts)
-
-
 def test_the_tensordict_is_written_when_the_stream_has_ended(backend):
     td = conversations(1)
     with LLMPolicy(backend, sampling_params=SAMPLING).stream(td, seed=7) as stream:

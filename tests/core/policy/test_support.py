@@ -109,13 +109,6 @@ def test_the_most_probable_ids(sampler, pad):
     torch.testing.assert_close(tail[answered].double().exp(), 1.0 - best.exp().sum(-1), atol=1e-5, rtol=0)
 
 
-def test_a_stream_of_answers_ends_with_the_same_containers(sampler):
-    plain = sampled(sampler)
-    with sampler.stream(TensorDict(text=TEXTS), seed=3) as stream:
-        chunks = list(stream)
-    assert token_sets(stream.result).tolist() == token_sets(plain).tolist() and chunks
-
-
 def test_a_batcher_gives_every_caller_their_own_sets(sampler):
     batched = sampler.replace(batching=True)
     assert token_sets(sampled(batched)).tolist() == token_sets(sampled(sampler)).tolist()
@@ -173,13 +166,6 @@ def test_scores_over_the_sampler_s_ids_are_the_sampler_s_numbers(sampler, pad, s
     assert token_sets(td, "again").tolist() == token_sets(td).tolist()
     assert td["again"].provenance == td["log_probs"].provenance and td["again"].kept_log_mass is None
     assert set(map(str, scorer.out_keys)) <= set(map(str, td.keys(include_nested=True)))
-
-
-def test_a_sampling_policy_may_be_asked_to_score_as_it_is(sampler):
-    td = sampled(sampler)
-    scorer = sampler.replace(generate=False, input_mode="tokens", support_key="log_probs", inplace=False)
-    found = scorer(td)["log_probs"]
-    assert [row.tolist() for row in found.full] == [row.tolist() for row in scorer_of(sampler)(td)["log_probs"].full]
 
 
 @LAYOUTS

@@ -102,23 +102,6 @@ def test_settings_left_by_another_call_are_reset() -> None:
     assert encoder(request(TEXTS)).ids.tolist() == wanted
 
 
-def test_a_token_added_later_is_one_token() -> None:
-    tokenizer = build()
-    encoder = Encoder(tokenizer)
-    encoder(request(["The fox"], offsets=True))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|née|>"]})
-    assert [4, 11] in encoder(request(["The <|née|> fox"], offsets=True)).offsets.tolist()
-
-
-def test_a_class_that_overrides_encoding_is_called() -> None:
-    class Shouting(PreTrainedTokenizerFast):
-        def __call__(self, text: Any, **options: Any) -> Any:
-            return super().__call__([one.upper() for one in text], **options)
-
-    shouting = Shouting(tokenizer_object=build().backend_tokenizer)
-    assert Encoder(shouting)(request(["ab"])).ids.tolist() == Encoder(build())(request(["AB"])).ids.tolist()
-
-
 def test_a_long_text_is_encoded_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = build()
     tokenizer.model_max_length = 4

@@ -9,16 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corelm.containers.history import History
 from corelm.errors import CapabilityError, TemplateError
-from corelm.rendering.render import render
 from corelm.spec.records import TokenizeResult
 from helpers import chat_templates as ct
 from helpers.each import each, examples
 from helpers.refusals import refused
 from helpers.rendering import (
     ANSWER,
-    EOS_IDS,
     ID,
     MORE,
     QUESTION,
@@ -161,26 +158,6 @@ def test_a_template_that_raises_names_the_rows_and_keeps_the_cause() -> None:
     with refused(TemplateError, rows=(0,)) as caught:
         rendered([[QUESTION, ANSWER, QUESTION, QUESTION, ANSWER]], ct.STRICT)
     assert "message 3:" in str(caught.value)
-
-
-def test_generation_blocks_that_are_cut_up_are_refused() -> None:
-    cut = ct.CHATML_MARKED.replace("{% generation %}", "{% set x %}{% generation %}").replace(
-        "{% endgeneration %}", "{% endgeneration %}{% endset %}{{ x[2:] }}"
-    )
-    with refused(TemplateError, rows=(0,)):
-        rendered([[QUESTION, ANSWER]], cut)
-
-
-def test_a_template_is_required_and_may_be_named() -> None:
-    bare = ct.tokenizer.__wrapped__()
-    bare.chat_template = None
-    with pytest.raises(TemplateError):
-        render(History.from_chats([[QUESTION]]).chats, bare, tokenize, add_generation_prompt=True, eos_ids=EOS_IDS)
-    bare.chat_template = {"default": ct.CHATML, "short": ct.BARE}
-    for name, template in (("short", ct.BARE), (None, ct.CHATML)):
-        chats = History.from_chats([[QUESTION]]).chats
-        ours = render(chats, bare, tokenize, add_generation_prompt=True, eos_ids=EOS_IDS, chat_template=name)
-        assert ours.ids.tolist() == [own([QUESTION], template, True)["input_ids"]]
 
 
 def test_offsets_are_needed_only_for_masks_of_turns_that_were_not_sampled() -> None:

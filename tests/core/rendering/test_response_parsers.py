@@ -126,11 +126,6 @@ def test_a_model_that_writes_one_thing_without_end_costs_no_more_than_its_length
     assert not slow_texts(8_000, ["\n", "}\n"])
 
 
-@pytest.mark.nightly
-def test_a_model_that_writes_a_long_answer_of_one_thing_costs_no_more_than_its_length() -> None:
-    assert not slow_texts(50_000, ["\n", " ", "}\n", "; "])
-
-
 MALFORMED = {
     "hermes": [
         '<tool_call>{"name": "f", "argu',
@@ -280,12 +275,6 @@ def test_auto_is_refused_where_the_tokenizer_has_no_usable_template(template) ->
 def test_auto_without_a_tokenizer_asks_for_one() -> None:
     with pytest.raises(InvalidRequestError, match=r"tokenizer: .*give it as the second argument"):
         parser_named("auto")
-
-
-def test_the_marks_of_every_format_are_in_its_patterns() -> None:
-    for name, form in FORMATS.items():
-        written = repr([dict(one.fields) for one in form.dialects]).replace("\\", "")
-        assert all(mark in written for mark in form.marks), name
 
 
 def test_an_answer_is_read_as_it_was_written_whatever_its_tokens() -> None:

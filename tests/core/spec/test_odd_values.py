@@ -23,90 +23,15 @@ from corelm.spec.sampling import ALIASES, EVERY_ENGINE, FIELDS, SamplingParams
 from helpers.each import each, examples
 from helpers.refusals import refused
 
-
-class Awkward:
-    """Every method raises another exception."""
-
-    def __float__(self) -> float:
-        raise ZeroDivisionError
-
-    def __int__(self) -> int:
-        raise MemoryError
-
-    def __index__(self) -> int:
-        raise AttributeError
-
-    def __iter__(self) -> Any:
-        raise OSError
-
-    def __eq__(self, other: object) -> bool:
-        raise KeyError
-
-    def __len__(self) -> int:
-        raise LookupError
-
-    def __repr__(self) -> str:
-        raise ArithmeticError
-
-    __hash__ = object.__hash__
-
-
-ODD = [
-    None,
-    True,
-    False,
-    10**400,
-    -(10**5000),
-    10**5000,
-    2**31,
-    2**63,
-    2**70,
-    math.nan,
-    math.inf,
-    -math.inf,
-    1e308,
-    5e-324,
-    3.0,
-    0.5,
-    "",
-    "3",
-    "\ud83d",
-    b"3",
-    1j,
-    Decimal("0.5"),
-    Decimal("sNaN"),
-    Fraction(1, 3),
-    [],
-    [[]],
-    [1, [2]],
-    [10**5000],
-    [math.nan],
-    {},
-    {1: 2},
-    {"a": 1},
-    {3},
-    range(3),
-    iter([1]),
-    object(),
-    int,
-    len,
-    Awkward(),
-    [Awkward()],
-    np.float32(0.5),
-    np.int64(3),
-    np.array([1, 2]),
-    np.array(["a"]),
-    torch.tensor(3),
-    torch.tensor(0.5),
-    torch.tensor([1, 2]),
-    torch.tensor([[1, 2]]),
-    torch.tensor(math.nan),
-    torch.tensor(2),
-    torch.empty(2, device="meta"),
-    torch.empty((), device="meta"),
-    torch.tensor([[0, 1]]).to_sparse(),
-    torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([1, 2])], layout=torch.jagged),
-]
+NUMBERS = [10**400, -(10**5000), 10**5000, 2**31, 2**63, 2**70, math.nan, math.inf, -math.inf, 1e308, 5e-324, 3.0, 0.5]
+OTHERS = [None, True, False, "", "3", "\ud83d", b"3", 1j, object(), len]
+EXACT = [Decimal("0.5"), Decimal("sNaN"), Fraction(1, 3)]
+SEQUENCES = [[], [[]], [1, [2]], [10**5000], [math.nan], {}, {1: 2}, {"a": 1}, {3}, range(3), iter([1])]
+ARRAYS = [np.float32(0.5), np.int64(3), np.array([1, 2]), np.array(["a"])]
+TENSORS = [*map(torch.tensor, (3, 0.5, [1, 2], [[1, 2]], math.nan, 2))]
+NO_VALUES = [torch.empty(2, device="meta"), torch.empty((), device="meta"), torch.tensor([[0, 1]]).to_sparse()]
+NESTED = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([1, 2])], layout=torch.jagged)
+ODD = [*NUMBERS, *OTHERS, *EXACT, *SEQUENCES, *ARRAYS, *TENSORS, *NO_VALUES, NESTED]
 odd = st.sampled_from(ODD) | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers(), max_size=3)
 OWN_TYPES = (int, float, bool, tuple, dict, type(None))
 

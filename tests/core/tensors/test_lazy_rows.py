@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import threading
 import weakref
@@ -128,24 +127,12 @@ def test_every_first_touch_finds_an_ordinary_stack(kind: str, touch: Any) -> Non
     assert stack.is_locked == (touch is FIRST_TOUCHES["a lock"])
 
 
-def test_its_batch_size_can_be_set_as_that_of_an_ordinary_one() -> None:
-    stack = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))
-    stack.batch_size = torch.Size([4])
-    assert stack.batch_size == stack.shape == (4,) and [row["full"].tolist() for row in stack] == ROWS
-
-
 def test_a_pytree_has_the_leaves_of_its_rows() -> None:
     leaves, spec = pytree.tree_flatten({"rows": lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))})
     assert [leaf.tolist() for leaf in leaves] == ROWS
     doubled = pytree.tree_unflatten([2 * leaf for leaf in leaves], spec)["rows"]
     assert type(doubled) is LazyStackedTensorDict
     assert [row["full"].tolist() for row in doubled] == [[2 * token for token in row] for row in ROWS]
-
-
-def test_a_new_stack_of_its_type_is_an_ordinary_one() -> None:
-    stack = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))
-    assert type(type(stack)(TensorDict({}), TensorDict({}))) is LazyStackedTensorDict
-    assert flat_source(stack) is not None
 
 
 @each("context", [torch.no_grad, torch.inference_mode])
@@ -158,13 +145,6 @@ def test_gradients_do_not_ask_when_the_rows_are_made(context: Any) -> None:
     torch.cat(found).sum().backward()
     assert values.grad is not None and values.grad.tolist() == [1.0] * 7
     assert not any(row.is_inference() for row in tokens)
-
-
-def test_rows_made_without_gradients_stay_without() -> None:
-    values = torch.zeros(7, requires_grad=True)
-    with torch.no_grad():
-        td = assemble(request(logprobs=Ragged(values, Ragged.from_list(ROWS).lengths)))
-    assert not any(row.requires_grad for row in td["log_probs"].full)
 
 
 def test_what_is_written_to_flat_rows_does_not_show() -> None:
@@ -218,15 +198,6 @@ def test_threads_that_ask_at_once_get_the_same_rows() -> None:
         assert len({tuple(map(id, rows)) for rows in found}) == 1
 
 
-@each("context", [torch.no_grad, torch.inference_mode])
-def test_making_rows_leaves_the_process_as_it_was(context: Any) -> None:
-    before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
-    with context():
-        assert len(lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))[:2]) == 2
-        assert not torch.is_grad_enabled()
-    assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()) == before
-
-
 # What is needed from tensordict and torch ----------------------------------------------------------------------------
 
 
@@ -245,11 +216,3 @@ def test_tensordict_has_what_lazy_rows_need() -> None:
         assert made.batch_size == made.shape == (2, 2) and made._has_names() is False
     assert set(rows.keys()) == {"full", "name"} and objects.tolist() == [["a", "b"], ["c", "d"]]
     assert pytree.SUPPORTED_NODES[LazyStackedTensorDict].flatten_fn(rows)[0]
-
-
-def test_a_tensordict_that_takes_in_a_stack_asks_only_for_what_is_answered() -> None:
-    rows, objects = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,)), non_tensors(tuple("abcd"), (4,))
-    td = TensorDict({"rows": rows, "objects": objects}, batch_size=[4])
-    td["tokens"] = Tokens.from_tensordict(rows)
-    assert td.get("rows") is rows and td.get("objects") is objects and td.get("tokens")._tensordict is rows
-    assert flat_source(rows) is not None and flat_source(objects) is not None
