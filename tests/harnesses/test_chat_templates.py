@@ -45,11 +45,7 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 
 
 def call(name: str, number: int) -> dict[str, Any]:
-    return {
-        "id": f"abcdefgh{number}",
-        "type": "function",
-        "function": {"name": name, "arguments": {"city": "Rome"}},
-    }
+    return {"id": f"abcdefgh{number}", "type": "function", "function": {"name": name, "arguments": {"city": "Rome"}}}
 
 
 def result(text: str, name: str, number: int) -> dict[str, Any]:

@@ -11,13 +11,7 @@ from torch import Tensor
 
 from corelm import Ragged, hookimpl
 from corelm.spec import RowAnswer
-from corelm.spec.records import (
-    AbortRequest,
-    GenerateRequest,
-    GenerateResult,
-    SleepRequest,
-    WakeRequest,
-)
+from corelm.spec.records import AbortRequest, GenerateRequest, GenerateResult, SleepRequest, WakeRequest
 from corelm_testing.toy import ToyBackend
 
 

@@ -53,12 +53,7 @@ def check_tasks(backend: Backend, long: int) -> None:
     """
     prompts = random_rows(*range(3, 3 + CALLERS))
     answers = backend.generate(prompts, GREEDY).ids.tolist()
-    options = {
-        "input_mode": "tokens",
-        "batching": Limits(max_batch_size=4),
-        "return_text": False,
-        "inplace": False,
-    }
+    options = {"input_mode": "tokens", "batching": Limits(max_batch_size=4), "return_text": False, "inplace": False}
     short = LLMPolicy(backend, sampling_params=GREEDY, **options)
     slow = LLMPolicy(
         short.backend,

@@ -200,13 +200,7 @@ def test_a_hook_with_the_wrong_signature_is_an_error():
 
 @each(
     "declared",
-    [
-        {"score": True},
-        {"update_weights": True},
-        {"adapters": True},
-        {"sleep_levels": frozenset({1})},
-        {"abort": True},
-    ],
+    [{"score": True}, {"update_weights": True}, {"adapters": True}, {"sleep_levels": frozenset({1})}, {"abort": True}],
 )
 def test_a_capability_without_its_hook_is_refused_when_the_engine_opens(declared):
     class Bare:

@@ -91,11 +91,7 @@ def test_wrong_numbers_and_names_of_ids_are_refused(backend, given, field):
         ({"top_logprobs": 2, "logprobs": "none"}, InvalidRequestError, "top_logprobs"),
         ({"top_logprobs": 10**6}, InvalidRequestError, "top_logprobs"),
         ({"return_support": "yes"}, InvalidRequestError, "return_support"),
-        (
-            {"sampling": {"min_new_tokens": 2}, "return_support": True},
-            InvalidRequestError,
-            "return_support",
-        ),
+        ({"sampling": {"min_new_tokens": 2}, "return_support": True}, InvalidRequestError, "return_support"),
     ],
 )
 def test_wrong_requests_for_ids_of_answers_are_refused(backend, given, error, field):

@@ -230,12 +230,7 @@ OPENS_BADLY = GOOD.replace("return cls()", "raise OSError('no model there')")
 
 
 @pytest.mark.parametrize(
-    ("name", "engine"),
-    [
-        ("vllm", "json"),
-        ("vllm", "no_such_engine"),
-        ("other", "no_such_engine"),
-    ],
+    ("name", "engine"), [("vllm", "json"), ("vllm", "no_such_engine"), ("other", "no_such_engine")]
 )
 def test_a_failed_open_chains_its_cause_and_says_if_the_engine_is_missing(fabricate, uninstalled, name, engine):
     uninstalled("core-vllm-backend")

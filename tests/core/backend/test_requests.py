@@ -154,11 +154,7 @@ def test_another_mode_is_used_only_if_it_gives_the_same_numbers():
 
 @each(
     "options, capability",
-    [
-        ({"temperature": 0.5}, "score_temperature"),
-        ({"return_logits": True}, "logits"),
-        ({"grad": True}, "gradients"),
-    ],
+    [({"temperature": 0.5}, "score_temperature"), ({"return_logits": True}, "logits"), ({"grad": True}, "gradients")],
 )
 def test_scoring_options_need_capabilities(options, capability):
     with pytest.raises(CapabilityError) as error:

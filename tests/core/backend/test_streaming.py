@@ -11,12 +11,7 @@ from dataclasses import replace
 import pytest
 
 from corelm import AnswerChunk, Backend
-from corelm.errors import (
-    BackendTimeoutError,
-    CapabilityError,
-    EngineError,
-    InvalidRequestError,
-)
+from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import TokenChunk
 from helpers.batching_fakes import LONG, POISON, returns, wait_until
 from helpers.each import each
@@ -64,10 +59,7 @@ def test_a_stream_yields_tokens_as_the_engine_samples_them():
 def test_an_engine_that_does_not_stream_gives_each_answer_in_one_piece():
     backend = fake()
     stream = backend.stream([[3], [10]], FOUR)
-    assert said(stream) == [
-        (0, (3,) * 4, (-1.0,) * 4, "3333", "length"),
-        (1, (10,) * 4, (-1.0,) * 4, "aaaa", "length"),
-    ]
+    assert said(stream) == [(0, (3,) * 4, (-1.0,) * 4, "3333", "length"), (1, (10,) * 4, (-1.0,) * 4, "aaaa", "length")]
     assert stream.result.finish_reasons == ("length", "length")
     assert backend.engine.plugin.requests[0].on_tokens is None
 
@@ -124,10 +116,7 @@ def test_a_bad_request_is_refused_when_the_stream_is_made():
         (lambda chunk: replace(chunk, logprobs=[float("nan")]), "row 0: handed other log-probs"),
         (lambda chunk: replace(chunk, logprobs=[]), "row 0: handed other log-probs"),
         (lambda chunk: replace(chunk, finish_reason="length"), "row 0: got more after its last chunk"),
-        (
-            lambda chunk: replace(chunk, finish_reason="done"),
-            "finish reason 'done' in|got more after its last",
-        ),
+        (lambda chunk: replace(chunk, finish_reason="done"), "finish reason 'done' in|got more after its last"),
         (lambda chunk: {"row": 0}, "on_tokens: AttributeError"),
     ],
 )

@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from corelm import Backend, Ragged, hookimpl
-from corelm.errors import (
-    CapabilityError,
-    EngineError,
-    InvalidRequestError,
-)
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec.records import ContainerRequest, Parts, WeightUpdate
 from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent

@@ -15,14 +15,7 @@ import corelm
 from corelm import Backend, LLMPolicy
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, InvalidRequestError
-from helpers.batching_fakes import (
-    LONG,
-    GatedEngine,
-    all_capabilities,
-    corelm_threads,
-    join_threads,
-    lone_answer,
-)
+from helpers.batching_fakes import LONG, GatedEngine, all_capabilities, corelm_threads, join_threads, lone_answer
 from helpers.each import each
 from helpers.fakes import SHORT
 from helpers.refusals import refused

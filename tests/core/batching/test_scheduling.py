@@ -168,12 +168,7 @@ def test_a_caller_left_alone_waits_for_the_others_only_a_few_times():
 
 @each(
     "given, took, waits",
-    [
-        (0.3, 1000.0, 0.3),
-        (None, 0.3, SHORTEST_TIMEOUT),
-        (None, 3.0, 3.0 * TIMEOUT),
-        (None, 1000.0, LONGEST_TIMEOUT),
-    ],
+    [(0.3, 1000.0, 0.3), (None, 0.3, SHORTEST_TIMEOUT), (None, 3.0, 3.0 * TIMEOUT), (None, 1000.0, LONGEST_TIMEOUT)],
 )
 def test_waiting_for_callers_ends_after_batching_timeout(given, took, waits):
     queue = after_a_call(served=50, took=took, batching_timeout=given)

@@ -17,18 +17,7 @@ from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.tensors.ragged import Ragged
 from helpers.each import each
-from helpers.four_rows import (
-    CHATS,
-    HOT,
-    RAW,
-    RESPONSES,
-    RIGHT,
-    TEXTS,
-    assert_holds,
-    batch,
-    both_layouts,
-    plain,
-)
+from helpers.four_rows import CHATS, HOT, RAW, RESPONSES, RIGHT, TEXTS, assert_holds, batch, both_layouts, plain
 from helpers.refusals import refused
 
 Operation = Callable[[TensorDict], TensorDictBase]
@@ -240,8 +229,7 @@ def test_ragged_reports_missing_fields_and_masks() -> None:
     td = batch((4,), True)
     for key in ("tokens", ("tokens", "answer"), ("text", "full"), ("nothing", "full"), ("masks", "all_assistant_mask")):
         with pytest.raises(
-            InvalidRequestError,
-            match=r"is not a field of a Tokens, Masks, LogProbs or PerToken .*; its keys: ",
+            InvalidRequestError, match=r"is not a field of a Tokens, Masks, LogProbs or PerToken .*; its keys: "
         ):
             ragged(td, key)
     with refused(InvalidRequestError, field="masks"):

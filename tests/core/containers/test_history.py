@@ -111,13 +111,7 @@ def test_chats_survive_a_round_trip(chats: list[Any], shape: tuple[int, ...]) ->
 
 @each(
     "chats",
-    [
-        [[chat(0)], chat(1)],
-        [[chat(0), chat(1)], [chat(2)]],
-        "hello",
-        ["hello"],
-        {"role": "user", "content": "x"},
-    ],
+    [[[chat(0)], chat(1)], [[chat(0), chat(1)], [chat(2)]], "hello", ["hello"], {"role": "user", "content": "x"}],
 )
 def test_uneven_lists_and_other_types_are_refused(chats: Any) -> None:
     with refused(InvalidRequestError, field="history"):

@@ -24,16 +24,8 @@ FULL = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 SETS = [[[], [], [], [7, 9]], [[], [8], [1, 2, 9], []], [[], []]]
 MASS = [[0.0, 0.0, 0.0, -0.25], [0.0, 0.0, -0.5, 0.0], [0.0, 0.0]]
 NO, GONE = -1, -torch.inf
-TOP_IDS = [
-    [[NO, NO]] * 3 + [[7, 9]],
-    [[NO, NO], [8, NO], [9, 2], [2, 4]],
-    [[NO, NO]] * 2,
-]
-TOP = [
-    [[0.0, 0.0]] * 3 + [[-0.5, -1.0]],
-    [[0.0, 0.0], [0.0, GONE], [-0.5, -1.5], [-0.25, -2.0]],
-    [[0.0, 0.0]] * 2,
-]
+TOP_IDS = [[[NO, NO]] * 3 + [[7, 9]], [[NO, NO], [8, NO], [9, 2], [2, 4]], [[NO, NO]] * 2]
+TOP = [[[0.0, 0.0]] * 3 + [[-0.5, -1.0]], [[0.0, 0.0], [0.0, GONE], [-0.5, -1.5], [-0.25, -2.0]], [[0.0, 0.0]] * 2]
 TAIL = [[0.0, 0.0, 0.0, -2.0], [0.0, GONE, -1.75, -2.5], [0.0, 0.0]]
 FIELDS = {"kept_log_mass": MASS, "top_ids": TOP_IDS, "top_log_probs": TOP, "tail_log_mass": TAIL}
 TRUNCATED = Provenance("toy", "tiny", "0", "processed", 0.7, "truncated")
@@ -182,14 +174,7 @@ def test_what_was_not_scored_has_no_ids():
 
 
 @each("pad", [False, True])
-@each(
-    "row, position, count",
-    [
-        (1, 2, 4),
-        (0, 3, 1),
-        (1, 2, -1),
-    ],
-)
+@each("row, position, count", [(1, 2, 4), (0, 3, 1), (1, 2, -1)])
 def test_counts_that_are_not_those_of_the_ids_are_refused_by_row(pad, row, position, count):
     td = rollout(pad)
     counts = td["log_probs"][row].kept_counts.clone()

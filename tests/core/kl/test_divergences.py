@@ -103,12 +103,7 @@ def test_the_gradient_is_that_of_finite_differences_and_of_the_plain_formula(kin
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(
-    vocab=st.integers(2, 12),
-    data=st.data(),
-    beta=st.floats(0.01, 0.99),
-    kind=st.sampled_from(KINDS),
-)
+@given(vocab=st.integers(2, 12), data=st.data(), beta=st.floats(0.01, 0.99), kind=st.sampled_from(KINDS))
 def test_bounds_hold_for_any_distributions_also_with_zeros(vocab, data, beta, kind):
     weights = st.lists(st.sampled_from([0.0, 1e-6, 0.1, 1.0, 3.0]), min_size=vocab, max_size=vocab)
     p, q = (torch.tensor(data.draw(weights.filter(any)), dtype=torch.float64) for _ in range(2))
@@ -277,18 +272,10 @@ def test_ids_that_differ_or_are_there_twice_are_refused_by_row_and_position():
         (TopLogProbs(torch.zeros(2, 3), torch.zeros(3)), sound(), "teacher.tail"),
         (TopLogProbs(torch.zeros(2, 0), torch.zeros(2)), sound(), "teacher.log_probs"),
         (TopLogProbs(torch.tensor(0.0), torch.tensor(0.0)), sound(), "teacher.log_probs"),
-        (
-            TopLogProbs(torch.zeros(2, 1).long(), torch.zeros(2)),
-            sound(),
-            "teacher.log_probs",
-        ),
+        (TopLogProbs(torch.zeros(2, 1).long(), torch.zeros(2)), sound(), "teacher.log_probs"),
         (TopLogProbs([[0.0]], torch.zeros(1)), sound(), "teacher.log_probs"),
         (sound(), sound().log_probs, "student"),
-        (
-            TopLogProbs(sound().log_probs, sound().tail, torch.zeros(2, 3, 2)),
-            sound(),
-            "teacher.ids",
-        ),
+        (TopLogProbs(sound().log_probs, sound().tail, torch.zeros(2, 3, 2)), sound(), "teacher.ids"),
         (TopLogProbs(sound().log_probs, sound().tail, sound().ids[0]), sound(), "teacher.ids"),
     ],
 )

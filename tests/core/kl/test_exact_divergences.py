@@ -230,10 +230,7 @@ T, TH, S, SH = sides(3, 9)
         ((T[:2], TH, S, SH), "teacher_hidden"),
         ((T, SH, S, SH), "teacher_head"),
         ((T, TH, S, OutputHead(SH.weight, SH.bias[:4])), "student_head"),
-        (
-            (T, TH, S, SH.weight),
-            "student_head",
-        ),
+        ((T, TH, S, SH.weight), "student_head"),
         ((T, TH, S, OutputHead(SH.weight[0])), "student_head"),
         ((T.long(), TH, S, SH), "teacher_hidden"),
         ((T, TH, S[:, :0], SH), "student_hidden"),

@@ -120,11 +120,7 @@ def test_a_scored_mask_of_other_rows_is_refused(gen, ref):
 
 @each(
     "options, field",
-    [
-        ({"estimator": "k4"}, "estimator"),
-        ({"coeff": float("nan")}, "coeff"),
-        ({"coeff": "much"}, "coeff"),
-    ],
+    [({"estimator": "k4"}, "estimator"), ({"coeff": float("nan")}, "coeff"), ({"coeff": "much"}, "coeff")],
 )
 def test_invalid_arguments_are_refused_by_the_constructor(options, field):
     with refused(InvalidRequestError, field=field):

@@ -9,9 +9,7 @@ from tensordict import TensorDict, lazy_stack
 
 import corelm
 from corelm import History, LLMPolicy, token_sets
-from corelm.errors import (
-    ProvenanceMismatchError,
-)
+from corelm.errors import ProvenanceMismatchError
 from corelm.kl import RetrieveLogProb
 from corelm_testing.toy import Bigram
 from helpers.each import each

@@ -7,12 +7,7 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import LLMPolicy, LogProbs, PolicyOptions, TokenSets, token_sets
-from corelm.errors import (
-    CapabilityError,
-    InvalidRequestError,
-    MissingKeyError,
-    ProvenanceMismatchError,
-)
+from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from helpers.each import each
 from helpers.refusals import refused
 

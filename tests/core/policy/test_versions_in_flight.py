@@ -159,9 +159,7 @@ def test_a_turn_that_sampled_nothing_is_of_no_weights(answers: Any, runs: Any, a
     for version, answer in enumerate(answers):
         sampled = [*[False] * len(prompt), *[True] * len(answer)]
         log_probs = LogProbs.from_rows(
-            full=[[-1.0 * on for on in sampled]],
-            scored_mask=[sampled],
-            provenance=Provenance("toy", "", str(version)),
+            full=[[-1.0 * on for on in sampled]], scored_mask=[sampled], provenance=Provenance("toy", "", str(version))
         )
         tokens = corelm.Tokens.from_rows(prompt=[prompt], response=[answer])
         turns.append(TensorDict(tokens=tokens, log_probs=log_probs, batch_size=[1]))

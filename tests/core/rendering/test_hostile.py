@@ -79,12 +79,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 TEXTS = ["Who are", CUT, "What is", 7]
-CHATS = [
-    [QUESTION],
-    [{"role": "user", "content": CUT}],
-    [MORE],
-    [{"role": "user", "content": "Stop"}],
-]
+CHATS = [[QUESTION], [{"role": "user", "content": CUT}], [MORE], [{"role": "user", "content": "Stop"}]]
 FAILS_AT_STOP = ct.CHATML + "{% if messages[0].content == 'Stop' %}{{ raise_exception('stopped') }}{% endif %}"
 
 

@@ -14,18 +14,7 @@ from corelm.spec.records import TokenizeResult
 from helpers import chat_templates as ct
 from helpers.each import each, examples
 from helpers.refusals import refused
-from helpers.rendering import (
-    ANSWER,
-    ID,
-    MORE,
-    QUESTION,
-    TOKENIZER,
-    ids_of,
-    own,
-    rendered,
-    sampled,
-    tokenize,
-)
+from helpers.rendering import ANSWER, ID, MORE, QUESTION, TOKENIZER, ids_of, own, rendered, sampled, tokenize
 
 # Texts that look like special tokens or placeholders -----------------------------------------------------------------
 

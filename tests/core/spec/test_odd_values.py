@@ -67,10 +67,7 @@ def test_parameters_that_are_legal_survive_every_round_trip(values: dict[str, An
         SamplingParams(**{name: getattr(params, name) for name in FIELDS}),
         dataclasses.replace(params),
         # What an engine is asked to honour, and what every engine honours, are all that there is.
-        SamplingParams(
-            **params.engine_parameters(),
-            **{name: getattr(params, name) for name in EVERY_ENGINE},
-        ),
+        SamplingParams(**params.engine_parameters(), **{name: getattr(params, name) for name in EVERY_ENGINE}),
     ]
     assert all(one == params and hash(one) == hash(params) for one in again)
     assert params.greedy == (params.temperature == 0) == (not params.do_sample)
@@ -110,17 +107,7 @@ def test_a_message_takes_or_refuses_every_value(name: str) -> None:
             assert message.for_template()["role"] == message.role
 
 
-@each(
-    "ids",
-    [
-        [2**70],
-        [2**31],
-        [10**5000],
-        [-1],
-        [True],
-        [0.5],
-    ],
-)
+@each("ids", [[2**70], [2**31], [10**5000], [-1], [True], [0.5]])
 def test_ids_that_no_vocabulary_has_are_refused_by_row(ids: list[Any]) -> None:
     good = {"role": "user", "content": "Hi"}
     with refused(InvalidRequestError, field="history", rows=(1,)) as caught:
@@ -150,13 +137,7 @@ def test_prompts_of_every_kind_are_rows_or_refused() -> None:
             assert rows.values.dtype == torch.int64 and len(rows.tolist()) == len(rows)
 
 
-@each(
-    "made",
-    [
-        torch.zeros(2, 3, dtype=torch.int64, device="meta"),
-        torch.zeros(2, 3, dtype=torch.int64).to_sparse(),
-    ],
-)
+@each("made", [torch.zeros(2, 3, dtype=torch.int64, device="meta"), torch.zeros(2, 3, dtype=torch.int64).to_sparse()])
 def test_tensors_without_ordinary_values_are_refused(made: torch.Tensor) -> None:
     with refused(InvalidRequestError, field="prompts"):
         rows_of_ids(made, "prompts")

@@ -172,12 +172,7 @@ def test_chats_share_nothing_that_can_be_written_to() -> None:
             message.extra["notes"].append(2)
             message.tool_calls[0]["name"] = "g"
     assert history[1].to_chats() == [
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"name": "f", "arguments": {"x": 1}}],
-            "notes": [1],
-        }
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1}}], "notes": [1]}
     ]
 
 

@@ -173,10 +173,7 @@ def test_a_cassette_is_neither_overwritten_nor_written_twice(cassette: Path, tmp
     with recorded(tmp_path / "d"), pytest.raises(CassetteError):
         recorded(tmp_path / "d", mode="all")
     recorder = CassetteRecorder(tmp_path / "e")
-    with (
-        corelm.get_backend("toy", wrappers=[recorder]),
-        pytest.raises(CassetteError),
-    ):
+    with corelm.get_backend("toy", wrappers=[recorder]), pytest.raises(CassetteError):
         corelm.get_backend("toy", wrappers=[recorder])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
