@@ -166,10 +166,3 @@ def test_the_reference_of_a_policy_is_itself_without_its_adapter(backend: Backen
         own, reference = true_scores(ids, ADD)[1:], true_scores(ids)[1:]
         kl = [one - other for one, other in zip(own, reference, strict=True)]
         assert td["kl_penalty"][row][2:].tolist() == pytest.approx(kl, abs=1e-4)
-
-
-def test_rows_that_are_skipped_have_the_label_too(backend: Backend) -> None:
-    load(backend, "one")
-    found = backend.score_logprobs([[5, 6], []], adapter="one", on_error="skip")
-    assert found.weight_versions == ("0+one@1",) * 2
-    assert backend.generate([[]], adapter="one", on_error="skip").weight_versions == ("0+one@1",)

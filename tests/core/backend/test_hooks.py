@@ -5,21 +5,18 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import tenacity
 import torch
 
-from corelm import Backend, Capabilities, Ragged, hookimpl
+from corelm import Backend, Capabilities, hookimpl
 from corelm.errors import (
     BackendClosedError,
     BackendIncompatibleError,
     BackendTimeoutError,
-    CapabilityError,
     EngineError,
 )
-from corelm.spec import GenerateResult
 from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 
@@ -135,12 +132,6 @@ def test_a_closed_backend_refuses_calls_and_can_be_closed_again():
             call()
 
 
-def test_waiting_and_running_share_one_timeout():
-    backend = fake()
-    backend.generate([[1]], SHORT, timeout=5)
-    assert 0 < sent(backend)[-1].timeout <= 5
-
-
 def test_health_does_not_wait_for_a_call_under_way():
     class Healthy(Fake):
         @hookimpl
@@ -157,45 +148,43 @@ def test_health_does_not_wait_for_a_call_under_way():
     thread.join(timeout=10)
 
 
-@each("lacks", ["capabilities", "tokenizer"])
-def test_an_engine_without_capabilities_or_tokenizer_and_a_wrapper_without_hooks_are_refused(lacks):
-    engine = type("Bare", (), {"capabilities": Fake.capabilities, "tokenizer": Fake.tokenizer, lacks: None})()
-    if lacks == "tokenizer":
-        del type(engine).tokenizer
+class Bare:
+    """Has what every engine has, and no more."""
+
+    capabilities, tokenizer = Fake.capabilities, Fake.tokenizer
+
+
+class WithoutCapabilities(Bare):
+    capabilities = None
+
+
+class WithoutTokenizer:
+    capabilities = Fake.capabilities
+
+
+class OtherArguments(Fake):
+    @hookimpl
+    def generate(self, prompts): ...
+
+
+class Misspelt:
+    @hookimpl
+    def genrate(self, request): ...
+
+
+@each(
+    "engine, wrappers",
+    [
+        (WithoutCapabilities, []),
+        (WithoutTokenizer, []),
+        (OtherArguments, []),
+        (Fake, [object()]),
+        (Fake, [Misspelt()]),
+    ],
+)
+def test_an_engine_or_a_wrapper_that_does_not_fit_the_hooks_is_refused(engine, wrappers):
     with pytest.raises(BackendIncompatibleError):
-        Backend.from_plugin(engine, "fake")
-    with pytest.raises(BackendIncompatibleError):
-        Backend.from_plugin(Fake(), "fake", wrappers=[object()])
-
-
-def test_wrappers_see_and_replace_results():
-    class Shout:
-        @hookimpl(wrapper=True)
-        def generate(self, request):
-            batch = yield
-            return replace(batch, finish_reasons=("abort",) * len(batch.ids))
-
-    out = Backend.from_plugin(Fake(), "fake", wrappers=[Shout()]).generate([[1]], SHORT)
-    assert out.finish_reasons == ("abort",)
-
-
-@each("hook", ["genrate", "score"])
-def test_a_misspelt_hook_is_an_error(hook):
-    def method(self, request):
-        return None
-
-    plugin = type("Typo", (), {hook: hookimpl(method)})()
-    with pytest.raises(BackendIncompatibleError):
-        Backend.from_plugin(Fake(), "fake", wrappers=[plugin])
-
-
-def test_a_hook_with_the_wrong_signature_is_an_error():
-    class Wrong:
-        @hookimpl
-        def generate(self, prompts): ...
-
-    with pytest.raises(BackendIncompatibleError):
-        Backend.from_plugin(Wrong.__new__(type("W", (Wrong, Fake), {})), "fake")
+        Backend.from_plugin(engine(), "fake", wrappers=wrappers)
 
 
 @each(
@@ -217,23 +206,6 @@ def test_a_capability_without_its_hook_is_refused_when_the_engine_opens(declared
 
     with pytest.raises(BackendIncompatibleError):
         Backend.from_plugin(Bare(), "bare", wrappers=[Watcher()])
-
-
-def test_an_engine_that_does_not_score_needs_no_hook_for_it():
-    class Sampler:
-        capabilities = Capabilities(vocab_size=4, max_context=None)
-        tokenizer = Fake.tokenizer
-
-        @hookimpl
-        def generate(self, request):
-            ids = Ragged.from_list([[1]] * len(request.prompts))
-            return GenerateResult(ids=ids, logprobs=None, finish_reasons=("length",) * len(request.prompts))
-
-    backend = Backend.from_plugin(Sampler(), "sampler")
-    assert backend.generate([[2], [3]], {"max_new_tokens": 1}, logprobs="none").ids.tolist() == [[1], [1]]
-    with pytest.raises(CapabilityError) as caught:
-        backend.score_logprobs([[1, 2]])
-    assert caught.value.capability == "score"
 
 
 # Failures of the engine that are not exceptions as usual -------------------------------------------------------------

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from corelm import Backend, DynamicBatcher, get_backend, hookimpl
-from corelm.errors import BackendAsleepError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
-from corelm.spec import GenerateRequest, ScoreRequest, ScoreResult, WakeRequest
+from corelm.errors import BackendAsleepError, CapabilityError, InvalidRequestError, StaleWeightsError
+from corelm.spec import WakeRequest
 from corelm_testing.toy import Bigram, ToyBackend
-from helpers.adapter_toys import ADD, CONFIG, AdapterToy
 from helpers.capable_plugins import Abortable, Sleeper
 from helpers.insides import a_call_waits
 from helpers.processes import wait_until
@@ -178,19 +177,6 @@ def test_sleep_without_draining_aborts_answers_and_keeps_what_they_have() -> Non
         assert scores(backend)
 
 
-def test_level_2_is_refused_while_adapters_are_loaded() -> None:
-    class Both(Sleeper, AdapterToy):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.capabilities = replace(self.capabilities, sleep_levels=frozenset({1, 2}))
-
-    with sleeper(Both) as backend:
-        backend.load_adapter("policy", {"added": ADD}, config=CONFIG)
-        with refused(InvalidRequestError, field="level"):
-            backend.sleep(level=2)
-        assert scores(backend)
-
-
 def test_two_threads_that_wake_it_wake_it_once() -> None:
     class Watched(Sleeper):
         asked = 0
@@ -219,39 +205,3 @@ def test_a_change_by_the_owner_between_the_halves_of_waking_is_noticed(backend: 
         backend.engine.plugin.model.table.mul_(2)
     backend.wake("kv_cache")
     assert backend.weight_version == "1"
-
-
-def test_a_wrapper_cannot_put_the_engine_to_sleep_in_the_middle_of_a_call() -> None:
-    class Tired:
-        @hookimpl(wrapper=True)
-        def generate(self, request: GenerateRequest) -> Iterator[Any]:
-            with pytest.raises(EngineError):
-                backend.sleep()
-            return (yield)
-
-    with Backend.from_plugin(Sleeper.open(Bigram.of_talk()), "toy", wrappers=[Tired()]) as backend:
-        assert backend.generate(ROWS, {"max_new_tokens": 2, "ignore_eos": True}).ids.lengths.tolist() == [2, 2]
-
-
-def test_weights_that_the_canary_could_not_ask_about_lose_their_label(watch: Any) -> None:
-    class Ill(Sleeper):
-        ill = False
-
-        @hookimpl
-        def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-            if self.ill:
-                raise RuntimeError("busy")
-            return super().score_logprobs(request)
-
-    with sleeper(Ill) as backend:
-        canary = watch(backend)
-        backend.sleep()
-        backend.engine.plugin.ill = True
-        with pytest.raises(EngineError):
-            backend.wake()
-        backend.engine.plugin.ill = False
-        assert backend.weight_version == "1" and backend.score_logprobs(ROWS).weight_versions == ("1", "1")
-        with pytest.raises(StaleWeightsError):
-            canary.look()
-        backend.update_weights(Bigram.of_talk().state_dict())
-        canary.look()

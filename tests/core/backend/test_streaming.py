@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -243,14 +242,6 @@ def test_a_stream_that_is_dropped_is_aborted():
     wait_until(lambda: engine_of(backend).aborted == {"a"})
 
 
-def test_an_error_of_the_readers_ends_the_request():
-    backend = dripping(1, abort=True)
-    with pytest.raises(KeyError), backend.stream([[3]], FOUR) as stream:
-        for _ in stream:
-            raise KeyError("the reader's own")
-    assert engine_of(backend).aborted
-
-
 def test_an_interrupt_at_any_point_of_reading_ends_the_request():
     backend = dripping(abort=True)
 
@@ -303,19 +294,3 @@ def test_leaving_an_asynchronous_block_aborts_the_request():
 
     asyncio.run(read())
     assert engine_of(backend).aborted == {"a"}
-
-
-def test_leaving_an_asynchronous_block_needs_no_thread_of_the_loops_pool():
-    backend, free = dripping(1, abort=True), threading.Event()
-
-    async def read() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(1))
-        async with backend.astream([[3]], FOUR, request_ids=["a"]) as stream:
-            await anext(stream)
-            busy = loop.run_in_executor(None, free.wait, LONG)
-        assert engine_of(backend).aborted == {"a"} and not busy.done()
-        free.set()
-        await busy
-
-    asyncio.run(read())

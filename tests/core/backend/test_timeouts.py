@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from corelm import Backend, DynamicBatcher, hookimpl
-from corelm.batching import Limits
-from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError, InvalidRequestError
-from corelm.validate import LONGEST, seconds
+from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
 from helpers.batching_fakes import (
     LONG,
     SEEDED,
@@ -26,22 +24,11 @@ from helpers.batching_fakes import (
 from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 from helpers.insides import a_call_waits
-from helpers.refusals import refused
 
 ENDLESS = [1e10, float(sys.maxsize), 1e300]
 
 
 # Large timeouts ------------------------------------------------------------------------------------------------------
-
-
-@each("endless", ENDLESS)
-def test_a_timeout_too_long_for_a_lock_is_shortened(endless):
-    assert seconds("timeout", endless) == LONGEST < threading.TIMEOUT_MAX
-    assert Limits(batching_timeout=endless).batching_timeout == LONGEST
-    assert Backend.from_plugin(Fake(), "fake", timeout=endless).timeout == LONGEST
-    for never in (0, -1, float("nan"), float("inf"), True, "3"):
-        with refused(InvalidRequestError, field="timeout"):
-            seconds("timeout", never)
 
 
 @each("endless", ENDLESS)
@@ -207,19 +194,6 @@ def test_a_close_hook_that_hangs_keeps_no_other_closer_waiting():
         engine.stuck.set()
         first.result(LONG)
     assert engine.closed == 1
-
-
-def test_the_error_that_ends_a_block_is_not_replaced(monkeypatch):
-    gate = Gate()
-    backend = fake(gate)
-    close = backend.engine.close
-    monkeypatch.setattr(backend.engine, "close", lambda **options: close(patience=0.1, **options))
-    with pytest.raises(ZeroDivisionError), backend:
-        leave_a_call_behind(backend, gate)
-        raise ZeroDivisionError
-    threads = corelm_threads()
-    gate.opened.set()
-    join_threads(threads)
 
 
 @pytest.mark.parametrize("flush", [True, False])

@@ -2,16 +2,15 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 import torch
 
-from corelm import Backend, Ragged, hookimpl
+from corelm import Backend, hookimpl
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.spec.records import ContainerRequest, Parts, WeightUpdate
+from corelm.spec.records import WeightUpdate
 from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 from helpers.insides import a_call_waits
@@ -60,12 +59,6 @@ def test_a_default_version_is_never_one_that_was_used_before():
         assert backend.update_weights({}, version) == version
     assert [backend.update_weights({}) for _ in range(3)] == ["2", "4", "5"]
     assert backend.update_weights({}, "9" * 5000) and backend.update_weights({}) == "9" * 5000 + "+1"
-
-
-def test_rows_from_different_weights_have_different_provenance():
-    backend = fake(lambda b: replace(b, weight_versions=("7", "8")))
-    made = backend.provenance(backend.generate([[1], [3]], SHORT))
-    assert [p.weight_version for p in made] == ["7", "8"]
 
 
 def test_a_call_that_waited_for_an_update_carries_the_new_version():
@@ -160,47 +153,6 @@ def test_an_abort_that_came_too_early_is_repeated():
     assert backend.update_weights({}, when="abort") == "1"
     call.join(timeout=10)
     assert [type(request).__name__ for request in sent(backend)][1:4] == ["AbortRequest"] * 3
-
-
-@each("how", ["alone", "wrapped", "replaced"])
-def test_hooks_of_core_do_not_wait_for_the_engine_unless_they_are_replaced(how):
-    """A caller tokenizes and builds containers while the engine works for another, unless these hooks are replaced."""
-    gate, replaced = Gate(), how == "replaced"
-
-    class Wrapper:
-        @hookimpl(wrapper=True)
-        def tokenize(self, request):
-            return (yield)
-
-        @hookimpl(wrapper=True)
-        def to_containers(self, request):
-            return (yield)
-
-    class Instead:
-        @hookimpl
-        def tokenize(self, request):
-            return None  # core's own hook is asked next
-
-    wrappers = {"alone": [], "wrapped": [Wrapper()], "replaced": [Instead()]}[how]
-    backend = Backend.from_plugin(Fake(gate), "fake", wrappers=wrappers)
-    results, done = [], threading.Event()
-
-    def call_core_hooks():
-        results.append(backend.tokenize(["12"]).ids.tolist())
-        tokens = Parts(None, None, Ragged.from_list([[1, 2]]))
-        found = backend.to_containers(ContainerRequest(batch_size=(1,), fields=frozenset({"tokens"}), tokens=tokens))
-        results.append(found["tokens", "full"])
-        done.set()
-
-    threads = [threading.Thread(target=backend.generate, args=([[1]], SHORT)), threading.Thread(target=call_core_hooks)]
-    threads[0].start()
-    gate.wait_for_call()
-    threads[1].start()
-    assert done.wait(timeout=0.2 if replaced else 10) is not replaced
-    gate.opened.set()
-    for thread in threads:
-        thread.join(timeout=10)
-    assert done.is_set() and results[0] == [[1, 2]]
 
 
 def test_closing_an_engine_with_concurrent_calls_does_not_wait_for_them():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from corelm import Backend
-from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import GenerateResult, WeightUpdate
 from helpers.each import each
 from helpers.fakes import fake
@@ -143,39 +143,6 @@ def test_an_answer_waits_for_the_verdict_on_weights_that_it_has_seen(stepping: A
         with pytest.raises(EngineError, match="disagrees"):
             update.result(PATIENCE)
     assert answer.result(PATIENCE).version_runs == ((("0", 0), ("1", 3)),) * 2 and backend.weight_version == "1"
-
-
-def test_a_listener_that_hangs_keeps_no_answer_beyond_its_timeout() -> None:
-    engine = Stepping(stops_at_timeout=True, concurrent_calls=True)
-    asking, answered = threading.Event(), threading.Event()
-
-    class Hanging:
-        def awake(self) -> None: ...
-
-        def update_failed(self, label: str) -> None: ...
-
-        def before_update(self, update: WeightUpdate) -> None: ...
-
-        def after_update(self, update: WeightUpdate) -> None:
-            asking.set()
-            assert answered.wait(PATIENCE)
-
-    with Backend.from_plugin(engine, "stepping") as backend, ThreadPoolExecutor() as pool:
-        backend.engine.listener = Hanging()
-        under_way = pool.submit(backend.generate, [[5]], LONG, timeout=1)
-        assert engine.in_the_middle.wait(PATIENCE)
-        update = pool.submit(backend.update_weights, {}, "new", "now")
-        try:
-            assert asking.wait(PATIENCE)
-            engine.go_on.set()
-            with pytest.raises(BackendTimeoutError):
-                under_way.result(PATIENCE)
-            with pytest.raises(BackendTimeoutError):
-                backend.generate([[5]], LONG, timeout=0.1)
-        finally:
-            answered.set()
-        assert update.result(PATIENCE) == "new"
-        assert backend.generate([[5]], LONG, timeout=PATIENCE).weight_versions == ("new",)
 
 
 @pytest.mark.parametrize(

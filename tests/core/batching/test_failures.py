@@ -114,25 +114,6 @@ def test_a_request_cancelled_during_a_failing_call_is_not_retried():
     assert [rows_of(call) for call in engine.calls[2:]] == [[[POISON]], [[5]]]
 
 
-def test_an_engine_that_dies_during_the_retries_fails_the_remaining_requests():
-    class DyingEngine(GatedEngine):
-        def wait_for_permit(self, request):
-            try:
-                return super().wait_for_permit(request)
-            except RuntimeError:
-                if len(rows_of(request)) == 1:
-                    raise EngineError("the process is gone", usable=False) from None
-                raise
-
-    engine = DyingEngine(permits=0)
-    with open_batcher(engine) as batcher:
-        hold_one(engine, batcher)
-        futures = [batcher.submit_generate([[n]], SEEDED) for n in (POISON, 4, 5, 6)]
-        engine.free()
-        assert all("gone" in str(future.exception(LONG)) for future in futures)
-    assert [len(call.prompts) for call in engine.calls] == [1, 4, 2, 1]
-
-
 def test_a_result_with_too_few_rows_fails_the_call_and_is_never_shared_out():
     class OneRowEngine(GatedEngine):
         @hookimpl
@@ -174,21 +155,6 @@ def test_a_request_for_which_the_system_has_no_room_for_a_thread_is_refused_and_
         assert batcher.state().queued == 0
         monkeypatch.undo()
         assert ids(batcher.generate([[3]], SEEDED, timeout=timeout)) == [lone_answer([3])]
-    assert len(engine.calls) == 1
-
-
-def test_a_request_fails_if_there_is_no_room_for_the_thread_that_calls_the_engine(monkeypatch):
-    engine = GatedEngine()
-    with open_batcher(engine, min_batch_size=2, batching_timeout=60.0) as batcher:
-        futures = [batcher.submit_generate([[3]], SEEDED)]
-        monkeypatch.setattr(threading.Thread, "start", no_room_for("corelm"))
-        futures.append(batcher.submit_generate([[4]], SEEDED))
-        for future in futures:
-            error = future.exception(LONG)
-            assert isinstance(error, EngineError) and error.usable and "needs a thread" in str(error)
-        monkeypatch.undo()
-        futures = [batcher.submit_generate([[n]], SEEDED) for n in (3, 4)]
-        assert [ids(future) for future in futures] == [[lone_answer([3])], [lone_answer([4])]]
     assert len(engine.calls) == 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
@@ -100,13 +99,6 @@ def test_policies_made_by_replace_share_the_batcher():
     for one in (policy, other, plain):
         with pytest.raises(BackendClosedError):
             one(tokens([3]))
-
-
-def test_an_illegal_batching_argument_is_refused_by_name_before_a_backend_is_opened():
-    for make in (partial(LLMPolicy, "a backend that is not there"), partial(gated_policy, GatedEngine())):
-        with pytest.raises(InvalidRequestError) as error:
-            make(batching="yes")
-        assert error.value.field == "batching"
 
 
 def test_a_limit_passed_as_a_policy_option_is_refused_with_the_argument_to_type():
@@ -212,17 +204,3 @@ def test_a_full_queue_delays_or_refuses_tasks_without_blocking_their_event_loop(
     refused = [out for out in outs if isinstance(out, QueueFullError)]
     assert len(refused) == (2 if on_full == "raise" else 0)
     policy.close()
-
-
-def test_a_scoring_task_with_bad_input_fails_alone():
-    with LLMPolicy("toy", input_mode="tokens", generate=False, batching=True) as policy:
-        td = TensorDict(tokens=torch.tensor([[65, 66, 67]]), batch_size=[1])
-
-        async def main():
-            good = policy.aforward(td.clone())
-            bad = policy.aforward(TensorDict(tokens=torch.tensor([[999]]), batch_size=[1]))
-            return await asyncio.gather(good, bad, return_exceptions=True)
-
-        good, bad = run(main())
-        assert isinstance(bad, InvalidRequestError)
-        assert torch.equal(good["log_probs"].full[0], policy(td.clone())["log_probs"].full[0])

@@ -62,22 +62,6 @@ def test_a_timeout_does_not_wait_for_the_aborts_of_others():
     assert batcher.state().threads == 0
 
 
-def test_an_abort_that_fails_affects_no_other_abort():
-    class FailingAbort(GatedEngine):
-        @hookimpl
-        def abort(self, request):
-            super().abort(request)
-            raise SystemExit(3)
-
-    engine = FailingAbort(permits=0, **all_capabilities(concurrent_calls=True))
-    with open_batcher(engine) as batcher:
-        for number in (3, 4):
-            future = batcher.submit_generate([[number]], SEEDED, request_ids=[str(number)])
-            engine.wait_for_calls(number - 2)
-            assert future.cancel()
-            engine.wait_for(lambda number=number: str(number) in engine.aborted)
-
-
 def exits(future):
     sys.exit(3)
 

@@ -12,7 +12,6 @@ from corelm.batching.scheduling import (
     LONGEST_PATIENCE,
     LONGEST_TIMEOUT,
     PATIENCE,
-    REMEMBERED,
     SHORTEST_TIMEOUT,
     TIMEOUT,
     GroupingQueue,
@@ -45,12 +44,6 @@ def test_tickets_with_equal_keys_go_together_and_the_oldest_group_goes_first():
     assert queue.take(0.0) == [a1, a2]
     assert queue.take(0.0) == [b1, b2]
     assert queue.take(0.0) == [] and queue.wait(0.0) is None and len(queue) == 0
-
-
-def test_nothing_is_sent_while_the_engine_is_busy():
-    queue = grouping_queue(ticket())
-    assert queue.take(99.0, rows=1, tokens=1) == []
-    assert len(queue.take(99.0)) == 1
 
 
 def test_a_ticket_without_a_key_goes_alone_in_its_turn():
@@ -154,18 +147,6 @@ def test_the_queue_stops_waiting_when_no_caller_comes_back():
     assert len(queue.take(10.0 + PATIENCE * 1.1)) == 1
 
 
-def test_a_caller_left_alone_waits_for_the_others_only_a_few_times():
-    queue = after_a_call(served=3)
-    waited = []
-    for now in range(50, 60):
-        queue.add(ticket(), float(now))
-        alone = queue.take(float(now))
-        waited.append(not alone)
-        alone = alone or queue.take(now + PATIENCE * 1.1)
-        queue.came_back(alone, 1.0, now + 0.5)
-    assert waited == [True] * REMEMBERED + [False] * (10 - REMEMBERED)
-
-
 @each(
     "given, took, waits",
     [(0.3, 1000.0, 0.3), (None, 0.3, SHORTEST_TIMEOUT), (None, 3.0, 3.0 * TIMEOUT), (None, 1000.0, LONGEST_TIMEOUT)],
@@ -179,24 +160,6 @@ def test_waiting_for_callers_ends_after_batching_timeout(given, took, waits):
         now += step
     assert now == pytest.approx(10.0 + waits, abs=step + 1e-6)
     assert len(batch) > 3
-
-
-def test_without_batching_timeout_too_few_rows_wait_a_quarter_of_the_last_call():
-    queue = grouping_queue(ticket(), min_batch_size=2)
-    assert queue.take(0.0) == [] and queue.wait(0.0) == SHORTEST_TIMEOUT, "no call was made yet"
-    queue.came_back(queue.take(SHORTEST_TIMEOUT), 2.0, 10.0)
-    queue.add(ticket(), 20.0)
-    assert queue.take(20.4) == [] and queue.wait(20.4) == pytest.approx(0.1)
-    assert len(queue.take(20.5)) == 1
-
-
-def test_a_request_waits_only_for_callers_of_its_own_group_that_would_fit():
-    queue = after_a_call(ticket("other"), served=3)
-    assert [each.key for each in queue.take(10.0)] == ["other"]
-    queue = after_a_call(ticket(rows=64), served=3)
-    assert len(queue.take(10.0)) == 1
-    queue = after_a_call(ticket(None), served=3)
-    assert len(queue.take(10.0)) == 1
 
 
 # PassThroughQueue ----------------------------------------------------------------------------------------------------

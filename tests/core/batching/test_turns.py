@@ -114,25 +114,3 @@ def test_a_wrapper_may_make_a_call_during_a_call_with_a_timeout(direct):
     assert ids(outer.generate([[3]], SEEDED, timeout=LONG)) == [lone_answer([3])]
     assert wrapper.asked == [[lone_answer([4])], "1"]
     batcher.close()
-
-
-def test_a_wrapper_may_make_a_call_during_a_turn():
-    class NestedCalls:
-        batcher, asked = None, []
-
-        @hookimpl(wrapper=True)
-        def score_logprobs(self, request):
-            batch = yield
-            if request.grad:
-                self.asked.append(self.batcher.score_logprobs([[1, 2, 3]]).scored.tolist())
-            return batch
-
-    wrapper = NestedCalls()
-    engine = GatedEngine(**all_capabilities())
-    engine.free()
-    batcher = wrapper.batcher = DynamicBatcher(Backend.from_plugin(engine, "gated", wrappers=[wrapper]))
-    done = threading.Thread(target=batcher.score_logprobs, args=([[4, 5]],), kwargs={"grad": True}, daemon=True)
-    done.start()
-    done.join(LONG)
-    assert not done.is_alive() and wrapper.asked == [[[False, True, True]]]
-    batcher.close()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corelm.containers import LogProbs, Masks, Text, Tokens, ragged
+from corelm.containers import LogProbs, Masks, Tokens, ragged
 from corelm.containers.assemble import assemble
 from corelm.errors import InvalidRequestError
 from corelm.spec.message import Message
@@ -280,17 +280,6 @@ def test_no_tensor_is_an_inference_tensor(pad_output: bool) -> None:
     given = {"tokens": tokens, "logprobs": logprobs, "scored": scored, "assistant": assistant}
     td = assemble(request("tokens", "masks", "log_probs", **given, pad_output=pad_output))
     assert not any(tensor.is_inference() for tensor in leaves(td, *EVERY))
-
-
-def test_only_requested_fields_are_built() -> None:
-    assert set(assemble(request("tokens")).keys()) == {"tokens"}
-    texts: Parts[tuple[str, ...]] = Parts(None, None, ("a", "b", "c"))
-    td = assemble(request("text", texts=texts, finish_reasons=("stop", "length", "error"), errors=("", "", "boom")))
-    assert set(td.keys()) == {"text", "finish_reason", "errors"}
-    assert isinstance(td["text"], Text)
-    assert td["text"].full == ["a", "b", "c"] and td["text"].response is None
-    assert td["finish_reason"] == ["stop", "length", "error"]
-    assert td[2]["errors"] == "boom"
 
 
 # Invalid requests ----------------------------------------------------------------------------------------------------

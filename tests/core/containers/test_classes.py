@@ -11,13 +11,12 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
-from corelm.containers import ChatHistory, LogProbs, Masks, Text, Tokens, ragged
-from corelm.containers.history import History
+from corelm.containers import LogProbs, Masks, Tokens, ragged
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.tensors.ragged import Ragged
 from helpers.each import each
-from helpers.four_rows import CHATS, HOT, RAW, RESPONSES, RIGHT, TEXTS, assert_holds, batch, both_layouts, plain
+from helpers.four_rows import HOT, RAW, RESPONSES, RIGHT, assert_holds, batch, both_layouts, plain
 from helpers.refusals import refused
 
 Operation = Callable[[TensorDict], TensorDictBase]
@@ -98,31 +97,6 @@ def test_an_absent_field_reads_as_none_and_is_not_a_key(pad_output: bool) -> Non
     assert {("tokens", "response"), ("masks", "all_assistant_mask")}.isdisjoint(td.keys(True, True))
 
 
-def test_an_unknown_field_is_an_error() -> None:
-    td = batch()
-    with pytest.raises(AttributeError, match="respons"):
-        td["tokens"].respons  # noqa: B018
-    with pytest.raises(AttributeError, match="last"):
-        td["history"].last  # noqa: B018
-    with pytest.raises(AttributeError, match="Text"):
-        td["text"].full_text = "x"
-
-
-def test_containers_made_by_hand() -> None:
-    tokens = Tokens(full=torch.tensor([[1, 2], [3, 0]]), batch_size=[2])
-    assert tokens.padded is True
-    assert tokens.full.tolist() == [[1, 2], [3, 0]]
-    row = Tokens(full=torch.tensor([1, 2]), padded=False, batch_size=[])
-    other = batch().select(("tokens", "full"))[1]["tokens"]
-    assert plain(lazy_stack([row, other]).full) == [[1, 2], [4, 9, 10, 11]]
-    log_probs = LogProbs(full=torch.zeros(2, 2), provenance=HOT, batch_size=[2])
-    assert log_probs.provenance == HOT
-    assert log_probs.scored_mask is None
-    assert Text(full="x", batch_size=[]).full == "x"
-    history = History.from_chats([CHATS[0]])
-    assert ChatHistory(full=history, batch_size=[1]).full.to_chats() == [CHATS[0]]
-
-
 @both_layouts
 @each(
     "join",
@@ -183,21 +157,6 @@ def test_dense_rows_of_different_widths_are_detected() -> None:
     assert ragged(td, ("tokens", "full")).tolist() == [[4, 9, 10, 11], [6]]
 
 
-@each("shape", [(4,), (2, 2)])
-@both_layouts
-def test_a_field_takes_what_it_returns(shape: tuple[int, ...], pad_output: bool) -> None:
-    td = batch(shape, pad_output)
-    td["tokens"].prompt = td["tokens"].response
-    td["text"].prompt = td["text"].response
-    td["history"].prompt = td["history"].full
-    expected = RIGHT if pad_output else RESPONSES
-    found = td.flatten(0, 1) if len(shape) == 2 else td
-    assert plain(found["tokens"].prompt) == expected
-    assert plain(found["tokens"].response) == expected
-    assert found["text"].prompt == TEXTS
-    assert found["history"].prompt.to_chats() == CHATS
-
-
 def test_rows_are_set_from_lists_and_ragged() -> None:
     td = batch()
     td["log_probs"].full = [torch.full((n,), -1.0) for n in (1, 2, 3, 4)]
@@ -245,12 +204,3 @@ def test_selecting_a_field_keeps_its_provenance_and_scored_mask() -> None:
     log_probs.set("provenance", Provenance("toy", "mine", "0"))
     td = TensorDict(log_probs=log_probs, batch_size=[2]).select(("log_probs", "full"))
     assert td["log_probs"].provenance == Provenance("toy", "mine", "0") and td["log_probs"].scored_mask.all()
-
-
-@each("batch", [[2], []])
-def test_ragged_reads_rows_padded_to_different_widths_from_a_tensordict_of_any_batch(batch):
-    held = {
-        "tokens": lazy_stack([Tokens(full=torch.tensor(row)) for row in ([0, 5], [6, 7, 8])]),
-        "masks": lazy_stack([Masks(all_attention_mask=torch.tensor(row)) for row in ([False, True], [True] * 3)]),
-    }
-    assert ragged(TensorDict(held, batch_size=batch), ("tokens", "full")).tolist() == [[5], [6, 7, 8]]

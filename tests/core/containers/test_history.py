@@ -52,22 +52,6 @@ def test_a_message_survives_a_round_trip() -> None:
     assert Message.from_dict({"role": "assistant", "content": None}) == Message("assistant")
 
 
-def test_for_template_leaves_out_ids_and_none() -> None:
-    assert Message.from_dict(RICH[1]).for_template() == {"role": "user", "content": "Italy?", "name": "ann"}
-    assert Message.from_dict(RICH[2]).for_template() == {
-        "role": "assistant",
-        "tool_calls": [CALL],
-        "reasoning_content": "hm",
-    }
-
-
-@each("ids", [[5, 6], torch.tensor([5, 6]), np.array([5, 6]), (np.int64(5), torch.tensor(6))])
-def test_ids_become_a_tuple_of_ints(ids: Any) -> None:
-    got = Message("assistant", "x", token_ids=ids).token_ids
-    assert got == (5, 6)
-    assert all(type(i) is int for i in got)
-
-
 def test_messages_share_no_data_with_their_input_or_output() -> None:
     given = deepcopy(RICH)
     history = History.from_chats(given)
@@ -193,14 +177,6 @@ def test_memmap_writes_no_pickle(chats: list[Any], tmp_path: Path) -> None:
     )
 
 
-def test_rows_written_into_a_memmapped_storage(tmp_path: Path) -> None:
-    """A replay buffer does this."""
-    rows = TensorDict({"history": History.from_chats(GRID[0])}, (3,))
-    storage = rows[0].expand(5).clone().memmap_like(tmp_path)
-    storage[1:4] = rows
-    assert storage[1:4]["history"].to_chats() == GRID[0]
-
-
 # Growing -------------------------------------------------------------------------------------------------------------
 
 HELLO = {"role": "user", "content": "hello"}
@@ -216,16 +192,6 @@ def test_append_returns_a_new_history_and_keeps_the_ids() -> None:
     assert [c[:-1] for c in each.chats] == list(history.chats)
     nested = History.from_chats(GRID).append([[Message("user", f"{r}{c}") for c in range(3)] for r in range(2)])
     assert [c[-1].content for c in nested.chats] == ["00", "01", "02", "10", "11", "12"]
-
-
-def test_append_in_place() -> None:
-    history = History.from_chats(GRID[0])
-    before = history.clone(False)
-    assert history.append(HELLO, inplace=True) is history
-    assert history.to_chats() == [[*c, HELLO] for c in GRID[0]]
-    assert before.to_chats() == GRID[0]
-    single = History.from_chats([])
-    assert single.append(HELLO, inplace=True).to_chats() == []
 
 
 def test_extend() -> None:

@@ -140,13 +140,6 @@ def test_dense_tokens_without_masks_get_them() -> None:
     assert dense["masks"].all_attention_mask.sum(-1).tolist() == lengths
 
 
-@each("target", [False, True])
-@both_layouts
-def test_no_rows(pad_output: bool, target: bool) -> None:
-    made = corelm.repad(batch((4,), pad_output).exclude("finish_reason")[:0], pad_output=target)
-    assert made.batch_size == (0,) and len(made["tokens"].full) == 0
-
-
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=5), st.data())
 def test_there_and_back_changes_nothing(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
@@ -258,13 +251,3 @@ def test_a_replay_buffer_of_torchrl_for_rows_and_any_widths(pad_output: bool, st
     buffer.extend(corelm.repad(batch((4,), True)[2:], pad_output=pad_output))
     for _ in range(4):
         sampled(buffer.sample())
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_replay_buffer_of_torchrl_with_one_tensor_per_field_takes_dense_rollouts_of_one_width() -> None:
-    torchrl = pytest.importorskip("torchrl.data", reason="TorchRL is not installed")
-    buffer = torchrl.ReplayBuffer(storage=torchrl.LazyTensorStorage(16), batch_size=3, collate_fn=corelm.collate)
-    buffer.extend(batch((4,), True))
-    sampled(buffer.sample())
-    with pytest.raises(RuntimeError):
-        buffer.extend(corelm.repad(batch((4,), True)[2:]))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tensordict import TensorDict, lazy_stack
 
 from corelm import History
 from corelm.spec.message import Message
-from helpers.broken_containers import BROKEN
 from helpers.each import each
 from helpers.four_rows import batch, both_layouts
 
@@ -29,9 +26,3 @@ def test_a_result_can_be_printed_alone_nested_and_stacked(shape: tuple[int, ...]
         td["text"].response = ["\x1b[2J", "b", "c", "d"]
     for printed in (td, TensorDict({"next": td}), lazy_stack([td, td])):
         assert "\x1b" not in repr(printed) and "tokens" in repr(printed)
-
-
-@each("make", BROKEN.values())
-def test_no_repr_raises(make: Any) -> None:
-    for value in make().values():
-        assert repr(value).startswith(type(value).__name__)

@@ -4,7 +4,6 @@ import pickle
 import tempfile
 from typing import Any
 
-import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
@@ -130,13 +129,6 @@ def test_dense_fields_are_padded_with_ids_that_do_not_exist():
         assert values[pads].eq(0.0).all() and values.dtype == torch.float32
 
 
-def test_dense_batches_of_other_widths_are_collated():
-    td = rollout(True)
-    narrow = corelm.repad(td[:1])
-    assert narrow["log_probs"].kept_ids.shape == (1, 2)
-    assert read(corelm.collate([*narrow, *td])) == expected([0, 0, 1, 2])
-
-
 @each("pad", [False, True])
 def test_rows_with_different_numbers_of_most_probable_ids_are_refused(pad):
     one = {
@@ -187,15 +179,6 @@ def test_counts_that_are_not_those_of_the_ids_are_refused_by_row(pad, row, posit
     with refused(InvalidRequestError, field="log_probs.kept_counts") as caught:
         token_sets(td)
     assert caught.value.rows == (row,)
-
-
-def test_fields_that_are_absent_cost_no_keys():
-    td = rollout(kept_ids=None, kept_log_mass=None, top_ids=None, top_logprobs=None, tail_log_mass=None)
-    assert set(td["log_probs"].keys()) == {"prompt", "response", "full", "scored_mask", "provenance"}
-    with pytest.raises(MissingKeyError, match="return_support=True"):
-        token_sets(td)
-    with refused(MissingKeyError, field="ref_log_probs"):
-        token_sets(td, "ref_log_probs")
 
 
 @each("name", ["kept_ids", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass"])

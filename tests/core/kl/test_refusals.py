@@ -9,7 +9,7 @@ from corelm import LogProbs, Masks
 from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import KLComputation, RetrieveKL, RetrieveLogProb
 from helpers.each import each
-from helpers.kl_cases import LAYOUTS, assert_rows, by_hand, gen_policy, ref_policy, rollout, rows_of
+from helpers.kl_cases import LAYOUTS, gen_policy, ref_policy, rollout
 from helpers.refusals import refused
 
 gen, ref = gen_policy, ref_policy
@@ -29,18 +29,6 @@ def test_log_probs_that_are_not_finite_are_refused_by_row(gen, ref, pad, poison,
         container.full[1][0][last] = poison
     with refused(InvalidRequestError, field="log-probs", rows=(2,)):
         KLComputation(add_to_reward=False)(td)
-
-
-@LAYOUTS
-def test_log_probs_need_not_be_finite_where_they_do_not_count(gen, ref, pad):
-    td = RetrieveLogProb(ref)(rollout(gen, pad=pad))
-    expected = by_hand(td)
-    for name in ("log_probs", "ref_log_probs"):
-        full = td[name].full
-        for row in full:
-            row[0] = float("nan")
-    KLComputation(add_to_reward=False)(td)
-    assert_rows(rows_of(td, "kl_penalty"), expected)
 
 
 @LAYOUTS

@@ -178,17 +178,6 @@ def test_an_empty_turn_is_begun_and_a_turn_that_calls_tools_is_refused(backend):
         policy(TensorDict(history=History.from_chats([calls])))
 
 
-def test_a_response_parser_reads_the_whole_turn(backend):
-    seen = []
-    policy = policy_of(
-        backend,
-        continue_final_message=True,
-        response_parser=lambda text: seen.append(text) or {"role": "assistant", "content": text},
-    )
-    policy(TensorDict(history=History.from_chats([BEGUN])))
-    assert seen[0].startswith("I am")
-
-
 def metaspace_tokenizer():
     """Return a tokenizer of transformers that drops the first space of a text, as those of SentencePiece do."""
     transformers = pytest.importorskip("transformers")

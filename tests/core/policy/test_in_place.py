@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 import corelm
-from corelm import ChatHistory, History, Keys, LLMPolicy, Masks, PolicyOptions, Provenance, Text, Tokens
+from corelm import History, Keys, LLMPolicy, Masks, PolicyOptions, Provenance, Text, Tokens
 from corelm.errors import InvalidRequestError
 from corelm.kl import RetrieveKL, RetrieveLogProb
 from corelm_testing.toy import Bigram, ByteTokenizer
@@ -145,17 +145,6 @@ def test_what_a_user_keeps_under_the_key_of_a_container_is_not_replaced(backend,
     assert scorer.replace(overwrite=True)(td)["log_probs"].provenance
 
 
-def test_another_conversation_under_the_key_of_the_history_is_not_replaced(backend):
-    told = History.from_chats([chat(q) for q in QUESTIONS[:2]])
-    longer = ChatHistory(full=told.append(chat("And?")[0]), batch_size=[2])
-    td = TensorDict(messages=told, history=longer, batch_size=[2])
-    scorer = LLMPolicy(backend, generate=False, input_key="messages")
-    with refused(InvalidRequestError, field="history"):
-        scorer(td)
-    td["history"].full = told
-    assert scorer(td)["log_probs"].full is not None
-
-
 def test_a_plain_tensordict_keeps_what_its_container_would_lose(backend):
     ids = torch.tensor([[72, 105], [72, 111]])
     td = TensorDict(tokens=TensorDict(prompt=ids[:, :1], full=ids, batch_size=[2]), batch_size=[2])
@@ -206,14 +195,6 @@ def test_messages_about_skipped_rows_are_kept(backend):
     td["errors"] = torch.zeros(2)
     with refused(InvalidRequestError, field="errors"):
         scorer(td)
-
-
-@each("shape", [(0,), (2, 0)])
-def test_scoring_no_rows_in_place_keeps_every_key(backend, shape):
-    td = LLMPolicy(backend, sampling_params=SAMPLING)(TensorDict(history=History.of([], shape)))
-    keys = set(td.keys(include_nested=True))
-    scorer = LLMPolicy(backend, generate=False, log_probs_key="scores")
-    assert set(scorer(td).keys(include_nested=True)) >= keys
 
 
 def test_scoring_a_stack_of_rows_in_place_keeps_their_fields(backend):

@@ -33,12 +33,6 @@ def test_bare_and_nested_inputs_give_the_same_answers(backend):
         assert one["text"].response == two["text"].response
 
 
-def test_a_single_prompt_gives_an_output_without_batch_dimensions(backend):
-    out = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)(TensorDict(text=QUESTIONS[0]))
-    assert out.batch_size == () and isinstance(out["text"].response, str) and out["tokens"].response.ndim == 1
-    assert isinstance(out["finish_reason"], str)
-
-
 def test_an_attention_mask_removes_the_pads(backend):
     tokens = torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)

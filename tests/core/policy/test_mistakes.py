@@ -1,8 +1,5 @@
 """What a policy refuses, naming the field, before anything is sampled; and which bad rows it can skip."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
@@ -163,9 +160,3 @@ def test_a_call_whose_results_have_nowhere_to_go_samples_nothing(backend):
         with refused(InvalidRequestError, field="seed"):
             policy.replace(generate=False)(TensorDict(text=["Hi"]), seed=1)
         assert calls == []
-
-
-def test_a_policy_cannot_be_copied_or_pickled(backend):
-    for copier in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="cannot be copied or pickled"):
-            copier(LLMPolicy(backend))

@@ -162,14 +162,6 @@ def test_an_unknown_name_is_refused_before_an_engine_is_opened():
         PolicyOptions(response_parser=3)
 
 
-def test_auto_needs_a_tokenizer_that_says_how():
-    backend, _ = scripted(lambda prompt: "Hi")
-    with refused(InvalidRequestError, field="response_parser"):
-        LLMPolicy(backend, response_parser="auto")
-    assert not backend.closed
-    backend.close()
-
-
 def test_an_engine_that_was_opened_for_nothing_is_closed(caplog):
     with caplog.at_level("INFO", "corelm"), refused(InvalidRequestError, field="response_parser"):
         LLMPolicy("toy", response_parser="auto")

@@ -133,16 +133,6 @@ def test_scoring_at_a_temperature_gives_processed_log_probs(backend):
         policy.replace(sampling_params={"top_k": 3})(TensorDict(text=["cat"]))
 
 
-def test_a_response_parser_turns_text_into_the_message(backend):
-    parser = lambda text: {"role": "assistant", "content": text.upper(), "tool_calls": [{"name": "look"}]}  # noqa: E731
-    out = LLMPolicy(backend, sampling_params=SAMPLING, response_parser=parser)(
-        TensorDict(history=History.from_chats([chat("Who?")]))
-    )
-    (message,) = out["history"].response.chats[0]
-    assert message.content == out["text"].response[0].upper() and message.tool_calls[0]["name"] == "look"
-    assert list(message.token_ids) == out["tokens"].response[0].tolist()
-
-
 def test_a_seed_fixes_each_answer_independently_of_the_other_rows(backend):
     policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
     read = lambda out: corelm.ragged(out, ("tokens", "response")).tolist()  # noqa: E731

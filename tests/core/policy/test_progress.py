@@ -10,11 +10,10 @@ import pytest
 from tensordict import TensorDict
 
 import corelm
-from corelm import Backend, History, LLMPolicy
+from corelm import History, LLMPolicy
 from corelm.backend.prepared_call import prepare_generation
 from corelm.batching.merging import ask_together
 from corelm.errors import InvalidRequestError
-from corelm_testing.toy import ToyBackend
 from helpers.refusals import refused
 from helpers.streaming_fakes import Terminal
 from helpers.toy_prompts import QUESTIONS, chat
@@ -81,26 +80,3 @@ def test_callers_that_share_a_call_count_their_own_answers(backend):
     results = ask_together(calls, None)
     assert [len(result.finish_reasons) for result in results] == [2, 1, 2]
     assert counted == [{0: 3}, {0: 3, 1: 3}]
-
-
-class Odd(ToyBackend):
-    """Reports rows that do not exist, counts that are none, and rows after the end."""
-
-    @corelm.hookimpl
-    def generate(self, request):
-        self.on_answer = request.on_answer
-        for row, tokens in ((-1, 2), (99, 2), (0, None), (0, "x"), ([], 1)):
-            request.on_answer(row, tokens)
-        return ToyBackend.generate(self, request)
-
-
-def test_wrong_reports_of_an_engine_lose_nothing(backend, monkeypatch):
-    stderr = terminal(monkeypatch)
-    monkeypatch.setattr("corelm.policy.progress._REDRAW", 0.0)
-    plugin = Odd.open()
-    with Backend.from_plugin(plugin, "toy") as odd:
-        result = LLMPolicy(odd, sampling_params=SAMPLING)(conversations(), seed=7, progress=True)
-    shown = stderr.getvalue()
-    plugin.on_answer(0, 24)
-    assert stderr.getvalue() == shown and "3/3" in shown
-    assert records(result) == records(LLMPolicy(backend, sampling_params=SAMPLING)(conversations(), seed=7))

@@ -9,7 +9,6 @@ from tensordict import TensorDict, lazy_stack
 
 from corelm import History, LLMPolicy, Text, Tokens
 from corelm.errors import InvalidRequestError
-from helpers.each import each
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
@@ -76,12 +75,6 @@ def test_texts_may_be_any_sequence(backend, kind, batch):
     assert backend.tokenize(texts).ids.tolist() == backend.tokenize(TEXTS).ids.tolist()
 
 
-def test_a_single_text_of_numpy_is_a_text(backend):
-    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
-    for text in (np.str_("Who?"), np.array("Who?")):
-        assert policy(TensorDict(text=text))["text"].prompt == "Who?"
-
-
 @CHAT_SEQUENCES
 def test_chats_may_be_any_sequence(backend, kind):
     expected = History.from_chats(CHATS)
@@ -108,25 +101,12 @@ def test_what_can_be_read_only_once_is_refused_in_one_sentence(backend):
         LLMPolicy(backend, input_mode="tokens")(TensorDict(tokens=([1] for _ in range(2))))
 
 
-@each("given", [{"a": 1}, {"a", "b"}, b"bytes", 3, None])
-def test_what_is_no_sequence_of_texts_is_refused(backend, given):
-    with refused(InvalidRequestError, field="texts"):
-        backend.tokenize(given)
-
-
 def test_missing_values_are_named_by_row(backend):
     policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
     with refused(InvalidRequestError, field="text.prompt", rows=(1,)):
         policy(TensorDict(text=objects(["Who?", float("nan"), "Where?"])))
     out = policy.replace(on_error="skip", inplace=False)(TensorDict(text=objects(["Who?", None])))
     assert "expected a str" in out["errors"][1] and out["text"].response[0] is not None
-
-
-def test_texts_that_do_not_fill_their_container_are_refused(backend):
-    row = TensorDict({"text": TensorDict(prompt=tuple(TEXTS), batch_size=[2])}, batch_size=[2])[0]
-    text = Text.from_tensordict(row["text"])
-    with refused(InvalidRequestError, field="text.prompt"):
-        LLMPolicy(backend, input_mode="text")(TensorDict(text=text))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32, torch.bool])

@@ -28,16 +28,6 @@ def assert_equal(one: TensorDict, other: TensorDict) -> None:
     assert list(one["finish_reason"]) == list(other["finish_reason"])
 
 
-def test_a_chat_is_printed_as_it_is_written(backend, capsys):
-    policy = LLMPolicy(backend, sampling_params=SAMPLING)
-    with policy.stream(conversations(1), seed=7) as stream:
-        for chunk in stream:
-            print(chunk.text, end="", flush=True)
-    result = policy(conversations(1), seed=7)
-    assert capsys.readouterr().out == result["text"].response[0]
-    assert stream.result["history"].full.to_chats() == result["history"].full.to_chats()
-
-
 @each("batching", [False, True])
 def test_the_result_is_what_the_policy_returns(backend, batching):
     policy = LLMPolicy(backend, sampling_params=SAMPLING, batching=batching)
@@ -95,9 +85,3 @@ def test_bad_rows_are_refused_at_once_or_skipped(backend):
     stream = policy.replace(on_error="skip").stream(td)
     assert [chunk.finish_reason for chunk in stream if chunk.row == 1] == ["error"]
     assert "vocabulary" in stream.result["errors"][1]
-
-
-def test_a_policy_that_scores_streams_nothing(backend):
-    policy = LLMPolicy(backend, input_mode="text", generate=False)
-    with refused(InvalidRequestError, field="generate"):
-        policy.stream(TensorDict(text=["a"]))

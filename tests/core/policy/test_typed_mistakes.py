@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictSequential
 from transformers import GenerationConfig
 
 import corelm
@@ -48,19 +47,6 @@ def policy_of(request, backend):
 def test_an_input_that_is_not_a_tensordict_is_refused_with_the_call_to_make(policy_of, given, mode):
     with refused(InvalidRequestError, field="tensordict"):
         policy_of(input_mode=mode)(given)
-
-
-def test_a_device_that_is_not_here_is_refused_when_the_policy_is_made(policy_of, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with refused(InvalidRequestError, field="device"):
-        policy_of(device="cuda")
-
-
-@each("move", [lambda p: p.to("cuda"), lambda p: p.half(), lambda p: p.cuda(), lambda p: p.float()])
-def test_moving_a_policy_says_where_device_and_dtype_are_given(policy_of, move):
-    with pytest.raises(InvalidRequestError, match=r"has no weights .* policy.replace\(device=…\)"):
-        move(policy_of())
-    TensorDictSequential(policy_of()).to("cpu")  # a module that holds a policy can be moved
 
 
 @each(
@@ -169,18 +155,6 @@ def test_a_sampling_parameter_given_as_an_option_is_named_with_the_dict_to_pass(
         LLMPolicy(backend, pad_outputs=True)
     with pytest.raises(TypeError, match="get_backend"):
         LLMPolicy(backend, tensor_parallel_size=2)
-
-
-@each("length", [400, 5000])
-def test_a_prompt_that_is_too_long_names_both_ways_out(policy_of, length):
-    policy = policy_of(input_mode="text", sampling_params={})
-    with pytest.raises(InvalidRequestError, match=r"max_new_tokens=256.*truncation='left'"):
-        policy(TensorDict(text=["x" * length]))
-    assert policy.replace(truncation="left")(TensorDict(text=["x" * length]))["text"].response
-    if length > 512:
-        with refused(InvalidRequestError, field="prompts", rows=(0,)) as error:
-            policy.replace(sampling_params={"max_new_tokens": None})(TensorDict(text=["x" * length]))
-        assert "None" not in str(error.value)
 
 
 def test_a_compiled_policy_is_refused_in_one_sentence(policy_of):

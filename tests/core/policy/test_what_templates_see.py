@@ -313,14 +313,6 @@ def test_a_long_prompt_is_the_same_where_nothing_is_remembered(template: str, ge
         assert read(backend, chat, generate=generate) == warm
 
 
-def test_given_turns_are_rendered_a_few_times_however_many_they_are() -> None:
-    chat = [QUESTION, {"role": "assistant", "content": "Yes."}] * 40
-    with opened(TURNS.replace("END", "<|end|>")) as (backend, _):
-        Counting.rendered = 0
-        _, trained = read(backend, chat, generate=False)
-        assert trained == "Yes.<|end|>" * 40 and Counting.rendered < 3 * len(chat)
-
-
 def test_nulls_of_a_data_sets_column_are_left_out() -> None:
     def tool(name: str, **parameters: Any) -> dict[str, Any]:
         return {"type": "function", "function": {"name": name, "parameters": {"properties": parameters}}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -100,20 +99,6 @@ def test_settings_left_by_another_call_are_reset() -> None:
     wanted = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
     tokenizer(TEXTS, padding=True, truncation=True, max_length=2, split_special_tokens=True, return_tensors="pt")
     assert encoder(request(TEXTS)).ids.tolist() == wanted
-
-
-def test_a_long_text_is_encoded_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = build()
-    tokenizer.model_max_length = 4
-    with caplog.filtering(lambda record: "longer than" in record.getMessage()):
-        logging.getLogger("transformers").addHandler(caplog.handler)
-        try:
-            assert len(Encoder(tokenizer)(request([TEXT])).ids.values) > 4
-            assert not caplog.records
-            tokenizer([TEXT])
-            assert caplog.records
-        finally:
-            logging.getLogger("transformers").removeHandler(caplog.handler)
 
 
 def test_any_callable_works_and_gets_only_the_requested_options() -> None:

@@ -14,7 +14,7 @@ from corelm.rendering import template as module
 from helpers import chat_templates as ct
 from helpers.each import each
 from helpers.refusals import refused
-from helpers.rendering import MORE, QUESTION, TOKENIZER, own, rendered, sampled
+from helpers.rendering import MORE, QUESTION, TOKENIZER, own, rendered
 
 #: Half of an emoji, as a cut text ends.
 CUT = "How nice \ud83d"
@@ -41,13 +41,6 @@ def test_a_text_that_cannot_be_encoded_is_refused_by_row_and_field(field: str, p
     assert (field if field != "a key" else "meta") in str(caught.value)
 
 
-def test_a_system_prompt_and_a_sampled_turn_are_texts_too() -> None:
-    system = {"role": "system", "content": CUT}
-    turn = {**sampled("Paris.<|im_end|>"), "content": CUT}
-    with refused(InvalidRequestError, rows=(0, 2)):
-        rendered([[system, QUESTION], [MORE], [QUESTION, turn, MORE]], ct.CHATML, True)
-
-
 @each("tools", [[{"name": CUT}], [{"parameters": {CUT: {}}}]])
 def test_tools_that_cannot_be_encoded_are_refused(tools: list[Any]) -> None:
     with refused(InvalidRequestError, field="template_kwargs"):
@@ -62,11 +55,6 @@ def test_a_template_that_holds_or_writes_a_lone_surrogate_is_refused() -> None:
         rendered([[QUESTION], [MORE]], writes)
     with refused(InvalidRequestError, field="chat_template"):
         rendered([[QUESTION]], 5)
-
-
-def test_a_whole_emoji_is_an_ordinary_character() -> None:
-    chat = [{"role": "user", "content": "\U0001f600 \ue000 \x00 \uffff"}]
-    assert rendered([chat], ct.CHATML).ids.tolist()[0] == own(chat, ct.CHATML)["input_ids"]
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +93,6 @@ def test_a_policy_answers_the_rows_next_to_a_bad_one(backend: Any, generate: boo
     assert [bool(error) for error in errors] == [False, True, False, True]
     assert "lone surrogate" in errors[1] and "stopped" in errors[3]
     assert all(len(row) for row in (td["tokens"].full[0], td["tokens"].full[2]))
-
-
-def test_a_history_refuses_texts_by_row_if_it_tokenizes_them() -> None:
-    history = History.from_chats([[QUESTION], [{"role": "user", "content": CUT}]])
-    with refused(InvalidRequestError, rows=(1,)):
-        history.apply_chat_template(TOKENIZER, tokenize=True)
-    assert CUT in history.apply_chat_template(TOKENIZER)[1], "a str may hold it"
 
 
 # Private characters --------------------------------------------------------------------------------------------------

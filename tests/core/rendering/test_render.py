@@ -128,11 +128,6 @@ def test_rows_are_independent_and_texts_are_tokenized_in_one_call() -> None:
     assert together.texts == tuple(one.texts[0] for one in alone)
 
 
-def test_an_empty_batch_gives_empty_results() -> None:
-    none = rendered([], ct.CHATML)
-    assert (len(none.ids), len(none.assistant), none.texts) == (0, 0, ())
-
-
 # Sampled turns keep their ids ----------------------------------------------------------------------------------------
 
 
