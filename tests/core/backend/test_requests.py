@@ -227,10 +227,7 @@ def test_without_a_seed_torchs_generator_decides_the_answers():
         (lambda b: b.score_logprobs([[1, 2]], score_from=[1, 2]), "score_from"),
         (lambda b: b.score_logprobs([[1, 2]], score_from=1.5), "score_from"),
         (lambda b: b.score_logprobs([[1, 2]], device="nowhere"), "device"),
-        *(
-            (lambda b, t=t: b.score_logprobs([[1, 2]], temperature=t), "temperature")
-            for t in (0, -1, float("nan"), "1")
-        ),
+        *((lambda b, t=t: b.score_logprobs([[1, 2]], temperature=t), "temperature") for t in (0, -1, math.nan, "1")),
         (lambda b: b.score_logprobs([[1, 2]], temperature=10**400), "temperature"),
         (lambda b: b.score_logprobs([[1, 2]], temperature=True), "temperature"),
         (lambda b: b.tokenize(None), "texts"),
