@@ -40,12 +40,6 @@ def test_arguments_that_mean_nothing_are_named(arguments, field, named, tiny_mod
     assert watcher.closed == (field in {"max_length", "prefix_token_id"} or named == "no BOS")
 
 
-def test_arguments_as_a_text(tiny_model):
-    given = f"backend=transformers,pretrained={tiny_model},dtype=float32,max_length=32"
-    with CoreLM.create_from_arg_string(given, {"batch_size": 3, "device": "cpu"}) as model:
-        assert (model.max_length, model.batch_size) == (32, 3)
-
-
 def test_no_thinking_precedes_a_choice(tiny_model):
     with CoreLM("transformers", tiny_model, enable_thinking=True, think_end_token="Pip") as model:
         assert model.apply_chat_template([{"role": "user", "content": "Hi"}]).startswith("<|im_start|>user")

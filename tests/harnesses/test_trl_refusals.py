@@ -81,17 +81,6 @@ def test_a_policy_that_does_not_answer_prompts_is_refused_at_once(backend, optio
     assert error.value.field == field
 
 
-def test_what_is_no_backend_is_refused_at_once():
-    with pytest.raises(InvalidRequestError):
-        GRPORollout("transformers")
-
-
-def test_a_conversation_of_another_batch_is_refused(tmp_path, backend):
-    trainer = make_trainer(tiny_model(), GRPORollout(backend, conversation=lambda policy, td: policy(td)[:1]), tmp_path)
-    with pytest.raises(InvalidRequestError, match="expected a batch of 4"):
-        trainer.train()
-
-
 def test_a_vllm_of_trl_itself_is_refused(tmp_path, backend):
     trainer = make_trainer(tiny_model(), GRPORollout(backend), tmp_path)
     # What GRPOConfig(use_vllm=True) does where vLLM is installed.
