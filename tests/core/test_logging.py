@@ -14,11 +14,9 @@ import pytest
 import tenacity
 
 import corelm
-from corelm.backend.backend import Backend
 from corelm.backend.call_log import place
 from corelm.batching import DynamicBatcher
 from corelm.errors import BackendTimeoutError
-from corelm_testing.toy import ToyBackend
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
@@ -110,26 +108,6 @@ def test_a_timeout_is_told(batching: bool, caplog: pytest.LogCaptureFixture) -> 
         slow.go_on.set()
     # On a busy machine, or if the batcher's clock comes second, the seconds are others.
     assert any(re.match(r"toy: .* timed out after ", line) for line in logged(caplog, logging.INFO)), caplog.text
-
-
-class TwoWeights(ToyBackend):
-    """An engine whose owner changes its weights."""
-
-    state = "before"
-
-    @corelm.hookimpl
-    def weights_state(self, request: Any) -> str:
-        return self.state
-
-
-def test_weights_that_their_owner_changed_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    plugin = TwoWeights.open()
-    with Backend.from_plugin(plugin, "toy") as backend:
-        assert backend.weight_version == "0"
-        plugin.state = "after"
-        assert backend.weight_version == backend.weight_version == "1"
-    told = [line for line in logged(caplog, logging.INFO) if "owner" in line]
-    assert told == ["the weights were changed by their owner: 1 are in force, after 0"]
 
 
 def test_secrets_in_a_url_are_left_out() -> None:

@@ -14,7 +14,6 @@ from helpers.each import each
 from helpers.refusals import refused
 
 PROMPTS = [[72, 101], [108]]
-STARTS = [2, 1]
 CUT = {"temperature": 0.7, "top_k": 5, "max_new_tokens": 6, "seed": 1, "ignore_eos": True}
 SEQUENCES = [[1, 2, 3], [4, 5, 6]]
 
@@ -28,26 +27,6 @@ def backend():
 @pytest.fixture(scope="module")
 def answers(backend):
     return backend.generate(PROMPTS, CUT, logprobs="processed", return_support=True, top_logprobs=8)
-
-
-def joined(answers) -> Ragged:
-    return Ragged.from_list(PROMPTS).join(answers.ids)
-
-
-def scored_values(scores) -> torch.Tensor:
-    return scores.logprobs.values[scores.scored.values]
-
-
-def test_scores_over_the_support_are_the_samplers_own_numbers(backend, answers):
-    scores = backend.score_logprobs(joined(answers), temperature=0.7, score_from=STARTS, support=answers.kept_ids)
-    assert (scores.mode, scores.temperature, scores.support) == ("processed", 0.7, "truncated")
-    torch.testing.assert_close(scored_values(scores), answers.logprobs.values, atol=1e-5, rtol=0)
-
-
-def test_the_kept_mass_is_what_truncation_took_from_the_whole_distribution(backend, answers):
-    scores = backend.score_logprobs(joined(answers), temperature=0.7, score_from=STARTS)
-    whole = answers.logprobs.values + answers.kept_log_mass.values
-    torch.testing.assert_close(scored_values(scores), whole, atol=1e-5, rtol=0)
 
 
 def test_the_most_probable_id_may_be_outside_the_support(backend):
@@ -73,17 +52,6 @@ def test_core_knows_the_support_of_greedy_and_of_untruncated_answers(backend, sa
     batch = backend.generate([[72]], {"max_new_tokens": 3, "ignore_eos": True, **sampling}, return_support=True)
     assert batch.kept_ids.tolist() == kept(batch.ids.tolist())
     assert batch.kept_log_mass.tolist() == [[0.0] * 3]
-
-
-def test_the_most_probable_ids_and_the_tail_are_the_whole_distribution(backend):
-    every = backend.score_logprobs(SEQUENCES, temperature=0.5, return_logits=True).logits.values / 0.5
-    scores = backend.score_logprobs(SEQUENCES, temperature=0.5, top_k=4)
-    expected = every.log_softmax(-1).topk(4)
-    scored = scores.scored.values
-    torch.testing.assert_close(scores.top_logprobs.values[scored], expected.values[scored])
-    total = torch.cat([scores.top_logprobs.values, scores.tail_log_mass.values[:, None]], -1).logsumexp(-1)
-    torch.testing.assert_close(total[scored], torch.zeros(int(scored.sum())), atol=1e-5, rtol=0)
-    assert scores.top_ids.values[~scored].unique().tolist() == [-1]
 
 
 def test_named_ids_get_the_log_probs_that_the_most_probable_ones_have(backend):

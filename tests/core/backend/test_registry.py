@@ -200,15 +200,6 @@ def test_a_failed_open_chains_its_cause_and_says_if_the_engine_is_missing(fabric
     assert isinstance(error.value.__cause__, OSError) and error.value.usable is False
 
 
-@pytest.mark.parametrize("raised", ["asyncio.CancelledError('no')", "SystemExit('no')", "GeneratorExit('no')"])
-def test_an_open_that_raises_no_exception_is_an_engine_error(fabricate, raised):
-    module = f"opens_oddly_{raised[:5].lower()}"
-    source = GOOD.replace("return cls()", f"import asyncio; raise {raised}")
-    fabricate("oddly", "1", {"oddly": f"{module}:Plugin"}, {module: source})
-    with pytest.raises(EngineError):
-        corelm.get_backend("oddly")
-
-
 @pytest.mark.parametrize("fault", ["1 / 0", "return None"])
 def test_an_engine_that_does_not_fit_is_closed_and_its_misfit_reported(fabricate, fault):
     source = f"{GOOD}\n    @property\n    def capabilities(self): {fault}\n    tokenizer = None\n"

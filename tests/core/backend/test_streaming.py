@@ -75,15 +75,6 @@ def test_rows_keep_the_callers_numbers_next_to_skipped_ones_and_with_samples():
     assert "vocabulary" in stream.result.errors[2]
 
 
-def test_a_stream_has_no_result_before_its_end():
-    with dripping().stream([[3]], FOUR) as stream:
-        next(stream)
-        with refused(InvalidRequestError, field="result"):
-            _ = stream.result
-    with refused(InvalidRequestError, field="result"):
-        _ = stream.result
-
-
 def test_a_slow_reader_keeps_no_other_caller_waiting():
     backend = dripping()
     with backend.stream([[3]], FOUR) as stream:

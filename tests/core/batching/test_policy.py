@@ -101,11 +101,6 @@ def test_policies_made_by_replace_share_the_batcher():
             one(tokens([3]))
 
 
-def test_a_limit_passed_as_a_policy_option_is_refused_with_the_argument_to_type():
-    with pytest.raises(TypeError, match=r"no option 'min_batch_size'; give batching=Limits\(min_batch_size=…\)"):
-        LLMPolicy("a backend that is not there", min_batch_size=2)
-
-
 def test_a_batcher_passed_as_the_backend_keeps_its_limits():
     with DynamicBatcher(Backend.from_plugin(GatedEngine(), "gated")) as batcher:
         options = {"input_mode": "tokens", "sampling_params": SHORT}

@@ -90,15 +90,6 @@ def test_a_batch_is_ready_with_min_batch_size_rows_or_if_it_cannot_grow():
     assert len(grouping_queue(ticket(tokens=10), min_batch_size=2, max_batch_tokens=10).take(0.0)) == 1
 
 
-def test_a_ready_group_does_not_wait_for_an_older_group_that_is_not_ready():
-    old = ticket("old")
-    queue = grouping_queue(old, ticket("new"), ticket("new"), min_batch_size=2, batching_timeout=1.0)
-    assert [each.key for each in queue.take(0.5)] == ["new", "new"]
-    queue.add(ticket("new"), 0.6)
-    queue.add(ticket("new"), 0.6)
-    assert queue.take(1.0) == [old], "it has waited batching_timeout, and it is the oldest"
-
-
 def test_tickets_before_a_barrier_go_at_once_and_tickets_after_it_wait():
     before, barrier, after = ticket(), ticket(None, barrier=True), ticket()
     queue = grouping_queue(before, barrier, after, min_batch_size=2, batching_timeout=9.0)
@@ -106,16 +97,6 @@ def test_tickets_before_a_barrier_go_at_once_and_tickets_after_it_wait():
     assert queue.take(0.0) == [barrier]
     assert queue.take(0.0) == [], "after the barrier min_batch_size applies again"
     assert queue.take(9.0) == [after]
-
-
-def test_tickets_beyond_max_queue_wait_outside_and_enter_in_order():
-    tickets = [ticket() for _ in range(5)]
-    queue = grouping_queue(*tickets, max_queue=2)
-    assert len(queue) == 5 and list(queue.outside.values()) == tickets[2:] and queue.full
-    assert queue.remove(tickets[3])
-    assert queue.take(0.0) == tickets[:2]
-    assert queue.remove(tickets[2]) and list(queue) == [tickets[4]]
-    assert queue.take(0.0) == [tickets[4]]
 
 
 # Waiting for callers to come back ------------------------------------------------------------------------------------

@@ -2,18 +2,17 @@
 
 import asyncio
 
-import pytest
 import torch
 from tensordict import TensorDict
 
 import corelm
 from corelm import History, LLMPolicy
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import InvalidRequestError
 from corelm.policy.options import Keys
 from corelm_testing.toy import Bigram
 from helpers.refusals import refused
 from helpers.sentencepiece import WHOLE, one_after_another, words_of_sentencepiece
-from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, TOKENIZER, chat
+from helpers.toy_prompts import QUESTIONS, SAMPLING, TOKENIZER, chat
 
 
 def test_outputs_leave_the_other_keys_of_the_input_unchanged(backend):
@@ -66,17 +65,6 @@ def test_truncation_left_cuts_a_prompt_that_is_too_long(backend):
     assert out["text"].prompt == [text[-(limit - 12) :], "Hi"]
 
 
-def test_a_stop_string_ends_the_text_and_stays_in_the_ids(backend):
-    policy = LLMPolicy(backend, input_mode="text", sampling_params={"max_new_tokens": 60, "stop": "the"})
-    out = policy(TensorDict(text=["Where is "] * 8), seed=3)
-    stopped = [row for row in range(8) if "the" in TOKENIZER.decode(out["tokens"].response[row].tolist())]
-    assert stopped
-    for row in stopped:
-        whole = TOKENIZER.decode(out["tokens"].response[row].tolist())
-        assert whole.endswith("the") and out["text"].response[row] == whole[:-3]
-        assert out["finish_reason"][row] == "stop" and len(out["log_probs"].response[row]) == len(whole)
-
-
 def test_a_stop_string_cuts_no_text_that_eos_ended(backend):
     # " " occurs only before min_new_tokens, and the long stop string never: neither may cut the text.
     sampling = {"max_new_tokens": 40, "min_new_tokens": 12, "stop": [" ", "z" * 25]}
@@ -107,30 +95,6 @@ def test_a_stop_string_that_can_never_match_is_refused(backend):
         policy(TensorDict(text=["a"]))
     allowed = {"max_new_tokens": 4, "stop": "<|im_start|>", "skip_special_tokens": False}
     assert policy.replace(sampling_params=allowed)(TensorDict(text=["a"]))["finish_reason"]
-
-
-def test_processed_log_probs_come_from_the_distribution_sampled_from(backend):
-    sampling = {"max_new_tokens": 8, "temperature": 0.5, "top_k": 3}
-    policy = LLMPolicy(backend, input_mode="text", sampling_params=sampling, log_probs_mode="processed")
-    out = policy(TensorDict(text=["Is"]), seed=1)
-    ids = out["tokens"].full[0].tolist()
-    for position, value in zip(range(len(ids) - 8, len(ids)), out["log_probs"].response[0].tolist(), strict=True):
-        best = (TABLE[ids[position - 1]] / 0.5).topk(3)
-        assert value == pytest.approx(float(best.values.log_softmax(-1)[best.indices == ids[position]]), abs=1e-5)
-    assert out["log_probs"].provenance.distribution == ("processed", 0.5, "truncated", ())
-
-
-def test_scoring_at_a_temperature_gives_processed_log_probs(backend):
-    policy = LLMPolicy(
-        backend, input_mode="text", generate=False, log_probs_mode="processed", sampling_params={"temperature": 2.0}
-    )
-    out = policy(TensorDict(text=["cat"]))
-    ids = out["tokens"].full[0]
-    expected = (TABLE[ids[:-1]] / 2).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-    torch.testing.assert_close(out["log_probs"].full[0][1:].double(), expected, atol=1e-5, rtol=0)
-    assert out["log_probs"].provenance.distribution == ("processed", 2.0, "full", ())
-    with refused(CapabilityError, capability="score"):
-        policy.replace(sampling_params={"top_k": 3})(TensorDict(text=["cat"]))
 
 
 def test_a_seed_fixes_each_answer_independently_of_the_other_rows(backend):

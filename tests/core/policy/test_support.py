@@ -176,19 +176,6 @@ def test_log_prob_and_get_dist_are_over_the_same_ids_with_gradients(sampler, pad
     assert torch.isfinite(entropy).all() and entropy.max() <= torch.tensor(float(K)).log() + 1e-5
 
 
-@LAYOUTS
-def test_the_most_probable_ids_of_scores(sampler, pad):
-    td = sampled(sampler, pad_output=pad)
-    options = {"support_key": None, "log_probs_key": "ref", "top_k": 5, "log_probs_mode": "raw", "inplace": True}
-    scorer_of(sampler, **options)(td)
-    scored = corelm.ragged(td, ("ref", "scored_mask")).values
-    before = corelm.ragged(td, ("tokens", "full")).values.roll(1)[scored]
-    best = best_of(before, corelm.ragged(td, ("ref", "top_ids")).values[scored], 5)
-    values = corelm.ragged(td, ("ref", "top_log_probs")).values[scored]
-    torch.testing.assert_close(values.double(), best, atol=1e-5, rtol=0)
-    assert td["ref"].kept_ids is None and td["ref"].tail_log_mass is not None
-
-
 def test_rows_without_sets_keep_the_label_of_full_support(sampler):
     whole = sampled(sampler, seed=5, sampling_params={"max_new_tokens": 6, "temperature": HEAT})
     both = lazy_stack([*sampled(sampler).unbind(0), *whole.unbind(0)])

@@ -1,6 +1,5 @@
 """What users of other libraries type, and that the message tells them what to type instead."""
 
-import os
 import re
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import GenerationConfig
 
 import corelm
 from corelm import LLMPolicy, SamplingParams
-from corelm.errors import BackendClosedError, InvalidRequestError
+from corelm.errors import InvalidRequestError
 from helpers.each import each
 from helpers.refusals import refused
 from helpers.toy_prompts import SAMPLING
@@ -18,35 +17,16 @@ from helpers.toy_prompts import SAMPLING
 IDS = torch.tensor([[72, 105]])
 
 
-@pytest.fixture(params=[False, True], ids=["alone", "batching"])
-def policy_of(request, backend):
-    """Return a function that makes a policy on the toy backend, with and without batching."""
-    made = []
-
-    def make(**options):
-        made.append(LLMPolicy(backend, batching=request.param, **{"sampling_params": SAMPLING, **options}))
-        return made[-1]
-
-    yield make
-    for policy in made:
-        policy.cleanup_batching()
-
-
 @each(
     "given, mode",
     [
-        (["Hello"], "text"),
-        (["Hello"], "history"),
-        ("Hello", "text"),
-        ([{"role": "user", "content": "Hi"}], "history"),
-        ({"text": ["Hello"]}, "text"),
-        ({"input_ids": IDS}, "text"),
-        (IDS, "tokens"),
+        *((["Hello"], "text"), ("Hello", "text"), ({"text": ["Hello"]}, "text"), ({"input_ids": IDS}, "text")),
+        *(([{"role": "user", "content": "Hi"}], "history"), (IDS, "tokens")),
     ],
 )
-def test_an_input_that_is_not_a_tensordict_is_refused_with_the_call_to_make(policy_of, given, mode):
+def test_an_input_that_is_not_a_tensordict_is_refused_with_the_call_to_make(backend, given, mode):
     with refused(InvalidRequestError, field="tensordict"):
-        policy_of(input_mode=mode)(given)
+        LLMPolicy(backend, input_mode=mode)(given)
 
 
 @each(
@@ -157,32 +137,12 @@ def test_a_sampling_parameter_given_as_an_option_is_named_with_the_dict_to_pass(
         LLMPolicy(backend, tensor_parallel_size=2)
 
 
-def test_a_compiled_policy_is_refused_in_one_sentence(policy_of):
+def test_a_compiled_policy_is_refused_in_one_sentence(backend):
+    policy, td = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING), TensorDict(text=["Hi"])
     with refused(InvalidRequestError, field="policy"):
-        torch.compile(policy_of(input_mode="text"), backend="eager")(TensorDict(text=["Hi"]))
+        torch.compile(policy, backend="eager")(td)
     # With fullgraph, Dynamo raises our error, or one of its own that repeats it.
     with refused((InvalidRequestError, RuntimeError), field="policy"):
-        torch.compile(policy_of(input_mode="text"), backend="eager", fullgraph=True)(TensorDict(text=["Hi"]))
+        torch.compile(policy, backend="eager", fullgraph=True)(td)
     with refused(InvalidRequestError, field="policy"):
-        policy_of(input_mode="text").compile()
-
-
-@pytest.mark.process
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_policy_in_a_forked_child_says_to_open_a_backend_there(policy_of):
-    policy = policy_of(input_mode="text")
-    policy(TensorDict(text=["Hi"]))
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            policy(TensorDict(text=["Hi"]))
-        except BackendClosedError as error:
-            os.write(write, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        said = pipe.read()
-    os.waitpid(child, 0)
-    assert said.endswith("which this one is a fork of; call get_backend in this process")
+        policy.compile()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 import weakref
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, NonTensorStack
 from torch.utils import _pytree as pytree
 
 from corelm.containers import Tokens, ragged
@@ -18,7 +16,7 @@ from corelm.containers.history import History
 from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
-from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_rows, non_tensors
+from corelm.tensors.lazy_rows import FlatObjects, FlatRows, lazy_rows
 from corelm.tensors.ragged import Ragged
 from helpers.each import each
 
@@ -40,91 +38,6 @@ def request(**changes: Any) -> ContainerRequest:
         "finish_reasons": ("stop", "stop", "length", "stop"),
     }
     return ContainerRequest(**given | changes)
-
-
-def stacks(td: TensorDict) -> dict[str, Any]:
-    """Every stack in `td` that may still be deferred."""
-    entries = dict(td.items())
-    return {
-        **{name: entries[name]._tensordict for name in ("tokens", "masks", "log_probs")},
-        "text": entries["text"]._tensordict.get("full"),
-        "history": entries["history"]._tensordict.get("full")._tensordict.get("conversation"),
-        "finish_reason": entries["finish_reason"],
-    }
-
-
-def waiting(td: TensorDict) -> set[str]:
-    return {name for name, stack in stacks(td).items() if flat_source(stack) is not None}
-
-
-EVERY = {"tokens", "masks", "log_probs", "text", "history", "finish_reason"}
-
-
-def test_what_needs_no_row_makes_none() -> None:
-    td = assemble(request())
-    outer = TensorDict({"next": td}, batch_size=[4])
-    assert td.batch_size == td["tokens"].batch_size == (4,)
-    assert ragged(outer, ("next", "tokens", "full"), masks=("next", "masks")).tolist() == ROWS
-    assert ragged(td, ("log_probs", "full")).tolist() == [[-float(i) for i in row] for row in ROWS]
-    assert td["log_probs"].provenance == RAW
-    assert not td["tokens"].padded and len(td["tokens"]) == 4
-    assert td["text"].full == ["a", "b", "c", "d"]
-    history = td["history"].full.append({"role": "assistant", "content": "x"})
-    assert [chat[0].content for chat in history.chats] == ["a", "b", "c", "d"]
-    other = TensorDict({}, batch_size=[4]).update(td.select("tokens", "log_probs"))
-    assert set(other.keys()) == {"tokens", "log_probs"}
-    assert waiting(td) == EVERY
-
-
-def test_a_row_makes_those_of_its_container_alone() -> None:
-    td = assemble(request())
-    assert [row.tolist() for row in td["tokens"].full] == ROWS
-    assert td["finish_reason"][2] == "length"
-    assert waiting(td) == EVERY - {"tokens", "finish_reason"}
-    assert type(stacks(td)["tokens"]) is LazyStackedTensorDict
-    assert type(stacks(td)["finish_reason"]) is NonTensorStack
-    assert stacks(td)["tokens"].__dict__.keys() == lazy_stack([TensorDict()]).__dict__.keys()
-
-
-FIRST_TOUCHES = {
-    "an index": lambda stack: stack[1],
-    "iteration": list,
-    "its rows": lambda stack: stack.tensordicts,
-    "a lock": lambda stack: stack.lock_(),
-    "a stack of two": lambda stack: torch.stack([stack, stack]),
-    "a lazy stack of two": lambda stack: lazy_stack([stack, stack]),
-    "a concatenation": lambda stack: torch.cat([stack, stack]),
-    "a clone": lambda stack: stack.clone(),
-    "a shallow clone": lambda stack: stack.clone(recurse=False),
-    "a pickle": pickle.dumps,
-    "a copy": copy.copy,
-    "a deep copy": copy.deepcopy,
-    "another shape": lambda stack: stack.reshape(2, 2),
-    "the device": lambda stack: stack.device,
-    "sharing": lambda stack: stack.is_shared(),
-    "names": lambda stack: setattr(stack, "names", ["sample"]),
-}
-
-
-@each("touch", FIRST_TOUCHES.values())
-@each("kind", ["rows", "objects"])
-def test_every_first_touch_finds_an_ordinary_stack(kind: str, touch: Any) -> None:
-    if kind == "rows":
-        stack = lazy_rows({"full": Ragged.from_list(ROWS), "name": tuple("abcd")}, (4,))
-    else:
-        stack = non_tensors(tuple("abcd"), (4,))
-    assert flat_source(stack) is not None
-    found = touch(stack)
-    assert flat_source(stack) is None
-    if isinstance(found, bytes):
-        found = pickle.loads(found)
-    ordinary = type(stack)
-    assert ordinary in (LazyStackedTensorDict, NonTensorStack)
-    for one in (stack, found if isinstance(found, ordinary) and found.batch_size == (4,) else stack):
-        assert type(one) is ordinary
-        values = one.tolist() if kind == "objects" else [row["full"].tolist() for row in one]
-        assert values == (list("abcd") if kind == "objects" else ROWS)
-    assert stack.is_locked == (touch is FIRST_TOUCHES["a lock"])
 
 
 def test_a_pytree_has_the_leaves_of_its_rows() -> None:
