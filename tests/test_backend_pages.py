@@ -1,7 +1,5 @@
 """A page for every backend: what it says about capabilities and options is what the plugin declares and takes."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable
@@ -31,9 +29,6 @@ def test_every_backend_of_this_repository_has_a_page():
     assert plugins == set(PLUGINS) == {path.stem for path in FOLDER.glob("*.md")} - {"index", "toy"}
     for name in (*PLUGINS, "toy"):
         assert f"]({name}.md)" in page("index")
-
-
-# What it can do -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -86,9 +81,6 @@ def test_the_comparison_shows_every_engine_and_every_outcome(tables):
         assert report["software"] in row and f"{report['counts']['passed']} passed" in row
     told = reports["ray"] | {"broken": ["a promise: failed, why"]}
     assert list(tables.broken({"vllm": reports["vllm"], "ray": told})) == ["- ray, a promise: failed, why"]
-
-
-# What it takes --------------------------------------------------------------------------------------------------------
 
 
 def options_in(text: str) -> dict[str, str]:

@@ -4,8 +4,6 @@ Its program parses it: the command line, `argparse`, make, pip or pytest. A tiny
 run the blocks marked ``python``. Blocks marked ``py`` need an engine, a GPU or several machines, and are compiled here.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

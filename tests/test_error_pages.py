@@ -1,7 +1,5 @@
 """A page for every error and warning: its example raises that class, and prints the message that the page shows."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """The published files: build core and its plugins, open the results and check them."""
 
-from __future__ import annotations
-
 import configparser
 import email
 import json
@@ -181,8 +179,6 @@ def test_the_metadata_says_which_python_and_licence_and_its_page_has_no_link_tha
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Version"] == corelm.__version__
 
-
-# What the README says about installing --------------------------------------------------------------------------------
 
 INSTALL_LINES = re.findall(r"^pip (install .*)", (ROOT / "README.md").read_text(), re.MULTILINE)
 

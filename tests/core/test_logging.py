@@ -1,7 +1,5 @@
 """What core logs: who opened what, new weights, batches, retries, aborts and timeouts; and what it never logs."""
 
-from __future__ import annotations
-
 import logging
 import re
 import subprocess

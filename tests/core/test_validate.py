@@ -1,7 +1,5 @@
 """Checks of single arguments: what they return, and messages that say what was expected and what was given."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The demo in a pipe: its tables fit 80 columns, and nothing draws progress."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`examples/distill_tiny.py`, shortened: the loss is that of plain forward passes, and it falls."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`examples/grpo_tiny.py`, shortened: the steps are checked against plain transformers, and the reward rises."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

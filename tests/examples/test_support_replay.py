@@ -1,7 +1,5 @@
 """`examples/support_replay.py`: the bias of scores over the whole vocabulary, and none over the ids that were left."""
 
-from __future__ import annotations
-
 import re
 from contextlib import redirect_stdout
 from io import StringIO

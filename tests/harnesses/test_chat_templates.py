@@ -5,8 +5,6 @@ them, one after another: every prompt has to be the template's own, or, where a 
 begin with the ids of the turns before.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """inspect_ai answers its samples with a backend: evals, settings, log-probs, tool calls and reasoning."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

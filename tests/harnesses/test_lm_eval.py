@@ -1,7 +1,5 @@
 """The model `corelm` of lm-eval gives the numbers and answers of lm-eval's own model `hf`, on every engine."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

@@ -1,7 +1,5 @@
 """The arguments of the model `corelm`: what they mean, and that those which mean nothing are refused by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from corelm.errors import InvalidRequestError

@@ -1,7 +1,5 @@
 """What a rollout for TRL refuses: settings under which log-probs would mean something else, and missing parts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`GRPORollout` in the real `GRPOTrainer`: TRL's own numbers, the weights that are handed over, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import ClassVar
 

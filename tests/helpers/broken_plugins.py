@@ -3,8 +3,6 @@
 Those without a defect, of which some inherit, are in `capable_plugins`.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Generator

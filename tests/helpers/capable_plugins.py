@@ -1,7 +1,5 @@
 """Plugins without a defect that declare what the toy backend lacks."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from typing import Any

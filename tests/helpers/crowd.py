@@ -1,7 +1,5 @@
 """Checks with many callers: threads and tasks share a real engine through a `DynamicBatcher`; some are cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 

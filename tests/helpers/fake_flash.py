@@ -3,8 +3,6 @@
 The package runs on GPUs only. Its functions are imitated, so that transformers' own way to call them can be tested.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

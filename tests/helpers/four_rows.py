@@ -1,7 +1,5 @@
 """Four rows in every container, in both layouts, and the check that a TensorDict holds some of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

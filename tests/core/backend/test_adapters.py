@@ -1,7 +1,5 @@
 """Adapters: named in each call, loaded and replaced on their own, and part of the label of every row."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls that another thread makes: refused where they would wait for themselves, and made in their caller's modes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 

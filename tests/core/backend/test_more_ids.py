@@ -100,9 +100,6 @@ def test_skipped_prompts_have_no_sets_and_move_no_others(backend, sampling):
     assert bool((kept.contains(found.ids.values) | (kept.ids.lengths == 0)).all())
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
-
-
 @each(
     "support, rows, says",
     [

@@ -1,7 +1,5 @@
 """Rows that a plugin refuses are named as the caller knows them, however the request was made of the caller's rows."""
 
-from __future__ import annotations
-
 import pytest
 
 from corelm import DynamicBatcher

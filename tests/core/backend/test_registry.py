@@ -1,7 +1,5 @@
 """Discovery with real distributions on ``sys.path``: each failure has its own error, which says what to do."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """`backend.runs(model)`: whether training a model object in place changes an engine's weights."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch

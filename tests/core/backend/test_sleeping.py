@@ -1,7 +1,5 @@
 """An engine that sleeps: what is refused meanwhile, what it wakes with, and what happens if it fails to."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`Backend.stream` and `astream`: chunks as they come, the same result, and nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

@@ -1,7 +1,5 @@
 """A timeout ends the caller's wait even if the engine goes on, and closing does not wait for such a call for ever."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +26,6 @@ from helpers.insides import a_call_waits
 ENDLESS = [1e10, float(sys.maxsize), 1e300]
 
 
-# Large timeouts ------------------------------------------------------------------------------------------------------
-
-
 @each("endless", ENDLESS)
 def test_a_call_with_an_endless_timeout_waits_for_its_turn(endless):
     gate = Gate()
@@ -41,9 +36,6 @@ def test_a_call_with_an_endless_timeout_waits_for_its_turn(endless):
         second = pool.submit(backend.generate, [[3]], SHORT, timeout=endless)
         gate.opened.set()
         assert ids(first) == [[1, 1]] and ids(second) == [[3, 3]]
-
-
-# Engines that ignore the timeout -------------------------------------------------------------------------------------
 
 
 def test_a_timeout_ends_the_wait_and_later_calls_wait_for_the_engine():
@@ -102,9 +94,6 @@ def test_two_calls_that_update_the_weights_do_not_wait_for_each_other():
     (refused,) = filter(None, errors)
     assert isinstance(refused, EngineError) and "two calls under way each want to update" in str(refused)
     assert backend.weight_version == "1"
-
-
-# Closing -------------------------------------------------------------------------------------------------------------
 
 
 class Closing(Fake):

@@ -1,7 +1,5 @@
 """New weights for answers under way: who waits for whom, and which label each token gets."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Weights that their owner changes: noticed where the engine tells its weights' state, and announced by the owner."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -100,9 +98,6 @@ def test_a_call_that_fails_because_the_weights_changed_may_be_retried():
     engine.bend = train_once
     backend = Backend.from_plugin(engine, "watched", retry=2)
     assert backend.generate([[3]], SHORT).weight_versions == ("1",)
-
-
-# Announced -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_owner_says_that_the_weights_have_changed():

@@ -1,7 +1,5 @@
 """A bad request fails alone: the other requests of its batch are answered, and so are later ones."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests that share calls keep their own sets and ids, also when rows are skipped, fail, are aborted or time out."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`LLMPolicy(batching=True)` and `aforward`: policies share a batcher, and threads and tasks share its calls."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -46,9 +44,6 @@ def tokens(*rows):
 
 def responses(td):
     return corelm.ragged(td, ("tokens", "response")).tolist()
-
-
-# Threads -------------------------------------------------------------------------------------------------------------
 
 
 @each("mode", ["text", "tokens"])
@@ -108,9 +103,6 @@ def test_a_batcher_passed_as_the_backend_keeps_its_limits():
             assert policy.backend is batcher and policy.get_batching_state().queued == 0
         with refused(InvalidRequestError, field="batching"):
             LLMPolicy(batcher, batching=Limits(max_batch_size=3), **options)
-
-
-# Tasks ---------------------------------------------------------------------------------------------------------------
 
 
 def test_tasks_share_calls_and_two_threads_serve_them_all():

@@ -1,7 +1,5 @@
 """What one caller does (an endless timeout, a failing callback, an abort that hangs) affects no other caller."""
 
-from __future__ import annotations
-
 import _thread
 import asyncio
 import sys

@@ -1,7 +1,5 @@
 """The rules of batching, tested without threads and without a clock: each test passes the time."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

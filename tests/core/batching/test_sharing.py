@@ -1,7 +1,5 @@
 """Requests share calls to the engine; each gets its own answer, sampled with its own parameters."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -27,8 +25,6 @@ from helpers.batching_fakes import (
 from helpers.each import each
 from helpers.fakes import SHORT
 from helpers.refusals import refused
-
-# Sharing -------------------------------------------------------------------------------------------------------------
 
 
 def test_requests_with_equal_parameters_share_a_call_and_each_gets_its_own_answer():
@@ -175,9 +171,6 @@ def test_threads_that_switch_often_get_their_own_answers():
                 assert got == [lone_answer(prompt, seed, temperature=temperature)]
     finally:
         sys.setswitchinterval(before)
-
-
-# Engines with `concurrent_calls` -------------------------------------------------------------------------------------
 
 
 def test_an_engine_with_concurrent_calls_gets_each_request_alone_up_to_max_batch_size():

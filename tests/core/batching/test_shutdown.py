@@ -1,7 +1,5 @@
 """Shutting a batcher down leaves no future pending and no thread alive."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Calls that need the engine to themselves (new weights, gradients), and calls made by callbacks and wrappers."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

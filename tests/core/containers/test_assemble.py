@@ -1,7 +1,5 @@
 """`assemble`, with requests made by hand and results compared with plain Python lists."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

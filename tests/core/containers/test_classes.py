@@ -1,7 +1,5 @@
 """The containers under the operations of a TensorDict, in both layouts, compared with plain Python lists."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Message` and `History`: conversations survive every operation of tensordict."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from copy import deepcopy

@@ -119,9 +119,6 @@ def test_conversations_of_different_numbers_of_turns_are_merged_one_by_one_and_s
     assert [len(versions) for versions in stacked["weight_versions"]] == [3, 1]
 
 
-# Errors --------------------------------------------------------------------------------------------------------------
-
-
 def test_turns_that_the_template_rewrites_are_refused(backend):
     options = {"chat_template": FORGETFUL, "prefer_tokens": False, "return_masks": False}
     results = converse(LLMPolicy(backend, sampling_params=SAMPLING, **options), 2)

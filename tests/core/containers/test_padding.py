@@ -1,7 +1,5 @@
 """`repad` and `collate`: from rows of their own length to dense tensors and back, exactly."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The ``repr`` of containers and results: short, for people, and never an exception."""
 
-from __future__ import annotations
-
 from tensordict import TensorDict, lazy_stack
 
 from corelm import History

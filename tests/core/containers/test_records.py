@@ -1,7 +1,5 @@
 """`to_records`: what it holds for every layout and batch, and that the libraries it is for read it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +178,6 @@ def test_mistakes_name_the_entry_and_say_what_to_type() -> None:
     td["row"] = torch.zeros(4)
     with pytest.raises(InvalidRequestError, match=r"two entries give the key 'row'.*rename_key_"):
         corelm.to_records(td)
-
-
-# The libraries -------------------------------------------------------------------------------------------------------
 
 
 def everything() -> list[dict[str, Any]]:

@@ -133,9 +133,6 @@ def test_masks_select_what_counts_and_nothing_else_is_scored(gen, ref, student):
         assert not DistillationLoss(policy).mean(td).requires_grad
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
-
-
 def test_other_temperatures_are_refused(gen, ref, student):
     _, policy = student
     warm = {"log_probs_mode": "processed", "sampling_params": {"temperature": 0.5}}

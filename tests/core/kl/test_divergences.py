@@ -202,9 +202,6 @@ def test_precision_is_at_least_float32(dtype):
         torch.testing.assert_close(found.double(), top_k_divergence(*sides, kind), rtol=0.05, atol=0.02)
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
-
-
 def sound(shape=(2, 3), k=2):
     return TopLogProbs(
         torch.full((*shape, k), 0.25).log(),

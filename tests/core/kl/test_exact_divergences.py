@@ -218,8 +218,6 @@ def test_no_tensor_is_larger_than_a_tile_or_the_gradient_of_the_head(kind):
     assert seen.elements == TILE * TILE < POSITIONS * VOCAB
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
-
 T, TH, S, SH = sides(3, 9)
 
 

@@ -233,9 +233,6 @@ def test_the_trainers_temperature_must_be_the_samplers():
         assert mismatch_report(td).max_abs < 1e-4
 
 
-# Controllers ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_adaptive_coefficient_follows_the_paper():
     controller = AdaptiveKLController(0.2, target=6.0, horizon=10_000)
     # (measured KL, sequences, expected factor)

@@ -109,9 +109,6 @@ def test_bare_rows_of_different_lengths_are_accepted(backend):
     assert corelm.ragged(policy(stacked), ("tokens", "prompt")).tolist() == [[72], [72, 105]]
 
 
-# Keys ----------------------------------------------------------------------------------------------------------------
-
-
 def test_the_input_may_have_a_key_of_another_name_and_stays_there(backend):
     policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
     expected = policy(TensorDict(text=QUESTIONS[:2]), seed=1)["text"]

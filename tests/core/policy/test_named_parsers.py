@@ -1,7 +1,5 @@
 """A policy with the parser of a format: what it passes to the parser, and that sampled ids survive."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -149,9 +147,6 @@ def test_an_answer_that_continues_a_turn_is_read_with_it():
 def test_a_call_may_end_with_a_stop_string_that_is_its_mark():
     result = said(JSON_CALL, engine={"singly": True, "eos": False}, sampling_params={"stop": ["</tool_call>"]})
     assert not result["text"].response[0].endswith(">") and message(result).tool_calls == (ADD,)
-
-
-# Options --------------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_name_is_refused_before_an_engine_is_opened():

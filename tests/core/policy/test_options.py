@@ -1,7 +1,5 @@
 """`PolicyOptions`: a policy's options as one value."""
 
-from __future__ import annotations
-
 import pytest
 from tensordict import TensorDict
 

@@ -1,7 +1,5 @@
 """`progress=True`: a bar that shows what happens, and changes nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import builtins
 import sys

@@ -1,7 +1,5 @@
 """A policy completes answers that it has returned before, whatever their layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

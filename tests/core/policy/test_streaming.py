@@ -1,7 +1,5 @@
 """`policy.stream` and `policy.astream`: text, ids and log-probs as they come, then what the policy returns."""
 
-from __future__ import annotations
-
 import asyncio
 
 import torch

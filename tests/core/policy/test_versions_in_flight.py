@@ -1,7 +1,5 @@
 """Answers of several weights in containers: the runs, what survives saving, and how old each token is."""
 
-from __future__ import annotations
-
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What happens between two turns: the template sees calls and reasoning, a turn ends once, and masks end with it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -116,9 +116,6 @@ def unmarked_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
 
 
-# From text -----------------------------------------------------------------------------------------------------------
-
-
 @each("prompt", [True, False])
 @each("chats", [CHATS[1], CHATS, [CHATS, CHATS[::-1]]])
 def test_a_conversation_is_read_back_from_its_text(chats, prompt):

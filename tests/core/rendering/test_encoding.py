@@ -1,7 +1,5 @@
 """`Encoder`, compared with the tokenizer's own `__call__`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -112,9 +110,6 @@ def test_any_callable_works_and_gets_only_the_requested_options() -> None:
     assert batch.ids.tolist() == [[1, 2], []] and batch.ids.values.dtype == torch.int64
     assert seen == [{"add_special_tokens": True}]
     assert len(Encoder(words)(request([])).ids) == 0 and len(seen) == 1
-
-
-# A plugin's own `tokenize` -------------------------------------------------------------------------------------------
 
 
 class Tokenizing(Fake):

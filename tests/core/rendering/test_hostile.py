@@ -1,7 +1,5 @@
 """Texts that cannot be encoded, and chat templates that never end: refused by row, and the other rows are rendered."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -29,8 +27,6 @@ CUT_CHATS = {
     "reasoning_content": {"role": "assistant", "content": "Hi", "reasoning_content": CUT},
     "a key": {"role": "user", "content": "Hi", "meta": {CUT: 1}},
 }
-
-# Texts that cannot be encoded ----------------------------------------------------------------------------------------
 
 
 @each("field", CUT_CHATS)
@@ -95,9 +91,6 @@ def test_a_policy_answers_the_rows_next_to_a_bad_one(backend: Any, generate: boo
     assert all(len(row) for row in (td["tokens"].full[0], td["tokens"].full[2]))
 
 
-# Private characters --------------------------------------------------------------------------------------------------
-
-
 def test_a_conversation_may_use_up_the_private_characters() -> None:
     chat = [
         {"role": "user", "content": PRIVATE + "\ue0000\ue001 \\ue000<|im_end|>"},
@@ -109,9 +102,6 @@ def test_a_conversation_may_use_up_the_private_characters() -> None:
     writes_tools = "{{ tools | tojson }}" + ct.CHATML
     tools = [{"name": PRIVATE}]
     assert PRIVATE in rendered([[QUESTION]], writes_tools, template_kwargs={"tools": tools}).texts[0]
-
-
-# Templates that write too much ----------------------------------------------------------------------------------------
 
 
 def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

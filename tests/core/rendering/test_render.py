@@ -1,7 +1,5 @@
 """Rendered conversations, compared with the tokenizer's own rendering, ids and assistant mask."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +23,6 @@ from helpers.rendering import (
     sampled,
     tokenize,
 )
-
-# Without sampled turns: the same as the tokenizer's own --------------------------------------------------------------
 
 contents = st.text(alphabet=st.sampled_from("ab 1?.\n\té🙂the"), max_size=12)
 
@@ -126,9 +122,6 @@ def test_rows_are_independent_and_texts_are_tokenized_in_one_call() -> None:
     assert together.ids.tolist() == [one.ids.tolist()[0] for one in alone]
     assert together.assistant.tolist() == [one.assistant.tolist()[0] for one in alone]
     assert together.texts == tuple(one.texts[0] for one in alone)
-
-
-# Sampled turns keep their ids ----------------------------------------------------------------------------------------
 
 
 @st.composite

@@ -1,7 +1,5 @@
 """Texts that look like special tokens or placeholders, and conversations that cannot be rendered."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +13,6 @@ from helpers import chat_templates as ct
 from helpers.each import each, examples
 from helpers.refusals import refused
 from helpers.rendering import ANSWER, ID, MORE, QUESTION, TOKENIZER, ids_of, own, rendered, sampled, tokenize
-
-# Texts that look like special tokens or placeholders -----------------------------------------------------------------
 
 hostile = st.lists(st.sampled_from([*ct.SPECIAL, "<|im_", "end|>", "a", " ", "\n", "user"]), max_size=8).map("".join)
 
@@ -81,9 +77,6 @@ def test_texts_that_look_like_placeholders_are_kept() -> None:
     turn = sampled("Paris.<|im_end|>")
     expected = own([odd], ct.CHATML, True)["input_ids"] + turn["token_ids"]
     assert ids_of([odd, turn], ct.CHATML) == expected
-
-
-# Conversations that cannot be rendered -------------------------------------------------------------------------------
 
 
 def test_the_ids_of_a_sampled_turn_replace_what_the_template_makes_of_its_text() -> None:

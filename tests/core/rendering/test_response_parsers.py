@@ -1,7 +1,5 @@
 """What a family's chat template writes for an assistant's turn, its parser reads as the same turn."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import time

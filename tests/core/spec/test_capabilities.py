@@ -1,7 +1,5 @@
 """Capabilities: what a plugin declares, and mistakes in it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

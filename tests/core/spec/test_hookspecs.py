@@ -1,7 +1,5 @@
 """What a hook raises, and what its caller gets: the table in `corelm.spec.hookspecs`."""
 
-from __future__ import annotations
-
 import pytest
 
 from corelm.errors import (

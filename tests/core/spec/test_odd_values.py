@@ -1,7 +1,5 @@
 """Values of any kind, in `SamplingParams`, `Message` and prompts: each is either legal or refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pickle
@@ -92,9 +90,6 @@ def test_values_that_used_to_pass_or_to_raise_something_else() -> None:
     assert SamplingParams(top_k=torch.tensor(3)).top_k == 3 and SamplingParams(top_k=-1.0).top_k is None
 
 
-# Messages ------------------------------------------------------------------------------------------------------------
-
-
 @each("name", [field.name for field in dataclasses.fields(Message)])
 def test_a_message_takes_or_refuses_every_value(name: str) -> None:
     for value in ODD:
@@ -122,9 +117,6 @@ def test_a_message_refuses_values_that_cannot_be_copied_and_names_that_it_has() 
         Message("user", "Hi", extra={"role": "system"})
     with refused(InvalidRequestError, field="extra"):
         Message.from_dict({"role": "user", 5: 6})
-
-
-# Prompts -------------------------------------------------------------------------------------------------------------
 
 
 def test_prompts_of_every_kind_are_rows_or_refused() -> None:

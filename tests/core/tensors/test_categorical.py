@@ -189,8 +189,6 @@ def test_no_tensor_as_large_as_the_logits_is_made_or_kept():
     assert logits.grad.shape == logits.shape
 
 
-# Logits that are no distribution -------------------------------------------------------------------------------------
-
 NAN, INF = float("nan"), float("inf")
 
 

@@ -1,7 +1,5 @@
 """Stacks whose rows are made when somebody asks for one: when that is, and that nobody sees a difference."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from typing import Any
@@ -104,9 +102,6 @@ def test_threads_that_ask_at_once_get_the_same_rows() -> None:
         for thread in threads:
             thread.join()
         assert len({tuple(map(id, rows)) for rows in found}) == 1
-
-
-# What is needed from tensordict and torch ----------------------------------------------------------------------------
 
 
 class Plain:

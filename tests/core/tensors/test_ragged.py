@@ -1,7 +1,5 @@
 """`Ragged`, compared with plain Python lists."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 

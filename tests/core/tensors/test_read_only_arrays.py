@@ -1,7 +1,5 @@
 """Arrays that numpy calls read-only, as Parquet and memory maps give them, are taken without a warning of torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Every broken plugin fails the tests of the kit that the table lists for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from corelm_testing import BackendConformance

@@ -1,7 +1,5 @@
 """The files of a cassette: readable after a crash, refused when damaged, and without secrets."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

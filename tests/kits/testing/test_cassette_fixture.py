@@ -1,7 +1,5 @@
 """The pytest fixture `cassette`: recorded on the first run, replayed from then on, next to the test file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A replay gives what the engine gave, bit for bit, and refuses what it did not give."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The conformance kit itself, run by pytest in pytest: missing tests, tests that do not apply, and the report."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """`python -m corelm_testing.tiny`: the model of the documentation, for users who have no checkout."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial
