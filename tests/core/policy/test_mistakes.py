@@ -39,6 +39,7 @@ def test_a_missing_key_is_named_together_with_the_existing_keys(backend, mode, g
         ({"generate": False, "return_log_probs": False}, "return_log_probs"),
         ({"input_mode": "text", "return_history": True}, "return_history"),
         ({"input_mode": "text", "response_parser": "hermes"}, "response_parser"),
+        ({"response_parser": "hermse"}, "response_parser"),
         ({"model": "twice"}, "model"),
         ({"sampling_params": {"temprature": 1}}, "temprature"),
     ],

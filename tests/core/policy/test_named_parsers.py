@@ -5,7 +5,7 @@ import json
 import pytest
 from tensordict import TensorDict
 
-from corelm import History, LLMPolicy, Message, PolicyOptions
+from corelm import History, LLMPolicy, Message
 from corelm.errors import InvalidRequestError, ResponseParserWarning
 from helpers import chat_templates as ct
 from helpers.each import each
@@ -147,14 +147,6 @@ def test_an_answer_that_continues_a_turn_is_read_with_it():
 def test_a_call_may_end_with_a_stop_string_that_is_its_mark():
     result = said(JSON_CALL, engine={"singly": True, "eos": False}, sampling_params={"stop": ["</tool_call>"]})
     assert not result["text"].response[0].endswith(">") and message(result).tool_calls == (ADD,)
-
-
-def test_an_unknown_name_is_refused_before_an_engine_is_opened():
-    with pytest.raises(InvalidRequestError, match="did you mean 'hermes'") as caught:
-        PolicyOptions(response_parser="hermse")
-    assert caught.value.field == "response_parser"
-    with refused(InvalidRequestError, field="response_parser"):
-        PolicyOptions(response_parser=3)
 
 
 def test_an_engine_that_was_opened_for_nothing_is_closed(caplog):

@@ -186,17 +186,6 @@ def test_an_eos_may_be_an_ordinary_token() -> None:
     assert TOKENIZER.decode(after).endswith("assistant: Par\nuser: And of Italy?\nassistant: ")
 
 
-def test_the_thinking_of_a_sampled_turn_is_kept() -> None:
-    """The template itself drops past thinking, and adds an empty block to an answer without thinking."""
-    first, second = sampled("<think>\nhm\n</think>\n\nParis.<|im_end|>"), sampled("Rome.<|im_end|>")
-    ids = ids_of([QUESTION, first, MORE, second], ct.THINKING)
-    assert TOKENIZER.decode(ids) == (
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\nhm\n</think>\n\nParis.<|im_end|>\n"
-        "<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\nRome.<|im_end|>"
-    )
-
-
 @each("content", [None, "", "hm"])
 def test_the_ids_of_a_parsed_turn_include_its_calls_and_thinking(content: str | None) -> None:
     call = {"type": "function", "function": {"name": "capital", "arguments": {}}}

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import corelm
 from corelm import Message, parser_named
 from corelm.errors import InvalidRequestError, ResponseFormatError
 from corelm.rendering.response_parsers import FORMATS
 from helpers import chat_templates as ct
 from helpers.each import each, examples
-from helpers.tool_templates import FAMILIES, HERMES, cut_out
+from helpers.tool_templates import FAMILIES, cut_out
 from helpers.tool_turns import declared, expected, texts, turns
 
 marked = st.lists(
@@ -262,18 +261,3 @@ def test_auto_reads_the_tokenizers_own_template() -> None:
 def test_auto_is_refused_where_the_tokenizer_has_no_usable_template(template) -> None:
     with pytest.raises(InvalidRequestError, match="response_template"):
         parser_named("auto", WithTemplate(template))
-
-
-def test_an_answer_is_read_as_it_was_written_whatever_its_tokens() -> None:
-    tokenizer = ct.tokenizer()
-    turn = {
-        "role": "assistant",
-        "content": "é",
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": "漢"}}}],
-    }
-    _, answer = cut_out(HERMES, turn, "<|im_end|>\n")
-    whole = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    singly = [each for letter in answer for each in tokenizer(letter, add_special_tokens=False)["input_ids"]]
-    assert whole != singly
-    one, other = (parser_named("hermes")(tokenizer.decode(ids)) for ids in (whole, singly))
-    assert one == other == corelm.Message.from_dict(turn)
