@@ -165,20 +165,6 @@ def test_a_poison_row_fails_alone() -> None:
         assert failure.value.rows == (7,) and "poisoned" in str(failure.value)
 
 
-def test_a_poison_sequence_fails_alone() -> None:
-    def before(engine: MortalToy, hook: str, request: Any) -> None:
-        if hook == "score_logprobs" and PROMPTS[2] in request.sequences.tolist():
-            engine.die("poisoned")
-
-    with Toys("a", "b", "c", before=before) as toys:
-        found = toys.backend.score_logprobs(PROMPTS, on_error="skip", return_argmax=True, return_logits=True)
-        expected = ONE.score_logprobs(PROMPTS)
-        assert found.errors is not None
-        assert [row for row, error in enumerate(found.errors) if error] == [2]
-        for row, (one, other) in enumerate(zip(found.logprobs.tolist(), expected.logprobs.tolist(), strict=True)):
-            assert one == ([0.0, 0.0] if row == 2 else other)
-
-
 def test_all_dead_is_an_error_in_bounded_time() -> None:
     def before(engine: MortalToy, hook: str, request: Any) -> None:
         if hook == "generate" and user_rows(request):

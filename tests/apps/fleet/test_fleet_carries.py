@@ -16,10 +16,8 @@ from corelm.spec import ScoreRequest, ScoreResult
 from corelm_fleet.agreement import capabilities_of_all
 from corelm_fleet.parts import Part, result_of_parts
 from corelm_fleet.pending import PendingCall
-from corelm_fleet.replica import Member
 from corelm_fleet.tokenizer import FleetTokenizer
-from helpers.mortal_toys import TABLE, MortalToy, Toys, one_engine
-from helpers.processes import wait_until
+from helpers.mortal_toys import MortalToy, Toys, one_engine
 
 
 def test_every_capability_that_is_no_flag_has_a_rule() -> None:
@@ -118,14 +116,6 @@ def test_a_mistake_fails_the_call_and_leaves_no_caller_waiting(
         assert "could not be ended" in caplog.text
         found = toys.backend.generate(PROMPTS, SAMPLING, timeout=20)
         assert found.ids.tolist() == one_engine().generate(PROMPTS, SAMPLING).ids.tolist()
-
-
-def test_an_engine_that_joins_later_has_to_be_like_the_others() -> None:
-    with Toys("a", "b") as toys:
-        small = TABLE[:200, :200]
-        toys.fleet.join(Member("c", lambda: MortalToy.make("c", small, lambda *given: None)))
-        assert wait_until(lambda: bool(toys.fleet.status()[2].why))
-        assert "vocabulary: the fleet, as a did, has 260, c has 200" in toys.fleet.status()[2].why
 
 
 def test_an_engine_that_fails_when_a_fleet_is_opened_is_not_called_another_one() -> None:
