@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +97,19 @@ def test_a_server_that_does_not_serve_fails_the_call(connect, serve):
     with pytest.raises(EngineError, match="status 500"):
         engine.map_rows(request(1), {0: {"n": 7}}, parse)
     assert engine.health(HealthRequest()) is False
+
+
+@pytest.mark.parametrize(("status", "of_its_row"), [(400, True), (500, True), (401, False), (429, False), (503, False)])
+def test_what_a_healthy_server_refuses_each_time_is_a_failure_of_the_row_or_of_the_call(
+    connect, serve, status, of_its_row
+):
+    refuse = lambda request: raw(b"") if request.path == "/health" else json_reply({"error": "no"}, status)  # noqa: E731
+    engine = Engine(connect(serve(refuse), max_retries=0), INFO)
+    for payloads in ({0: {"n": 7}}, {0: {"n": 7}, 1: {"n": 8}}):
+        with nullcontext() if of_its_row else pytest.raises(EngineError, match=str(status)):
+            found = engine.map_rows(request(2), payloads, parse)
+            assert [*found] == [*payloads] and all(isinstance(each, RowFailure) for each in found.values())
+    assert engine.health(HealthRequest())
 
 
 def test_streams_hand_over_what_is_new_of_their_own_row(connect, serve):

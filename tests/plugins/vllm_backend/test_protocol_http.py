@@ -148,13 +148,8 @@ WRONG_ANSWERS: dict[str, tuple[Spoil, str]] = {
     "log-probs-of-other-ids": (in_logprobs(lambda found: found["tokens"].reverse()), "not labelled"),
     "too-few-log-probs": (in_logprobs(lambda found: found["token_logprobs"].pop()), "one log-prob for each"),
     "null-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[None] * 4)), "position 0 is None"),
-    "false-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[False] * 4)), "is False"),
-    "text-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=["-1.5"] * 4)), "is '-1.5'"),
-    "nan-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[math.nan] * 4)), "is nan"),
-    "huge-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[10**400] * 4)), "is 1000"),
     "abort-nobody-asked-for": (put(finish_reason="abort"), "not by this client"),
     "repetition-nobody-asked-for": (put(finish_reason="repetition"), "'repetition'"),
-    "infinite-log-probs": (in_logprobs(lambda found: found.update(token_logprobs=[-9999.0] * 4)), "-9999"),
 }
 
 
@@ -247,7 +242,7 @@ def test_a_wrong_score_is_an_engine_error(connect: Connect, fake: FakeVLLM) -> N
 
 def test_a_score_that_is_none_fails_its_row_alone(connect: Connect, fake: FakeVLLM) -> None:
     backend = connect()
-    for value in (math.nan, -math.inf, -9999.0, False, "-1.5", None):
+    for value in (math.nan, None):
 
         def spoil(choice: dict[str, Any], value: Any = value) -> None:
             choice["prompt_logprobs"][1] = {str(PROMPTS[0][1]): {"logprob": value}}
@@ -333,12 +328,3 @@ def test_an_ignored_min_new_tokens_is_noticed(connect: Connect, fake: FakeVLLM) 
     sampling = {"max_new_tokens": 4, "seed": 1, "min_new_tokens": 3, "stop_token_ids": [unstopped[1]]}
     with pytest.raises(EngineError):
         backend.generate(PROMPTS[:1], sampling, logprobs="none")
-
-
-def test_json_that_is_not_a_completion_is_an_engine_error(connect: Connect, fake: FakeVLLM) -> None:
-    backend = connect()
-    for reply in [[], {"object": "error"}, "text", 7]:
-        with case(reply):
-            fake.fail_row(1, json_reply(reply))
-            with pytest.raises(EngineError):
-                backend.generate(PROMPTS, SAMPLING)

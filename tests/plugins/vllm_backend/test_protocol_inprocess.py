@@ -83,7 +83,7 @@ RAW, GREEDY = request(), request("processed", temperature=0.0)
 
 
 def test_a_log_prob_that_is_none_fails_its_row_alone() -> None:
-    for asked, value in itertools.product([RAW, GREEDY], [math.nan, -math.inf, math.inf, 0.5]):
+    for asked, value in itertools.product([RAW, GREEDY], [math.nan, 0.5]):
         with case(asked, value):
             good = output([8, 9], [-1.0, -2.0])
             result = generation_result(asked, [good, output([8, 9], [-1.0, value]), good], INFO)
