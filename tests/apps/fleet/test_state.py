@@ -220,6 +220,29 @@ def test_a_fleet_without_replicas_fails_rows_at_once():
     assert w.rows[0].outcomes == ["failed"]
 
 
+def test_a_draining_replica_finishes_its_rows_and_leaves():
+    w = world("a", "b")
+    w.add(0, 1)
+    call = w.send("a", 0)
+    w.drain("a")
+    assert state(w, "a") is State.DRAINING and w.fleet.takers == {"b"}
+    w.answer(call)
+    assert state(w, "a") is State.GONE
+    w.open("a")
+    assert w.fleet.takers == {"a", "b"} and w.fleet.replicas["a"].life.number == 2
+
+
+def test_the_rows_of_a_replica_that_dies_while_it_drains_go_elsewhere():
+    w = world("a", "b")
+    w.add(0)
+    w.send("a", 0)
+    w.drain("a")
+    w.die(w.engine("a"))
+    assert state(w, "a") is State.GONE and w.fleet.trials() == [(0, "b")]
+    w.answer(w.send("b", 0, trial=True))
+    assert w.rows[0].outcomes == ["answered"]
+
+
 def test_a_replica_with_one_call_at_once():
     w = World()
     w.open("a", most_flights=1)
