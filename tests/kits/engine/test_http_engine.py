@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from corelm import SamplingParams
 from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
@@ -18,13 +17,13 @@ from corelm.spec import (
     Deadline,
     GenerateRequest,
     HealthRequest,
-    Ragged,
     RowAnswer,
     RowFailure,
 )
 from corelm_engine_kit import HttpEngine, HttpOptions, ReplyStreams, RowError, SoFar, takes_http_options
 from helpers.http_clients import KEY
 from helpers.http_server import Reply, Request, event_stream, held, json_reply, raw
+from helpers.requests import generation
 from helpers.tiny_models import tiny_tokenizer
 
 INFO = SimpleNamespace(capabilities=Capabilities(vocab_size=100, max_context=64), tokenizer=tiny_tokenizer())
@@ -70,13 +69,7 @@ def spell(request: Request) -> Reply:
 
 
 def request(count: int, **fields: Any) -> GenerateRequest:
-    known = {"logprobs": "raw", "seeds": None, "stop_ids": frozenset(), "timeout": None}
-    return GenerateRequest(
-        prompts=Ragged.from_list([[5]] * count),
-        sampling=SamplingParams(max_new_tokens=2),
-        request_ids=tuple(f"row-{number}" for number in range(count)),
-        **(known | fields),
-    )
+    return generation([[5]] * count, max_new_tokens=2, **fields)
 
 
 def test_rows_keep_their_numbers_and_fail_alone(connect, serve):
@@ -144,7 +137,7 @@ def test_an_abort_ends_the_requests_of_that_name(connect, serve, told):
     call.start()
     assert arrived.wait(60)
     engine.abort(AbortRequest(request_ids=("another",)))
-    engine.abort(AbortRequest(request_ids=("row-0",)))
+    engine.abort(AbortRequest(request_ids=("0",)))
     call.join(60)
     gate.set()
     assert found == {0: parse(0, {"ids": [7]}, True) if told else RowFailure("the request was aborted", aborted=True)}

@@ -10,14 +10,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from corelm import LLMPolicy, SamplingParams, Tokens
+from corelm import LLMPolicy, Tokens
 from corelm.errors import CapabilityError, EngineError
-from corelm.spec import Capabilities, GenerateRequest, Ragged
+from corelm.spec import Capabilities
 from helpers.canned_replies import answering
 from helpers.each import case
 from helpers.fake_vllm import PROMPTS, SAMPLING, VOCAB, Connect, FakeVLLM, Spoil, next_logprobs
 from helpers.half_characters import Pieces
 from helpers.http_server import FaultServer, json_reply
+from helpers.requests import generation
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.server import VLLMServer
 
@@ -297,15 +298,7 @@ def test_an_answer_that_goes_on_to_complete_a_character_ends_at_its_stop_string(
         ([0, 3], [0, 3]),
     ]:
         with case(ids, answer):
-            request = GenerateRequest(
-                prompts=Ragged.from_list([[0]]),
-                sampling=SamplingParams(max_new_tokens=9, stop=("x",)),
-                logprobs="none",
-                seeds=None,
-                stop_ids=frozenset(),
-                request_ids=("a",),
-                timeout=None,
-            )
+            request = generation([[0]], "none", max_new_tokens=9, stop=("x",))
             info = ServerInfo(
                 capabilities=Capabilities(vocab_size=4, max_context=64),
                 tokenizer=Pieces(),
