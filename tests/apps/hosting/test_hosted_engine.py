@@ -227,6 +227,9 @@ def test_new_weights_reach_the_engine(steady: Backend) -> None:
     assert len(backend.generate([[20]], {"max_new_tokens": 2}).ids) == 1
 
 
+# The process ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(("order", "signal"), [(4, "SIGKILL"), pytest.param(10, "SIGSEGV", marks=pytest.mark.nightly)])
 def test_a_host_that_dies_fails_all_callers_at_once(obedient: Open, order: int, signal: str, logs: Path) -> None:
     backend = obedient("concurrent")

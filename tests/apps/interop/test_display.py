@@ -134,6 +134,9 @@ def test_nothing_that_is_printed_raises(make: Any) -> None:
 # Large batches -------------------------------------------------------------------------------------------------------
 
 
+# Notebooks -----------------------------------------------------------------------------------------------------------
+
+
 class Checker(html.parser.HTMLParser):
     """Checks that every tag is closed in order, and collects the text and the titles."""
 

@@ -79,6 +79,9 @@ def test_scoring_only_the_last_id_or_some_of_the_last_ids(shared: Backend) -> No
         assert close(found[scored], oracle.logprobs(MODEL, row)[scored])
 
 
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
 def test_engine_kwargs_reach_the_engine(shared: Backend) -> None:
     prompts = random_rows(5, 9)
     sampling = {"max_new_tokens": 8, "engine_kwargs": {"allowed_token_ids": [7, 8, 9]}, "seed": 1}

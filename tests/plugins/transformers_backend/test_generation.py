@@ -243,6 +243,9 @@ def test_results_are_never_inference_tensors(open_model: Open) -> None:
     assert not out.logprobs.values.requires_grad
 
 
+# Beams --------------------------------------------------------------------------------------------------------------
+
+
 def test_a_beam_search_wide_enough_finds_the_likeliest_answer(open_model: Open) -> None:
     model = tiny_model(vocab_size=12)
     model.generation_config.repetition_penalty = 5.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,17 @@ def test_a_server_without_a_description_that_ignores_fields_is_refused(
         connect()
 
 
+def test_a_failed_opening_leaves_no_thread_behind(connect: Connect, fake: FakeVLLM) -> None:
+    before = set(threading.enumerate())
+    fake.pages["/openapi.json"] = {"paths": {}}
+    with pytest.raises(EngineError):
+        connect()
+    assert not {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("corelm")}
+
+
+# The key --------------------------------------------------------------------------------------------------------------
+
+
 def test_the_key_is_read_from_the_environment_and_never_shown(
     connect: Connect, server: FaultServer, fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +172,9 @@ def test_the_key_is_read_from_the_environment_and_never_shown(
 def test_a_key_that_equals_the_name_of_the_model_changes_no_request(connect: Connect, server: FaultServer) -> None:
     connect(api_key="fake").generate(PROMPTS, SAMPLING)
     assert server.requests[-1].body["model"] == "fake"
+
+
+# Code that comes with a model -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
