@@ -12,12 +12,13 @@ import torch
 from apps.fleet.conftest import PROMPTS, SAMPLING
 from corelm import Capabilities, Ragged
 from corelm.errors import EngineError
-from corelm.spec import ScoreRequest, ScoreResult
+from corelm.spec import ScoreResult
 from corelm_fleet.agreement import capabilities_of_all
 from corelm_fleet.parts import Part, result_of_parts
 from corelm_fleet.pending import PendingCall
 from corelm_fleet.tokenizer import FleetTokenizer
 from helpers.mortal_toys import MortalToy, Toys, one_engine
+from helpers.requests import scoring
 
 
 def test_every_capability_that_is_no_flag_has_a_rule() -> None:
@@ -44,16 +45,7 @@ def test_every_capability_that_is_no_flag_has_a_rule() -> None:
 def test_what_was_not_asked_for_is_not_made_up() -> None:
     """An engine may return logits that were not asked for. Those of another engine are not 0."""
     rows = Ragged.from_list([[1], [2]])
-    request = ScoreRequest(
-        sequences=rows,
-        score_from=torch.tensor([1, 1]),
-        temperature=1.0,
-        return_logits=False,
-        grad=False,
-        device=None,
-        request_ids=("a", "b"),
-        timeout=None,
-    )
+    request = scoring([[1], [2]])
     one = ScoreResult(
         logprobs=Ragged.from_list([[0.0]], torch.float32), scored=rows.select([0]).with_values(torch.tensor([False]))
     )

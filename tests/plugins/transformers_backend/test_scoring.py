@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from corelm.errors import EngineError
+from corelm.errors import BackendTimeoutError, EngineError
 from helpers import oracle
 from helpers.plain_forward import Open, assert_scores, own_loss
 from helpers.tiny_models import random_rows, tiny_model
@@ -126,6 +126,11 @@ def test_results_are_never_inference_tensors(open_model: Open) -> None:
     with torch.inference_mode():
         out = backend.score_logprobs(ROWS, return_logits=True)
     assert not any(part.values.is_inference() for part in (out.logprobs, out.scored, out.logits))
+
+
+def test_a_call_that_takes_too_long_raises_a_timeout(open_model: Open) -> None:
+    with pytest.raises(BackendTimeoutError):
+        open_model(tiny_model()).score_logprobs(ROWS, timeout=1e-9)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
