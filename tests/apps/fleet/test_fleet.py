@@ -265,13 +265,6 @@ def test_capabilities_are_the_intersection() -> None:
             assert not getattr(common, name), name
         assert common.max_context == 4
     assert not capabilities_of_all([everything]).gradients
-    one = Capabilities(
-        vocab_size=9, max_context=None, sampling={"temperature": (0.0, 2.0), "top_k": None, "stop": None}
-    )
-    two = Capabilities(vocab_size=9, max_context=None, sampling={"temperature": (0.5, 9.0), "top_k": (1, 5)})
-    deep, light = (replace(one, update_weights=True, sleep_levels=frozenset(levels)) for levels in ({1, 2}, {1}))
-    assert capabilities_of_all([deep, light]).sleep_levels == {1} and not capabilities_of_all([deep, one]).sleep_levels
-    assert dict(capabilities_of_all([one, two]).sampling) == {"temperature": (0.5, 2.0), "top_k": (1, 5)}
 
 
 def test_engines_that_differ_are_refused_with_both_names() -> None:

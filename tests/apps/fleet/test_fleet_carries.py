@@ -27,7 +27,11 @@ def test_every_capability_that_is_no_flag_has_a_rule() -> None:
         "vocab_size": (9, 9, 9),
         "max_context": (8, 4, 4),
         "eos_token_ids": (frozenset({1}), frozenset({1}), frozenset({1})),
-        "sampling": ({"top_k": None, "stop": None}, {"top_k": (1, 5)}, {"top_k": (1, 5)}),
+        "sampling": (
+            {"temperature": (0.0, 2.0), "top_k": None, "stop": None},
+            {"temperature": (0.5, 9.0), "top_k": (1, 5)},
+            {"temperature": (0.5, 2.0), "top_k": (1, 5)},
+        ),
         "generation_modes": (frozenset({"raw", "processed"}), frozenset({"raw"}), frozenset({"raw"})),
         "sleep_levels": (frozenset({1, 2}), frozenset({1}), frozenset({1})),
         "score_top_k": (7, 5, 5),
