@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from corelm.backend.turns import EngineLock, Turn
+from corelm.backend.engine import EngineLock, Turn
 from helpers.each import each
 from helpers.interrupts import interrupt_everywhere
 
 
 def hold(lock: EngineLock, how: str, function: Callable[[], Any] = lambda: None, timeout: float | None = None):
     """Call the function while this thread holds the lock: "shared" or "exclusive"."""
-    return inside(lock, Turn(lock, how == "exclusive"), function, timeout)
+    return inside(lock, lock.nested(Turn(how == "exclusive")), function, timeout)
 
 
 def inside(lock: EngineLock, turn: Turn, function: Callable[[], Any], timeout: float | None = None):
@@ -134,7 +134,7 @@ def test_a_thread_that_works_for_a_holder_may_acquire_again(pool):
     lock = EngineLock("fake")
 
     def in_it():
-        turn = Turn(lock, True)
+        turn = lock.nested(Turn(True))
         return pool.submit(inside, lock, turn, lambda: hold(lock, "exclusive", lambda: 7, 1.0), 1.0).result(timeout=10)
 
     assert hold(lock, "exclusive", in_it) == 7 and not lock.holders

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from corelm import Ragged, TokenSets, get_backend, hookimpl
-from corelm.backend.prepared_call import prepare_generation, prepare_scoring
+from corelm.backend.arguments import prepare_generation, prepare_scoring
 from corelm.batching.merging import ask_together, sharing_key
 from corelm.tensors.modes import CallerModes
 from helpers.each import each

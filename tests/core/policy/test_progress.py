@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import Backend, History, LLMPolicy
-from corelm.backend.prepared_call import prepare_generation
+from corelm.backend.arguments import prepare_generation
 from corelm.batching.merging import ask_together
 from corelm.errors import InvalidRequestError
 from corelm.policy.progress import answer_bar
