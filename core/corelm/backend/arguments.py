@@ -447,8 +447,7 @@ def texts(given: Any) -> tuple[str, ...]:
     given = [given] if isinstance(given, str) else as_list(given)
     if not isinstance(given, list):
         raise invalid("texts", f"expected a str or a list of str, got {shown(given)}{read_once(given)}")
-    if problems := not_texts(given):
-        refuse(problems, "texts")
+    refuse(not_texts(given), "texts")
     return tuple(given)
 
 
@@ -456,11 +455,11 @@ def not_texts(values: Sequence[Any]) -> Problems:
     """Return a problem for every row that is not a str, or that no tokenizer can encode."""
     if {*map(type, values)} <= {str} and all(map(str.isascii, values)):
         return {}
-    return {row: what for row, value in enumerate(values) if (what := _not_a_text(value))}
-
-
-def _not_a_text(value: Any) -> str | None:
-    return unencodable(value) if isinstance(value, str) else f"expected a str, got {type(value).__name__}"
+    problems: Problems = {}
+    for row, value in enumerate(values):
+        if what := unencodable(value) if isinstance(value, str) else f"expected a str, got {type(value).__name__}":
+            problems[row] = what
+    return problems
 
 
 # One value per row ----------------------------------------------------------------------------------------------------

@@ -308,23 +308,15 @@ class OpenEngine(OpenPlugin):
         return self.weights.version_with(None)
 
     def require_open(self) -> None:
-        """Refuse a call to a closed engine, and to one that another process has opened.
-
-        Raises:
-            BackendClosedError: the engine is closed, or this is a fork of the process that opened it.
-        """
+        """Raise a `BackendClosedError` if the engine is closed, or in a fork of the process that opened it."""
         if self.closed:
             raise BackendClosedError(f"backend {self.name!r} is closed; open it again with get_backend")
         if os.getpid() != self._process:
             self.require_here()
 
     def require_here(self) -> None:
-        """Refuse what a fork of the process that opened the engine cannot do.
-
-        Raises:
-            BackendClosedError: this is such a fork.
-        """
-        if os.getpid() != self._process:
+        """Raise a `BackendClosedError` in a fork of the process that opened the engine."""
+        if self.elsewhere:
             raise BackendClosedError(
                 f"backend {self.name!r} belongs to another process, which this one is a fork of; "
                 "call get_backend in this process"
@@ -463,11 +455,7 @@ class OpenEngine(OpenPlugin):
                 self._turn_ended()
 
     def ask(self, hook: str, request: Any) -> Any:
-        """Return what a hook returns, in a turn that `call` or `alone` has taken.
-
-        Raises:
-            CoreLMError: see `corelm.spec.hookspecs`.
-        """
+        """Return what a hook returns, in a turn that `call` or `alone` has taken."""
         try:
             return self.hooks[hook](request)
         except BaseException as error:
@@ -486,14 +474,11 @@ class OpenEngine(OpenPlugin):
         if around or hook not in self.own:
             return self.call(Call(hook, request))
         self.require_open()
+        result = self.ask(hook, request)
         try:
-            result = self.hooks[hook](request)
             return CHECKS[hook](result, request, self.capabilities) if hook in CHECKS else result
-        except BaseException as error:
-            told = _typed(error, self.name, hook)
-            if told is error:
-                raise
-            raise told from error
+        except WrongResult as wrong:
+            raise self.fault(hook)(str(wrong)) from None
 
     def _supervise(self, call: Call, timeout: float | None, attended: Callable[[], bool] | None) -> Any:
         """Make a call that has a timeout, retries, a reader of its tokens, wrappers or a log around it."""
@@ -640,18 +625,13 @@ class OpenEngine(OpenPlugin):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedCall(Call, Generic[R]):
-    """One call to an engine that has not been made yet.
+    """A call with a checked request that has not been made yet.
 
     Attributes:
         engine: the engine to call.
-        hook: the hook to call with `request`.
-        request: the checked request.
-        finish: makes the caller's result from a checked result. Call it before the engine serves another
-            call: it reads which weights are in force.
+        finish: see `Call`. It reads which weights are in force.
         caller_rows: int64: the caller's row for each row of the request.
-        rows: number of rows in the engine's result.
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
-        delivery: takes the tokens of the answers to a caller that reads along; None without such a caller.
         on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.
         origin: who made the call and when; None if the engine has no wrappers, which could measure it.
     """
@@ -684,26 +664,17 @@ class PreparedCall(Call, Generic[R]):
         return renumbered(error, self.caller_rows)
 
     def run(self, timeout: float | None = None, attended: Callable[[], bool] | None = None) -> R:
-        """Make the call on this thread and return its result. See `OpenEngine.call`."""
+        """Make the call on this thread. See `OpenEngine.call`."""
         result: R = self.engine.call(self, timeout, attended)
         return result
 
 
 def _typed(error: BaseException, name: str, hook: str) -> BaseException:
-    """Return the error for the caller of a hook that has raised `error`, or whose result was wrong.
-
-    It is `error` itself if that is core's own or ends the program.
-
-    Args:
-        name: the name that the engine was opened by.
-        hook: the hook's name.
-    """
+    """Return the error for the caller of a hook that has raised `error`: itself if it is core's or ends the program."""
     # An engine can raise asyncio.CancelledError or SystemExit, too. They are its failure and end no program.
     # On the main thread, a SystemExit may be that of the program's own handler of a signal.
     if isinstance(error, CoreLMError) or is_interrupt(error) or (isinstance(error, SystemExit) and is_main_thread()):
         return error
-    if isinstance(error, WrongResult):
-        return EngineError(f"backend {name!r}, hook {hook}: {error}", usable=True)
     if isinstance(error, TimeoutError):
         return BackendTimeoutError(f"backend {name!r}, hook {hook}: {message(error)}")
     return EngineError(f"backend {name!r}, hook {hook}: {described(error)}")

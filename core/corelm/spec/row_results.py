@@ -152,7 +152,7 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
     errors: list[str] = []
     ids, logprobs, reasons = list[Sequence[int]](), list[Sequence[float]](), list[str]()
     cached: list[int | None] = []
-    for row, length in zip(rows, request.prompts.lengths.tolist(), strict=True):
+    for row in rows:
         answer = RowAnswer([], [], "abort" if row.aborted else "error") if isinstance(row, RowFailure) else row
         answers.append(answer)
         errors.append(row.why if isinstance(row, RowFailure) and not row.aborted else "")
@@ -160,8 +160,12 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
         logprobs.append(answer.logprobs)
         reasons.append(answer.finish_reason)
         count = answer.cached_tokens
+        cached.append(count if type(count) is int and count >= 0 else None)
+    cached_tokens = None
+    if not {*cached} <= {None}:
         # An engine that interrupts a request and goes on later finds some of the answer in its cache as well.
-        cached.append(min(count, length) if type(count) is int and count >= 0 else None)
+        counts = zip(cached, request.prompts.lengths.tolist(), strict=True)
+        cached_tokens = tuple(None if count is None else min(count, length) for count, length in counts)
     device = request.prompts.values.device
     found: dict[str, Any] = {"ids": Ragged.from_list(ids), "logprobs": None}
     if request.logprobs != "none":
@@ -177,7 +181,7 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
     return GenerateResult(
         finish_reasons=tuple(reasons),
         errors=tuple(errors) if any(errors) else None,
-        cached_tokens=None if {*cached} <= {None} else tuple(cached),
+        cached_tokens=cached_tokens,
         **found,
         **Provenance.label(request.logprobs, request.sampling),
     )
