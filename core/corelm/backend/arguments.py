@@ -311,7 +311,6 @@ def prepare_scoring(
 
 
 def _adapter(engine: OpenEngine, given: Any) -> Adapter:
-    """Return the adapter of a call, which only an engine with the capability `adapters` may be asked for."""
     adapter = checked_adapter(given)
     engine.require("adapters", f"leave out adapter={adapter!r}, or open it with adapters, as its README says")
     return adapter

@@ -218,7 +218,6 @@ class EngineLock:
         return not others
 
     def _others(self, turn: Turn) -> list[Turn]:
-        """Return the holders that a turn waits for."""
         return [
             each for each in list(self.holders) if each not in turn.around and each.hook not in turn.concurrent_with
         ]
@@ -388,7 +387,7 @@ class OpenEngine(OpenPlugin):
                 if state.asleep or state.without_weights:
                     weights.refuse_to_answer()
                 if weights.noticed:
-                    seen, state = self.ask("weights_state", _STATE), weights.state
+                    seen = self.ask("weights_state", _STATE)
                     if seen is not None and state.known.get(seen) != state.label:
                         seen, state = weights.look()
             if end is not None:
@@ -439,9 +438,10 @@ class OpenEngine(OpenPlugin):
         """
         self.require_open()
         turn = self.lock.nested(Turn(True, hook, concurrent_with=GO_ON if when == "now" else frozenset()))
-        # An abort that reaches the engine before its request does is lost, so it is repeated.
-        remind = self._abort_answers if when == "abort" else None
-        if remind is not None:
+        remind: Callable[[], object] | None = None
+        if when == "abort":
+            # An abort that reaches the engine before its request does is lost, so it is repeated.
+            remind = partial(self._abort, self.lock.holders, "generate")
             remind()
         outside, told = getattr(self.lock.local, "turn", None), EngineCall(self.name, place(self.model_name))
         with no_inference_mode(), logged(self.name, hook or "a turn", None), told.under_way():
@@ -610,15 +610,12 @@ class OpenEngine(OpenPlugin):
                 self.ask("close", CloseRequest())
             logger.info("%s: closed", self.name)
 
-    def _abort_answers(self) -> None:
-        self._abort(turn for turn in list(self.lock.holders) if turn.hook == "generate")
-
     def _abort_quietly(self, turns: Iterable[Turn]) -> None:
         with suppress(CoreLMError):
             self._abort(turns)
 
-    def _abort(self, turns: Iterable[Turn]) -> None:
-        names = tuple(name for turn in list(turns) for name in turn.request_ids)
+    def _abort(self, turns: Iterable[Turn], hook: str = "") -> None:
+        names = tuple(name for turn in list(turns) if hook in ("", turn.hook) for name in turn.request_ids)
         if names and self.capabilities.abort:
             self.ask("abort", AbortRequest(request_ids=names))
 

@@ -156,7 +156,6 @@ def _implemented(manager: pluggy.PluginManager, hook: str) -> bool:
 
 
 def _resolved(caller: pluggy.HookCaller) -> Hook:
-    """Return a function that calls a hook: its only implementation, or pluggy's chain of them."""
     (implementation, *others) = caller.get_hookimpls()
     if not others and implementation.argnames == ("request",):
         return implementation.function

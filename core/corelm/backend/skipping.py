@@ -39,12 +39,9 @@ class ServedRows:
         """Return all rows but those that have problems."""
         return cls(torch.tensor([row for row in range(total) if row not in problems], dtype=torch.int64), total)
 
-    def __len__(self) -> int:
-        return self.index.shape[0]
-
     def ragged(self, rows: R) -> R:
         """Put rows back among the skipped ones, which are empty."""
-        if len(self) == self.total:
+        if len(self.index) == self.total:
             return rows
         # Empty rows have no values, so only the lengths change.
         lengths = torch.zeros(self.total, dtype=torch.int64)
@@ -53,7 +50,7 @@ class ServedRows:
 
     def values(self, values: Sequence[T], filler: T) -> tuple[T, ...]:
         """Put one value per row back among the skipped rows, which get the filler."""
-        if len(self) == self.total:
+        if len(self.index) == self.total:
             return tuple(values)
         out = [filler] * self.total
         for row, value in zip(self.index.tolist(), values, strict=True):
