@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import History, LLMPolicy
-from corelm.backend.prepared_call import prepare_generation
+from corelm.backend.arguments import prepare_generation
 from corelm.batching.merging import ask_together
 from corelm.errors import InvalidRequestError
 from helpers.refusals import refused
