@@ -166,7 +166,12 @@ def test_scoring_options_need_capabilities(options, capability):
 
 def test_stop_ids_are_eos_and_the_callers():
     backend = fake()
-    for sampling, expected in [({}, {EOS}), ({"stop_token_ids": [5]}, {EOS, 5}), ({"ignore_eos": True}, set())]:
+    for sampling, expected in [
+        ({}, {EOS}),
+        ({"stop_token_ids": [5]}, {EOS, 5}),
+        ({"ignore_eos": True}, set()),
+        ({"stop_token_ids": [5], "ignore_eos": True}, {5}),
+    ]:
         backend.generate([[1]], {**SHORT, **sampling})
         assert sent(backend)[-1].stop_ids == expected
     listed = fake(eos_token_ids=frozenset({7, 8}))

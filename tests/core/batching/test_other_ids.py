@@ -105,16 +105,20 @@ OVER = [[[[2, 9], [3]], [[7], [6]]], [[[2], [3, 4, 5]], [[5, 8], [6, 1]]]]
 NAMED = [torch.tensor([[[row, 7], [8, 9]]] * 2) for row in range(2)]
 
 
+TOP = ("top_ids", "top_logprobs", "tail_log_mass")
+
+
 @each(
-    "asked, fields",
+    "asked, fields, sizes",
     [
-        ([{"support": one} for one in OVER], ("logprobs", "scored")),
-        ([{"top_ids": [*one]} for one in NAMED], ("top_ids", "top_logprobs", "tail_log_mass")),
-        ([{"top_k": 3}] * 2, ("top_ids", "top_logprobs", "tail_log_mass")),
+        ([{"support": one} for one in OVER], ("logprobs", "scored"), [3]),
+        ([{"top_ids": [*one]} for one in NAMED], TOP, [4]),
+        ([{"top_k": 3}] * 2, TOP, [4]),
+        ([{"top_k": 3}, {"top_k": 5}], TOP, [2, 2]),
     ],
 )
-def test_scores_over_different_ids_share_a_call_and_a_skipped_row_moves_none(
-    alone: Backend, asked: list[dict[str, Any]], fields: tuple[str, ...]
+def test_scores_over_as_many_ids_share_a_call_and_a_skipped_row_moves_none(
+    alone: Backend, asked: list[dict[str, Any]], fields: tuple[str, ...], sizes: list[int]
 ) -> None:
     rows = [[1, 2, 3], [4, 5, 6]]
     with gated() as (engine, batcher):
@@ -124,7 +128,7 @@ def test_scores_over_different_ids_share_a_call_and_a_skipped_row_moves_none(
             expected = alone.score_logprobs(rows, **one, on_error="skip")
             found = future.result(LONG)
             assert lists(found, fields) == lists(expected, fields) and found.errors == expected.errors
-    assert engine.sizes[1:] == [4 - sum("support" in one for one in asked[:1])]
+    assert engine.sizes[1:] == sizes
 
 
 @each("samples", [None, 2])
