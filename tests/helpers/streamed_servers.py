@@ -1,7 +1,5 @@
 """What a backend behind a URL promises about streams, for every kind of server."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from typing import Any
