@@ -21,7 +21,7 @@ from corelm import History, LLMPolicy
 ROOT = Path(__file__).parents[1]
 #: Name → the most that is allowed.
 BUDGETS = {
-    "kernel, lines": 21_548,
+    "kernel, lines": 21_554,
     "kernel, files": 80,
     "Backend.generate, calls": 37,
     "Backend.generate, functions": 30,

@@ -315,7 +315,7 @@ class OpenEngine(OpenPlugin):
 
     def require_here(self) -> None:
         """Raise a `BackendClosedError` in a fork of the process that opened the engine."""
-        if self.elsewhere:
+        if os.getpid() != self._process:
             raise BackendClosedError(
                 f"backend {self.name!r} belongs to another process, which this one is a fork of; "
                 "call get_backend in this process"
@@ -474,11 +474,16 @@ class OpenEngine(OpenPlugin):
         if around or hook not in self.own:
             return self.call(Call(hook, request))
         self.require_open()
-        result = self.ask(hook, request)
         try:
+            result = self.hooks[hook](request)
             return CHECKS[hook](result, request, self.capabilities) if hook in CHECKS else result
         except WrongResult as wrong:
             raise self.fault(hook)(str(wrong)) from None
+        except BaseException as error:
+            told = _typed(error, self.name, hook)
+            if told is error:
+                raise
+            raise told from error
 
     def _supervise(self, call: Call, timeout: float | None, attended: Callable[[], bool] | None) -> Any:
         """Make a call that has a timeout, retries, a reader of its tokens, wrappers or a log around it."""
