@@ -15,9 +15,8 @@ import torch
 from tensordict import NonTensorData, TensorClass, TensorDict
 from torch import Tensor
 
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
-from corelm.containers.fields import COUNTS, NO_ID, SETS, must_have_lengths
-from corelm.containers.history import History
+from corelm.containers.classes import COUNTS, NO_ID, SETS, LogProbs, Masks, PerToken, Text, Tokens, must_have_lengths
+from corelm.containers.history import ChatHistory, History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
@@ -80,7 +79,7 @@ def assemble(request: ContainerRequest) -> TensorDict:
         fields = _log_probs(request, None if dense else answered)
         if (label := request.provenance) is not None:
             labels = (label,) * math.prod(shape) if isinstance(label, Provenance) else label
-            # Keyed by identity, because hashing the provenance of every row would take longer than everything else.
+            # Keyed by identity: hashing the provenance of every row would take longer than everything else.
             data: dict[int, Any] = {}
             for one in labels:
                 if id(one) not in data:
@@ -165,9 +164,10 @@ def dense_columns(tokens: Parts[Ragged]) -> Columns:
 
 
 def _log_probs(request: ContainerRequest, answered: Ragged | None) -> dict[str, Field]:
-    """Return the fields of `LogProbs` with values per token; a prompt and a response if it is known what is `answered`.
+    """Return the fields of `LogProbs` with values per token; no ids, or 0, where nothing was scored.
 
-    Where nothing was scored, they hold no ids, or 0.
+    Args:
+        answered: where the responses are, to split `full` by; None leaves it whole.
     """
     logprobs, scored, tokens = request.logprobs, request.scored, request.tokens
     assert logprobs is not None and scored is not None

@@ -18,18 +18,23 @@ from tensordict import (
 )
 from torch import Tensor
 
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens, as_provenance
-from corelm.containers.fields import (
+from corelm.containers.classes import (
     COUNTS,
     SETS,
     TOP,
     WIDE,
+    LogProbs,
+    Masks,
+    PerToken,
+    Text,
+    Tokens,
+    as_provenance,
     must_be_of_one_width,
     must_have_lengths,
     row_objects,
     rows,
 )
-from corelm.containers.history import History
+from corelm.containers.history import ChatHistory, History
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import FlatRows, flat_source

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,19 +28,16 @@ from corelm.errors import (
     spelled_out,
 )
 from corelm.policy.options import ResponseParser
+from corelm.policy.rows import InputRows
 from corelm.rendering.encoding import answer_texts
-from corelm.rendering.render import RenderedChats, render
+from corelm.rendering.render import RenderedChats, render, special_tokens
 from corelm.rendering.response_parsers import NamedParser, parser_named
-from corelm.rendering.segments import special_tokens
 from corelm.spec.answer_text import HALF_CHARACTER
 from corelm.spec.message import Chat, Message
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 from corelm.validate import as_list, shown
-
-if TYPE_CHECKING:
-    from corelm.policy.inputs import InputRows
 
 Tools = list[Any] | None
 
@@ -78,27 +75,16 @@ def tools_of(given: Any, field: str, shape: tuple[int, ...]) -> tuple[list[Tools
         return [leaf for part in one for leaf in flat(part, sizes[1:])]
 
     found = [as_list(one) for one in flat(given, shape)]
-    problems: Problems = {row: what for row, one in enumerate(found) if (what := _not_tools(one))}
+    problems: Problems = {}
+    for row, one in enumerate(found):
+        if one is not None and not (isinstance(one, list) and all(isinstance(each, Mapping) for each in one)):
+            problems[row] = (
+                f"expected a list of dicts or None, got {shown(one)}; json.loads reads JSON, and "
+                "transformers.utils.get_json_schema describes a function"
+            )
     # Tensordict's own lists are not JSON, and some templates write tools as JSON.
     good = [None if one is None or row in problems else [dict(each) for each in one] for row, one in enumerate(found)]
     return good, problems
-
-
-def _not_tools(one: Any) -> str:
-    """Return why a conversation's tools cannot be read, and how to convert them; "" if they can."""
-    if one is None:
-        return ""
-    odd, where = one, ""
-    if isinstance(one, list):
-        odd, where = next(((each, "a list with ") for each in one if not isinstance(each, Mapping)), (None, ""))
-        if not where:
-            return ""
-    advice = ""
-    if isinstance(odd, str):
-        advice = "; if it is JSON, pass json.loads(…) of it"
-    elif callable(odd):
-        advice = "; pass transformers.utils.get_json_schema(…) of a function"
-    return f"expected a list of dicts or None, got {where}{shown(odd)}{advice}"
 
 
 #: Why a prompt that ends with an assistant turn is refused unless that turn is to be continued.
@@ -160,34 +146,31 @@ def render_chats(
         InvalidRequestError, TemplateError: those of `render`; rows are numbered as in `chats`.
     """
 
-    def alike(some: Sequence[Chat], own: Tools, turns: Sequence[Message | None] | None) -> RenderedChats:
-        if turns is not None:
-            some = [(*chat[:-1], turn) for chat, turn in zip(some, turns, strict=True) if turn is not None]
-        engine = backend.engine
-        return render(
-            some,
-            tokenizer=engine.tokenizer,
-            tokenize=backend.tokenize,
-            eos_ids=engine.eos_token_ids,
-            add_generation_prompt=prompt and turns is None,
-            continue_final_message=turns is not None,
-            template_kwargs=template_kwargs if own is None else {**template_kwargs, "tools": own},
-            **options,
-        )
-
+    engine = backend.engine
+    options |= {"tokenizer": engine.tokenizer, "tokenize": backend.tokenize, "eos_ids": engine.eos_token_ids}
     if tools is None and begun is None:
-        return alike(chats, None, None)
+        return render(chats, add_generation_prompt=prompt, template_kwargs=template_kwargs, **options)
     tools, begun = tools or [None] * len(chats), begun or [None] * len(chats)
     groups: dict[tuple[bool, str], list[int]] = {}
     for row, own in enumerate(tools):
         groups.setdefault((begun[row] is not None, "" if own is None else repr(own)), []).append(row)
     parts = []
     for (continues, _), rows in groups.items():
+        some, own = [chats[row] for row in rows], tools[rows[0]]
+        if continues:
+            turns = zip(some, [begun[row] for row in rows], strict=True)
+            some = [(*chat[:-1], turn) for chat, turn in turns if turn is not None]
         try:
-            turns = [begun[row] for row in rows] if continues else None
-            parts.append(alike([chats[row] for row in rows], tools[rows[0]], turns))
+            made = render(
+                some,
+                add_generation_prompt=prompt and not continues,
+                continue_final_message=continues,
+                template_kwargs=template_kwargs if own is None else {**template_kwargs, "tools": own},
+                **options,
+            )
         except (InvalidRequestError, TemplateError) as error:
             raise renumbered(error, torch.tensor(rows)) from error
+        parts.append(made)
     places = [row for rows in groups.values() for row in rows]
     order = sorted(range(len(places)), key=places.__getitem__)
     texts = [text for part in parts for text in part.texts]

@@ -1,12 +1,12 @@
 """From a user's TensorDict to flat rows of token ids. Nothing here runs a model.
 
-The three input modes read three keys. `history` and `text` are rendered and tokenized; `tokens` are taken as they are.
-The value is a container with a `prompt` (to generate from) or a `full` (to score), or a bare value at the top key. A
-`Text` or `Tokens` with `prompt` and `response`, but no `full`, holds completions: only the responses are scored, as
-loglikelihoods, multiple choice and preference pairs need it.
+The three input modes read three keys. `history` and `text` are rendered and tokenized; `tokens` are taken as
+they are. The value is a container with a `prompt` (to generate from) or a `full` (to score), or a bare value at
+the top key. A `Text` or `Tokens` with `prompt` and `response`, but no `full`, holds completions: only the responses
+are scored, as loglikelihoods, multiple choice and preference pairs need it.
 
-A pad is never guessed: dense ids without a mask are taken to have no pads, and refused if a row begins or ends with the
-tokenizer's pad id.
+A pad is never guessed: dense ids without a mask are taken to have no pads, and refused if a row begins or ends
+with the tokenizer's pad id.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from corelm.backend.arguments import not_texts, refuse_pads, rows_of_ids
 from corelm.backend.backend import Backend
 from corelm.backend.skipping import ServedRows
-from corelm.containers.classes import ChatHistory, Masks, Text, Tokens
-from corelm.containers.fields import rows as rows_of
-from corelm.containers.history import History
+from corelm.containers.classes import Masks, Text, Tokens
+from corelm.containers.classes import rows as rows_of
+from corelm.containers.history import ChatHistory, History
 from corelm.containers.reading import key_parts, list_keys, ragged_rows
 from corelm.errors import (
     InvalidRequestError,
@@ -41,17 +41,13 @@ from corelm.errors import (
 )
 from corelm.policy.chats import final_turns, render_chats, tools_of
 from corelm.policy.options import PolicyOptions
+from corelm.policy.rows import InputRows
 from corelm.rendering.encoding import NO_COMPLETION, NO_PROMPT, encode_completions
-from corelm.spec.capabilities import Capabilities
-from corelm.spec.message import Chat, Message
-from corelm.spec.records import Columns, Parts, TokenizeResult
-from corelm.spec.sampling import SamplingParams
+from corelm.spec.message import Message
+from corelm.spec.records import Columns, TokenizeResult
 from corelm.tensors.lazy_rows import flat_source
 from corelm.tensors.ragged import Ragged, as_mask, as_tensor, is_integer, not_a_mask, unreadable
 from corelm.validate import as_list, invalid, read_once, shown
-
-if TYPE_CHECKING:
-    from corelm.policy.support import ScoredSupport
 
 Part = Literal["prompt", "full"]
 Key = tuple[str, ...]
@@ -74,122 +70,6 @@ def find_value(td: TensorDictBase, key: NestedKey) -> Any:
         return td[key]
     except RuntimeError:
         return td.get(key, as_list=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class InputRows:
-    """The rows that were read, one per prompt or sequence, in C order of `batch_size`.
-
-    Attributes:
-        batch_size: the shape of the batch.
-        ids: the prompts, or the whole sequences.
-        texts: the texts that were tokenized; None where tokens were read.
-        chats: the conversations that were rendered; None where no history was read.
-        begun: for each conversation the assistant turn at its end that the answer continues, with its ids, or
-            None; None where no answer continues a turn.
-        tools: for each conversation its own tools, or None; None where no conversation has any.
-        assistant: bool, as long as `ids`: tokens that the assistant said; None where this is not known.
-        prompt_lengths: int64[rows], if the input tells prompt and response apart.
-        columns: the dense layout that the sequences came in.
-        retokenized: whether sampled turns of a row were rendered from their text and so lost their ids; None
-            where this cannot happen.
-        only_response: whether the input is prompts and their completions, of which only the completions are scored.
-        parts: the texts of prompts and completions, if such were read.
-        problems: rows that could not be read, which are empty, and rows that have nothing to score; and why.
-        support: the ids over which the scores are normalised; None for the whole vocabulary.
-        conflicts: rows whose ids differ from the `Tokens` in the TensorDict, and how; None if it holds no `Tokens`.
-        there: the containers in the TensorDict that scores join, by name.
-    """
-
-    batch_size: tuple[int, ...]
-    ids: Ragged
-    texts: tuple[str, ...] | None = None
-    chats: tuple[Chat, ...] | None = None
-    begun: tuple[Message | None, ...] | None = None
-    tools: tuple[Any, ...] | None = None
-    assistant: Ragged | None = None
-    prompt_lengths: Tensor | None = None
-    columns: Columns | None = None
-    retokenized: tuple[bool, ...] | None = None
-    only_response: bool = False
-    parts: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-    problems: Mapping[int, str] = field(default_factory=dict)
-    support: ScoredSupport | None = None
-    conflicts: Problems | None = None
-    there: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> Parts[Ragged]:
-        """The ids, split into prompt and response if the input tells them apart."""
-        if self.prompt_lengths is None:
-            return Parts(None, None, self.ids)
-        start = torch.zeros_like(self.prompt_lengths)
-        prompt = self.ids.slice(start, self.prompt_lengths)
-        return Parts(prompt, self.ids.slice(self.prompt_lengths, self.ids.lengths), self.ids)
-
-    @property
-    def continued(self) -> Ragged | None:
-        """The ids whose text each answer continues, empty where it is a new message; None where all are."""
-        if self.chats is None:
-            return self.ids
-        if self.begun is None:
-            return None
-        begun = [turn is not None for turn in self.begun]
-        start = torch.zeros_like(self.ids.lengths)
-        return self.ids.slice(start, self.ids.lengths * torch.tensor(begun, dtype=torch.int64))
-
-    def repeat(self, n: int) -> InputRows:
-        """Return every prompt `n` times, under a new last batch dimension."""
-
-        def each(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-            return None if values is None else tuple(value for value in values for _ in range(n))
-
-        return replace(
-            self,
-            batch_size=(*self.batch_size, n),
-            ids=self.ids.repeat(n),
-            texts=each(self.texts),
-            chats=each(self.chats),
-            begun=each(self.begun),
-            tools=each(self.tools),
-            assistant=None if self.assistant is None else self.assistant.repeat(n),
-            retokenized=each(self.retokenized),
-        )
-
-
-def room_for_prompts(sampling: SamplingParams, capabilities: Capabilities) -> int | None:
-    """Return how many tokens a prompt may have; None if the engine names no limit.
-
-    Raises:
-        InvalidRequestError: the answer alone fills the context.
-    """
-    context = capabilities.max_context
-    if context is None:
-        return None
-    room = context - (sampling.max_new_tokens or 1)
-    if room < 1:
-        raise invalid(
-            "max_new_tokens",
-            f"{sampling.max_new_tokens} tokens leave no room for a prompt in a context of {context}; lower it",
-        )
-    return room
-
-
-def last_tokens(ids: Ragged, limit: int | None) -> Ragged:
-    """Return the last `limit` tokens of every row; all tokens if `limit` is None."""
-    return ids if limit is None else ids.slice((ids.lengths - limit).clamp_min(0), ids.lengths)
-
-
-def truncate_left(rows: InputRows, limit: int | None, backend: Backend) -> InputRows:
-    """Keep the last `limit` tokens of every prompt. The text of a prompt that was cut is decoded again."""
-    if limit is None or not bool((cut := rows.ids.lengths > limit).any()):
-        return rows
-    ids, texts = last_tokens(rows.ids, limit), rows.texts
-    if texts is not None:
-        decoded = iter(backend.detokenize(ids.select(cut.nonzero().flatten()), skip_special_tokens=False))
-        texts = tuple(next(decoded) if was else text for was, text in zip(cut.tolist(), texts, strict=True))
-    assistant = None if rows.assistant is None else last_tokens(rows.assistant, limit)
-    return replace(rows, ids=ids, texts=texts, assistant=assistant)
 
 
 class InputReader:
@@ -259,12 +139,12 @@ class InputReader:
         problems: Problems = {}
         if options.tools_key is not None and (given := find_value(td, options.tools_key)) is not None:
             tools, problems = tools_of(given, ".".join(key_parts(options.tools_key)), shape)
-            if not self._skips:
+            if problems and not self._skips:
                 refuse(problems, ".".join(key_parts(options.tools_key)))
         if part == "prompt" and options.continue_final_message is not None:
             eos_ids = backend.engine.eos_token_ids if options.prefer_tokens else None
             begun, bad = final_turns(chats, options.continue_final_message, eos_ids)
-            if not self._skips:
+            if bad and not self._skips:
                 refuse(bad, name)
             problems = bad | problems
             begun = begun if any(begun) else None
@@ -398,7 +278,9 @@ class InputReader:
         completions = part == "full" and "full" not in fields and fields >= {"prompt", "response"}
         if completions:
             held = with_full(held, ".".join(top))
-        batch = input_ids_of(td, top, held, part) if own_key and not isinstance(held, (Tensor, Tokens)) else None
+        batch = None
+        if own_key and not isinstance(held, (Tensor, Tokens)):
+            batch = input_ids_of(td, top, held, part)
         if batch is not None:
             holder, top = batch
             name, own_key = ".".join(top), False
@@ -444,8 +326,7 @@ class InputReader:
         )
         if completions:
             rows = self._scorable(rows)
-        # Nested tensors are read like bare ones, and replaced by rows.
-        if container and top == self._tokens_key and nested_field(ids, part) is None:
+        if container and top == self._tokens_key:
             rows = replace(rows, conflicts={})
         if td.batch_dims and tuple(td.batch_size) != rows.batch_size:
             raise _other_batch(td, rows.batch_size, name)
@@ -522,7 +403,7 @@ class InputReader:
     def _value(self, td: TensorDictBase, held: Any, part: Part, name: str, bare: type | tuple[type, ...]) -> Any:
         """Return the `part` of the container `held`, or `held` itself if it is a bare value."""
         mode = self._options.input_mode
-        if mode != "history" and not isinstance(held, (TensorDictBase, Text, Tokens)):
+        if mode != "history" and not isinstance(held, (Tensor, TensorDictBase, Text, Tokens)):
             held = as_list(held)
         if held is None:
             # A whole sequence under the key of its prompt would be scored without its response.
@@ -580,7 +461,7 @@ def _leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
 
 
 def _with_one_bos(backend: Backend, batch: TokenizeResult) -> TokenizeResult:
-    """Drop the second BOS of texts that begin with the BOS themselves, as rendered prompts and `text.full` do."""
+    """Drop the second BOS of texts that begin with one themselves, as rendered prompts and `text.full` do."""
     bos = getattr(backend.engine.tokenizer, "bos_token_id", None)
     if bos is None:
         return batch
@@ -674,7 +555,6 @@ def read_ids(
         looked_at = {name: cells} if dense else {}
         if container is not None:
             parts = [each for each in ("prompt", "response", "full") if each in container.keys()]
-            parts = [each for each in parts if nested_field(container, each) is None]
             looked_at = {f"{top}.{each}": _cells(container, each, name)[0] for each in parts}
         for key, ids in looked_at.items():
             refuse_pads(ids, backend.tokenizer, backend.eos_token_ids, key, _PADS_ADVICE)
@@ -738,7 +618,8 @@ def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bo
             raise invalid(name, f"expected one integer per token, got {value.dtype}{list(value.shape)}")
         # A copy, because the caller may write to the tensor while a request waits.
         values, shape = value.to("cpu", torch.int64, copy=True), tuple(value.shape[:-1])
-        return Ragged(values.reshape(-1), torch.full((math.prod(shape),), value.shape[-1])), shape, True, False
+        lengths = torch.full((math.prod(shape),), value.shape[-1])
+        return Ragged(values.reshape(-1), lengths), shape, True, False
     ids = rows_of_ids(value, name).to("cpu")
     return ids, (len(ids),) if shape is None or isinstance(value, Tensor) else shape, False, False
 
@@ -825,13 +706,6 @@ def input_ids_of(td: TensorDictBase, top: Key, value: Any, part: str) -> tuple[T
             "input_ids",
         )
     return (td, ("input_ids",)) if value is None and "input_ids" in td.keys() else None
-
-
-def nested_field(container: Tokens, part: str) -> Tensor | None:
-    """Return a field if it is a nested tensor, else None."""
-    td = container._tensordict
-    value = None if isinstance(td, LazyStackedTensorDict) else td.get(part, None)
-    return value if isinstance(value, Tensor) and value.is_nested else None
 
 
 def with_full(tokens: Any, key: str) -> Tokens:

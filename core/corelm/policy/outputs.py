@@ -10,19 +10,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from corelm.backend.backend import Backend
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens
-from corelm.containers.fields import NO_ID, flat, objects
+from corelm.containers.classes import NO_ID, LogProbs, Masks, Text, Tokens, flat, objects
+from corelm.containers.history import ChatHistory
 from corelm.containers.reading import key_parts, list_keys, provenance_of_rows, ragged
 from corelm.containers.turns import REQUEST_FIELDS, log_prob_fields
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
-from corelm.policy.inputs import InputRows, find_value, nested_field
+from corelm.policy.chats import AnswerReader
+from corelm.policy.inputs import find_value
 from corelm.policy.options import Keys, PolicyOptions
+from corelm.policy.rows import InputRows
 from corelm.rendering.encoding import answer_texts, decoded
 from corelm.spec.answer_text import HALF_CHARACTER
 from corelm.spec.provenance import Provenance
@@ -32,9 +34,6 @@ from corelm.spec.version_runs import with_runs
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
-
-if TYPE_CHECKING:
-    from corelm.policy.chats import AnswerReader
 
 _DEFAULT = Keys()
 _CONTAINERS: dict[str, Any] = {
@@ -50,7 +49,7 @@ _CONTAINERS: dict[str, Any] = {
 
 
 def must_have_room(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict[str, Any]:
-    """Refuse a call whose results cannot go where `inplace` says. Return the containers that scores join, by name."""
+    """Refuse a call whose results cannot go where `inplace` says; return the containers that scores join."""
     here, samples, size = options.writes_in_place is True, options.num_samples, rows.batch_size
     if options.writes_in_place is False:
         return {}
@@ -120,7 +119,7 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
     """Return the containers that scores in place join, by name.
 
     Raises:
-        InvalidRequestError: other tokens, log-probs, or values of other kinds are there, and would be replaced.
+        InvalidRequestError: other tokens, log-probs, or values of other kinds would be replaced.
     """
     joins = not options.overwrite or rows.conflicts == {}
     if rows.conflicts and options.overwrite:
@@ -140,13 +139,11 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
         there = find_value(td, getattr(options.keys, name))
         if there is None:
             continue
-        # Read like bare ones, and replaced by rows.
-        nested = isinstance(there, Tokens) and nested_field(there, "full") is not None
         read, container = name == options.input_mode and options.input_key is None, _CONTAINERS[name]
         # Containers that are read, or belong to the tokens that are there, are kept: they say the same.
-        same = name != "log_probs" and isinstance(there, container) and not nested and (read or rows.conflicts == {})
+        same = name != "log_probs" and isinstance(there, container) and (read or rows.conflicts == {})
         looked_at = name in options.fields and not options.overwrite and not same
-        if looked_at and (loss := _loss(name, there, rows, options, nested)):
+        if looked_at and (loss := _loss(name, there, rows, options)):
             elsewhere = 'log_probs_key="ref_log_probs"' if name == "log_probs" else f"keys=Keys({name}=…)"
             leave_out = "" if name == "log_probs" else f" or return_{name}=False"
             raise InvalidRequestError(
@@ -154,7 +151,7 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
                 "inplace=False; or overwrite=True to replace it",
                 field=name,
             )
-        if name != "log_probs" and not nested and (joins or read):
+        if name != "log_probs" and (joins or read):
             found[name] = there
     if options.overwrite:
         return found
@@ -207,7 +204,7 @@ def _source(one: Provenance | None) -> str:
     return f"{one.backend} ({one.model!r}, weights {one.weight_version!r}, {how})"
 
 
-def _loss(name: str, there: Any, rows: InputRows, options: PolicyOptions, nested: bool) -> str | None:
+def _loss(name: str, there: Any, rows: InputRows, options: PolicyOptions) -> str | None:
     """Return what would be lost of what is there; None if nothing would.
 
     Containers are kept if they say the same. The ids decide, if there are any: the text of an answer lacks the special
@@ -216,10 +213,6 @@ def _loss(name: str, there: Any, rows: InputRows, options: PolicyOptions, nested
     read = _reads(name, options)
     if name == "log_probs":
         return f"a {'list' if isinstance(there, list) else type(there).__name__} is there"
-    if nested:
-        lost = sorted({*there.keys()} - {"full", "padded"})
-        which = f" of {', '.join(lost)}" if lost else ""
-        return f"nested tensors{which} are there" if lost or not read else None
     if isinstance(there, TensorDictBase):
         written = {"full", "input_ids", "attention_mask"} if read else set()
         if read and rows.only_response:
@@ -280,7 +273,8 @@ def generated(
     problems: Problems = {}
     errors = batch.errors or ("",) * len(batch.finish_reasons)
     if "text" in fields or "history" in fields:
-        said = answer_texts(batch, sampling, backend.tokenizer, rows.ids if rows.chats is None else rows.continued)
+        continued = rows.ids if rows.chats is None else rows.continued
+        said = answer_texts(batch, sampling, backend.tokenizer, continued)
         # The text of an answer begins with a character that its prompt left incomplete.
         begun = list(rows.texts or _given_texts(rows.ids, batch.errors, backend))
         for at, length in enumerate(batch.ids.lengths.tolist()):
@@ -403,7 +397,7 @@ def _given_texts(ids: Ragged, errors: tuple[str, ...] | None, backend: Backend) 
 
 
 def lacking(rows: InputRows, options: PolicyOptions) -> dict[str, set[str]]:
-    """Return the containers that scores make, and for each that joins one in the TensorDict the fields that it adds."""
+    """Return the containers that scores make, and for each that joins one which is there the fields that it adds."""
     split = rows.prompt_lengths is not None
     parts = {"prompt", "response", "full"}
     masks = {"all_attention_mask", *(["all_response_mask"] if split else [])}

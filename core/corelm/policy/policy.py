@@ -24,10 +24,10 @@ from corelm.containers.assemble import dense_columns
 from corelm.errors import CapabilityError, InvalidRequestError, printable
 from corelm.opening import get_backend
 from corelm.policy.chats import AnswerReader, warn_unparsed
-from corelm.policy.inputs import InputReader, InputRows, room_for_prompts, truncate_left
+from corelm.policy.inputs import InputReader
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import deliver, generated, lacking, must_have_room, partial_answers, scored
-from corelm.policy.support import with_support
+from corelm.policy.rows import InputRows, room_for_prompts, truncate_left, with_support
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
@@ -192,8 +192,6 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         Args:
             tensordict: what `forward` reads: the same prompts.
             continue_from: what `forward` has returned for them, with tokens and, if this policy writes them, log-probs.
-            seed: as for `forward`.
-            timeout: as for `forward`.
 
         Raises:
             InvalidRequestError: as for `forward`; or the answers are to other prompts, or cannot go on like this.
@@ -218,10 +216,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
                     print(chunk.text, end="", flush=True)
             stream.result["history"].full
 
-        Args:
-            tensordict: what `forward` reads.
-            seed: as for `forward`.
-            timeout: as for `forward`. The time that you take to read does not count.
+        The arguments are those of `forward`. The time that you take to read does not count against a timeout.
 
         Raises:
             CoreLMError: the errors of `forward`. Those of the input are raised here, those of the engine while reading.
