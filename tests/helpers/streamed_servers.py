@@ -1,14 +1,12 @@
 """What a backend behind a URL promises about streams, for every kind of server."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
 import pytest
 
 from corelm import Backend
-from corelm.backend.prepared_call import prepare_generation
+from corelm.backend.arguments import prepare_generation
 from corelm.errors import BackendTimeoutError, EngineError
 from helpers.batching_fakes import LONG
 from helpers.http_server import FaultServer, event_stream

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from corelm import Backend
-from corelm.backend.prepared_call import prepare_generation
+from corelm.backend.arguments import prepare_generation
 from corelm.errors import CapabilityError
 from helpers import oracle
 from helpers.plain_forward import (
