@@ -31,9 +31,9 @@ BUDGETS = {
     "Backend.score_logprobs, functions": 24,
     "Backend.score_logprobs, files": 7,
     "Backend.score_logprobs, deepest": 6,
-    "LLMPolicy on a text, calls": 122,
-    "LLMPolicy on a history, calls": 155,
-    "LLMPolicy scoring tokens, calls": 86,
+    "LLMPolicy on a text, calls": 121,
+    "LLMPolicy on a history, calls": 154,
+    "LLMPolicy scoring tokens, calls": 85,
 }
 
 

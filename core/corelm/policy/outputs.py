@@ -437,7 +437,7 @@ def deliver(
     if where is True and not options.generate and request.errors is not None and "errors" in td.keys():
         pairs = zip(flat(find_value(td, "errors")), request.errors, strict=True)
         request = replace(request, errors=tuple("; ".join(dict.fromkeys(filter(None, pair))) for pair in pairs))
-    made: TensorDictBase = backend.to_containers(request)
+    made: TensorDictBase = backend.engine.convert("to_containers", request)
     device = options.device or td.device
     if device is not None:
         made = made.to(device)
