@@ -31,9 +31,9 @@ BUDGETS = {
     "Backend.score_logprobs, functions": 24,
     "Backend.score_logprobs, files": 7,
     "Backend.score_logprobs, deepest": 6,
-    "LLMPolicy on a text, calls": 126,
-    "LLMPolicy on a history, calls": 166,
-    "LLMPolicy scoring tokens, calls": 105,
+    "LLMPolicy on a text, calls": 121,
+    "LLMPolicy on a history, calls": 154,
+    "LLMPolicy scoring tokens, calls": 85,
 }
 
 

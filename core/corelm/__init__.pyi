@@ -6,11 +6,11 @@ from .backend.streams import AnswerChunk as AnswerChunk
 from .backend.streams import AnswerStream as AnswerStream
 from .backend.streams import AsyncAnswerStream as AsyncAnswerStream
 from .batching.batcher import DynamicBatcher as DynamicBatcher
-from .containers.classes import ChatHistory as ChatHistory
 from .containers.classes import LogProbs as LogProbs
 from .containers.classes import Masks as Masks
 from .containers.classes import Text as Text
 from .containers.classes import Tokens as Tokens
+from .containers.history import ChatHistory as ChatHistory
 from .containers.history import History as History
 from .containers.padding import collate as collate
 from .containers.padding import repad as repad

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import LLMPolicy, Ragged
-from corelm.containers.fields import flat
+from corelm.containers.classes import flat
 from corelm.kl import PerToken
 from corelm_testing.toy import Bigram
 from helpers.each import each

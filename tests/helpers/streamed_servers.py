@@ -1,19 +1,15 @@
 """What a backend behind a URL promises about streams, for every kind of server."""
 
-import sys
 import threading
 from typing import Any
 
 import pytest
-import torch
-from tensordict import TensorDict
 
-from corelm import Backend, LLMPolicy
+from corelm import Backend
 from corelm.backend.arguments import prepare_generation
 from corelm.errors import BackendTimeoutError, EngineError
 from helpers.batching_fakes import LONG
 from helpers.http_server import FaultServer, event_stream
-from helpers.streaming_fakes import Terminal
 
 PROMPTS = [[5, 17, 300], [8], [40, 41]]
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
@@ -67,26 +63,11 @@ def check_a_timeout(backend: Backend, fake: Any) -> None:
     gate.set()
 
 
-def check_a_bar_changes_no_request(backend: Backend, server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Assert that a call with a bar sends what the call without one sends, and counts the answers as they come."""
-    policy = LLMPolicy(backend, input_mode="tokens", sampling_params=GREEDY, pad_output=False)
-    rows = [torch.tensor(prompt) for prompt in PROMPTS]
-    sent = []
-    for progress in (False, True):
-        monkeypatch.setattr(sys, "stderr", Terminal())
-        before = len(server.requests)
-        result = policy(TensorDict(tokens=torch.nested.as_nested_tensor(rows, layout=torch.jagged)), progress=progress)
-        assert list(result["finish_reason"]) == ["length"] * 3
-        sent.append(sorted(_without_ids(request.body) for request in server.requests[before:] if request.body))
-    assert "3/3" in sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert len(sent[0]) == 3 and sent[0] == sent[1]
+def check_answers_are_counted(backend: Backend) -> None:
+    """Assert that a call that asks for it is told of each answer, and of how many tokens it has."""
     counted: dict[int, int] = {}
     backend.run(prepare_generation(backend.engine, PROMPTS, GREEDY, on_answer=counted.__setitem__))
     assert counted == {0: 6, 1: 6, 2: 6}
-
-
-def _without_ids(body: dict[str, Any]) -> str:
-    return str(sorted((name, value) for name, value in body.items() if name not in ("request_id", "rid")))
 
 
 def check_a_stream_that_breaks_off(backend: Backend, fake: Any, path: str, first: Any) -> None:

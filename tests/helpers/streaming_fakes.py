@@ -1,6 +1,5 @@
 """An engine that streams one token a step, waits for a test before each of them, and can be aborted."""
 
-import io
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +10,6 @@ from corelm import Backend, Ragged, hookimpl
 from corelm.spec import AbortRequest, GenerateRequest, GenerateResult, TokenChunk
 from helpers.batching_fakes import LONG, POISON
 from helpers.fakes import Fake
-
-
-class Terminal(io.StringIO):
-    """A stream that says that it is a terminal, and keeps what is written."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 class Dripping(Fake):

@@ -4,9 +4,12 @@
 change their layout, `merge_turns` makes one row of several turns, and `to_records` makes plain dicts.
 """
 
-from corelm.containers.classes import SAFE_GLOBALS, ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
-from corelm.containers.fields import short
-from corelm.containers.history import History
+import copyreg
+
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+
+from corelm.containers.classes import LogProbs, Masks, PerToken, Text, Tokens, short
+from corelm.containers.history import ChatHistory, History
 from corelm.containers.padding import collate, repad
 from corelm.containers.reading import ragged, token_sets
 from corelm.containers.records import to_records
@@ -16,6 +19,14 @@ from corelm.containers.turns import merge_turns
 for _container in (ChatHistory, History, LogProbs, Masks, PerToken, Text, Tokens):
     _container.__module__ = __name__
     _container.__repr__ = short  # type: ignore[method-assign]
+
+#: Pass these to ``torch.serialization.add_safe_globals``, so that ``torch.load(file, weights_only=True)`` can
+#: read containers.
+SAFE_GLOBALS = (
+    *(Text, Tokens, Masks, LogProbs, PerToken, ChatHistory, History),
+    *(TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack),
+    copyreg.dispatch_table[TensorDict](TensorDict({}))[0],  # the function with which tensordict unpickles
+)
 
 __all__ = [
     "SAFE_GLOBALS",

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from tensordict import NonTensorData, TensorClass, TensorDict
+from torch import Tensor
 
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
-from corelm.containers.fields import COUNTS, NO_ID, SETS, must_have_lengths
-from corelm.containers.history import History
+from corelm.containers.classes import COUNTS, NO_ID, SETS, LogProbs, Masks, PerToken, Text, Tokens, must_have_lengths
+from corelm.containers.history import ChatHistory, History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
@@ -52,20 +52,23 @@ def assemble(request: ContainerRequest) -> TensorDict:
     layout: dict[str, Any] = {"columns": None, "pad_id": request.pad_id}
     if request.pad_output:
         layout["columns"] = request.columns or dense_columns(tokens)
+    dense = layout["columns"] is not None
     answered = None
+    ids = {"full": tokens.full}
     if tokens.prompt is not None and tokens.response is not None:
         marks = runs((False, True), (tokens.prompt.lengths, tokens.response.lengths))
         answered = tokens.full.with_values(marks.to(tokens.full.values.device))
-    if layout["columns"] is not None:
-        tokens = Parts(None, None, tokens.full)  # cut below, after padding
+        # Dense ones are cut after padding.
+        ids = ids if dense else {"prompt": tokens.prompt, "response": tokens.response, "full": tokens.full}
     out = TensorDict({}, batch_size=shape)
     if "text" in wanted and request.texts is not None:
-        texts = _named(request.texts)
-        for name, values in texts.items():
-            texts[name] = non_tensors(values, shape)
-        out["text"] = Text.from_tensordict(TensorDict(texts, batch_size=shape))
+        texts = TensorDict({}, batch_size=shape)
+        for name in ("prompt", "response", "full"):
+            if (values := getattr(request.texts, name)) is not None:
+                texts.set(name, non_tensors(values, shape))
+        out["text"] = Text.from_tensordict(texts)
     if "tokens" in wanted:
-        out["tokens"] = container(Tokens, _named(tokens), shape, split=True, **layout)
+        out["tokens"] = container(Tokens, ids, shape, split=True, **layout)
     if "masks" in wanted:
         everywhere = tokens.full.with_values(torch.ones_like(tokens.full.values, dtype=torch.bool))
         masks = {"all_attention_mask": everywhere}
@@ -73,15 +76,25 @@ def assemble(request: ContainerRequest) -> TensorDict:
         masks |= {} if request.assistant is None else {"all_assistant_mask": request.assistant}
         out["masks"] = container(Masks, masks, shape, **layout)
     if "log_probs" in wanted:
-        out["log_probs"] = container(LogProbs, _log_probs(request, tokens, answered), shape, split=True, **layout)
+        fields = _log_probs(request, None if dense else answered)
+        if (label := request.provenance) is not None:
+            labels = (label,) * math.prod(shape) if isinstance(label, Provenance) else label
+            # Keyed by identity: hashing the provenance of every row would take longer than everything else.
+            data: dict[int, Any] = {}
+            for one in labels:
+                if id(one) not in data:
+                    data[id(one)] = one and one.to_dict()
+            fields["provenance"] = list(map(data.__getitem__, map(id, labels)))
+        out["log_probs"] = container(LogProbs, fields, shape, split=True, **layout)
     if "history" in wanted and request.chats is not None:
-        chats = _named(request.chats)
-        for name, values in chats.items():
-            chats[name] = History.wrap(values, shape)
-        out["history"] = ChatHistory.from_tensordict(TensorDict(chats, batch_size=shape))
+        chats = TensorDict({}, batch_size=shape)
+        for name in ("prompt", "response", "full"):
+            if (values := getattr(request.chats, name)) is not None:
+                chats.set(name, History.wrap(values, shape))
+        out["history"] = ChatHistory.from_tensordict(chats)
     if request.argmax is not None:
         argmax = container(PerToken, {"full": request.argmax}, shape, **layout)
-        out["argmax"] = argmax if layout["columns"] is None else argmax.full
+        out["argmax"] = argmax.full if dense else argmax
     for name, values in (("is_greedy", request.greedy), ("retokenized", request.retokenized)):
         if values is not None:
             out[name] = torch.tensor(values, dtype=torch.bool).reshape(shape)
@@ -150,8 +163,13 @@ def dense_columns(tokens: Parts[Ragged]) -> Columns:
     return Columns(torch.cat([prompt, tokens.response.mask("right")], -1), prompt.shape[-1])
 
 
-def _log_probs(request: ContainerRequest, tokens: Parts[Ragged], answered: Ragged | None) -> dict[str, Field]:
-    logprobs, scored, provenance = request.logprobs, request.scored, request.provenance
+def _log_probs(request: ContainerRequest, answered: Ragged | None) -> dict[str, Field]:
+    """Return the fields of `LogProbs` with values per token; no ids, or 0, where nothing was scored.
+
+    Args:
+        answered: where the responses are, to split `full` by; None leaves it whole.
+    """
+    logprobs, scored, tokens = request.logprobs, request.scored, request.tokens
     assert logprobs is not None and scored is not None
     unscored = ~scored.values
     values = logprobs.values.masked_fill(unscored, 0.0)
@@ -172,19 +190,7 @@ def _log_probs(request: ContainerRequest, tokens: Parts[Ragged], answered: Ragge
         if rows is not None:
             mask = unscored.to(rows.values.device).reshape(-1, *[1] * (rows.values.ndim - 1))
             fields[name] = rows.with_values(rows.values.masked_fill(mask, NO_ID.get(name, 0)))
-    if isinstance(provenance, Provenance):
-        fields["provenance"] = [provenance.to_dict()] * len(logprobs)
-    elif provenance is not None:
-        # Keyed by identity, because hashing the provenance of every row would take longer than everything else.
-        data = {id(one): one and one.to_dict() for one in provenance}
-        fields["provenance"] = [data[id(one)] for one in provenance]
     return fields
-
-
-def _named(parts: Parts[Any]) -> dict[str, Any]:
-    if parts.prompt is None or parts.response is None:
-        return {"full": parts.full}
-    return {"prompt": parts.prompt, "response": parts.response, "full": parts.full}
 
 
 def _check(request: ContainerRequest) -> None:
@@ -203,11 +209,15 @@ def _check(request: ContainerRequest) -> None:
             raise InvalidRequestError(
                 f"{name} has {len(values)} rows, but a batch of {tuple(request.batch_size)} has {count}", field=name
             )
+    lengths: dict[str, Tensor] = {}
     for name in _PER_TOKEN:
         # Rows that `Ragged.with_values` made share their lengths.
         if (rows := getattr(request, name)) is not None and rows.lengths is not full.lengths:
-            must_have_lengths(rows.lengths, full.lengths, name)
+            lengths[name] = rows.lengths
     if tokens.prompt is not None and tokens.response is not None:
-        must_have_lengths(tokens.prompt.lengths + tokens.response.lengths, full.lengths, "prompt and response")
+        lengths["prompt and response"] = tokens.prompt.lengths + tokens.response.lengths
     if request.columns is not None and request.pad_output:
-        must_have_lengths(request.columns.mask.sum(-1).cpu(), full.lengths, "columns")
+        lengths["columns"] = request.columns.mask.sum(-1).cpu()
+    for name, found in lengths.items():
+        if not torch.equal(found, full.lengths):
+            must_have_lengths(found, full.lengths, name)

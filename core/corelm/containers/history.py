@@ -1,4 +1,4 @@
-"""`History`: a batch of conversations that slices, stacks and saves as a TensorClass."""
+"""`History`: conversations in a TensorClass, which slices, stacks and saves; and `ChatHistory`, split ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tensordict import NonTensorData, NonTensorStack, TensorClass
 
-from corelm.containers.fields import objects, unnested
+from corelm.containers.classes import as_stored, field_readers, objects, unnested
 from corelm.errors import InvalidRequestError, refuse
 from corelm.rendering.template import Template, check_encodable, map_chats, read_chatml
 from corelm.spec.message import Chat, Message
@@ -178,6 +178,21 @@ class History(TensorClass["nocast"]):
         chats = [before + new for before, new in zip(self.chats, _read_chats(added), strict=True)]
         shape = tuple(self.batch_size)
         return self.set("conversation", _stack(chats, shape)) if inplace else self.wrap(chats, shape)
+
+
+@field_readers(as_stored)
+class ChatHistory(TensorClass["nocast"]):
+    """Conversations. Append a message to `full` to get the prompt of the next turn.
+
+    Attributes:
+        prompt: the conversation before the response.
+        response: the messages of the response.
+        full: the prompt followed by the response.
+    """
+
+    prompt: History | None = None
+    response: History | None = None
+    full: History | None = None
 
 
 class _Conversations(Sequence[dict[str, Any]]):

@@ -11,8 +11,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from corelm.containers.assemble import container, dense_columns
-from corelm.containers.classes import LogProbs, Masks, PerToken
-from corelm.containers.fields import SETS, must_have_lengths, row_objects
+from corelm.containers.classes import SETS, LogProbs, Masks, PerToken, must_have_lengths, row_objects
 from corelm.containers.reading import (
     PER_TOKEN,
     Path,

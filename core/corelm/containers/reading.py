@@ -18,18 +18,23 @@ from tensordict import (
 )
 from torch import Tensor
 
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens, as_provenance
-from corelm.containers.fields import (
+from corelm.containers.classes import (
     COUNTS,
     SETS,
     TOP,
     WIDE,
+    LogProbs,
+    Masks,
+    PerToken,
+    Text,
+    Tokens,
+    as_provenance,
     must_be_of_one_width,
     must_have_lengths,
     row_objects,
     rows,
 )
-from corelm.containers.history import History
+from corelm.containers.history import ChatHistory, History
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import FlatRows, flat_source
@@ -101,11 +106,11 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
             f"its keys: {sorted(map(str, td.keys(include_nested=True)))}",
             field=str(key),
         )
-    if _unmade(container, name) is not None:
-        return ragged_rows(container, name)
     try:
-        if not container.padded:
-            return ragged_rows(container, name)
+        if (unmade := flat_source(container._tensordict)) or not container.padded:
+            found = ragged_rows(container, name)
+            # The caller may modify it.
+            return found.clone() if unmade else found
         values, attention = getattr(container, name), getattr(td.get(masks, None), "all_attention_mask", None)
     except InvalidRequestError:  # a stack of both layouts, or dense rows of different widths
         # `td` may have fewer batch dimensions than the container, or none.
@@ -118,11 +123,13 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
 
 
 def ragged_rows(container: Any, name: str) -> Ragged:
-    """Return the rows of a field of a container that is not padded, in C order. Errors are those of `ragged`."""
-    if (unmade := _unmade(container, name)) is not None:
-        # A copy, because the caller may modify it.
-        return unmade.clone()
+    """Return the rows of a field of a container that is not padded, in C order. Errors are those of `ragged`.
+
+    Do not modify them: rows that were not made yet are made from the same values.
+    """
     td = container._tensordict
+    if isinstance(source := flat_source(td), FlatRows):
+        return source.fields[name]  # type: ignore[return-value]
     row_values: list[Tensor] = []
     for row in rows(td):
         row_values.append(row.get(name))
@@ -130,22 +137,17 @@ def ragged_rows(container: Any, name: str) -> Ragged:
         # The stored tensor still has their dtype and device.
         empty = td.get(name)
         return Ragged(empty.new_empty((0, *empty.shape[td.batch_dims + 1 :])), torch.zeros(0, dtype=torch.int64))
-    must_be_of_one_width(row_values, name)
+    if name in WIDE:
+        must_be_of_one_width(row_values, name)
     return Ragged(torch.cat(row_values), torch.tensor(list(map(len, row_values)), dtype=torch.int64))
 
 
 def row_lengths(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Tensor:
     """Return ``ragged(td, key, masks=masks).lengths``, on the CPU."""
     *path, name = (key,) if isinstance(key, str) else key
-    unmade = _unmade(td.get(tuple(path)), name)
-    return ragged(td, key, masks=masks).lengths if unmade is None else unmade.lengths
-
-
-def _unmade(container: Any, name: str) -> Ragged | None:
-    """Return the rows of a field if they are still held flat. Do not modify them."""
-    source = flat_source(container._tensordict)
-    values = source.fields[name] if isinstance(source, FlatRows) else None
-    return values if isinstance(values, Ragged) else None
+    container = td.get(tuple(path))
+    unmade = flat_source(container._tensordict)
+    return (ragged_rows(container, name) if unmade else ragged(td, key, masks=masks)).lengths
 
 
 def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tensor:

@@ -11,9 +11,8 @@ from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from corelm import validate
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, PerToken, Text, Tokens
-from corelm.containers.fields import flat, objects
-from corelm.containers.history import History
+from corelm.containers.classes import LogProbs, Masks, PerToken, Text, Tokens, flat, objects
+from corelm.containers.history import ChatHistory, History
 from corelm.containers.reading import (
     CONTAINERS,
     Path,

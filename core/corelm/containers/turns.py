@@ -12,8 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from corelm.containers.assemble import ABOUT_IDS, assemble
-from corelm.containers.classes import LogProbs, Tokens
-from corelm.containers.fields import SETS
+from corelm.containers.classes import SETS, LogProbs, Tokens
 from corelm.containers.reading import Path, about_ids, list_keys, provenance_of_rows, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
 from corelm.spec.provenance import Provenance, VersionRuns

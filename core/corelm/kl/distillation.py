@@ -7,7 +7,7 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from corelm.containers.fields import TOP, must_have_lengths
+from corelm.containers.classes import TOP, must_have_lengths
 from corelm.containers.reading import find_entry, key_parts, next_or_root, provenance_of_rows, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.kl.divergences import Divergence, Terms, TopLogProbs, top_k_divergence

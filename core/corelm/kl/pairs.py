@@ -16,8 +16,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from corelm.containers.classes import LogProbs, Masks, PerToken
-from corelm.containers.fields import COUNTS, WIDE, must_have_lengths
+from corelm.containers.classes import COUNTS, WIDE, LogProbs, Masks, PerToken, must_have_lengths
 from corelm.containers.reading import (
     carries_sets,
     find_entry,

@@ -13,8 +13,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from corelm.containers.classes import LogProbs, PerToken, Tokens
-from corelm.containers.fields import flat, rows
+from corelm.containers.classes import LogProbs, PerToken, Tokens, flat, rows
 from corelm.containers.reading import (
     carries_sets,
     find_entry,

@@ -16,7 +16,7 @@ from corelm import validate
 from corelm.backend.given_weights import checked_adapter
 from corelm.backend.skipping import OnError
 from corelm.batching.scheduling import Limits
-from corelm.containers.fields import KEPT, TOP
+from corelm.containers.classes import KEPT, TOP
 from corelm.containers.reading import key_parts
 from corelm.rendering.encoding import Boundary
 from corelm.rendering.response_parsers import check_name

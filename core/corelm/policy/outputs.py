@@ -7,7 +7,7 @@ other tokens, log-probs under a key that has some) is refused before the engine 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from operator import add
 from typing import Any
@@ -16,23 +16,22 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from corelm.backend.backend import Backend
-from corelm.containers.assemble import ABOUT_IDS
-from corelm.containers.classes import ChatHistory, LogProbs, Masks, Text, Tokens
-from corelm.containers.fields import NO_ID, flat, objects
+from corelm.containers.classes import NO_ID, LogProbs, Masks, Text, Tokens, flat, objects
+from corelm.containers.history import ChatHistory
 from corelm.containers.reading import key_parts, list_keys, provenance_of_rows, ragged
 from corelm.containers.turns import REQUEST_FIELDS, log_prob_fields
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
-from corelm.policy.messages import AnswerReader, answer_texts
+from corelm.policy.chats import AnswerReader
+from corelm.policy.inputs import find_value
 from corelm.policy.options import Keys, PolicyOptions
-from corelm.policy.rows import InputRows, find_value, provenance_of_scores
-from corelm.policy.tokens import nested_field
-from corelm.rendering.encoding import decoded
+from corelm.policy.rows import InputRows
+from corelm.rendering.encoding import answer_texts, decoded
 from corelm.spec.answer_text import HALF_CHARACTER
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.version_runs import with_runs
-from corelm.tensors.ragged import Ragged, value_range
+from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 
@@ -49,20 +48,39 @@ _CONTAINERS: dict[str, Any] = {
 # Before the engine is asked ------------------------------------------------------------------------------------------
 
 
-def must_fit(td: TensorDictBase, batch_size: tuple[int, ...], options: PolicyOptions) -> None:
-    """Refuse a call whose results cannot go where `inplace` says, before anything is sampled."""
-    here = options.writes_in_place is True
+def must_have_room(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict[str, Any]:
+    """Refuse a call whose results cannot go where `inplace` says; return the containers that scores join."""
+    here, samples, size = options.writes_in_place is True, options.num_samples, rows.batch_size
+    if options.writes_in_place is False:
+        return {}
     if here and td.is_locked:
         raise invalid("inplace", "the TensorDict is locked; unlock it, or pass inplace=False")
-    if tuple(td.batch_size) == batch_size:
-        return
-    rest = td.exclude(*_replaced_keys(td, options)) if here else td.empty()
-    try:
-        rest.batch_size = torch.Size(batch_size)
-    except RuntimeError as error:
-        raise invalid(
-            "inplace", f"the results' batch {batch_size} does not fit the input; pass inplace=False: {error}"
-        ) from error
+    size = size if samples is None else (*size, samples)
+    if tuple(td.batch_size) != size:
+        rest = td.exclude(*_replaced_keys(td, options)) if here else td.empty()
+        try:
+            rest.batch_size = torch.Size(size)
+        except RuntimeError as error:
+            raise invalid(
+                "inplace", f"the results' batch {size} does not fit the input; pass inplace=False: {error}"
+            ) from error
+    if not here or not options.generate:
+        return _joined(td, rows, options) if here else {}
+    # A container of an earlier answer may not be left next to a new one.
+    for name in _CONTAINERS:
+        if name in options.fields or (name == "history" and options.input_mode != "history"):
+            continue
+        there = find_value(td, getattr(options.keys, name))
+        response = "all_response_mask" if name == "masks" else "response"
+        if isinstance(there, _CONTAINERS[name]) and response in there.keys():
+            raise invalid(
+                f"return_{name}",
+                f"{_dotted(options, name)!r} holds that of an earlier answer, which this call would not replace; leave "
+                f"return_{name}=False out, delete it from the TensorDict, or pass inplace=False",
+            )
+    if options.keys.log_probs != _DEFAULT.log_probs:
+        _refuse_stale(td, options, "a new answer", answered=True)
+    return {}
 
 
 def _replaced_keys(td: TensorDictBase, options: PolicyOptions) -> list[NestedKey]:
@@ -70,22 +88,6 @@ def _replaced_keys(td: TensorDictBase, options: PolicyOptions) -> list[NestedKey
     key = getattr(options.keys, options.input_mode)
     merged = not options.generate and isinstance(find_value(td, key), _CONTAINERS[options.input_mode])
     return [] if merged or options.input_key is not None else [key]
-
-
-def must_replace(td: TensorDictBase, options: PolicyOptions) -> None:
-    """Refuse generating in place if it would leave a container of an earlier answer next to the new one."""
-    for name, container in _CONTAINERS.items():
-        if name in options.fields or (name == "history" and options.input_mode != "history"):
-            continue
-        there = find_value(td, getattr(options.keys, name))
-        response = "all_response_mask" if name == "masks" else "response"
-        if isinstance(there, container) and response in there.keys():
-            raise invalid(
-                f"return_{name}",
-                f"{_dotted(options, name)!r} holds that of an earlier answer, which this call would not replace; leave "
-                f"return_{name}=False out, delete it from the TensorDict, or pass inplace=False",
-            )
-    _refuse_stale(td, options, "a new answer", answered=True)
 
 
 def _refuse_stale(td: TensorDictBase, options: PolicyOptions, new: str, *, answered: bool = False) -> None:
@@ -113,17 +115,16 @@ def _refuse_stale(td: TensorDictBase, options: PolicyOptions, new: str, *, answe
             )
 
 
-def must_keep(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> None:
-    """Refuse scoring in place if it would replace something that is there.
+def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict[str, Any]:
+    """Return the containers that scores in place join, by name.
 
     Raises:
-        InvalidRequestError: other tokens, log-probs, or values of other kinds are there.
+        InvalidRequestError: other tokens, log-probs, or values of other kinds would be replaced.
     """
-    if options.overwrite:
-        if rows.conflicts:
-            _refuse_stale(td, options, "scores of other tokens")
-        return
-    if rows.conflicts:
+    joins = not options.overwrite or rows.conflicts == {}
+    if rows.conflicts and options.overwrite:
+        _refuse_stale(td, options, "scores of other tokens")
+    elif rows.conflicts:
         raise InvalidRequestError(
             f"{_dotted(options, 'tokens')}: {spelled_out(rows.conflicts)}. Scores of other tokens are not put next to "
             "them: another tokenizer or chat template made them, or the input was cut or has changed since. Pass "
@@ -133,9 +134,16 @@ def must_keep(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> No
             field="tokens",
             problems=rows.conflicts,
         )
-    for name in sorted(options.fields):
+    found: dict[str, Any] = {}
+    for name in _CONTAINERS:
         there = find_value(td, getattr(options.keys, name))
-        if there is not None and (loss := _loss(name, there, rows, options)):
+        if there is None:
+            continue
+        read, container = name == options.input_mode and options.input_key is None, _CONTAINERS[name]
+        # Containers that are read, or belong to the tokens that are there, are kept: they say the same.
+        same = name != "log_probs" and isinstance(there, container) and (read or rows.conflicts == {})
+        looked_at = name in options.fields and not options.overwrite and not same
+        if looked_at and (loss := _loss(name, there, rows, options)):
             elsewhere = 'log_probs_key="ref_log_probs"' if name == "log_probs" else f"keys=Keys({name}=…)"
             leave_out = "" if name == "log_probs" else f" or return_{name}=False"
             raise InvalidRequestError(
@@ -143,6 +151,10 @@ def must_keep(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> No
                 "inplace=False; or overwrite=True to replace it",
                 field=name,
             )
+        if name != "log_probs" and (joins or read):
+            found[name] = there
+    if options.overwrite:
+        return found
     for name in ("argmax", "is_greedy") if options.return_argmax else ():
         if find_value(td, name) is not None:
             raise InvalidRequestError(
@@ -153,6 +165,7 @@ def must_keep(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> No
     there = find_value(td, "errors") if options.on_error == "skip" else None
     if there is not None and [type(one) for one in flat(there)] != [str] * len(rows.ids):
         raise invalid("errors", "the TensorDict holds something else under that key; pass inplace=False")
+    return found
 
 
 def refuse_other_provenance(
@@ -200,10 +213,6 @@ def _loss(name: str, there: Any, rows: InputRows, options: PolicyOptions) -> str
     read = _reads(name, options)
     if name == "log_probs":
         return f"a {'list' if isinstance(there, list) else type(there).__name__} is there"
-    if _is_nested(there):
-        lost = sorted({*there.keys()} - {"full", "padded"})
-        which = f" of {', '.join(lost)}" if lost else ""
-        return f"nested tensors{which} are there" if lost or not read else None
     if isinstance(there, TensorDictBase):
         written = {"full", "input_ids", "attention_mask"} if read else set()
         if read and rows.only_response:
@@ -238,9 +247,9 @@ def _fit(masks: Masks, rows: InputRows) -> bool:
     return all([len(row) for row in flat(field)] == lengths for field in fields)
 
 
-def _is_nested(there: Any) -> bool:
-    """Return whether these are `Tokens` of nested tensors, which are read like bare ones and replaced by rows."""
-    return isinstance(there, Tokens) and nested_field(there, "full") is not None
+def _reads(name: str, options: PolicyOptions) -> bool:
+    """Return whether the container of this name is what the policy reads."""
+    return name == options.input_mode and options.input_key is None
 
 
 def _dotted(options: PolicyOptions, name: str) -> str:
@@ -264,23 +273,26 @@ def generated(
     problems: Problems = {}
     errors = batch.errors or ("",) * len(batch.finish_reasons)
     if "text" in fields or "history" in fields:
-        said = answer_texts(batch, sampling, backend, rows.continued)
-        asked = rows.texts or _given_texts(rows.ids, backend)
+        continued = rows.ids if rows.chats is None else rows.continued
+        said = answer_texts(batch, sampling, backend.tokenizer, continued)
         # The text of an answer begins with a character that its prompt left incomplete.
-        begun = _without_half(asked, batch.ids)
-        asked = rows.texts or begun
+        begun = list(rows.texts or _given_texts(rows.ids, batch.errors, backend))
+        for at, length in enumerate(batch.ids.lengths.tolist()):
+            if length:
+                begun[at] = begun[at].rstrip(HALF_CHARACTER)
+        asked = rows.texts or tuple(begun)
         if rows.chats is not None:
             messages, problems = reader.read(rows, asked, said, batch, sampling, backend)
             if problems:
                 errors = tuple([error or problems.get(row, "") for row, error in enumerate(errors)])
-            replies = tuple([(message,) for message in messages])
+            replies = tuple(zip(messages, strict=True))
             asked_before = rows.chats
             if rows.begun is not None:
                 pairs = zip(rows.chats, rows.begun, strict=True)
                 asked_before = tuple([chat if turn is None else chat[:-1] for chat, turn in pairs])
             chats = Parts(rows.chats, replies, tuple(map(add, asked_before, replies)))
         if "text" in fields:
-            after = said if rows.chats is None else answer_texts(batch, sampling, backend, rows.ids)
+            after = said if rows.chats is None else answer_texts(batch, sampling, backend.tokenizer, rows.ids)
             texts = Parts(asked, said, tuple(map(add, begun, after)))
     # True where the answers are: those positions are scored, and they are the assistant's.
     answered = rows.ids.join_mask(batch.ids)
@@ -288,55 +300,55 @@ def generated(
     if rows.assistant is not None:
         everything = Ragged.full(batch.ids.lengths, True, torch.bool)
         assistant = rows.assistant.join(everything, answered)
+    scores: dict[str, Any] = {}
+    if batch.logprobs is not None:
+        scores = {"scored": answered, "provenance": backend.provenance(batch)}
+        for name in REQUEST_FIELDS.values():
+            # As long as prompt and answer.
+            if isinstance(values := getattr(batch, name), Ragged):
+                shape = rows.ids.values.shape[0], *values.values.shape[1:]
+                before = values.values.new_full(shape, NO_ID.get(name, 0))
+                scores[name] = rows.ids.with_values(before).join(values, answered)
+            elif values is not None:
+                device = values.ids.values.device
+                scores[name] = TokenSets.empty(rows.ids.lengths).to(device).join(values)
     request = ContainerRequest(
         batch_size=rows.batch_size,
         fields=fields,
         tokens=Parts(rows.ids, batch.ids, rows.ids.join(batch.ids, answered)),
         texts=texts,
         chats=chats,
-        **({} if batch.logprobs is None else _log_probs(rows.ids, batch, batch.logprobs, answered, backend)),
         assistant=assistant,
         finish_reasons=batch.finish_reasons,
         errors=errors,
         retokenized=rows.retokenized,
         pad_id=backend.engine.pad_id,
         pad_output=options.pad_output,
+        **scores,
     )
     return request, problems
 
 
-def _log_probs(
-    prompts: Ragged, batch: GenerateResult, logprobs: Ragged, answered: Ragged, backend: Backend
-) -> dict[str, Any]:
-    """Return the log-probs of answers and what the answers say about ids, as long as prompt and answer."""
-
-    def behind_prompts(rows: Ragged, filler: float) -> Ragged:
-        values = rows.values.new_full((answered.values.shape[0], *rows.values.shape[1:]), filler)
-        values[answered.values.to(values.device)] = rows.values
-        return answered.with_values(values)
-
-    found: dict[str, Any] = {
-        "logprobs": behind_prompts(logprobs, 0.0),
-        "scored": answered,
-        "provenance": backend.provenance(batch),
-    }
-    if batch.kept_ids is not None:
-        device = batch.kept_ids.ids.values.device
-        found["kept_ids"] = TokenSets.empty(prompts.lengths).to(device).join(batch.kept_ids)
-    for given, name in ABOUT_IDS.items():
-        if (rows := getattr(batch, given)) is not None:
-            found[given] = behind_prompts(rows, NO_ID.get(name, 0))
-    return found
-
-
 def scored(
-    rows: InputRows, batch: ScoreResult, backend: Backend, *, fields: frozenset[str], **layout: Any
+    rows: InputRows,
+    batch: ScoreResult,
+    options: PolicyOptions,
+    backend: Backend,
+    *,
+    fields: frozenset[str],
+    errors: tuple[str, ...] | None = None,
 ) -> ContainerRequest:
     """Return whole sequences and their scores, in the columns that they came in."""
-    texts = None
+    texts, support, provenance = None, rows.support, backend.provenance(batch)
     if "text" in fields:
         prompts, responses = rows.parts or (None, None)
-        texts = Parts(prompts, responses, rows.texts or _given_texts(rows.ids, backend))
+        texts = Parts(prompts, responses, rows.texts or _given_texts(rows.ids, batch.errors, backend))
+    pad_output = options.pad_output
+    if not options.overwrite or rows.conflicts == {}:
+        # In place, scores have the layout of the tokens there.
+        for name in ("masks", "tokens"):
+            if isinstance(rows.there.get(name), _CONTAINERS[name]):
+                pad_output = rows.columns is not None
     return ContainerRequest(
         batch_size=rows.batch_size,
         fields=fields,
@@ -345,18 +357,19 @@ def scored(
         chats=None if rows.chats is None else Parts(None, None, rows.chats),
         logprobs=batch.logprobs,
         scored=batch.scored,
-        kept_ids=None if rows.support is None else rows.support.sets,
+        kept_ids=None if support is None else support.sets,
         top_ids=batch.top_ids,
         top_logprobs=batch.top_logprobs,
         tail_log_mass=batch.tail_log_mass,
         argmax=batch.argmax,
         greedy=None if batch.argmax is None else _greedy(rows, batch.scored, batch.argmax),
-        provenance=provenance_of_scores(backend.provenance(batch), rows.support),
+        provenance=provenance if support is None else support.label(provenance),
         assistant=rows.assistant,
+        errors=errors,
         retokenized=rows.retokenized,
+        pad_output=pad_output,
         pad_id=backend.engine.pad_id,
         columns=rows.columns,
-        **layout,
     )
 
 
@@ -372,54 +385,64 @@ def _greedy(rows: InputRows, scored: Ragged, argmax: Ragged) -> tuple[bool, ...]
     return tuple(((number > 0) & (wrong == 0)).tolist())
 
 
-def _given_texts(ids: Ragged, backend: Backend) -> tuple[str, ...]:
+def _given_texts(ids: Ragged, errors: tuple[str, ...] | None, backend: Backend) -> tuple[str, ...]:
     """Return the texts that prompts or sequences decode to. Illegal ids, which only skipped rows have, are left out."""
-    engine, rows = backend.engine, ids.tolist()
-    low, high = value_range(ids.values)
-    if low < 0 or high >= engine.capabilities.vocab_size:
-        rows = [[one for one in row if 0 <= one < engine.capabilities.vocab_size] for row in rows]
-    return tuple(decoded(engine.tokenizer, rows, skip_special_tokens=False))
-
-
-def _without_half(prompts: tuple[str, ...], answers: Ragged) -> tuple[str, ...]:
-    """Return the texts of prompts without an incomplete character at the end: an answer's text begins with it."""
-    pairs = zip(prompts, answers.lengths.tolist(), strict=True)
-    return tuple([text.rstrip(HALF_CHARACTER) if length else text for text, length in pairs])
+    rows, size = ids.tolist(), backend.capabilities.vocab_size
+    if errors is not None:
+        rows = [[one for one in row if 0 <= one < size] for row in rows]
+    return tuple(decoded(backend.tokenizer, rows, skip_special_tokens=False))
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def scores_are_dense(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> bool:
-    """Return whether scores are written as dense tensors: in place like the tokens there, else as `pad_output` says."""
-    if options.writes_in_place is True and _joins(rows, options):
-        for name in ("tokens", "masks"):
-            if isinstance(find_value(td, getattr(options.keys, name)), _CONTAINERS[name]):
-                return rows.columns is not None
-    return options.pad_output
+def lacking(rows: InputRows, options: PolicyOptions) -> dict[str, set[str]]:
+    """Return the containers that scores make, and for each that joins one which is there the fields that it adds."""
+    split = rows.prompt_lengths is not None
+    parts = {"prompt", "response", "full"}
+    masks = {"all_attention_mask", *(["all_response_mask"] if split else [])}
+    made = {
+        "text": parts if rows.parts else {"full"},
+        "tokens": parts if split else {"full"},
+        "masks": masks if rows.assistant is None else {*masks, "all_assistant_mask"},
+        "history": {"full"},
+    }
+    found: dict[str, set[str]] = {}
+    for name in options.fields:
+        there = rows.there.get(name)
+        if not isinstance(there, _CONTAINERS[name]):
+            found[name] = set()
+            continue
+        # Completions that get a `full` would be scored as whole sequences the next time.
+        without = {"full"} if rows.only_response and _reads(name, options) else set()
+        if missing := made[name] - without - set(there.keys()):
+            found[name] = missing
+    return found
 
 
 def deliver(
-    td: TensorDictBase, rows: InputRows, request: ContainerRequest, backend: Backend, options: PolicyOptions
+    td: TensorDictBase,
+    rows: InputRows,
+    request: ContainerRequest,
+    backend: Backend,
+    options: PolicyOptions,
+    added: Mapping[str, Collection[str]],
 ) -> TensorDictBase:
-    """Put the containers under the policy's keys, where `inplace` says."""
+    """Put the containers under the policy's keys, where `inplace` says.
+
+    Args:
+        added: what `lacking` returns; empty for answers.
+    """
     where, keys = options.writes_in_place, options.keys
-    in_place = where is True and not options.generate
-    if in_place and request.errors is not None and (earlier := find_value(td, "errors")) is not None:
-        pairs = zip(flat(earlier), request.errors, strict=True)
+    if where is True and not options.generate and request.errors is not None and "errors" in td.keys():
+        pairs = zip(flat(find_value(td, "errors")), request.errors, strict=True)
         request = replace(request, errors=tuple("; ".join(dict.fromkeys(filter(None, pair))) for pair in pairs))
-    made: TensorDictBase = backend.to_containers(request)
+    made: TensorDictBase = backend.engine.convert("to_containers", request)
     device = options.device or td.device
     if device is not None:
         made = made.to(device)
     if where is False and keys == _DEFAULT:
         return made
-    there: dict[str, Any] = {}
-    if in_place:
-        joins = _joins(rows, options)
-        for name in _CONTAINERS.keys() - {"log_probs"}:
-            if joins or _reads(name, options):
-                there[name] = find_value(td, getattr(keys, name))
     if where is False:
         out: TensorDictBase = TensorDict({}, batch_size=request.batch_size, device=device)
     else:
@@ -428,34 +451,17 @@ def deliver(
             out.exclude(*_replaced_keys(td, options), inplace=True)
             out.batch_size = torch.Size(request.batch_size)
     for name, value in made.items():
-        # Completions that get a `full` would be scored as whole sequences the next time.
-        held = there.get(name)
-        without = ("full",) if rows.only_response and held is not None and _reads(name, options) else ()
-        if isinstance(held, _CONTAINERS.get(name, ())) and not _is_nested(held):
-            value = _completed(held, value, without)
-        elif without:
-            value = value.exclude(*without)
+        if fields := added.get(name):
+            for field in value.keys():
+                if field in fields:
+                    # Fields without rows read as empty lists, which have no type.
+                    new = value.get(field) if 0 in value.batch_size else getattr(value, field)
+                    rows.there[name].set(field, new)
+            continue
+        if rows.only_response and name in rows.there and _reads(name, options):
+            value = value.exclude("full")
         out.set(getattr(keys, name, name), value)
     return out
-
-
-def _reads(name: str, options: PolicyOptions) -> bool:
-    """Return whether the container of this name is what the policy reads."""
-    return name == options.input_mode and options.input_key is None
-
-
-def _joins(rows: InputRows, options: PolicyOptions) -> bool:
-    """Return whether scores join what is there. With overwrite=True, containers of other tokens may be there."""
-    return not options.overwrite or rows.conflicts == {}
-
-
-def _completed(there: Any, new: Any, without: Collection[str] = ()) -> Any:
-    """Return the container that is there, with the fields of the new one that it lacks, except those in `without`."""
-    for field in new.keys():
-        if field not in there.keys() and field not in without:
-            # Fields without rows read as empty lists, which have no type.
-            there.set(field, new.get(field) if 0 in new.batch_size else getattr(new, field))
-    return there
 
 
 # Answers that go on --------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NoReturn
 
@@ -24,20 +23,10 @@ from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
 from corelm.errors import CapabilityError, InvalidRequestError, printable
 from corelm.opening import get_backend
+from corelm.policy.chats import AnswerReader, warn_unparsed
 from corelm.policy.inputs import InputReader
-from corelm.policy.messages import AnswerReader, warn_unparsed
 from corelm.policy.options import PolicyOptions, out_keys
-from corelm.policy.outputs import (
-    deliver,
-    generated,
-    must_fit,
-    must_keep,
-    must_replace,
-    partial_answers,
-    scored,
-    scores_are_dense,
-)
-from corelm.policy.progress import AnswerBar, answer_bar
+from corelm.policy.outputs import deliver, generated, lacking, must_have_room, partial_answers, scored
 from corelm.policy.rows import InputRows, room_for_prompts, truncate_left, with_support
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
@@ -140,7 +129,6 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         *,
         seed: int | None = None,
         timeout: float | None = None,
-        progress: bool = False,
     ) -> TensorDictBase:
         """Generate or score.
 
@@ -148,8 +136,6 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             seed: fixes the answers of this call and overrides ``sampling_params.seed``. None draws from
                 torch's generator, or lets the engine choose if its seeds are costly.
             timeout: seconds that the call may take; None for the backend's own timeout.
-            progress: show a bar with the finished answers and their tokens per second, if stderr is a
-                terminal. It changes nothing else: the call is made, repeated and answered as without it.
 
         Raises:
             MissingKeyError: the TensorDict lacks what the policy reads.
@@ -164,14 +150,9 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             _refuse_compiling()
         if torch.is_inference_mode_enabled():
             with no_inference_mode():
-                return self.forward(tensordict, seed=seed, timeout=timeout, progress=progress)
-        bar = None if progress is False else self._bar(progress)
-        with bar or nullcontext():
-            rows, call = self._prepare(tensordict, seed, timeout, bar=bar)
-            result = self.backend.run(call)
-            if bar is not None:
-                bar.complete(result)
-            return self._finish(tensordict, rows, result)
+                return self.forward(tensordict, seed=seed, timeout=timeout)
+        rows, call = self._prepare(tensordict, seed, timeout)
+        return self._finish(tensordict, rows, self.backend.run(call))
 
     async def aforward(
         self,
@@ -179,7 +160,6 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         *,
         seed: int | None = None,
         timeout: float | None = None,
-        progress: bool = False,
     ) -> TensorDictBase:
         """Generate or score as `forward` does, without ever blocking the event loop.
 
@@ -191,13 +171,9 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
                 the call would wait for itself.
         """
         self.backend.require_outside("aforward")
-        bar = None if progress is False else self._bar(progress)
-        with bar or nullcontext():
-            rows, call = await asyncio.to_thread(self._prepare, tensordict, seed, timeout, bar=bar)
-            result = await asyncio.wrap_future(self.backend.submit(call))
-            if bar is not None:
-                bar.complete(result)
-            return await asyncio.to_thread(self._finish, tensordict, rows, result)
+        rows, call = await asyncio.to_thread(self._prepare, tensordict, seed, timeout)
+        result = await asyncio.wrap_future(self.backend.submit(call))
+        return await asyncio.to_thread(self._finish, tensordict, rows, result)
 
     @no_inference_mode()
     def resume(
@@ -216,8 +192,6 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         Args:
             tensordict: what `forward` reads: the same prompts.
             continue_from: what `forward` has returned for them, with tokens and, if this policy writes them, log-probs.
-            seed: as for `forward`.
-            timeout: as for `forward`.
 
         Raises:
             InvalidRequestError: as for `forward`; or the answers are to other prompts, or cannot go on like this.
@@ -242,10 +216,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
                     print(chunk.text, end="", flush=True)
             stream.result["history"].full
 
-        Args:
-            tensordict: what `forward` reads.
-            seed: as for `forward`.
-            timeout: as for `forward`. The time that you take to read does not count.
+        The arguments are those of `forward`. The time that you take to read does not count against a timeout.
 
         Raises:
             CoreLMError: the errors of `forward`. Those of the input are raised here, those of the engine while reading.
@@ -270,23 +241,16 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         rows, call = self._prepare(tensordict, seed, timeout, listener)
         return call, no_inference_mode()(partial(self._finish, tensordict, rows))
 
-    def _bar(self, progress: bool) -> AnswerBar | None:
-        if progress and not self.options.generate:
-            raise validate.invalid("progress", "the bar counts answers, and this policy scores; leave it out")
-        return answer_bar(progress)
-
     def _prepare(
         self,
         td: TensorDictBase,
         seed: int | None,
         timeout: float | None,
         on_tokens: Listener | None = None,
-        bar: AnswerBar | None = None,
         continue_from: TensorDictBase | None = None,
     ) -> tuple[InputRows, PreparedCall[Any]]:
         """Return the rows that were read and the call. One whose results would have nowhere to go is refused here."""
-        options, backend = self.options, self.backend
-        engine, where = backend.engine, options.writes_in_place
+        options, backend, engine = self.options, self.backend, self.backend.engine
         # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
         engine.require_here()
         if not isinstance(td, TensorDictBase):
@@ -294,19 +258,12 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         if seed is not None and not options.generate:
             raise validate.invalid("seed", "scoring samples nothing; leave the seed out")
         rows = self._reader.read(td, self._part, backend, want_assistant="masks" in options.fields)
-        samples = options.num_samples
-        if where is not False:
-            must_fit(td, rows.batch_size if samples is None else (*rows.batch_size, samples), options)
+        if there := must_have_room(td, rows, options):
+            rows = dataclasses.replace(rows, there=there)
         if not options.generate:
             if options.support_key is not None:
                 rows = with_support(td, rows, options, self._temperature)
-            if where is True:
-                must_keep(td, rows, options)
             return rows, self._scoring(rows, return_argmax=options.return_argmax, top_k=options.top_k, timeout=timeout)
-        if bar is not None:
-            bar.expect(len(rows.ids) * (samples or 1))
-        if where is True:
-            must_replace(td, options)
         sampling = options.sampling if seed is None else SamplingParams.make(options.sampling, seed=seed)
         if rows.chats is not None and self._answers.parser is not None:
             sampling = self._answers.sampling(sampling)
@@ -326,7 +283,6 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             top_logprobs=options.top_logprobs,
             continue_from=None if continue_from is None else partial_answers(continue_from, rows, options),
             on_tokens=on_tokens,
-            on_answer=bar,
             new_turn=rows.chats is not None,
         )
 
@@ -334,11 +290,11 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         options, backend = self.options, self.backend
         if isinstance(result, ScoreResult):
             errors = (result.errors or ("",) * len(rows.ids)) if options.on_error == "skip" else None
-            dense = scores_are_dense(td, rows, options)
-            request = scored(rows, result, backend, fields=options.fields, errors=errors, pad_output=dense)
-            return deliver(td, rows, request, backend, options)
+            made = lacking(rows, options)
+            request = scored(rows, result, options, backend, fields=frozenset(made), errors=errors)
+            return deliver(td, rows, request, backend, options, made)
         request, unparsed = generated(rows, result, options, self._answers, backend)
-        out = deliver(td, rows, request, backend, options)
+        out = deliver(td, rows, request, backend, options, {})
         if unparsed:
             warn_unparsed(unparsed)
         return out
@@ -427,8 +383,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         Positions that are not scored hold 0.0.
         """
         rows, batch = self._scored(tensordict)
-        fields = frozenset({"log_probs"})
-        request = scored(rows, batch, self.backend, fields=fields, pad_output=self.options.pad_output)
+        request = scored(rows, batch, self.options, self.backend, fields=frozenset({"log_probs"}))
         return self.backend.to_containers(request)["log_probs"].full
 
     def _positions(self, rows: InputRows, batch: ScoreResult, mask: str) -> Ragged:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from corelm.backend.backend import Backend
 from corelm.containers.classes import LogProbs, Masks
 from corelm.containers.reading import find_entry, key_parts, provenance_of_rows, token_sets
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
@@ -23,19 +24,6 @@ from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
-
-if TYPE_CHECKING:
-    from corelm.backend.backend import Backend
-
-
-def find_value(td: TensorDictBase, key: NestedKey) -> Any:
-    """Return the value at the key, or None. Bare rows of different lengths, stacked lazily, come back as a list."""
-    if key not in td.keys(include_nested=True):
-        return None
-    try:
-        return td[key]
-    except RuntimeError:
-        return td.get(key, as_list=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,6 +51,18 @@ class ScoredSupport:
         kept |= (ids.lengths == 0).to(kept.device)[:, None]
         return logits.with_values(logits.values.masked_fill(~kept, -torch.inf))
 
+    def label(self, found: Provenance | tuple[Provenance, ...]) -> Provenance | tuple[Provenance, ...]:
+        """Return the provenance of the scores: rows without any set are of full support.
+
+        Args:
+            found: what the engine says of all rows, or of each.
+        """
+        cut = (self.sets.flat.lengths > 0).tolist()
+        labels = {on: Provenance.label_of_scores(self.temperature, truncated=on) for on in {*cut, False}}
+        rows = found if isinstance(found, tuple) else (found,) * len(cut)
+        made = tuple(replace(row, **labels[on]) for row, on in zip(rows, cut, strict=True))
+        return made if len({*made}) > 1 else next(iter(made), found)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputRows:
@@ -86,6 +86,7 @@ class InputRows:
         problems: rows that could not be read, which are empty, and rows that have nothing to score; and why.
         support: the ids over which the scores are normalised; None for the whole vocabulary.
         conflicts: rows whose ids differ from the `Tokens` in the TensorDict, and how; None if it holds no `Tokens`.
+        there: the containers in the TensorDict that scores join, by name.
     """
 
     batch_size: tuple[int, ...]
@@ -103,6 +104,7 @@ class InputRows:
     problems: Mapping[int, str] = field(default_factory=dict)
     support: ScoredSupport | None = None
     conflicts: Problems | None = None
+    there: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> Parts[Ragged]:
@@ -127,20 +129,13 @@ class InputRows:
     def repeat(self, n: int) -> InputRows:
         """Return every prompt `n` times, under a new last batch dimension."""
 
-        def each(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-            return None if values is None else tuple(value for value in values for _ in range(n))
-
-        return replace(
-            self,
-            batch_size=(*self.batch_size, n),
-            ids=self.ids.repeat(n),
-            texts=each(self.texts),
-            chats=each(self.chats),
-            begun=each(self.begun),
-            tools=each(self.tools),
-            assistant=None if self.assistant is None else self.assistant.repeat(n),
-            retokenized=each(self.retokenized),
-        )
+        found: dict[str, Any] = {}
+        for name in ("texts", "chats", "begun", "tools", "retokenized"):
+            if (values := getattr(self, name)) is not None:
+                found[name] = tuple([value for value in values for _ in range(n)])
+        if self.assistant is not None:
+            found["assistant"] = self.assistant.repeat(n)
+        return replace(self, batch_size=(*self.batch_size, n), ids=self.ids.repeat(n), **found)
 
 
 def room_for_prompts(sampling: SamplingParams, capabilities: Capabilities) -> int | None:
@@ -176,24 +171,6 @@ def truncate_left(rows: InputRows, limit: int | None, backend: Backend) -> Input
         texts = tuple(next(decoded) if was else text for was, text in zip(cut.tolist(), texts, strict=True))
     assistant = None if rows.assistant is None else last_tokens(rows.assistant, limit)
     return replace(rows, ids=ids, texts=texts, assistant=assistant)
-
-
-def provenance_of_scores(
-    found: Provenance | tuple[Provenance, ...], support: ScoredSupport | None
-) -> Provenance | tuple[Provenance, ...]:
-    """Return the provenance of scores, with the support of each row: rows without any set are of full support.
-
-    Args:
-        found: what the engine says of all rows, or of each.
-        support: the ids over which they were normalised; None for the whole vocabulary.
-    """
-    if support is None:
-        return found
-    cut = (support.sets.flat.lengths > 0).tolist()
-    labels = {on: Provenance.label_of_scores(support.temperature, truncated=on) for on in {*cut, False}}
-    rows = found if isinstance(found, tuple) else (found,) * len(cut)
-    made = tuple(replace(row, **labels[on]) for row, on in zip(rows, cut, strict=True))
-    return made if len({*made}) > 1 else next(iter(made), found)
 
 
 # Scores over some ids ----------------------------------------------------------------------------------------------

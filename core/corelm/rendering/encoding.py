@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from corelm.errors import Problems
-from corelm.spec.answer_text import LeftContexts
-from corelm.spec.records import TokenizeRequest, TokenizeResult
+from corelm.spec.answer_text import LeftContexts, text_before_stop
+from corelm.spec.records import GenerateResult, TokenizeRequest, TokenizeResult
+from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
 
 
@@ -64,6 +65,34 @@ def decoded(
     else:
         decode_rows = partial(decode_rows, skip_special_tokens=skip_special_tokens)
     return list(decode_rows(rows)) if before is None else LeftContexts(decode_rows, before).texts(rows)
+
+
+def answer_texts(
+    batch: GenerateResult, sampling: SamplingParams, tokenizer: Any, prompts: Ragged | None = None
+) -> tuple[str, ...]:
+    """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it.
+
+    Args:
+        prompts: int64, the ids whose text each answer continues, such as those of its prompt; None for none.
+    """
+    texts = batch.texts
+    if texts and not sampling.stop:
+        return texts
+    rows, before = batch.ids.tolist(), None if prompts is None else prompts.tolist()
+    # The prompt of a row that failed may be illegal.
+    for at, row in enumerate(rows if before is not None else ()):
+        if not row and before is not None:
+            before[at] = []
+    skip = sampling.skip_special_tokens
+    if not texts:
+        texts = tuple(decoded(tokenizer, rows, skip, before))
+    if not sampling.stop:
+        return texts
+    olds = decoded(tokenizer, [row[:-1] for row in rows], skip, before)
+    return tuple(
+        text_before_stop(text, old, sampling.stop) if reason == "stop" else text
+        for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)
+    )
 
 
 # Prompts and completions ----------------------------------------------------------------------------------------------

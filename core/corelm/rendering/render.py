@@ -20,24 +20,35 @@ generation prompt and the end of the turn, as `Layout.turn` finds them.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
-from typing import Any
+from functools import cached_property, partial
+from itertools import chain, count, pairwise
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, TemplateError
 from corelm.rendering.encoding import Tokenize
-from corelm.rendering.segments import Segment, memory, segments_of, special_tokens
-from corelm.spec.message import Chat
+from corelm.rendering.layout import Layout, Span, Writer
+from corelm.rendering.template import (
+    Template,
+    check_encodable,
+    joined_strings,
+    json_escape,
+    map_chats,
+    without_foreign_arguments,
+)
+from corelm.spec.message import Chat, Message, short_id
 from corelm.spec.records import TokenizeResult
 from corelm.tensors.ragged import Ragged
-from corelm.validate import nested_texts, shown
+from corelm.validate import nested_texts, shown, unencodable
 
 #: The ids of a segment, int64, and which of them are the assistant's, bool.
 _Encoded = tuple[Tensor, Tensor]
@@ -110,21 +121,26 @@ def render(
     # With tokens added to the tokenizer, texts have other ids.
     added = len(getattr(tokenizer, "added_tokens_decoder", ()))
     known: dict[Segment, _Encoded] = memory.of(getattr(tokenize, "__self__", tokenize)).setdefault(added, {})
-    if new := list({each: None for row in segments for each in row if each not in known}):
-        _learn(known, new, tokenize)
+    new: dict[Segment, None] = {}
+    for each in chain.from_iterable(segments):
+        if each not in known:
+            new[each] = None
+    if new:
+        _learn(known, list(new), tokenize)
         if any(each.literal for each in new):
             _warn_of_spelled(chats, special_tokens(tokenizer).values(), prefer_tokens)
     ids, masks = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.bool)]
     lengths: list[int] = []
     texts: list[str] = []
     for row in segments:
-        before = len(ids)
+        before, text = len(ids), ""
         for each in row:
             one, mask = known[each]
             ids.append(one)
             masks.append(mask)
+            text += each.text
         lengths.append(sum(map(len, ids[before:])))
-        texts.append("".join([each.text for each in row]))
+        texts.append(text)
     rows = Ragged(torch.cat(ids), torch.tensor(lengths, dtype=torch.int64))
     return RenderedChats(rows, rows.with_values(torch.cat(masks)) if want_assistant else None, tuple(texts))
 
@@ -186,3 +202,289 @@ def _assistant_mask(segments: list[Segment], batch: TokenizeResult) -> Ragged:
     # A sentinel after the last span, which no token reaches.
     begin = torch.cat([begin, lengths.sum(0, keepdim=True)])
     return batch.ids.with_values(begin[nearest] < batch.offsets[:, 1] + shift)
+
+
+# Segments: text from the template, literal text, and the ids of sampled turns ----------------------------------------
+
+
+class Segment(NamedTuple):
+    """A stretch of a conversation: text to tokenize separately, or a sampled turn that already has its ids.
+
+    Attributes:
+        text: the segment as text.
+        ids: the ids of a sampled turn; None for text that is still to be tokenized.
+        literal: True if the text of a special token is to be read as ordinary characters.
+        spans: ``[start, stop)`` of the assistant's characters in the text, ascending.
+    """
+
+    text: str
+    ids: tuple[int, ...] | None = None
+    literal: bool = False
+    spans: tuple[Span, ...] = ()
+
+
+class Memory:
+    """What was made for each of some objects. All is forgotten once it is more than `most` characters."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._size = most, 0
+        self._of: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+        #: By its id, an object that cannot be referenced weakly, and what was made for it.
+        self._kept: dict[int, tuple[Any, dict[Any, Any]]] = {}
+
+    def of(self, owner: Any) -> dict[Any, Any]:
+        """Return what was made for an object, a dict to add to."""
+        try:
+            return self._of.setdefault(owner, {})
+        except TypeError:
+            return self._kept.setdefault(id(owner), (owner, {}))[1]
+
+    def grow(self, size: int) -> None:
+        """Count characters that were added."""
+        self._size += size
+        if self._size > self._most:
+            self._size = 0
+            self._of.clear()
+            self._kept.clear()
+
+
+#: For each tokenizer, what it wrote for prompts, so that a long rollout does not render all its prompts for each new
+#: one: numbers for beginnings of conversations, by that of the beginning one message shorter and by that message;
+#: segments, by the beginning that a turn is sampled after and how that turn was begun; and texts, by the ids that were
+#: sampled. For each backend, because two may share a tokenizer: the ids and masks of segments.
+memory = Memory(2**27)
+_numbers = count()
+
+
+class _Sampled(NamedTuple):
+    """A sampled turn: its number, the text of its prompt, and its own text with special tokens."""
+
+    number: int
+    before: str
+    text: str
+
+
+def segments_of(
+    chats: Sequence[Chat],
+    tokenizer: Any,
+    *,
+    chat_template: str | None,
+    template_kwargs: Mapping[str, Any] | None,
+    eos_ids: Collection[int],
+    **options: bool,
+) -> list[list[Segment]]:
+    """Render conversations and cut them into segments, which are still to be tokenized. See `render`.
+
+    A tokenizer in another process has a method `render_segments` with the same arguments: it renders a whole batch
+    there.
+    """
+    template = Template.find(tokenizer, chat_template, template_kwargs or {})
+    cutter = _Cutter(chats, template, special_tokens(tokenizer), eos_ids, **options)
+    return map_chats(cutter.cut, range(len(chats)))
+
+
+@dataclass
+class _Cutter:
+    """Cuts conversations into segments, all with the same template and settings. See `render`."""
+
+    chats: Sequence[Chat]
+    template: Template
+    specials: Mapping[int, str]
+    eos_ids: Collection[int]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    prefer_tokens: bool
+    want_assistant: bool
+
+    def __post_init__(self) -> None:
+        self._known = memory.of(self.template.tokenizer)
+        settings = self.want_assistant, self.prefer_tokens, *sorted(self.eos_ids), *sorted(self.specials.items())
+        root = self.template.source, repr(self.template.kwargs), settings
+        self._root = self._remembered(root, partial(next, _numbers))
+
+    @cached_property
+    def _prepared(self) -> tuple[Writer, list[list[dict[str, Any]]]]:
+        """What renders, and the messages of each conversation for the template. Not made if all is remembered."""
+        template, tools = self.template, self.template.kwargs.get("tools")
+        messages = [without_foreign_arguments([each.for_template() for each in chat], tools) for chat in self.chats]
+        messages = _with_wanted_calls(template, messages)
+        begun = [message.begun for chat in self.chats for message in chat if message.begun]
+        contents = "\n".join([joined_strings(messages), *nested_texts("history", begun)])
+        if unencodable(contents):
+            check_encodable(messages)
+        everything = [contents, *nested_texts("template_kwargs", [template.source, template.kwargs])]
+        everything += self.specials.values()
+        # A template does not strip a private character as whitespace, and it has no case.
+        mark = "\ue000"
+        while any(mark in text or json_escape(mark) in text for text in everything):
+            mark = f"\ue000{secrets.randbits(64)}\ue001"
+        ends = [text for eos in sorted(self.eos_ids) if (text := template.tokenizer.decode([eos]))]
+        writer = Writer(template, mark, self.specials.values(), ends, wants_masks=self.want_assistant)
+        # Most batches contain no text of a special token, and then the messages need not be searched one by one.
+        return writer, writer.with_slots(messages) if writer.special.search(contents) else messages
+
+    def _remembered(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            made = self._known.setdefault(key, make())
+            memory.grow(len(repr((key, made))))
+        return self._known[key]
+
+    def cut(self, row: int) -> list[Segment]:
+        """Return the segments of a conversation.
+
+        Raises:
+            TemplateError: the template fails or does not show where a turn is.
+        """
+        chat, beginning, before, segments = self.chats[row], self._root, "", list[Segment]()
+        previous: _Sampled | None = None
+        for number, message in enumerate(chat):
+            if self.prefer_tokens and message.token_ids is not None:
+                write = partial(self._between, row, previous, number)
+                part, ids = self._remembered((beginning, repr(message.begun)), write), message.token_ids
+                text = self._remembered(("text", ids), partial(self._decoded, ids))
+                before += "".join([segment.text for segment in part])
+                previous = _Sampled(number, before, text)
+                before += text
+                segments += [*part, Segment(text, ids=ids)]
+            beginning = self._remembered((beginning, *_key(message)), partial(next, _numbers))
+        write = partial(self._between, row, previous, len(chat))
+        if self.add_generation_prompt:
+            # The next turn may be sampled from this prompt.
+            segments += self._remembered((beginning, repr(None)), write)
+        elif previous is None or previous.number + 1 < len(chat):
+            segments += write()
+        return segments
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        try:
+            return str(self.template.tokenizer.decode(list(ids)))
+        except Exception:
+            # Ids that no token has are refused later, by row.
+            return ""
+
+    def _between(self, row: int, previous: _Sampled | None, number: int) -> list[Segment]:
+        """Return what the template writes between a sampled turn, or the beginning, and turn `number`, or the end."""
+        chat, (writer, messages) = self.chats[row], self._prepared
+        kept = [self.prefer_tokens and bool(message.token_ids) for message in chat]
+        self.template.refuse_lost_calls(messages[row], kept)
+        layout, stop = self._layout(writer, chat, messages[row], number)
+        text, literals, spans, _ = layout.written
+        segments, start, first = list[Segment](), 0, 0
+        if previous is not None:
+            first = previous.number + 1
+            start, ended = self._end_of(layout, chat[previous.number], previous)
+            missing = "" if ended else layout.end_of_thinking(previous.before, previous.text)
+            if not text.startswith(missing, start):
+                segments.append(Segment(missing))
+            # Around a sampled turn, the template's words are not the assistant's.
+            spans = [span for span in spans if span[0] > start or (ended and span[0] == start)]
+        if stop is not None and stop < start:
+            raise TemplateError(f"message {number}: the chat template does not write the turns in order")
+        if self.want_assistant and not writer.reads_blocks:
+            turns = range(first, min(number, len(layout.messages)))
+            found = [layout.turn(at) for at in turns if layout.messages[at]["role"] == "assistant"]
+            spans = [(turn.start, turn.stop) for turn in found]
+        text = text[:stop]
+        edges = [start, *chain.from_iterable(span for span in literals if start <= span[0] < len(text)), len(text)]
+        for at, (begin, end) in enumerate(pairwise(edges)):
+            if begin < end:
+                literal, inside = at % 2 == 1, _clip(spans, begin, end)
+                # A special token that was typed is in a mask as a whole.
+                inside = ((0, end - begin),) if literal and inside else inside
+                segments.append(Segment(text[begin:end], literal=literal, spans=inside))
+        return segments
+
+    def _layout(
+        self, writer: Writer, chat: Chat, messages: list[dict[str, Any]], number: int
+    ) -> tuple[Layout, int | None]:
+        """Render what a turn is sampled after. Return it and where it is cut, None for nowhere."""
+        if number == len(chat):
+            layout = Layout(writer, messages, self.add_generation_prompt)
+            return layout, layout.beginning() if self.continue_final_message else None
+        begun = chat[number].begun
+        try:
+            if begun is None:
+                return Layout(writer, messages[:number], True), None
+            given = writer.with_slots(Message.from_dict(begun).for_template())
+            layout = Layout(writer, [*messages[:number], given], False)
+            return layout, layout.beginning()
+        except TemplateError as error:
+            raise TemplateError(
+                f"message {number}: the prompt that it was sampled from cannot be rendered: {error}; pass "
+                "prefer_tokens=False to render its text instead"
+            ) from error.__cause__
+
+    def _end_of(self, layout: Layout, message: Message, sampled: _Sampled) -> tuple[int, bool]:
+        """Return where a sampled turn ends in the text, and whether it has an end marker: that is not written again."""
+        ids, text = message.token_ids or (), layout.written.text
+        kept = len(ids)
+        while kept and (ids[kept - 1] in self.eos_ids or ids[kept - 1] in self.specials):
+            kept -= 1
+        end = self._decoded(ids[kept:])
+        said, content = sampled.before + sampled.text, message.content or ""
+        # The content may have been edited since, or hold the characters of the end marker.
+        whole = not content.endswith(end) if end else content.strip() in sampled.text
+        if whole and (end or content.strip() or message.tool_calls or message.extra) and text.startswith(said):
+            return len(said), bool(end)
+        turn = layout.turn(sampled.number, sampled=True)
+        return (turn.stop, True) if end else (turn.end, False)
+
+
+def _with_wanted_calls(template: Template, chats: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Return the messages with their calls in a form that the template accepts.
+
+    Where it fails on arguments that are objects, as DeepSeek's does, or writes them as Python does, they become JSON
+    texts; where it fails on ids that have not nine letters or digits, as Mistral's does, they become such.
+    """
+    called = (chat[:at] for chat in chats for at, message in enumerate(chat, 1) if message.get("tool_calls"))
+    if (first := next(called, None)) is None or _reads_calls(template, first):
+        return chats
+    for texts, short in ((True, False), (False, True), (True, True)):
+        change = partial(_with_calls, texts=texts, short=short)
+        if _reads_calls(template, list(map(change, first))):
+            return [list(map(change, chat)) for chat in chats]
+    return chats
+
+
+def _reads_calls(template: Template, chat: list[dict[str, Any]]) -> bool:
+    try:
+        text = template.with_marks("", "")(chat, False)
+    except TemplateError:
+        return False
+    arguments = [call.get("function", call).get("arguments") for call in chat[-1]["tool_calls"]]
+    return not any(each and isinstance(each, dict) and repr(each) in text for each in arguments)
+
+
+def _with_calls(message: dict[str, Any], *, texts: bool, short: bool) -> dict[str, Any]:
+    """Return a message with its calls' arguments as JSON texts, or with short ids."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        holder = call.get("function", call)
+        if texts and isinstance(holder, dict) and isinstance(holder.get("arguments"), dict):
+            holder = {**holder, "arguments": json.dumps(holder["arguments"], ensure_ascii=False)}
+            call = {**call, "function": holder} if "function" in call else holder
+        return {**call, "id": short_id(call["id"])} if short and isinstance(call.get("id"), str) else call
+
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": list(map(changed, message["tool_calls"]))}
+    if short and isinstance(message.get("tool_call_id"), str):
+        message = {**message, "tool_call_id": short_id(message["tool_call_id"])}
+    return message
+
+
+def special_tokens(tokenizer: Any) -> Mapping[int, str]:
+    """Map the id of every special token to its text. Empty for a tokenizer that does not list them."""
+    named = zip(getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ()), strict=True)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {**dict(named), **{token_id: token.content for token_id, token in added.items() if token.special}}
+
+
+def _clip(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+    """Return the parts of `spans` inside ``[start, stop)``, counted from `start`."""
+    return tuple((max(a, start) - start, min(b, stop) - start) for a, b in spans if a < stop and b > start and a < b)
+
+
+def _key(message: Message) -> Any:
+    """Return what tells messages apart. Texts and ids are compared fast, and dicts cannot be hashed."""
+    more = repr((message.tool_calls, message.begun, message.extra))
+    return message.role, message.content, message.tool_call_id, message.name, message.token_ids, more

@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any
 
 from corelm.errors import BackendNotInstalledError, ResponseFormatError, described, how_to_install
-from corelm.rendering.segments import special_tokens
+from corelm.rendering.render import special_tokens
 from corelm.rendering.template import map_strings
 from corelm.spec.message import FIELDS, Message
 from corelm.spec.sampling import SamplingParams

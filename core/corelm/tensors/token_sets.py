@@ -75,11 +75,6 @@ class TokenSets:
         ends = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
         return Ragged(self.ids.values, self.ids.offsets[ends].diff())
 
-    @property
-    def as_rows(self) -> tuple[Ragged, Ragged]:
-        """`flat` and `counts`, from which `from_flat` builds the same sets."""
-        return self.flat, self.counts
-
     @classmethod
     def from_flat(cls, flat: Ragged, counts: Ragged) -> TokenSets:
         """Build from `flat` and `counts`: the ids of each row, and how many of them belong to each position.

@@ -6,12 +6,10 @@ model is run shows in its forward passes: rows that are decoded with a cache are
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from transformers import (
     Llama4ForCausalLM,
     Llama4TextConfig,
@@ -22,7 +20,8 @@ from transformers import (
     RobertaForCausalLM,
 )
 
-from corelm import Backend, LLMPolicy
+from corelm import Backend
+from corelm.backend.arguments import prepare_generation
 from corelm.errors import CapabilityError
 from helpers import oracle
 from helpers.plain_forward import (
@@ -38,7 +37,6 @@ from helpers.plain_forward import (
     wide,
 )
 from helpers.scoring_path import PACKED, scoring_path
-from helpers.streaming_fakes import Terminal
 from helpers.tiny_models import random_rows, tiny_model
 from transformers_backend import TransformersBackend
 
@@ -110,20 +108,19 @@ def test_columns_beyond_the_longest_row(open_model: Open) -> None:
     torch.testing.assert_close(found.logprobs.split()[1], expected, rtol=0, atol=2e-5)
 
 
-def test_a_bar_does_not_keep_a_batch_from_being_decoded_again(
-    open_model: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counting_answers_does_not_keep_a_batch_from_being_decoded_again(open_model: Open) -> None:
     model = tiny_model("qwen2")
     spoil_cache_after(model, 24)
-    sampling = {"max_new_tokens": 12, "ignore_eos": True}
-    policy = LLMPolicy(open_model(model), input_mode="tokens", sampling_params=sampling)
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    sampling, counted = {"max_new_tokens": 12, "ignore_eos": True}, dict[int, int]()
     prompts = [PROMPTS[0][:20], PROMPTS[0][::-1][:20]]
-    result = policy(TensorDict(tokens=torch.tensor(prompts)), seed=1, progress=True)
-    assert "2/2" in sys.stderr.getvalue()  # type: ignore[attr-defined]
-    for prompt, answer, found in zip(prompts, result["tokens"].response, result["log_probs"].response, strict=True):
-        expected = oracle.logprobs(model, [*prompt, *answer.tolist()])[len(prompt) :]
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    engine = open_model(model)
+    found = engine.run(
+        prepare_generation(engine.engine, prompts, sampling, seeds=[1, 2], on_answer=counted.__setitem__)
+    )
+    assert counted == {0: 12, 1: 12} and found.logprobs is not None
+    for prompt, answer, logprobs in zip(prompts, found.ids.tolist(), found.logprobs.split(), strict=True):
+        expected = oracle.logprobs(model, [*prompt, *answer])[len(prompt) :]
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=2e-5)
 
 
 def test_a_way_that_one_batch_refutes_is_not_used_for_the_next(

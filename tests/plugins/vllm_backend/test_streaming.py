@@ -75,8 +75,8 @@ def test_events_after_the_last_one_of_an_answer_add_nothing(connect: Connect, fa
     servers.check_stream(connect(), "raw")
 
 
-def test_a_bar_changes_no_request(connect: Connect, server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    servers.check_a_bar_changes_no_request(connect(), server, monkeypatch)
+def test_answers_are_counted(connect: Connect) -> None:
+    servers.check_answers_are_counted(connect())
 
 
 def test_a_server_that_ignores_stream_fails_the_row(connect: Connect, fake: FakeVLLM) -> None:

@@ -88,7 +88,7 @@ class Generator(Worker[Prompt]):
         # An answer in a chat is a new message, so its text does not continue the prompt.
         asked = zip(prompts, rows_of_ids.tolist(), strict=True)
         before = Ragged.from_list([() if prompt.chat is not None else row for prompt, row in asked]).repeat(samples)
-        texts = answer_texts(batch, sampling, self.engine, before)
+        texts = answer_texts(batch, sampling, self.engine.tokenizer, before)
         tokens, reasons = batch.ids.tolist(), batch.finish_reasons
         messages = self._messages(prompts, rows_of_ids, batch, sampling)
         log_probs = None if batch.logprobs is None else batch.logprobs.tolist()

@@ -63,7 +63,7 @@ def answers_of(
         prompts: those whose texts the answers continue; None for messages.
     """
     before = None if prompts is None else Ragged.from_list(prompts).repeat(sampling.num_samples or 1)
-    texts = answer_texts(result, sampling, backend, before)
+    texts = answer_texts(result, sampling, backend.tokenizer, before)
     provenance = backend.provenance(result)
     ids = result.ids.tolist()
     logprobs = None if result.logprobs is None else result.logprobs.tolist()

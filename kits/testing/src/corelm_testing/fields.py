@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 
 import corelm
 from corelm import Backend, LLMPolicy
-from corelm.containers.fields import flat
+from corelm.containers.classes import flat
 from corelm_testing.base import ConformanceBase, needs
 from corelm_testing.prompts import as_input, nested, questions
 

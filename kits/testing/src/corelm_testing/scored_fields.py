@@ -10,7 +10,7 @@ import torch
 
 import corelm
 from corelm import Backend
-from corelm.containers.fields import flat
+from corelm.containers.classes import flat
 from corelm_testing.base import ConformanceBase, needs, require
 from corelm_testing.fields import LAYOUTS, NEW, SHAPES, Cell, check_layout, policy_of, understood
 from corelm_testing.prompts import as_input

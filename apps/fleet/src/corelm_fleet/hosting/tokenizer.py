@@ -103,7 +103,7 @@ class HostedTokenizer:
         return texts
 
     def render_segments(self, chats: Sequence[Chat], **options: Any) -> list[list[Segment]]:
-        """Render conversations with the chat template. See `corelm.rendering.segments.segments_of`."""
+        """Render conversations with the chat template. See `corelm.rendering.render.segments_of`."""
         rows: list[list[Segment]] = self._ask("render_segments", chats, options)
         return rows
 

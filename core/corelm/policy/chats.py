@@ -1,7 +1,6 @@
-"""From an engine's answers to their texts, and to the messages that they add to conversations.
+"""Conversations: how they are rendered to prompts, and how answers become the messages that they add to them.
 
-The text of an answer is cut before a stop string. A message holds the ids that were sampled, also if a parser
-changes their text.
+A message holds the ids that were sampled, also if a parser changes their text.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -18,51 +17,172 @@ from typing import Any
 import torch
 
 from corelm.backend.backend import Backend
-from corelm.errors import Problems, ResponseParserWarning, described, level_of_caller, spelled_out
+from corelm.backend.skipping import renumbered
+from corelm.errors import (
+    InvalidRequestError,
+    Problems,
+    ResponseParserWarning,
+    TemplateError,
+    described,
+    level_of_caller,
+    spelled_out,
+)
 from corelm.policy.options import ResponseParser
 from corelm.policy.rows import InputRows
-from corelm.rendering.encoding import decoded
+from corelm.rendering.encoding import answer_texts
+from corelm.rendering.render import RenderedChats, render, special_tokens
 from corelm.rendering.response_parsers import NamedParser, parser_named
-from corelm.rendering.segments import special_tokens
-from corelm.spec.answer_text import HALF_CHARACTER, text_before_stop
-from corelm.spec.message import Message
+from corelm.spec.answer_text import HALF_CHARACTER
+from corelm.spec.message import Chat, Message
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
+from corelm.validate import as_list, shown
+
+Tools = list[Any] | None
 
 _log = logging.getLogger(__name__)
 
 #: Characters that Unicode keeps for use inside programs.
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
 
+# Prompts --------------------------------------------------------------------------------------------------------------
 
-def answer_texts(
-    batch: GenerateResult,
-    sampling: SamplingParams,
-    backend: Backend,
-    prompts: Ragged | None = None,
-) -> tuple[str, ...]:
-    """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it.
+
+def tools_of(given: Any, field: str, shape: tuple[int, ...]) -> tuple[list[Tools], Problems]:
+    """Return the tools of each conversation, flat, and the rows whose tools cannot be read.
+
+    Raises:
+        InvalidRequestError: there is not one list of tools, or None, for each conversation.
+    """
+
+    def flat(one: Any, sizes: tuple[int, ...]) -> list[Any]:
+        if not sizes:
+            return [one]
+        one = as_list(one)
+        shared = isinstance(one, list) and one and all(isinstance(each, Mapping) or callable(each) for each in one)
+        if shared or not isinstance(one, list) or len(one) != sizes[0]:
+            found = f"{len(one)} of them" if isinstance(one, list) else type(one).__name__
+            advice = "if it holds something else, give the policy tools_key=None"
+            if shared or isinstance(one, Mapping):
+                found = "the tools themselves"
+                advice = "if all conversations have these, give the policy template_kwargs={'tools': […]} instead"
+            raise InvalidRequestError(
+                f"{field}: expected a list of tools, or None, for each of the {shape} conversations, got {found}; "
+                f"{advice}",
+                field=field,
+            )
+        return [leaf for part in one for leaf in flat(part, sizes[1:])]
+
+    found = [as_list(one) for one in flat(given, shape)]
+    problems: Problems = {}
+    for row, one in enumerate(found):
+        if one is not None and not (isinstance(one, list) and all(isinstance(each, Mapping) for each in one)):
+            problems[row] = (
+                f"expected a list of dicts or None, got {shown(one)}; json.loads reads JSON, and "
+                "transformers.utils.get_json_schema describes a function"
+            )
+    # Tensordict's own lists are not JSON, and some templates write tools as JSON.
+    good = [None if one is None or row in problems else [dict(each) for each in one] for row, one in enumerate(found)]
+    return good, problems
+
+
+#: Why a prompt that ends with an assistant turn is refused unless that turn is to be continued.
+_ENDED = (
+    "the conversation ends with an assistant turn; give the policy continue_final_message=True to continue that turn, "
+    "None to sample a new one after it, or add the turn that the next answer replies to"
+)
+
+
+def final_turns(
+    chats: Sequence[Chat], continues: bool, eos_ids: Collection[int] | None, ended: str = _ENDED
+) -> tuple[list[Message | None], Problems]:
+    """Return the assistant turn that ends each prompt, or None, and the prompts that cannot be answered.
 
     Args:
-        prompts: int64, the ids whose text each answer continues, as `InputRows.continued` has them; None for none.
+        continues: whether the answer continues such a turn. If not, a prompt that has one is refused.
+        ended: what is said about it.
+        eos_ids: what the ids of a sampled turn may end with, to be left out; None leaves out the ids.
     """
-    texts = batch.texts
-    if texts and not sampling.stop:
-        return texts
-    rows = batch.ids.tolist()
-    # The prompt of a row that failed may be illegal.
-    before = None if prompts is None else [p if row else [] for p, row in zip(prompts.tolist(), rows, strict=True)]
-    tokenizer, skip = backend.engine.tokenizer, sampling.skip_special_tokens
-    if not texts:
-        texts = tuple(decoded(tokenizer, rows, skip, before))
-    if not sampling.stop:
-        return texts
-    olds = decoded(tokenizer, [row[:-1] for row in rows], skip, before)
-    return tuple(
-        text_before_stop(text, old, sampling.stop) if reason == "stop" else text
-        for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)
+    begun: list[Message | None] = []
+    problems: Problems = {}
+    for row, chat in enumerate(chats):
+        last = chat[-1] if chat and chat[-1].role == "assistant" else None
+        if last is not None and not continues:
+            problems[row], last = ended, None
+        if last is not None and (last.content is None or last.tool_calls):
+            problems[row] = "its last turn calls tools or has no text, so it cannot be continued; remove that turn"
+            last = None
+        if last is not None:
+            ids = None if eos_ids is None else last.token_ids
+            while ids and eos_ids and ids[-1] in eos_ids:
+                ids = ids[:-1]
+            last = replace(last, token_ids=ids)
+        begun.append(last)
+    return begun, problems
+
+
+def render_chats(
+    backend: Backend,
+    chats: Sequence[Chat],
+    tools: Sequence[Tools] | None = None,
+    begun: Sequence[Message | None] | None = None,
+    *,
+    prompt: bool,
+    template_kwargs: Mapping[str, Any],
+    **options: Any,
+) -> RenderedChats:
+    """Render conversations, as many at a time as are rendered in the same way.
+
+    Args:
+        backend: tokenizes and knows the special tokens.
+        tools: the tools of each conversation; None if no conversation has its own.
+        begun: for each conversation the turn that the answer continues, as `final_turns` returned it, or None.
+        prompt: whether the assistant's next turn, or the rest of its last one, is to be sampled.
+        template_kwargs: variables for the template, for all conversations.
+        options: the other arguments of `render`.
+
+    Raises:
+        InvalidRequestError, TemplateError: those of `render`; rows are numbered as in `chats`.
+    """
+
+    engine = backend.engine
+    options |= {"tokenizer": engine.tokenizer, "tokenize": backend.tokenize, "eos_ids": engine.eos_token_ids}
+    if tools is None and begun is None:
+        return render(chats, add_generation_prompt=prompt, template_kwargs=template_kwargs, **options)
+    tools, begun = tools or [None] * len(chats), begun or [None] * len(chats)
+    groups: dict[tuple[bool, str], list[int]] = {}
+    for row, own in enumerate(tools):
+        groups.setdefault((begun[row] is not None, "" if own is None else repr(own)), []).append(row)
+    parts = []
+    for (continues, _), rows in groups.items():
+        some, own = [chats[row] for row in rows], tools[rows[0]]
+        if continues:
+            turns = zip(some, [begun[row] for row in rows], strict=True)
+            some = [(*chat[:-1], turn) for chat, turn in turns if turn is not None]
+        try:
+            made = render(
+                some,
+                add_generation_prompt=prompt and not continues,
+                continue_final_message=continues,
+                template_kwargs=template_kwargs if own is None else {**template_kwargs, "tools": own},
+                **options,
+            )
+        except (InvalidRequestError, TemplateError) as error:
+            raise renumbered(error, torch.tensor(rows)) from error
+        parts.append(made)
+    places = [row for rows in groups.values() for row in rows]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    texts = [text for part in parts for text in part.texts]
+    masks = [part.assistant for part in parts if part.assistant is not None]
+    return RenderedChats(
+        ids=Ragged.cat([part.ids for part in parts]).select(order),
+        assistant=Ragged.cat(masks).select(order) if len(masks) == len(parts) else None,
+        texts=tuple([texts[at] for at in order]),
     )
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +303,7 @@ def whole_texts(
         prompts: as for `answer_texts`.
     """
     batch = without_eos(batch, backend)
-    said = list(answer_texts(batch, replace(sampling, skip_special_tokens=False), backend, prompts))
+    said = list(answer_texts(batch, replace(sampling, skip_special_tokens=False), backend.tokenizer, prompts))
     before = [[]] * len(said) if prompts is None else prompts.tolist()
     specials = special_tokens(backend.tokenizer)
     longest_first = sorted(filter(None, specials.values()), key=len, reverse=True)
