@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from corelm import SamplingParams
-from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult
+from corelm.spec import Capabilities, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm_engine_kit import decoded
 from helpers.canned_replies import answering
 from helpers.each import case
+from helpers.requests import generation, scoring
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend import SGLangBackend
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
@@ -54,29 +54,12 @@ Rows = list[tuple[list[int], list[float]]]
 ROWS: Rows = [row_of(seed) for seed in range(3)]
 
 
-def scoring(rows: Rows = ROWS) -> ScoreRequest:
-    return ScoreRequest(
-        sequences=Ragged.from_list([ids for ids, _ in rows]),
-        score_from=torch.ones(len(ROWS), dtype=torch.int64),
-        temperature=1.0,
-        return_logits=False,
-        grad=False,
-        device=None,
-        request_ids=("a", "b", "c"),
-        timeout=None,
-    )
+def scores(rows: Rows = ROWS) -> ScoreRequest:
+    return scoring([ids for ids, _ in rows])
 
 
 def generating(stop_ids: frozenset[int] = frozenset()) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=Ragged.from_list([[5]] * len(ROWS)),
-        sampling=SamplingParams(max_new_tokens=COUNT),
-        logprobs="raw",
-        seeds=None,
-        stop_ids=stop_ids,
-        request_ids=("a", "b", "c"),
-        timeout=None,
-    )
+    return generation([[5]] * len(ROWS), max_new_tokens=COUNT, stop_ids=stop_ids)
 
 
 def sent(reply: Any) -> Any:
@@ -175,7 +158,7 @@ def test_vllm_scores_are_what_a_plain_loop_reads() -> None:
                 choice = {"finish_reason": "length", "token_ids": ids[-1:], "logprobs": last}
                 replies.append(sent({"choices": [{**choice, "prompt_logprobs": positions}]}))
                 lists.append(sent(positions))
-            check(answering(VLLMServer, VLLM, *replies).score_logprobs(scoring()), lists, vllm_plain)
+            check(answering(VLLMServer, VLLM, *replies).score_logprobs(scores()), lists, vllm_plain)
 
 
 LABEL_DEFECTS: dict[str, Defect] = {
@@ -283,7 +266,7 @@ def test_sglang_entries_are_what_a_plain_loop_reads() -> None:
                 result: Any = answering(SGLangBackend, SGLANG, *replies).generate(generating())
                 plain = sglang_plain("output_token_logprobs", 0)
             else:
-                result = answering(SGLangBackend, SGLANG, *replies).score_logprobs(scoring(rows))
+                result = answering(SGLangBackend, SGLANG, *replies).score_logprobs(scores(rows))
                 plain = sglang_plain("input_token_logprobs", 1)
             check(result, lists, plain, rows)
 
