@@ -70,14 +70,14 @@ class Template:
                     raise invalid("template_kwargs", f"{name}: {what}")
         if kwargs.get("tools"):
             kwargs = {**kwargs, "tools": without_nulls(kwargs["tools"])}
+        if not hasattr(tokenizer, "apply_chat_template"):
+            raise TemplateError("the tokenizer has no apply_chat_template; use one that has, or input_mode='text'")
         own = getattr(tokenizer, "chat_template", None)
-        source: str | None
+        source: str | None = own
         if chat_template is not None:
             source = named_template(chat_template, own)
         elif isinstance(own, Mapping):
             source = own.get("tool_use" if kwargs.get("tools") and "tool_use" in own else "default")
-        else:
-            source = own
         if not hasattr(tokenizer, "chat_template"):
             return cls(tokenizer, source, kwargs)
         if source is None:

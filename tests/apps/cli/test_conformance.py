@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from corelm_testing import wide_model
 from helpers.command_line import corelm_command
 
 #: The transformers backend with a defect: every log-prob is that of temperature 2.
@@ -111,6 +112,22 @@ def test_what_is_declared_and_cannot_be_shown_is_expected_with_a_reason(kit, tin
     assert result.returncode == 0, result.stdout + result.stderr
     suite = suite_of(tmp_path / "reports" / "mine.json")
     assert suite["counts"] == {"xfailed": 1} and "there is no beam here" in suite["tests"][0]["reason"]
+
+
+@pytest.mark.process
+@pytest.mark.nightly
+def test_new_weights_may_be_a_folder_or_are_not_shown_for_a_reason(kit, tiny_model, tmp_path):
+    other = wide_model(tmp_path / "other", seed=1)
+    given = ("transformers", "--model", str(wide_model(tmp_path / "model")), "--option", "dtype=float32")
+    scoring = ("-k", "scoring_uses_the_new_weights", "--output", "mine")
+    for flags, outcome in (
+        (("--new-weights", str(other)), "passed"),
+        (("--not-shown", "update_weights=others load them"), "xfailed"),
+    ):
+        result = kit(*given, *scoring, *flags)
+        assert result.returncode == 0, result.stdout + result.stderr
+        suite = suite_of(tmp_path / "mine.json")
+        assert suite["counts"] == {outcome: 1} and (outcome == "passed" or "others load" in suite["tests"][0]["reason"])
 
 
 def test_what_cannot_be_run_is_refused_in_one_message(tiny_model, tmp_path, monkeypatch):

@@ -168,7 +168,7 @@ def test_what_correlation_names_is_certain_only_if_nothing_is_left(folder_of):
             )
             cause = explain(case, "float32", [rounded])[1]
         confidence.append(cause and cause.confidence)
-    assert confidence == ["certain", "likely", None]
+    assert confidence == ["certain", "possible", None]
 
 
 @pytest.mark.parametrize("with_oracle", [True, False])

@@ -1,5 +1,7 @@
 """Templates by name, ChatML for tokenizers without a template, and conversations read from ChatML text."""
 
+from types import SimpleNamespace
+
 import pytest
 from tensordict import TensorDict
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -60,6 +62,12 @@ def test_a_tokenizer_without_a_template_samples_and_marks_the_assistant_with_cha
 def test_an_unknown_name_is_not_rendered_as_a_template(tokenizer, name):
     with pytest.raises(TemplateError, match=r"no chat template is named .*'chatml'"):
         History.from_chats(CHATS).apply_chat_template(tokenizer(), chat_template=name)
+
+
+def test_a_tokenizer_that_renders_nothing_is_named_and_not_the_template():
+    for template in (None, "chatml"):
+        with pytest.raises(TemplateError, match="the tokenizer has no apply_chat_template"):
+            History.from_chats(CHATS).apply_chat_template(SimpleNamespace(), chat_template=template)
 
 
 def test_a_tokenizers_own_templates_come_first():

@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +22,10 @@ from corelm.errors import (
     EngineError,
     InvalidRequestError,
 )
-from corelm_fleet.hosting.packing import pack, unpack
-from corelm_fleet.hosting.server import Opened
 from engines.ray.conftest import Open, await_healthy
 from helpers.capability_tables import assert_page_says
 from helpers.insides import pids
 from helpers.processes import children, runs, wait_until
-from ray_backend.actor import EngineActor
 from ray_backend.cluster import CLUSTER
 
 SAMPLING: dict[str, Any] = {"max_new_tokens": 6, "seed": 3}
@@ -203,25 +198,6 @@ print("done")
 def test_ray_is_shut_down_by_whoever_started_it() -> None:
     found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=180)
     assert found.stdout.splitlines()[-1:] == ["done"], found.stderr
-
-
-def test_an_engine_that_opens_just_after_a_driver_gave_up_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver that asks again has a session."""
-
-    class Late(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            there = self.is_set()
-            if not there:
-                order = {"name": "toy", "model": None, "options": {}, "threads": 1, "facts": {}, "starts": 1}
-                actor.open(pack(order)[0])
-            return there
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ray_backend.actor.threading", SimpleNamespace(**vars(threading) | {"Event": Late}))
-        actor = EngineActor()
-    assert unpack(actor.attach("driver", None, 1.0))[1] is None
-    assert isinstance(unpack(actor.attach("driver", None, 1.0))[1], Opened)
-    assert actor.status()["drivers"] == 1
 
 
 @pytest.mark.nightly

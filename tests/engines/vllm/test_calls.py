@@ -22,7 +22,6 @@ from corelm_engine_kit import EventLoopThread
 from engines.vllm.engine_access import unfinished_requests
 from helpers.processes import wait_until
 from helpers.tiny_models import CONTEXT, random_rows
-from vllm_backend import weights
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.engine_async import AsyncEngine
 from vllm_backend.protocol_inprocess import VLLMRequest
@@ -223,10 +222,10 @@ def test_an_engine_with_partly_loaded_weights_cannot_be_used_again(tmp_path: Pat
     engine.error = error
     update = WeightUpdate(version="1", when="drain", state_dict={"w": torch.ones(2)})
     with pytest.raises((EngineError, KeyboardInterrupt), match="half of them") as caught:
-        weights.load(engine, update)
+        engine.update_weights(update)
     assert isinstance(caught.value, KeyboardInterrupt) or caught.value.usable is False
     assert not engine.health(HealthRequest())
-    for call in (lambda: engine.run([], [], None), lambda: weights.load(engine, update)):
+    for call in (lambda: engine.run([], [], None), lambda: engine.update_weights(update)):
         with pytest.raises(EngineError, match="open the backend again"):
             call()
     engine.close(CloseRequest())

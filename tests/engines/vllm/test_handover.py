@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
 from corelm import Backend
 from engines.vllm.test_weights import matches_model, model_of
-from vllm_backend.compat import packer
 from vllm_backend.handover import GpuHandover
 
 Open = Callable[..., Backend]
@@ -86,7 +86,7 @@ def test_the_calls_for_a_gpu_are_those_of_this_version() -> None:
     assert {each.name for each in fields(PackedIpcChunk)} >= {
         *("names", "shapes", "dtype_names", "tensor_sizes", "ipc_handle")
     }
-    inspect.signature(packer()).bind(iterator=iter(()), gpu_uuid="", post_iter_func=id, buffer_size_bytes=1)
+    inspect.signature(packed_ipc_producer).bind(iterator=iter(()), gpu_uuid="", post_iter_func=id, buffer_size_bytes=1)
 
 
 def test_the_question_for_the_gpu_reaches_a_worker_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ from helpers.fake_nccl import NcclRoutes, Wire
 from helpers.fake_vllm import VOCAB, FakeVLLM
 from helpers.http_server import PATIENCE, FaultServer
 from helpers.tiny_models import tiny_model, tiny_tokenizer
-from vllm_backend.compat import nccl_trainer
-from vllm_backend.weight_channel import WeightChannel
+from vllm_backend.weight_channel import WeightChannel, nccl_trainer
 
 HERE = "127.0.0.1"
 

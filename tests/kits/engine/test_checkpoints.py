@@ -15,7 +15,7 @@ from torch import Tensor
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import WeightUpdate
-from corelm_engine_kit import local_checkpoint, refuse_weights, tensor_shapes, weights_folder
+from corelm_engine_kit import buckets, local_checkpoint, refuse_weights, tensor_shapes, weights_folder
 
 CHECKPOINT = {"embed": torch.zeros(4, 2), "norm": torch.zeros(2)}
 SHAPES = {"embed": (4, 2), "norm": (2,)}
@@ -228,3 +228,10 @@ def test_a_stream_needs_something_to_be_compared_with() -> None:
         pass
     with weights_folder(stream(*TIED.items()), SHAPES) as folder:
         assert tensor_shapes(folder) == SHAPES
+
+
+def test_buckets_hold_all_tensors_in_order() -> None:
+    tensors = [("a", torch.arange(6.0)), ("b", torch.arange(4).to(torch.bfloat16)), ("c", torch.zeros(0))]
+    assert [[name for name, _ in bucket] for bucket in buckets(tensors, 1)] == [["a"], ["b"], ["c"]]
+    assert [[name for name, _ in bucket] for bucket in buckets(tensors, 25)] == [["a", "b"], ["c"]]
+    assert not list(buckets([], 1))

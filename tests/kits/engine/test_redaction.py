@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import replace
 
 import pytest
 
 from corelm.errors import EngineError
-from corelm.spec import GenerateResult, Ragged
 from corelm_engine_kit import Secrets
 
 KEY = "sk-0123456789"
@@ -50,15 +48,6 @@ def test_errors_of_a_block_are_masked_and_so_are_their_causes() -> None:
     with pytest.raises(EngineError) as caught, secrets.masking_errors():
         raise EngineError("a") from KeyError("b")
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_errors_of_rows_are_masked() -> None:
-    result = GenerateResult(
-        ids=Ragged.from_list([[], [5]]), logprobs=None, finish_reasons=("error", "length"), errors=(f"no {KEY}", "")
-    )
-    assert Secrets([KEY]).masked_result(result).errors == ("no ***", "")
-    good = replace(result, errors=None)
-    assert Secrets([KEY]).masked_result(good) is good
 
 
 def test_without_secrets_nothing_changes() -> None:

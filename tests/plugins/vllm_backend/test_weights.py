@@ -1,9 +1,10 @@
-"""`weights.load`: an engine gets only weights that fit its checkpoint."""
+"""`update_weights`: an engine gets only weights that fit its checkpoint."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from corelm.errors import InvalidRequestError
-from corelm.spec import WeightUpdate
-from vllm_backend import weights
+from corelm.errors import EngineError, InvalidRequestError
+from corelm.spec import Capabilities, WeightUpdate
+from vllm_backend.capabilities import ModelInfo
+from vllm_backend.engine import InProcessEngine
 
 CHECKPOINT = {"embed": torch.zeros(4, 2), "norm": torch.zeros(2)}
 NEW = {"embed": torch.ones(4, 2), "norm": torch.ones(2)}
 
 
-class FakeEngine:
+class FakeEngine(InProcessEngine):
     """Reads the folder that it is given, as vLLM does, or takes tensors as they are.
 
     Attributes:
@@ -31,24 +33,34 @@ class FakeEngine:
     """
 
     def __init__(self, checkpoint: Path, why: str = "it is a fake", streams: bool = True):
+        super().__init__(ModelInfo(Capabilities(vocab_size=7, max_context=64), None, checkpoint))
         self.why, self.streams_tensors = why, streams
         self.handed_over: list[tuple[str, list[Any]]] = []
         self.largest = 0
-        self.checkpoint = checkpoint
         self.loaded: list[tuple[Path, dict[str, Tensor]]] = []
 
     def needs_file(self, tensors: Iterable[Tensor]) -> str:
         self.asked_about = [tuple(tensor.shape) for tensor in tensors]
         return self.why
 
-    def reload_tensors(self, tensors: Iterable[tuple[str, Tensor]], largest: int, request: WeightUpdate) -> None:
+    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
         self.largest = largest
         for name, tensor in tensors:
             self.handed_over.append((name, tensor.tolist()))
 
-    def reload(self, folder: Path, request: WeightUpdate) -> None:
+    def _load_folder(self, folder: Path) -> None:
         (file,) = folder.glob("*.safetensors")
         self.loaded.append((folder, load_file(file)))
+
+    @contextmanager
+    def _while_idle(self, request: WeightUpdate) -> Iterator[None]:
+        yield
+
+    def run(self, *args: Any, **options: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError
 
 
 @pytest.fixture
@@ -61,7 +73,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def load(engine: Any, source: dict[str, Tensor] | Path) -> None:
     given: dict[str, Any] = {"path": source} if isinstance(source, Path) else {"state_dict": source}
-    weights.load(engine, WeightUpdate(version="1", when="drain", **given))
+    engine.update_weights(WeightUpdate(version="1", when="drain", **given))
 
 
 def test_a_state_dict_is_handed_over_in_a_temporary_folder(checkpoint: Path) -> None:
@@ -102,7 +114,7 @@ def pairs(*others: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def stream(engine: Any, given: Iterator[tuple[str, Tensor]]) -> None:
-    weights.load(engine, WeightUpdate(version="1", when="drain", stream=given))
+    engine.update_weights(WeightUpdate(version="1", when="drain", stream=given))
 
 
 def test_tensors_are_handed_over_if_the_engine_takes_them(checkpoint: Path) -> None:
@@ -139,11 +151,11 @@ def test_what_is_wrong_from_the_first_tensor_on_never_reaches_the_engine(
 
 def test_a_stream_is_compared_as_it_is_handed_over(checkpoint: Path) -> None:
     engine = FakeEngine(checkpoint, why="")
-    with pytest.raises(InvalidRequestError, match="missing 'norm'"):
+    with pytest.raises(EngineError, match="missing 'norm'"):
         stream(engine, iter([("embed", NEW["embed"])]))
     assert engine.handed_over == VALUES[:1]
-    with pytest.raises(InvalidRequestError):
-        stream(engine, pairs(("head", NEW["embed"])))
+    with pytest.raises(EngineError, match="unexpected 'head'"):
+        stream(FakeEngine(checkpoint, why=""), pairs(("head", NEW["embed"])))
 
 
 def test_a_stream_that_needs_a_file_is_written(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

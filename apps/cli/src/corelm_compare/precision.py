@@ -164,7 +164,8 @@ def explain(case: Case, dtype: str | None, roundings: list[Rounding]) -> tuple[l
         f"{float(delta[torch.isfinite(delta)].mean()):+.2g}); {case.reference} in {rounding.name} is "
         f"{rounding.size:.3g} away, {done.after:.2g} from these numbers, and the differences correlate by {related:.2f}"
     )
-    confidence: Confidence = "likely" if related >= _RELATED else "possible"
+    # Few schemes are tried: another one may be closer.
+    confidence: Confidence = "likely" if related >= _RELATED and not rounding.quantized else "possible"
     if exact(done.before, done.after):
         confidence = "certain"
     advice = "load the checkpoint without quantization"

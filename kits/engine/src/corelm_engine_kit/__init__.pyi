@@ -1,6 +1,7 @@
 from .adapter_folder import adapter_folder as adapter_folder
 from .adapter_folder import checked_adapter as checked_adapter
 from .checkpoints import Expected as Expected
+from .checkpoints import buckets as buckets
 from .checkpoints import expected_shapes as expected_shapes
 from .checkpoints import fitting as fitting
 from .checkpoints import fitting_stream as fitting_stream
@@ -63,6 +64,9 @@ from .served_model import model_config as model_config
 from .server_adapters import ServerAdapters as ServerAdapters
 from .server_adapters import unknown_adapter as unknown_adapter
 from .template_tokenizer import TemplateTokenizer as TemplateTokenizer
+from .trials import trial_generation as trial_generation
+from .trials import trial_scoring as trial_scoring
+from .trials import wrong_kept_ids as wrong_kept_ids
 from .version_log import RowVersions as RowVersions
 from .version_log import VersionLog as VersionLog
 from .weight_group import WeightGroup as WeightGroup

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from corelm.errors import CapabilityError, InvalidRequestError, described, first_few
+from corelm.errors import CapabilityError, described, first_few
 from corelm.spec import WeightUpdate, whole_tensor
+from corelm.validate import invalid
 from corelm_engine_kit.checkpoints import Shapes, shapes_of, tensor_shapes
 
 #: How PEFT ends the names of the two matrices of a layer, and what it begins all names with.
@@ -113,7 +114,7 @@ def checked_adapter(
         *problems(shapes),
     ]
     if found:
-        raise InvalidRequestError(f"{field}: the adapter does not fit: {first_few(found)}", field=field)
+        raise invalid(field, f"the adapter does not fit: {first_few(found)}")
     return config
 
 
@@ -135,10 +136,10 @@ def _read(folder: Path) -> tuple[Mapping[str, Any], Shapes]:
         if not isinstance(config, dict):
             raise ValueError(f"{_CONFIG} is not a mapping")
     except (OSError, ValueError, SafetensorError) as error:
-        raise InvalidRequestError(
-            f"path: there is no readable adapter in {folder} ({described(error)}); give a folder that save_pretrained "
+        raise invalid(
+            "path",
+            f"there is no readable adapter in {folder} ({described(error)}); give a folder that save_pretrained "
             "of a PEFT model wrote",
-            field="path",
         ) from error
     return config, shapes
 
@@ -179,10 +180,9 @@ def _plainly_scaled(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
         return config
     for name in ("r", "lora_alpha"):
         if type(config.get(name)) not in (int, float) or config[name] <= 0:
-            raise InvalidRequestError(
-                f"{field}: the adapter's scale needs {name} as a number above 0 in its configuration, got "
-                f"{config.get(name)!r}",
-                field=field,
+            raise invalid(
+                field,
+                f"the adapter's scale needs {name} as a number above 0 in its configuration, got {config.get(name)!r}",
             )
     return {**config, "use_rslora": False, "lora_alpha": config["lora_alpha"] * math.sqrt(config["r"])}
 

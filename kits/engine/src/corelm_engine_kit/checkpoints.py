@@ -26,6 +26,7 @@ from torch import Tensor
 
 from corelm.errors import InvalidRequestError, first_few
 from corelm.spec import WeightUpdate, whole_tensor
+from corelm.validate import invalid
 
 #: Tensor names with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -109,19 +110,17 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     from safetensors import SafetensorError, safe_open
 
     if not folder.is_dir():
-        raise InvalidRequestError(
-            f"path: there is no folder {folder} on this machine; give a folder with .safetensors files", field="path"
-        )
+        raise invalid("path", f"there is no folder {folder} on this machine; give a folder with .safetensors files")
     shapes: dict[str, tuple[int, ...]] = {}
     try:
         for file in _files(folder):
             with safe_open(file, framework="pt") as tensors:
                 shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        raise InvalidRequestError(
-            f"path: found no readable safetensors checkpoint in {folder} ({type(error).__name__}: {error}); "
+        raise invalid(
+            "path",
+            f"found no readable safetensors checkpoint in {folder} ({type(error).__name__}: {error}); "
             "save the model with save_pretrained and give that folder",
-            field="path",
         ) from error
     return shapes
 
@@ -215,6 +214,18 @@ def without_tied_copies(given: Mapping[str, Tensor], expected: Shapes) -> dict[s
     return {name: tensor for name, tensor in given.items() if name in expected or not is_copy(name)}
 
 
+def buckets(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield tensors with their names in lists of at least `size` bytes, but for the last."""
+    bucket: list[tuple[str, Tensor]] = []
+    for pair in tensors:
+        bucket.append(pair)
+        if sum(tensor.nbytes for _, tensor in bucket) >= size:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
 def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -233,10 +244,10 @@ def _temporary(size: int) -> Iterator[Path]:
 
 def _needed(checkpoint: Expected | None, field: str) -> Shapes:
     if checkpoint is None:
-        raise InvalidRequestError(
-            f"{field}: there is no checkpoint on this machine to compare it with; save it to a folder with "
+        raise invalid(
+            field,
+            "there is no checkpoint on this machine to compare it with; save it to a folder with "
             "save_pretrained and pass the path",
-            field=field,
         )
     return expected_shapes(checkpoint)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -45,13 +44,7 @@ class EventLoopThread:
             # For example a KeyboardInterrupt.
             future.cancel()
             raise
-        try:
-            return future.result()
-        except concurrent.futures.TimeoutError as error:
-            if isinstance(error, TimeoutError):
-                raise
-            # Before Python 3.11 it is not the builtin TimeoutError.
-            raise TimeoutError(*error.args) from error
+        return future.result()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start the coroutine. Cancelling the future cancels it.

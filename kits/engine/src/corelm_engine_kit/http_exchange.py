@@ -44,20 +44,7 @@ _ERROR_BYTES = 4096
 
 
 class Exchange:
-    """Sends requests to one server.
-
-    Args:
-        url: where the server is.
-        headers: sent with every request.
-        reader: makes errors of the server's responses.
-        connect_timeout: seconds to make a connection.
-        read_timeout: see `HttpClient`.
-        page_timeout: see `HttpClient`.
-        sign: see `HttpClient`.
-        max_reply_bytes: the longest body that is accepted.
-        ended: see `HttpClient`.
-        transport: an httpx2 transport to use instead of the network.
-    """
+    """Sends requests to one server. See `HttpClient` for its arguments."""
 
     def __init__(
         self,

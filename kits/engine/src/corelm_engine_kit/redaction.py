@@ -5,16 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from corelm.errors import CoreLMError
 
-if TYPE_CHECKING:
-    from corelm.spec import GenerateResult, ScoreResult
-
 E = TypeVar("E", bound=Exception)
-R = TypeVar("R", "GenerateResult", "ScoreResult")
 
 #: What replaces a secret.
 MASK = "***"
@@ -80,10 +75,6 @@ class Secrets:
                 raise self.masked_error(error) from None
             self.masked_error(error)
             raise
-
-    def masked_result(self, result: R) -> R:
-        """Return `result` with the errors of its rows masked: they may repeat a part of a reply."""
-        return replace(result, errors=tuple(map(self.masked, result.errors))) if result.errors else result
 
 
 def _longest_first(values: Iterable[str]) -> list[str]:

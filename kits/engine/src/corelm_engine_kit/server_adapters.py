@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import WeightUpdate
+from corelm.validate import invalid
 
 #: What the server reads while an adapter is loaded: a folder that was made for it, or None for a path of the caller.
 Folder = TemporaryDirectory[str] | None
@@ -61,9 +62,7 @@ class ServerAdapters:
         assert name is not None
         old = self._loaded.get(name)
         if old is None and name in self._own:
-            raise InvalidRequestError(
-                f"adapter: the server was started with {name!r}; load this one under another name", field="adapter"
-            )
+            raise invalid("adapter", f"the server was started with {name!r}; load this one under another name")
         if not request.unloads:
             # A name that no version had, here or in another client.
             new = f"{name}.{uuid.uuid4().hex[:12]}"
@@ -100,6 +99,4 @@ def unknown_adapter(name: str, known: Collection[str]) -> InvalidRequestError:
         known: the names of those that are.
     """
     others = f"there are {', '.join(map(repr, sorted(known)))}" if known else "no adapter is loaded"
-    return InvalidRequestError(
-        f"adapter: there is no {name!r}; {others}. Call load_adapter({name!r}, …) first", field="adapter"
-    )
+    return invalid("adapter", f"there is no {name!r}; {others}. Call load_adapter({name!r}, …) first")

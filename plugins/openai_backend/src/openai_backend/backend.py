@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from corelm.errors import InvalidRequestError
 from corelm.spec import (
     GenerateRequest,
     GenerateResult,
@@ -21,7 +20,8 @@ from corelm.spec import (
     hookimpl,
     score_result,
 )
-from corelm_engine_kit import HttpClient, HttpEngine, HttpOptions, ModelHints, takes_http_options
+from corelm.validate import invalid
+from corelm_engine_kit import HttpClient, HttpEngine, HttpOptions, ModelHints, answer_limits, takes_http_options
 from openai_backend import protocol
 from openai_backend.probing import probe_server
 from openai_backend.server_info import ServerInfo, read_server
@@ -97,13 +97,9 @@ class OpenAIBackend(HttpEngine):
             base_url = os.environ.get(THEIR_URL)
             variable = KEY_VARIABLE if KEY_VARIABLE in os.environ else THEIR_KEY
         if not base_url:
-            raise InvalidRequestError(
-                f"base_url: this backend needs the address of a server, here or in {THEIR_URL}", field="base_url"
-            )
+            raise invalid("base_url", f"this backend needs the address of a server, here or in {THEIR_URL}")
         if model is not None and not isinstance(model, str):
-            raise InvalidRequestError(
-                f"model: expected the model's name in requests, got {type(model).__name__}", field="model"
-            )
+            raise invalid("model", f"expected the model's name in requests, got {type(model).__name__}")
         hints = ModelHints(
             name=model,
             tokenizer=tokenizer,
@@ -121,11 +117,11 @@ class OpenAIBackend(HttpEngine):
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
         payloads = protocol.generation_requests(request, self.info)
-        prompts = request.prompts.tolist()
+        prompts, limits = request.prompts.tolist(), answer_limits(request, self.info.capabilities.max_context).tolist()
         stops = StopStrings.of_rows(request, self.tokenizer)
 
         def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
-            return protocol.row_answer(reply, prompts[row], request, stops[row], self.info)
+            return protocol.row_answer(reply, prompts[row], limits[row], request, stops[row], self.info)
 
         return generate_result(request, list(self.map_rows(request, payloads, parse).values()))
 

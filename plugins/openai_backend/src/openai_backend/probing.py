@@ -96,10 +96,6 @@ def probe_server(engine: HttpEngine, deadline: Deadline) -> ServerInfo:
 class Answer:
     """What a server answered.
 
-    Args:
-        reply: a completion with one choice.
-        info: how to read it.
-
     Attributes:
         text: the answer's text.
         reason: its finish reason.
@@ -133,9 +129,7 @@ class Trials:
         """Return the answer to each request; None where the server refuses it, or does not complete it.
 
         Args:
-            info: how the server takes prompts.
             requests: fields in addition to those of every request; ``ids`` replaces the prompt.
-            text: the prompt.
         """
         ids = info.vocabulary.encode(text, add_special_tokens=info.adds_special_tokens)
         payloads = []

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError
 from corelm.spec import (
     GenerateRequest,
     RowAnswer,
@@ -20,6 +20,7 @@ from corelm.spec import (
     StopStrings,
     stops_without_specials,
 )
+from corelm.validate import invalid
 from corelm_engine_kit import (
     Payload,
     RowError,
@@ -99,12 +100,6 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> dict[int,
     return payloads
 
 
-def _limit(request: GenerateRequest, prompt: list[int], info: ServerInfo) -> int:
-    """Return the most tokens of an answer."""
-    most = request.sampling.max_new_tokens
-    return (info.capabilities.max_context or 0) - len(prompt) if most is None else most
-
-
 def _parameters(request: GenerateRequest, info: ServerInfo, seed: int | None) -> Payload:
     sampling = request.sampling
     fields: Payload = {"temperature": sampling.temperature, "top_p": sampling.top_p}
@@ -131,9 +126,8 @@ def _check(request: GenerateRequest, info: ServerInfo) -> None:
     """Refuse what the server would serve differently, and log-probs of a distribution that was not tried."""
     sampling, given = request.sampling, request.sampling.engine_parameters()
     if 0 < sampling.temperature < COLDEST:
-        raise InvalidRequestError(
-            f"temperature: servers raise {sampling.temperature} or decode greedily; give 0 or at least {COLDEST}",
-            field="temperature",
+        raise invalid(
+            "temperature", f"servers raise {sampling.temperature} or decode greedily; give 0 or at least {COLDEST}"
         )
     truncations: list[str] = [name for name in ("top_k", "top_p", "min_p") if name in given]
     ends_at_eos_only = request.stop_ids <= info.eos_token_ids
@@ -194,7 +188,7 @@ def _check(request: GenerateRequest, info: ServerInfo) -> None:
 
 
 def row_answer(
-    reply: Any, prompt: list[int], request: GenerateRequest, stops: StopStrings, info: ServerInfo
+    reply: Any, prompt: list[int], limit: int, request: GenerateRequest, stops: StopStrings, info: ServerInfo
 ) -> RowAnswer:
     """Return the answer in a reply: its ids as far as they belong to it, their log-probs, and why it ended.
 
@@ -202,7 +196,7 @@ def row_answer(
         RowError: the reply is not the answer to this prompt, or cannot be trusted.
     """
     check_prompt(reply, prompt, info)
-    limit, reason = _limit(request, prompt, info), only_choice(reply).get("finish_reason")
+    reason = only_choice(reply).get("finish_reason")
     ids, told = answer_ids(reply, info, need_logprobs=request.logprobs != "none")
     ids = checked_ids(ids, vocab_size=info.capabilities.vocab_size, limit=limit)
     end = answer_end(ids, request.stop_ids, stops)

@@ -110,13 +110,6 @@ class ServerInfo:
 def read_server(client: HttpClient, hints: ModelHints, honours: Any, extra_body: Any, deadline: Deadline) -> ServerInfo:
     """Return what the server's list of models and the caller say. Nothing is generated.
 
-    Args:
-        client: the connection to the server.
-        hints: what the caller says about the model.
-        honours: see `OpenAIBackend.open`.
-        extra_body: likewise.
-        deadline: the end of opening.
-
     Raises:
         InvalidRequestError: an option is wrong, or one is missing that the server does not say; `field` names it.
         EngineError: the server does not answer.

@@ -17,12 +17,7 @@ _HALF_CHARACTER = "\ufffd"
 
 
 class Vocabulary:
-    """The tokenizer that the caller says is the server's, as far as names and texts of tokens go.
-
-    Args:
-        tokenizer: a tokenizer as `corelm.spec.hookspecs` describes it.
-        size: ids are below it.
-    """
+    """The tokenizer that the caller says is the server's, as far as names and texts of tokens go."""
 
     def __init__(self, tokenizer: Any, size: int) -> None:
         self.tokenizer = tokenizer
@@ -45,11 +40,7 @@ class Vocabulary:
         return self.encode(text, **({"split_special_tokens": True} if special else {}))
 
     def prompt_text(self, ids: list[int], adds_special_tokens: bool) -> str | None:
-        """Return a text that a server reads as exactly these ids; None if there is no such text.
-
-        Args:
-            adds_special_tokens: whether the server adds the tokenizer's special tokens to a text.
-        """
+        """Return a text that a server reads as exactly these ids; None if there is no such text."""
         added = self.encode("", add_special_tokens=True) if adds_special_tokens else []
         # What a tokenizer adds to an empty text it puts before a text, or after it. The last line finds out.
         start = len(added) if ids[: len(added)] == added else 0

@@ -27,7 +27,7 @@ RayFrame = tuple[int, int, bytes, list[Any]]
 #: Threads for the calls of drivers that wait for answers: one for each driver.
 DRIVERS = 32
 #: Methods of one group wait for each other, and for no other group.
-GROUPS = {"send": 1, "receive": DRIVERS, "control": 8}
+GROUPS = {"send": 1, "receive": DRIVERS, "control": DRIVERS}
 #: Seconds that one call to `receive` waits for an answer.
 _LISTEN = 10.0
 #: Frames that one call to `receive` returns at most.
@@ -94,7 +94,6 @@ class EngineActor:
     def __init__(self) -> None:
         self._opened = threading.Event()
         self._result: Opened | Failure | None = None
-        self._label = ""
         self._facts: dict[str, Any] = {}
         self._server: EngineServer | None = None
         self._meter = Meter(self._claim)
@@ -111,44 +110,41 @@ class EngineActor:
             "node": ray.get_runtime_context().get_node_id(),
         }
 
-    def open(self, packed: bytes) -> bytes:
-        """Open the engine. Return what `attach` returns, without attaching."""
+    def open(self, packed: bytes) -> None:
+        """Open the engine. `attach` says what became of it."""
         try:
             order = unpack(packed)
             # Ray sets OMP_NUM_THREADS only for some actors, and torch may have been imported before that.
             torch.set_num_threads(order["threads"])
             self._facts, self._meter.starts = order["facts"], order["starts"]
-            self._server, self._label = open_server(order["name"], order["model"], order["options"], [self._meter])
+            self._server, _ = open_server(order["name"], order["model"], order["options"], [self._meter])
             self._result = self._server.opened()
         except BaseException as error:  # an engine can raise SystemExit, too
             self._result = Failure.of(error)
         self._opened.set()
         threading.Thread(target=self._watch_drivers, name="corelm-ray-drivers", daemon=True).start()
-        return self._described()
 
     @_method(concurrency_group="control")
-    def attach(self, driver: str, facts: dict[str, Any] | None, timeout: float) -> bytes:
-        """Let a driver send frames, if it expects the facts of this engine. Return what is to be known of the engine.
+    def attach(self, driver: str, facts: dict[str, Any] | None) -> bytes:
+        """Let a driver send frames once the engine is open, if it expects the facts of this engine.
 
         Returns:
-            A pickle of the facts, what `EngineServer.opened` returned or why it failed, and the label of the plugin.
+            A pickle of the facts, and of what `EngineServer.opened` returned or why the driver cannot attach.
         """
-        if not self._opened.wait(timeout):
-            # The driver asks again. What `open` may have found since then is not for a driver without a session.
-            return pack(({}, None, ""))[0]
-        if self._server is not None and (facts is None or facts == self._facts):
-            with self._lock:
-                if len(self._sessions) >= DRIVERS - 1:
-                    error = EngineError(f"{len(self._sessions)} drivers use the actor, and it can serve no more")
-                    return pack((self._facts, Failure.of(error), ""))[0]
-                if facts is not None and self._meter.changed and self._sessions.keys() - {driver}:
-                    error = EngineError(
-                        "its weights were changed after it was opened, or it sleeps; no other driver may join it"
-                    )
-                    return pack((self._facts, Failure.of(error), ""))[0]
-                outbox = _Outbox()
-                self._sessions[driver] = Session(self._server, outbox), outbox
-        return self._described()
+        self._opened.wait()
+        if self._server is None or facts not in (None, self._facts):
+            return pack((self._facts, self._result))[0]
+        with self._lock:
+            why = ""
+            if len(self._sessions) >= DRIVERS - 1:
+                why = f"{len(self._sessions)} drivers use the actor, and it can serve no more"
+            elif facts is not None and self._meter.changed and self._sessions.keys() - {driver}:
+                why = "its weights were changed after it was opened, or it sleeps; no other driver may join it"
+            if why:
+                return pack((self._facts, Failure.of(EngineError(why))))[0]
+            outbox = _Outbox()
+            self._sessions[driver] = Session(self._server, outbox), outbox
+        return pack((self._facts, self._result))[0]
 
     @_method(concurrency_group="send", num_returns=0)
     def send(self, driver: str, frame: RayFrame) -> None:
@@ -174,9 +170,6 @@ class EngineActor:
         open_or_not = "healthy" if self._server is not None else "dead"
         state = open_or_not if self._opened.is_set() else "joining"
         return {"state": state, "drivers": len(self._sessions), **self._meter.figures()}
-
-    def _described(self) -> bytes:
-        return pack((self._facts, self._result, self._label))[0]
 
     def _claim(self) -> int:
         with self._lock:

@@ -16,6 +16,7 @@ import ray
 
 from corelm import __version__
 from corelm.errors import BackendIncompatibleError, CoreLMError, EngineError, InvalidRequestError, brief, described
+from corelm.validate import invalid
 from corelm_fleet import Member, ReplicaStatus
 from corelm_fleet.hosting import Failure, HostedEngine, Opened, pack, unpack
 from ray_backend.actor import GROUPS, EngineActor
@@ -24,7 +25,7 @@ from ray_backend.placement import Placement
 
 #: Seconds between two looks whether an actor has replied.
 _PAUSE = 0.5
-#: Seconds in which an actor is asked again for what it has opened.
+#: Seconds that an actor has to say how it is doing.
 _ASK = 5.0
 #: Seconds that a driver waits until another one has started a lost actor again, and until a name is free again.
 _REPLACED = 30.0
@@ -49,12 +50,8 @@ class Actors:
     """The actors of a backend.
 
     Args:
-        order: what each opens.
-        placement: what each asks of the cluster.
         replicas: how many there are at first; a driver that shares them has to ask for as many.
         name: the first part of their names; None if they are not shared.
-        namespace: where their names are known.
-        placement_timeout: seconds that a process has to start.
 
     Attributes:
         placement: what each asks of the cluster.
@@ -72,7 +69,6 @@ class Actors:
         self._order, self.placement, self._timeout = order, placement, placement_timeout
         self._name, self._namespace = name, namespace
         self._facts = facts(order, placement, replicas)
-        self._label = ""
         self._starts: dict[int, int] = {}
         #: The actors that this driver has created, by replica; None for one that another driver has created.
         self._created: dict[int, Any] = {}
@@ -127,21 +123,16 @@ class Actors:
                 "starts": self._starts[index],
             }
             self._wait(actor.open.remote(pack(order)[0]), None)
-        while True:
-            # An actor that is not shared has nothing to compare.
-            expected = None if self._name is None else self._facts
-            found: tuple[dict[str, Any], Opened | Failure | None, str] = unpack(
-                self._wait(actor.attach.remote(host.driver, expected, _ASK), None)
-            )
-            has, result, label = found
-            if result is not None:
-                break
+        # An actor that is not shared has nothing to compare.
+        expected = None if self._name is None else self._facts
+        attached = self._wait(actor.attach.remote(host.driver, expected), None)
+        found: tuple[dict[str, Any], Opened | Failure] = unpack(attached)
+        has, result = found
         if isinstance(result, Failure):
             error = result.error()
             raise error if isinstance(error, CoreLMError) else EngineError(f"{described(error)}", usable=False)
         if self._name is not None and has != self._facts:
             raise _other_facts(self._title(index), has, self._facts)
-        self._label = label
         host.connect()
         if not owned:
             # The engine is closed by the driver that has created it.
@@ -248,9 +239,8 @@ def _other_facts(name: str, has: Mapping[str, str], wanted: Mapping[str, str]) -
         f"{each.removeprefix('option ')}: it has {has.get(each, none)}, this call asks for {wanted.get(each, none)}"
         for each in differing
     )
-    return InvalidRequestError(
-        f"actor_name: {name} was created with other options: {listed}. Give the same ones, or another actor_name",
-        field="actor_name",
+    return invalid(
+        "actor_name", f"{name} was created with other options: {listed}. Give the same ones, or another actor_name"
     )
 
 

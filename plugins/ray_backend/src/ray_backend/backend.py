@@ -7,8 +7,9 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError
 from corelm.spec import CloseRequest, hookimpl
+from corelm.validate import count, invalid, number
 from corelm_fleet import FleetEngine, FleetLimits, ReplicaStatus
 from corelm_fleet.hosting import check_option, portable_model
 
@@ -20,13 +21,7 @@ PLACEMENT_TIMEOUT = 120.0
 
 
 class RayBackend(FleetEngine):
-    """Samples from and scores with engines of another backend, each in a Ray actor. They answer as one engine.
-
-    Args:
-        actors: the actors.
-        replicas: how many.
-        limits: how patient the fleet is; None for the defaults.
-    """
+    """Samples from and scores with engines of another backend, each in a Ray actor. They answer as one engine."""
 
     requires_api = ">=1,<2"
 
@@ -88,7 +83,8 @@ class RayBackend(FleetEngine):
             BackendNotFoundError: `python` has no plugin `inner`.
             EngineError: Ray or an actor did not start, or the engine did not open.
         """
-        _check(inner, replicas, actor_name, namespace, address)
+        _check(inner, actor_name, namespace, address)
+        replicas = count("replicas", replicas, 1)
         portable = portable_model(model)
         for name, value in inner_options.items():
             check_option(name, value)
@@ -98,10 +94,10 @@ class RayBackend(FleetEngine):
         CLUSTER.enter(address, namespace)
         try:
             from ray_backend.actors import Actors, Order
-            from ray_backend.placement import Placement, absolute, amount, require_interpreter
+            from ray_backend.placement import Placement, absolute, require_interpreter
 
             placement = Placement.make(num_cpus, num_gpus, resources, python, runtime_env)
-            patience = amount("placement_timeout", placement_timeout)
+            patience = number("placement_timeout", placement_timeout, 0.0)
             if placement.python is not None:
                 require_interpreter(placement.python, inner)
             placement.require_room(replicas)
@@ -117,7 +113,6 @@ class RayBackend(FleetEngine):
 
         Args:
             address: the cluster. None for the one that this program uses, or that ``RAY_ADDRESS`` names.
-            namespace: Ray's namespace in which the names are known.
 
         Raises:
             InvalidRequestError: nothing says which cluster.
@@ -138,14 +133,11 @@ class RayBackend(FleetEngine):
 
         An actor that leaves finishes its rows first. One that joins loads the weights in force before it serves.
 
-        Args:
-            replicas: how many actors.
-
         Raises:
             InvalidRequestError: the cluster has no room for them.
             CapabilityError: the actors belong to another program.
         """
-        _check_replicas(replicas)
+        replicas = count("replicas", replicas, 1)
         if self._actors.shares:
             raise CapabilityError("the actors belong to another program, which can scale them", capability="scale")
         with self._scaling:
@@ -178,21 +170,9 @@ class RayBackend(FleetEngine):
             CLUSTER.leave()
 
 
-def _check(inner: Any, replicas: Any, actor_name: Any, namespace: Any, address: Any) -> None:
+def _check(inner: Any, actor_name: Any, namespace: Any, address: Any) -> None:
     if not isinstance(inner, str) or inner in ("", "ray"):
-        raise InvalidRequestError(
-            f"inner: expected the name of the backend that the actors open, got {inner!r}", field="inner"
-        )
-    _check_replicas(replicas)
-    texts = {"actor_name": actor_name, "namespace": namespace, "address": address}
-    for name, value in texts.items():
-        optional = name != "namespace"
-        if not (value is None and optional) and not (isinstance(value, str) and value):
-            raise InvalidRequestError(f"{name}: expected a text, got {value!r}", field=name)
-
-
-def _check_replicas(replicas: Any) -> None:
-    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-        raise InvalidRequestError(
-            f"replicas: expected a whole number of at least 1, got {replicas!r}", field="replicas"
-        )
+        raise invalid("inner", f"expected the name of the backend that the actors open, got {inner!r}")
+    for name, value in {"actor_name": actor_name, "namespace": namespace, "address": address}.items():
+        if not (isinstance(value, str) and value) and not (value is None and name != "namespace"):
+            raise invalid(name, f"expected a text, got {value!r}")

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
-from corelm.errors import EngineError, InvalidRequestError, described
+from corelm.errors import EngineError, described
+from corelm.validate import invalid
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,6 @@ class Cluster:
         Args:
             address: the cluster's address; None for the one that the program uses already, or that ``RAY_ADDRESS``
                 names, or else a new one on this machine.
-            namespace: the namespace of the driver's actors.
             start: whether a new cluster may be started.
 
         Raises:
@@ -65,16 +65,16 @@ class Cluster:
             if ray.is_initialized():
                 used = ray.get_runtime_context().gcs_address
                 if address not in (None, "auto", "local", used):
-                    raise InvalidRequestError(
-                        f"address: this program uses the Ray cluster at {used} already; leave address out, or call "
+                    raise invalid(
+                        "address",
+                        f"this program uses the Ray cluster at {used} already; leave address out, or call "
                         "ray.shutdown() first",
-                        field="address",
                     )
             elif not start and _wanted(address) is None:
-                raise InvalidRequestError(
-                    "address: name the cluster, for example 127.0.0.1:6379. The logger ray_backend of the program that "
+                raise invalid(
+                    "address",
+                    "name the cluster, for example 127.0.0.1:6379. The logger ray_backend of the program that "
                     "has started it says where it is",
-                    field="address",
                 )
             else:
                 self._start(ray, _wanted(address), namespace)

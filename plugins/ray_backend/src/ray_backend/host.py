@@ -29,10 +29,6 @@ _END = 2.0
 class RayTransport:
     """Carries the frames of one driver to an actor, and those of the actor back.
 
-    Args:
-        actor: the actor.
-        driver: the name of the session.
-
     Attributes:
         why: why the actor is lost, in the words of Ray; "" while it is not.
         ended: set when nothing is received any more.
@@ -85,9 +81,6 @@ class RayHost:
     """An actor with an engine. It is the host of a `HostedEngine`.
 
     Args:
-        actor: the actor, which holds an open engine.
-        hello: what it said of itself, see `EngineActor.hello`.
-        name: the name of the replica, for messages.
         owned: whether this driver has created the actor, and ends it.
 
     Attributes:

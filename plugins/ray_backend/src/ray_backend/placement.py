@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 from collections.abc import Mapping
@@ -17,10 +16,10 @@ from corelm.errors import (
     BackendImportError,
     BackendIncompatibleError,
     BackendNotFoundError,
-    InvalidRequestError,
     brief,
     how_to_install,
 )
+from corelm.validate import invalid, number
 from corelm_fleet.hosting import find_interpreter
 
 #: Prints what an interpreter has.
@@ -67,14 +66,14 @@ class Placement:
         for name, given in (("resources", resources), ("runtime_env", runtime_env)):
             if given is not None and not isinstance(given, Mapping):
                 raise invalid(name, f"expected a mapping, got {given!r}")
-        wanted = {str(name): amount(f"resources[{name!r}]", value) for name, value in (resources or {}).items()}
+        wanted = {str(name): number(f"resources[{name!r}]", value, 0.0) for name, value in (resources or {}).items()}
         if used := {"CPU", "GPU"} & wanted.keys():
             raise invalid("resources", f"pass num_cpus= and num_gpus= for {' and '.join(sorted(used))}")
         if python is not None and "py_executable" in (runtime_env or {}):
             raise invalid("python", "runtime_env has a py_executable already; pass one of them")
         return cls(
-            amount("num_cpus", num_cpus),
-            amount("num_gpus", num_gpus),
+            number("num_cpus", num_cpus, 0.0),
+            number("num_gpus", num_gpus, 0.0),
             wanted,
             None if python is None else find_interpreter(python),
             dict(runtime_env or {}),
@@ -180,19 +179,6 @@ def require_interpreter(python: str, inner: str) -> None:
                 f"{how_to_install(distributions.get(backend, f'core-{backend}-backend'), python=python)}. "
                 f"Installed there: {', '.join(there['backends']) or 'none'}"
             )
-
-
-def invalid(field: str, message: str) -> InvalidRequestError:
-    """Return the error that names the field."""
-    return InvalidRequestError(f"{field}: {message}", field=field)
-
-
-def amount(field: str, given: Any) -> float:
-    """Return a number of units that is not negative."""
-    good = isinstance(given, (int, float)) and not isinstance(given, bool) and math.isfinite(given) and given >= 0
-    if not good:
-        raise invalid(field, f"expected a number of at least 0, got {given!r}")
-    return given
 
 
 def absolute(model: str | None) -> str | None:

@@ -19,13 +19,7 @@ from sglang_backend.weights import tell
 
 
 def adapters_of(client: HttpClient, info: ServerInfo, *, reads_files_here: bool) -> ServerAdapters:
-    """Return the adapters of a server.
-
-    Args:
-        client: the connection to the server.
-        info: what is known about the server.
-        reads_files_here: whether the server reads files of this machine.
-    """
+    """Return the adapters of a server."""
 
     def folder(request: WeightUpdate) -> TemporaryDirectory[str] | None:
         checkpoint = local_checkpoint(info.model)

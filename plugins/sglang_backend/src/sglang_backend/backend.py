@@ -28,6 +28,7 @@ from corelm.spec import (
     hookimpl,
     score_result,
 )
+from corelm.validate import invalid
 from corelm_engine_kit import (
     VISIBLE_DEVICES,
     Expected,
@@ -68,15 +69,10 @@ class SGLangBackend(HttpEngine):
     """Samples from and scores with an SGLang server. It takes any number of calls at a time; the server batches them.
 
     Args:
-        client: the connection to the server.
-        info: what is known about the server.
-        launched: the server's process, if this backend started it; None for a server behind a URL.
         dummy: what the first weights have to fit, if the server was launched without weights.
-        weight_group: where the server joins this process to be sent tensors; None if it is sent none.
-        group_timeout: seconds that the server may take to join, or to receive tensors.
 
     Attributes:
-        launched: likewise.
+        launched: the server's process, if this backend started it; None for a server behind a URL.
         weights: the server's weights.
     """
 
@@ -344,26 +340,15 @@ class SGLangBackend(HttpEngine):
 def _check_options(
     model: Any, base_url: str | None, launching: Mapping[str, Any], connecting: Mapping[str, Any]
 ) -> None:
-    """Refuse anything but one of `model` and `base_url`, and options that belong to the other one.
-
-    Args:
-        model: what `open` was given.
-        base_url: likewise.
-        launching: the options of a launched server; None for those that were not given.
-        connecting: the options of a server behind a URL; None for those that were not given.
-    """
+    """Refuse anything but one of `model` and `base_url`, and options that belong to the other one."""
     if base_url is None:
         if isinstance(model, (str, os.PathLike)):
             _refuse(connecting, "only for a server behind base_url; a launched server gets a random key")
             return
         _refuse(launching, "only for a launched server, and there is no model to launch one for")
-        raise InvalidRequestError(
-            f"model: expected a folder or hub name, or base_url= instead; got {type(model).__name__}", field="model"
-        )
+        raise invalid("model", f"expected a folder or hub name, or base_url= instead; got {type(model).__name__}")
     if model is not None:
-        raise InvalidRequestError(
-            "model: the server behind base_url already has one; pass only base_url", field="model"
-        )
+        raise invalid("model", "the server behind base_url already has one; pass only base_url")
     _refuse(launching, "only for a launched server; the one behind base_url already runs")
 
 

@@ -22,8 +22,6 @@ def candidate_fields(side: Side, k: int, *, streamed: bool = False) -> dict[str,
     """Return the fields that ask for the `k` most probable ids of each position.
 
     Args:
-        side: ``input`` for the ids of the prompt, ``output`` for those of the answer.
-        k: how many.
         streamed: whether the answer is streamed. The server then refuses to return arrays of it.
     """
     fields: dict[str, Any] = {"top_logprobs_num": k}
@@ -36,13 +34,6 @@ def candidate_fields(side: Side, k: int, *, streamed: bool = False) -> dict[str,
 
 def argmax_of(meta: Any, ids: Sequence[int], logprobs: Sequence[float], k: int, vocab_size: int) -> list[int]:
     """Return the most probable id at the position of each scored id.
-
-    Args:
-        meta: the ``meta_info`` of the reply.
-        ids: the scored ids.
-        logprobs: theirs.
-        k: how many ids a position were asked for.
-        vocab_size: ids are below it.
 
     Raises:
         RowError: there is not one for each of `ids`, or `logprobs` contradict it.

@@ -12,7 +12,7 @@ import io
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -29,18 +29,6 @@ _SHARED_MEMORY = "/dev/shm"
 _DEVICE = 6
 
 Pairs = list[tuple[str, Tensor]]
-
-
-def buckets(tensors: Iterable[tuple[str, Tensor]], size: int = BUCKET) -> Iterator[Pairs]:
-    """Yield the tensors in groups of at least `size` bytes, but for the last."""
-    bucket: Pairs = []
-    for name, tensor in tensors:
-        bucket.append((name, tensor.detach().contiguous()))
-        if sum(each.nbytes for _, each in bucket) >= size:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
 
 
 def obstacle(tensors: Iterable[Tensor], size: int = BUCKET) -> str:

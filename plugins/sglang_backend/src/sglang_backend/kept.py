@@ -96,11 +96,8 @@ def kept_ids(
 
     Args:
         meta: the ``meta_info`` of the reply. It may be about more tokens.
-        ids: the sampled tokens.
         full: their log-probs before truncation.
-        request: the request.
         limit: the most ids a token that the server returns.
-        vocab_size: ids are below it.
 
     Raises:
         RowError: the sets or their log-probs are missing or contradict the tokens, or the server's limit may have cut

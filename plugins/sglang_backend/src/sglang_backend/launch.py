@@ -21,7 +21,8 @@ from typing import IO, Any, Literal
 
 import psutil
 
-from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError, how_to_install
+from corelm.errors import BackendTimeoutError, EngineError, how_to_install
+from corelm.validate import invalid
 from corelm_engine_kit import Secrets, refuse_unknown_arguments
 
 HOST = "127.0.0.1"
@@ -53,17 +54,12 @@ class LaunchedServer:
     def __init__(self, model: str, arguments: Mapping[str, Any], env: Mapping[str, str]) -> None:
         """Start the server. `wait_until` returns when it is ready.
 
-        Args:
-            model: the model's folder or hub name.
-            arguments: the server's own arguments, in Python spelling.
-            env: added to the server's environment.
-
         Raises:
             InvalidRequestError: one of `RESERVED_ARGUMENTS`, or an argument that SGLang does not have.
         """
         for name in arguments:
             if name in RESERVED_ARGUMENTS:
-                raise InvalidRequestError(f"{name}: the backend sets this itself; leave it out", field=name)
+                raise invalid(name, "the backend sets this itself; leave it out")
         if known := known_arguments():
             refuse_unknown_arguments("SGLang", arguments, known)
         self._port = port = _free_port()
@@ -110,12 +106,6 @@ class LaunchedServer:
 
     def wait_until(self, ready: Callable[[], bool], timeout: float, what: str, progress: bool) -> None:
         """Return once the server listens on its port and `ready` returns True.
-
-        Args:
-            ready: whether the server can be used. It is called again and again, once the port is the server's.
-            timeout: seconds to wait.
-            what: the name of the progress on standard error.
-            progress: show it.
 
         Raises:
             EngineError: the server ended instead; the message holds the end of its log. Or another process has taken
@@ -236,7 +226,6 @@ def owner_of_port(port: int, ancestor: int) -> Literal["none", "ours", "foreign"
     Only Linux tells it without the rights of an administrator; it names no process of another user, which is foreign.
 
     Args:
-        port: the port.
         ancestor: a process id: sockets of this process and of its descendants are ours.
     """
     if not sys.platform.startswith("linux"):

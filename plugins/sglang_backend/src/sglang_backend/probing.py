@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import (
     Deadline,
     GenerateRequest,
@@ -21,9 +21,9 @@ from corelm.spec import (
     GenerationMode,
     Ragged,
     SamplingParams,
-    ScoreRequest,
     ScoreResult,
 )
+from corelm_engine_kit import trial_generation, trial_scoring, wrong_kept_ids
 from sglang_backend import protocol
 
 if TYPE_CHECKING:
@@ -42,10 +42,6 @@ _DRAWS = 8
 _TOLERANCE, _MARGIN = 0.5, 4.0
 #: Long enough that two answers at the highest temperature are never equal by chance.
 _SEEDED_LENGTH = 8
-#: The top_k with which the kept ids are tried, at a temperature at which it cuts off much.
-_KEPT = 4
-#: How far their mass may be from what the most probable ids have, in nats.
-_SAME_MASS = 0.02
 #: Parameters that change the distribution before SGLang takes "original" log-probs from it. A server that returns those
 #: would report the changed log-probs as the model's own.
 _RESHAPING = frozenset({"presence_penalty", "frequency_penalty", "min_new_tokens", "engine_kwargs"})
@@ -64,8 +60,6 @@ def probe_server(engine: Any, deadline: Deadline, modes: frozenset[GenerationMod
     """Return the `info` of an engine with the generation modes, seeds and kept ids that the server's replies show.
 
     Args:
-        engine: the `SGLangBackend`, whose module imports this one.
-        deadline: the end of opening.
         modes: the generation modes, if the server has no weights with which they could be tried.
 
     Raises:
@@ -129,26 +123,18 @@ class ServerProbe:
         return frozenset()
 
     def returns_support(self) -> bool:
-        """Return whether the server returns the ids that truncation has left, and whether their mass is what it should
-        be: the most probable ids of the same replies, at the same temperature, say what they had.
-        """
-        top_k, limit = min(_KEPT, self._info.capabilities.vocab_size), self._info.support_limit
-        if not 1 < top_k <= limit:
+        """Return whether the server returns the ids that truncation has left, with the mass that its scores imply."""
+        if self._info.support_limit < 2:
             return False
+        size, engine = self._info.capabilities.vocab_size, self._engine
         try:
-            answers = self._generate(
-                _TEMPERATURES[0], range(_DRAWS), length=1, top_k=top_k, return_support=True, top_logprobs=top_k
-            )
-        except (InvalidRequestError, EngineError) as error:
-            # Servers that do not know the field ignore it; others may refuse it.
-            _log.info("the server does not return the ids that truncation has left: %s", error)
-            return False
-        assert answers.kept_ids is not None and answers.kept_log_mass is not None and answers.top_logprobs is not None
-        masses = answers.top_logprobs.values.logsumexp(-1)
-        exact = bool(((masses - answers.kept_log_mass.values).abs() < _SAME_MASS).all())
-        if not exact:
-            _log.warning("the ids that the server says truncation has left are not the most probable ones")
-        return exact and bool((answers.kept_ids.counts.values >= top_k).all())
+            why = wrong_kept_ids(engine.generate, engine.score_logprobs, size, self._deadline.left())
+        except (CapabilityError, InvalidRequestError, EngineError) as error:
+            why = str(error)
+        if why:
+            # Servers that do not know the field ignore it.
+            _log.warning("the ids that the server says truncation has left are not used: %s", why)
+        return not why
 
     def honours_seeds(self) -> bool:
         """Return whether equal seeds give equal answers and another seed gives another answer."""
@@ -163,39 +149,20 @@ class ServerProbe:
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    def _generate(
-        self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any
-    ) -> GenerateResult:
-        """Sample `length` tokens per seed, always after the same prompt. `details` are other fields of the request."""
-        result: GenerateResult = self._engine.generate(self._request(temperature, seeds, length, top_k, **details))
+    def _generate(self, temperature: float, seeds: Sequence[int], length: int) -> GenerateResult:
+        """Sample `length` tokens per seed, always after the same prompt."""
+        result: GenerateResult = self._engine.generate(self._request(temperature, seeds, length))
         return _without_errors(result)
 
-    def _request(
-        self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any
-    ) -> GenerateRequest:
-        return GenerateRequest(
-            prompts=Ragged.from_list([self._prompt] * len(seeds)),
-            sampling=SamplingParams(temperature=temperature, max_new_tokens=length, ignore_eos=True, top_k=top_k),
-            logprobs="raw",
-            seeds=torch.tensor(list(seeds)),
-            stop_ids=frozenset(),
-            request_ids=_request_ids(len(seeds)),
-            timeout=self._deadline.left(),
-            **details,
-        )
+    def _request(self, temperature: float, seeds: Sequence[int], length: int) -> GenerateRequest:
+        prompts = Ragged.from_list([self._prompt] * len(seeds))
+        sampling = SamplingParams(temperature=temperature, max_new_tokens=length, ignore_eos=True)
+        return trial_generation(prompts, sampling, seeds=torch.tensor(list(seeds)), timeout=self._deadline.left())
 
     def _raw_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-prob of each of `tokens` after the prompt, as the server scores it: at temperature 1."""
-        request = ScoreRequest(
-            sequences=Ragged.from_list([[*self._prompt, token] for token in tokens]),
-            score_from=torch.full((len(tokens),), len(self._prompt)),
-            temperature=1.0,
-            return_logits=False,
-            grad=False,
-            device=None,
-            request_ids=_request_ids(len(tokens)),
-            timeout=self._deadline.left(),
-        )
+        rows, starts = [[*self._prompt, token] for token in tokens], torch.full((len(tokens),), len(self._prompt))
+        request = trial_scoring(Ragged.from_list(rows), starts, timeout=self._deadline.left())
         return [row[-1] for row in _without_errors(self._engine.score_logprobs(request)).logprobs.tolist()]
 
 
@@ -208,7 +175,3 @@ def _without_errors(result: R) -> R:
     if error := next(filter(None, result.errors or ()), ""):
         raise EngineError(error)
     return result
-
-
-def _request_ids(count: int) -> tuple[str, ...]:
-    return tuple(f"probe-{number}" for number in range(count))

@@ -113,10 +113,7 @@ class AnswerStreams(ReplyStreams):
     """The streams of a call. Each event of a server is a reply with the whole answer so far.
 
     Args:
-        request: the call.
-        info: what is known about the server.
         parse: ``parse(row, reply, aborted)`` returns the answer in a whole reply.
-        weights: the weights that the rows may have.
         runs: gets the `version_runs` of rows that are aborted without a reply.
     """
 
@@ -232,12 +229,7 @@ def whole_answer(
     info: ServerInfo,
     weights: WeightsOfCall,
 ) -> RowAnswer:
-    """Return the answer in a reply.
-
-    Args:
-        aborted: whether the caller aborted the request.
-        limit: the most tokens that were asked for.
-    """
+    """Return the answer in a reply."""
     meta, vocab_size = reply["meta_info"], info.capabilities.vocab_size
     reason = _finish_reason(meta)
     ids = checked_ids(reply["output_ids"], vocab_size=vocab_size, limit=limit)
@@ -267,8 +259,6 @@ def row_answer(
     """Return an answer with its log-probs and with what was asked for of other ids.
 
     Args:
-        meta: the ``meta_info`` of the reply.
-        ids: the tokens that it is about.
         end: how many of them the answer has; None for all.
     """
     if not ids or not lists_of_answers(request):

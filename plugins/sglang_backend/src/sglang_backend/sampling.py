@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError
 from corelm.spec import Range, SamplingParams, stops_without_specials
+from corelm.validate import invalid
 from corelm_engine_kit import refuse_settled
 
 #: The sampling parameters that SGLang honours, each with its legal range, or None for the range of `SamplingParams`.
@@ -48,12 +49,7 @@ def parameters(
     for, the server is told to go on, and `protocol` cuts the answer off at its end.
 
     Args:
-        sampling: how to sample.
-        max_new_tokens: the answer's length limit in tokens.
-        seed: the answer's seed, or None.
-        stop_ids: the ids that end this answer.
         eos_token_ids: the ids that the server ends every answer with, unless it is told to ignore them.
-        vocab_size: ids are below it.
         stop: the stop strings that the server may look for; see `safe_stops`.
         top_k: the top_k to send, if another one than that of `sampling`; see `kept.top_k_of`.
 
@@ -117,7 +113,6 @@ def _check(sampling: SamplingParams, stop_ids: frozenset[int], eos_token_ids: fr
             capability="min_new_tokens",
         )
     if 0 < sampling.temperature < COLDEST:
-        raise InvalidRequestError(
-            f"temperature: SGLang would decode greedily at {sampling.temperature}; give 0 or at least {COLDEST}",
-            field="temperature",
+        raise invalid(
+            "temperature", f"SGLang would decode greedily at {sampling.temperature}; give 0 or at least {COLDEST}"
         )

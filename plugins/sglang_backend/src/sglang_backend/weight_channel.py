@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from corelm.errors import CoreLMError, EngineError, InvalidRequestError
+from corelm.errors import CoreLMError, EngineError
+from corelm.validate import invalid
 from corelm.waiting import done_within
 from corelm_engine_kit import WeightGroup
 from sglang_backend.handover import Pairs
@@ -38,10 +39,7 @@ class WeightChannel:
     """Sends tensors to a server. The server joins at the first ones, and again after a failure.
 
     Args:
-        where: the address at which the server joins.
         ranks: how many processes of the server join: all that hold a part of the model.
-        on_gpu: the server holds its weights on GPUs.
-        tell: tells the server to join, to receive and to leave.
         timeout: seconds that the server may take to join, or to receive what one `send` sends.
     """
 
@@ -142,10 +140,9 @@ class _Group:
             store = partial(_c10d.TCPStore, "localhost", self.port, wait_for_workers=False, timeout=self._limit)
             self._listener, self._store = store(is_master=True), store()
         except RuntimeError as error:
-            raise InvalidRequestError(
-                f"weight_group: this process cannot listen at port {self.port}; pass another one, or none for a free "
-                f"one ({error})",
-                field="weight_group",
+            raise invalid(
+                "weight_group",
+                f"this process cannot listen at port {self.port}; pass another one, or none for a free one ({error})",
             ) from error
 
     def join(self) -> None:

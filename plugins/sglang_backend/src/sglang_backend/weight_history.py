@@ -29,11 +29,7 @@ class _Entry:
 
 
 class WeightHistory:
-    """The labels that a server has given its weights since the backend was opened, in their order.
-
-    Args:
-        label: the server's name for the weights that it was opened with.
-    """
+    """The labels that a server has given its weights since the backend was opened, in their order."""
 
     def __init__(self, label: str) -> None:
         # Only ever appended to, as calls read it while weights are updated.
@@ -69,13 +65,7 @@ class WeightHistory:
 
 
 class WeightsOfCall:
-    """The weights that the rows of one call may have. The first are those in force when it began.
-
-    Args:
-        history: the labels so far; it may grow.
-        first: which of them was in force.
-        request: the call.
-    """
+    """The weights that the rows of one call may have. The first are those in force when it began."""
 
     def __init__(self, history: WeightHistory, first: int, request: GenerateRequest) -> None:
         self._history, self._first, self._request = history, first, request

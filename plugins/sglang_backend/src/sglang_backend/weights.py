@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
+from corelm.errors import CapabilityError, CoreLMError, EngineError
 from corelm.spec import Deadline, WeightUpdate, whole_tensor
-from corelm_engine_kit import WeightGroup, configured_shapes, fitting, local_checkpoint, weights_folder
+from corelm.validate import invalid
+from corelm_engine_kit import WeightGroup, buckets, configured_shapes, fitting, local_checkpoint, weights_folder
 from sglang_backend import handover
 from sglang_backend.capabilities import MODEL_INFO, ServerInfo
 from sglang_backend.probing import ServerProbe
@@ -42,10 +43,6 @@ def tell(
     """Post what changes a server. Not retried: the first attempt may have succeeded and only its reply been lost.
 
     Args:
-        client: the connection to the server.
-        path: what it is told.
-        payload: with which details.
-        timeout: seconds that it may take.
         failure: what it has not done if it fails, for the message.
 
     Raises:
@@ -61,15 +58,12 @@ class ServerWeights:
     """The weights of a server. Every reply names those that it was made with, or its row is an error.
 
     Args:
-        engine: the `SGLangBackend`, whose module imports this one. A label of new weights is put into its `info`.
         takes_state_dict: the server reads files of this machine, so a state dict can be handed over in one.
         dummy: what the first weights have to fit, if the server was launched without weights.
-        group: where the server joins this process to be sent tensors; None if it is sent none.
         group_timeout: seconds that the server may take to join, or to receive tensors.
 
     Attributes:
         history: the labels that the weights have had.
-        takes_state_dict: likewise.
         asleep: whether the server's memory is free.
     """
 
@@ -165,11 +159,11 @@ class ServerWeights:
         checkpoint = local_checkpoint(model)
         if checkpoint is None:
             field = next((each for each in ("path", "state_dict") if getattr(request, each) is not None), "weights")
-            raise InvalidRequestError(
-                f"{field}: the checkpoint of the server's model {model!r} is not on this machine, so new weights "
+            raise invalid(
+                field,
+                f"the checkpoint of the server's model {model!r} is not on this machine, so new weights "
                 "cannot be compared with it, and weights that do not fit would end the server; open the backend on a "
                 "machine that has the checkpoint",
-                field=field,
             )
         return checkpoint
 
@@ -213,8 +207,6 @@ class ServerWeights:
 
         Args:
             tensors: names and tensors that `handover.obstacle` accepts.
-            request: the update.
-            bucket_size: bytes of tensors after which a bucket is loaded.
 
         Raises:
             EngineError: the server did not load them. Its weights may be partly new.
@@ -225,7 +217,7 @@ class ServerWeights:
             handles = [handover.handle(bucket) for _ in range(self._info.ranks)]
             self._tell("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
 
-        self._load_buckets(handover.buckets(tensors, bucket_size), hand_over, request)
+        self._load_buckets(tensors, bucket_size, hand_over, request)
 
     def broadcast(
         self, tensors: Iterable[tuple[str, Tensor]], request: WeightUpdate, bucket_size: int = handover.BUCKET
@@ -240,17 +232,22 @@ class ServerWeights:
         if not isinstance(page, dict) or str(page.get("weight_version")) != self._info.weight_label:
             # It may have been restarted: its processes have left the group.
             self._channel.leave()
-        self._load_buckets(handover.buckets(tensors, bucket_size), self._channel.send, request)
+        self._load_buckets(tensors, bucket_size, self._channel.send, request)
 
     def _load_buckets(
-        self, buckets: Iterable[handover.Pairs], load: Callable[[handover.Pairs], None], request: WeightUpdate
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        size: int,
+        load: Callable[[handover.Pairs], None],
+        request: WeightUpdate,
     ) -> None:
-        """Have the server load all buckets as one update."""
+        """Have the server load all tensors as one update, so many bytes of them at a time."""
         label = self.history.new_label(request.version)
+        whole = ((name, tensor.detach().contiguous()) for name, tensor in tensors)
         with self._answers_held(label, request):
             self._tell("/begin_weight_update", {})
             try:
-                for bucket in buckets:
+                for bucket in buckets(whole, size):
                     load(bucket)
             finally:
                 self._tell("/end_weight_update", {})

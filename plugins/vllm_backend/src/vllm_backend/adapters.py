@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, described, message
 from corelm.spec import WeightUpdate
+from corelm.validate import invalid
 from corelm_engine_kit import ServerAdapters, adapter_folder, checked_adapter, local_checkpoint
 from vllm_backend.capabilities_http import ADAPTER_ROUTES
-from vllm_backend.compat import honoured_in_adapters
 
 if TYPE_CHECKING:
     from corelm_engine_kit import HttpClient
     from vllm_backend.capabilities import ModelInfo
     from vllm_backend.capabilities_http import ServerInfo
+
+#: The fields of PEFT's configuration, beyond those of a plain LoRA, that vLLM honours.
+_HONOURED = frozenset({"use_rslora", "rank_pattern", "alpha_pattern"})
 
 
 def local_adapters(
@@ -28,16 +31,13 @@ def local_adapters(
     """Return the adapters of an engine in this process.
 
     Args:
-        info: the engine's model.
         loras: gets vLLM's `LoRARequest` of each adapter by the name that it is loaded under.
-        add: has vLLM load an adapter.
-        remove: has vLLM forget the adapter with this id.
     """
     ids = itertools.count(1)
 
     def folder(request: WeightUpdate) -> TemporaryDirectory[str]:
-        largest, honoured = info.largest_rank, honoured_in_adapters()
-        return adapter_folder(request, info.files, largest_rank=largest, option="max_lora_rank", honoured=honoured)
+        rank, option = info.largest_rank, "max_lora_rank"
+        return adapter_folder(request, info.files, largest_rank=rank, option=option, honoured=_HONOURED)
 
     def load(name: str, path: str) -> None:
         from vllm.lora.request import LoRARequest
@@ -56,13 +56,7 @@ def local_adapters(
 
 
 def server_adapters(client: HttpClient, info: ServerInfo, healthy: Callable[[], bool]) -> ServerAdapters:
-    """Return the adapters of a server, which reads them from folders.
-
-    Args:
-        client: the connection to the server.
-        info: what is known about the server.
-        healthy: returns whether the server answers.
-    """
+    """Return the adapters of a server, which reads them from folders."""
 
     def folder(request: WeightUpdate) -> None:
         if not info.routes >= ADAPTER_ROUTES:
@@ -76,9 +70,8 @@ def server_adapters(client: HttpClient, info: ServerInfo, healthy: Callable[[], 
                 capability="adapters",
             )
         if request.path.is_dir():
-            # Not every version knows ranks and scales of single layers, and a server does not say whether it does.
-            checkpoint, honoured = local_checkpoint(info.files), {"use_rslora"}
-            checked_adapter(request, checkpoint, largest_rank=None, option="--max-lora-rank", honoured=honoured)
+            checkpoint = local_checkpoint(info.files)
+            checked_adapter(request, checkpoint, largest_rank=None, option="--max-lora-rank", honoured=_HONOURED)
 
     def load(name: str, path: str) -> None:
         post("load", {"lora_name": name, "lora_path": path})
@@ -93,8 +86,6 @@ def server_adapters(client: HttpClient, info: ServerInfo, healthy: Callable[[], 
             if not healthy():
                 raise
             # The server says so, of an adapter that it could not read, with the status of its own failures.
-            raise InvalidRequestError(
-                f"adapter: the server did not {what} it: {message(error)}", field="adapter"
-            ) from error
+            raise invalid("adapter", f"the server did not {what} it: {message(error)}") from error
 
     return ServerAdapters(info.adapters, folder, load, unload)

@@ -7,8 +7,8 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.validate import flag
+from corelm.errors import CapabilityError
+from corelm.validate import flag, invalid
 from corelm_engine_kit import (
     HttpOptions,
     ModelHints,
@@ -108,12 +108,10 @@ class VLLMBackend(InProcessEngine):
         _check_engine_arguments(arguments)
         _refuse_server_options(server_options)
         if not isinstance(model, (str, os.PathLike)):
-            raise InvalidRequestError(
-                f"model: expected a folder or a hub name (or base_url=), got {type(model).__name__}", field="model"
-            )
+            raise invalid("model", f"expected a folder or a hub name (or base_url=), got {type(model).__name__}")
         start = {"async": AsyncEngine.start, "sync": SyncEngine.start}.get(engine or "async")
         if start is None:
-            raise InvalidRequestError(f"engine: expected 'async' or 'sync', got {engine!r}", field="engine")
+            raise invalid("engine", f"expected 'async' or 'sync', got {engine!r}")
         own = {"disable_log_stats": True, "max_logprobs": MOST_CANDIDATES, **_platform_defaults()}
         arguments = {**own, **arguments, "model": os.fspath(model)}
         if isinstance(tokenizer, (str, os.PathLike)):
@@ -130,12 +128,6 @@ def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-    if "device_ids" in arguments and "device_ids" not in known:
-        raise CapabilityError(
-            "devices: this vLLM cannot be told its GPUs; open it in a process that sees no others, with "
-            "python=sys.executable and env={'CUDA_VISIBLE_DEVICES': '1'}",
-            capability="devices",
-        )
     refuse_unknown_arguments("vLLM", arguments, known)
     mode = arguments.get("logprobs_mode", "raw_logprobs")
     if mode not in LOGPROBS_MODES:
@@ -148,13 +140,13 @@ def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
 def _refuse_server_options(options: Mapping[str, Any]) -> None:
     for name in _without_none(options):
         hint = "; vLLM calls it max_model_len" if name == "max_context" else ""
-        raise InvalidRequestError(f"{name}: this option needs base_url{hint}", field=name)
+        raise invalid(name, f"this option needs base_url{hint}")
 
 
 def _refuse_engine_options(options: Mapping[str, Any], server_options: Collection[str]) -> None:
     for name in _without_none(options):
         hint = did_you_mean(name, server_options) or "; set it where the server is started"
-        raise InvalidRequestError(f"{name}: not an option for a server that is already running{hint}", field=name)
+        raise invalid(name, f"not an option for a server that is already running{hint}")
 
 
 def _platform_defaults() -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import Capabilities
+from corelm.validate import invalid
 from corelm_engine_kit import ModelHints, eos_token_ids, generation_config, model_config
-from vllm_backend.capabilities import mixes_rows, sleep_levels, update_reasons
-from vllm_backend.reloading import obstacle
+from vllm_backend.capabilities import mixes_rows, obstacle, sleep_levels, update_reasons
 from vllm_backend.sampling import HONOURED
 
 if TYPE_CHECKING:
@@ -119,10 +119,10 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     # A server must not choose whose code runs here, so only a model that the caller has named is trusted.
     trusted = hints.trust_remote_code and model == hints.name
     if hints.trust_remote_code and not trusted and not isinstance(hints.tokenizer, (str, os.PathLike)):
-        raise InvalidRequestError(
-            f"trust_remote_code: code runs only from a folder or repository that you name, and not from {model!r}, "
+        raise invalid(
+            "trust_remote_code",
+            f"code runs only from a folder or repository that you name, and not from {model!r}, "
             "which the server names; pass it as tokenizer= if you trust it",
-            field="trust_remote_code",
         )
     files = model
     config, problem = model_config(model, trusted)
@@ -253,4 +253,4 @@ def _setting(config: Mapping[str, Any], part: str, name: str) -> Any:
 
 
 def _must_be_passed(field: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: {why}; pass {field}=", field=field)
+    return invalid(field, f"{why}; pass {field}=")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
+import logging
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,14 +30,18 @@ from corelm.spec import (
     WakeRequest,
     WeightUpdate,
     hookimpl,
+    whole_tensor,
 )
-from vllm_backend import kept_sets_protocol, weights
+from corelm_engine_kit import expected_shapes, fitting, fitting_stream, weights_folder, wrong_kept_ids
+from vllm_backend import kept_sets_protocol
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.adapters import local_adapters
 from vllm_backend.capabilities import ModelInfo, at_a_time
 from vllm_backend.children import Errors
 from vllm_backend.kept_sets_protocol import TAKE, KeptSetsOfRow
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
+
+_log = logging.getLogger(__name__)
 
 DEAD = "vLLM's engine has failed and cannot go on; open the backend again"
 KEPT_CACHE = "vLLM kept its prefix cache, which belongs to the old weights"
@@ -54,7 +62,7 @@ class InProcessEngine(ABC):
     requires_api = ">=1,<2"
     #: What `corelm conformance` needs to know to test it.
     conformance: ClassVar[Mapping[str, Any]] = {"engine_sampling": {"engine_kwargs": {"logit_bias": {7: 20.0}}}}
-    #: Whether `reload_tensors` reads each tensor when it is its turn, so that the next may use its memory.
+    #: Whether `_hand_over` reads each tensor when it is its turn, so that the next may use its memory.
     streams_tensors = False
 
     def __init__(self, info: ModelInfo) -> None:
@@ -94,11 +102,13 @@ class InProcessEngine(ABC):
 
     def try_kept_sets(self, config: Any) -> None:
         """Declare sets of kept ids if an engine with this `VllmConfig` gets them right on short rows."""
-        if kept_sets_protocol.are_loaded(config) and kept_sets_protocol.works(
-            self.capabilities, self.generate, self.score_logprobs
-        ):
-            self.capabilities = replace(self.capabilities, return_support=True)
-            self._info = replace(self._info, capabilities=self.capabilities)
+        if not kept_sets_protocol.are_loaded(config):
+            return
+        if why := wrong_kept_ids(self.generate, self.score_logprobs, self.capabilities.vocab_size):
+            _log.warning("vLLM's sets of kept ids are not used: %s", why)
+            return
+        self.capabilities = replace(self.capabilities, return_support=True)
+        self._info = replace(self._info, capabilities=self.capabilities)
 
     def _kept_sets(self, keys: Sequence[str]) -> list[KeptSetsOfRow]:
         if not keys:
@@ -106,43 +116,69 @@ class InProcessEngine(ABC):
         lost, self._lost_keys = self._lost_keys, []
         return kept_sets_protocol.rows_of(self._call_workers(TAKE, {"keys": [*keys, *lost]}), len(keys))
 
-    def reload(self, folder: Path, request: WeightUpdate) -> None:
-        """Load the safetensors in `folder`, and forget everything computed with the old weights.
-
-        Raises:
-            EngineError: they were not loaded completely. The engine cannot be used again.
-        """
-        self._load(lambda: self._load_folder(folder), request)
-
-    def reload_tensors(self, tensors: Iterable[tuple[str, Tensor]], largest: int, request: WeightUpdate) -> None:
-        """Load tensors that `needs_file` accepts, with their names in the checkpoint. Errors are those of `reload`.
-
-        Args:
-            tensors: their names and the tensors.
-            largest: bytes of the largest one.
-            request: the update that they belong to.
-        """
-        self._load(lambda: self._hand_over(tensors, largest), request)
-
     @abstractmethod
     def needs_file(self, tensors: Iterable[Tensor]) -> str:
         """Return why these tensors have to go through a file; empty if they can be handed to vLLM as they are."""
 
     @abstractmethod
-    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None: ...
-
-    def forget(self, request: WeightUpdate) -> None:
-        """Forget everything computed with the old weights: the owner of the model has changed them.
-
-        Raises:
-            EngineError: vLLM kept some of it. The engine cannot be used again.
-        """
-        self._load(lambda: None, request)
+    def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
+        """Have vLLM load tensors that `needs_file` accepts. The largest one has so many bytes."""
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
-        weights.load(self, request)
+        """Load the weights of `request`. If their owner has changed or loaded them, only drop what is cached.
+
+        vLLM loads tensors in place, one by one, and an unknown name stops it half way. So all names and shapes are
+        compared with those of the checkpoint that the engine was opened on, before vLLM gets anything.
+
+        Raises:
+            InvalidRequestError: the weights cannot be read or do not fit the model. Nothing has changed.
+            EngineError: the weights fit, but were not loaded; or a tensor of a stream that was handed over one by one
+                did not fit. The engine has no usable weights.
+        """
+        if request.adapter is not None:
+            self._require_usable()
+            self.adapters.update(request)
+        elif request.by_owner:
+            self._load(lambda: None, request)
+        elif request.path is not None:
+            self._load_file(request)
+        else:
+            self._load_tensors(request)
         return True
+
+    def _load_file(self, request: WeightUpdate) -> None:
+        with weights_folder(request, self.checkpoint) as folder:
+            self._load(lambda: self._load_folder(folder), request)
+
+    def _load_tensors(self, request: WeightUpdate) -> None:
+        """Hand tensors to vLLM if it can take them as they are; else write them to a folder that it loads."""
+        checkpoint, stream = self.checkpoint, request.stream
+        assert checkpoint is not None, "without one, nothing can be loaded"
+        tensors: Iterable[Tensor] = (request.state_dict or {}).values()
+        if stream is not None:
+            # Nothing is known of a stream but its first tensor.
+            first = list(itertools.islice(stream, 1))
+            tensors, stream = [tensor for _, tensor in first], itertools.chain(first, stream)
+            request = replace(request, stream=stream)
+        if why := self.needs_file(tensors):
+            _say_why(why)
+            self._load_file(request)
+            return
+        pairs: Iterable[tuple[str, Tensor]]
+        if stream is not None and self.streams_tensors:
+            checked = fitting_stream(stream, checkpoint)
+            # What is wrong with the first one is found before vLLM begins.
+            first = list(itertools.islice(checked, 1))
+            pairs, size = itertools.chain(first, checked), max([4, *(tensor.element_size() for _, tensor in first)])
+            largest = size * max(map(math.prod, expected_shapes(checkpoint).values()), default=0)
+        else:
+            # vLLM keeps tensors until a layer is complete, and the memory of one may be used for the next.
+            given = request.state_dict or {name: tensor.to("cpu", copy=True) for name, tensor in stream or ()}
+            given = fitting(given, checkpoint, "state_dict" if stream is None else "weights")
+            pairs = ((name, whole_tensor(tensor)) for name, tensor in given.items())
+            largest = max((tensor.nbytes for tensor in given.values()), default=0)
+        self._load(lambda: self._hand_over(pairs, largest), request)
 
     @hookimpl
     def sleep(self, request: SleepRequest) -> bool:
@@ -159,11 +195,6 @@ class InProcessEngine(ABC):
         self._ask("wake_up", sorted(request.tags))
         self._asleep = not request.last
         return True
-
-    def load_adapter(self, request: WeightUpdate) -> None:
-        """Load, replace or unload an adapter. Errors are those of `ServerAdapters.update`."""
-        self._require_usable()
-        self.adapters.update(request)
 
     def _lora(self, request: GenerateRequest | ScoreRequest) -> Any:
         """Return vLLM's `LoRARequest` for the adapter of a request; None for the base weights."""
@@ -240,6 +271,12 @@ class InProcessEngine(ABC):
 
 def timeout_error(timeout: float | None) -> TimeoutError:
     return TimeoutError("vLLM did not answer in time" + ("" if timeout is None else f", within {timeout:g} seconds"))
+
+
+@functools.cache
+def _say_why(why: str) -> None:
+    """Log once why weights do not stay in memory."""
+    _log.info("new weights go to vLLM through files, in memory if there is room: %s", why)
 
 
 @contextmanager

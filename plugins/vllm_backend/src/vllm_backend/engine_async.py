@@ -20,10 +20,9 @@ from corelm_engine_kit import EventLoopThread
 from vllm_backend import versions
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.children import attached
-from vllm_backend.compat import refusals
 from vllm_backend.engine import KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
 from vllm_backend.handover import GpuHandover
-from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
+from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest, refusals
 
 #: Seconds that the engine's process gets to shut down before it is killed.
 _SHUTDOWN_GRACE = 30.0

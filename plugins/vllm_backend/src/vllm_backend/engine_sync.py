@@ -19,9 +19,8 @@ from corelm.spec import CloseRequest, HealthRequest, RowFailure, WeightUpdate, h
 from corelm.waiting import done_within
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.children import attached
-from vllm_backend.compat import refusals
 from vllm_backend.engine import KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
-from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
+from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest, refusals
 
 #: Held while an engine is open. Without multiprocessing vLLM keeps its engine in globals: a process can hold one.
 _ONLY_ENGINE = Lock()

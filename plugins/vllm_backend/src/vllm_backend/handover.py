@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_backend.compat import packer
-
 #: Calls a method of all workers with these arguments and returns what each of them returned.
 CallWorkers = Callable[[Any, dict[str, Any]], list[Any]]
 
@@ -38,14 +36,12 @@ class GpuHandover:
 
     def __init__(self, call: CallWorkers, pack: Pack | None = None, devices: list[str] | None = None) -> None:
         self._call = call
-        self._pack = pack or (None if packer() is None else _packed)
+        self._pack = pack or _packed
         self._devices = devices
         self._device: int | None = None
 
     def obstacle(self) -> str:
         """Return why the worker's GPU cannot be reached from this process; empty if it can."""
-        if self._pack is None:
-            return "this version of vLLM takes no GPU memory"
         uuids = self._call(_uuid_of_gpu, {})
         if len(uuids) != 1:
             return f"the engine has {len(uuids)} workers, and this way reaches one"
@@ -56,13 +52,8 @@ class GpuHandover:
         return ""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
-        """Load all tensors. They may be on any device; each is copied to the worker's GPU and then into the model.
-
-        Args:
-            tensors: names and tensors as in the checkpoint.
-            largest: bytes of the largest one.
-        """
-        assert self._pack is not None and self._device is not None, "there is an obstacle"
+        """Load all tensors. They may be on any device; each is copied to the worker's GPU and then into the model."""
+        assert self._device is not None, "there is an obstacle"
         self._call("init_weight_transfer_engine", {"init_info": {"packed": True}})
         self._call("start_weight_update", {})
         for chunk in self._pack(iter(tensors), self._device, max(_BUFFER, largest)):
@@ -88,8 +79,10 @@ def _uuids() -> list[str]:
 
 
 def _packed(tensors: Iterator[tuple[str, Tensor]], device: int, size: int) -> Iterator[Any]:
+    from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
+
     with torch.cuda.device(device):
-        chunks: Iterator[Any] = packer()(
+        chunks: Iterator[Any] = packed_ipc_producer(
             iterator=tensors,
             gpu_uuid=_uuids()[device],
             post_iter_func=lambda pair: pair[1].detach(),

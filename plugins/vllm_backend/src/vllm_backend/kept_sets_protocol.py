@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy
-import torch
 
-from corelm.errors import InvalidRequestError
-from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, SamplingParams, ScoreRequest, ScoreResult
+from corelm.spec import GenerateRequest, SamplingParams
+from corelm.validate import invalid
 from corelm_engine_kit import RowError
-
-_log = logging.getLogger(__name__)
 
 #: The name in vLLM's ``extra_args`` under which a request says how it is truncated.
 ARGUMENT = "core_support"
@@ -24,11 +20,6 @@ ARGUMENT = "core_support"
 TAKE = "core_take_kept_sets"
 #: The engine arguments that load `kept_sets`.
 PROCESSOR, EXTENSION = "vllm_backend.kept_sets:KeptSets", "vllm_backend.kept_sets.KeptSetsWorker"
-
-#: The prompts of the trial, tokens of an answer, and the ids that each is drawn from.
-_PROMPTS, _TOKENS, _IDS = [[3, 2, 1], [3]], 4, 5
-#: How far, in nats, the log-probs of the trial may be apart. They may round the logits of 16-bit models differently.
-_TOLERANCE = 0.25
 
 
 @dataclass(frozen=True)
@@ -61,9 +52,8 @@ def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         InvalidRequestError: the caller has given a ``worker_extension_cls``.
     """
     if given.get("worker_extension_cls"):
-        raise InvalidRequestError(
-            "worker_extension_cls: return_support=True needs this argument of vLLM itself; leave one of them out",
-            field="worker_extension_cls",
+        raise invalid(
+            "worker_extension_cls", "return_support=True needs this argument of vLLM itself; leave one of them out"
         )
     # The last one, so that what others take away is not in the sets.
     processors = [*(given.get("logits_processors") or ()), PROCESSOR]
@@ -97,67 +87,3 @@ def rows_of(replies: Sequence[Any], count: int) -> list[KeptSetsOfRow]:
                 ends = accumulate(counts, initial=0)
                 rows[row] = KeptSetsOfRow([flat[start:end] for start, end in pairwise(ends)], list(log_mass))
     return rows
-
-
-def works(
-    capabilities: Capabilities,
-    generate: Callable[[GenerateRequest], GenerateResult],
-    score: Callable[[ScoreRequest], ScoreResult],
-) -> bool:
-    """Return whether two short answers have the sets that the model's scores imply. Logs why not.
-
-    Args:
-        capabilities: of the engine.
-        generate: returns answers with their sets.
-        score: returns scores with the most probable ids.
-    """
-    answers = generate(_answers(capabilities))
-    problem = next(filter(None, answers.errors or ()), "")
-    if not problem:
-        scores = score(_scores(Ragged.from_list(_PROMPTS).join(answers.ids), capabilities))
-        problem = next(filter(None, scores.errors or ()), "") or _disagreement(answers, scores)
-    if problem:
-        _log.warning("vLLM's sets of kept ids are not used: %s", problem)
-    return not problem
-
-
-def _disagreement(answers: GenerateResult, scores: ScoreResult) -> str:
-    """Return why the sets of the answers cannot be those of the model that was scored; "" if they can."""
-    assert answers.kept_ids is not None and answers.kept_log_mass is not None and scores.top_logprobs is not None
-    top = scores.top_logprobs.values[scores.scored.values].double()
-    counts = answers.kept_ids.counts.values
-    if not bool((counts == top.shape[1]).all()):
-        return f"it drew from {counts.tolist()} ids instead of {top.shape[1]}"
-    if not bool(answers.kept_ids.contains(answers.ids.values).all()):
-        return "a token is not in its set"
-    # Keep the `not`: NaN fails every comparison and must be rejected.
-    if not float((top.logsumexp(-1) - answers.kept_log_mass.values.double()).abs().max()) <= _TOLERANCE:
-        return "the probabilities of its sets are not those of the model's scores"
-    return ""
-
-
-def _answers(capabilities: Capabilities) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=Ragged.from_list(_PROMPTS),
-        sampling=SamplingParams(max_new_tokens=_TOKENS, top_k=min(_IDS, capabilities.vocab_size)),
-        logprobs="none",
-        seeds=None,
-        stop_ids=frozenset(),
-        request_ids=("trial-0", "trial-1"),
-        timeout=None,
-        return_support=True,
-    )
-
-
-def _scores(rows: Ragged, capabilities: Capabilities) -> ScoreRequest:
-    return ScoreRequest(
-        sequences=rows,
-        score_from=torch.tensor([len(prompt) for prompt in _PROMPTS]),
-        temperature=1.0,
-        return_logits=False,
-        grad=False,
-        device=None,
-        request_ids=("trial-0", "trial-1"),
-        timeout=None,
-        top_k=min(_IDS, capabilities.vocab_size),
-    )

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 from corelm.spec import Deadline
-from corelm_engine_kit import RowError, TransientError, only_choice
-from vllm_backend import sampling_masks
+from corelm_engine_kit import RowError, only_choice
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.protocol_http import NEUTRAL
 from vllm_backend.top_ids import MOST_CANDIDATES, MOST_IDS, by_label
 
 if TYPE_CHECKING:
-    from corelm_engine_kit import HttpEngine, Payload
+    from corelm_engine_kit import HttpEngine
 
 #: Sends completion requests and returns the choice of each.
 Send = Callable[[list[dict[str, Any]]], list[Any]]
@@ -26,8 +24,6 @@ LOGPROBS_MODES: dict[str, LogprobsMode] = {"raw": "raw", "processed": "processed
 
 #: How many candidates to compare at most.
 CANDIDATES = 20
-#: How vLLM says how many candidates it returns at most.
-_MOST = re.compile(r"max allowed: (\d+)")
 #: The two temperatures to compare. At the first one, raw and processed log-probs are equal.
 NEUTRAL_TEMPERATURE, HIGH_TEMPERATURE = 1.0, 2.0
 #: The least distance in nats between the likeliest and the least likely candidate. Below it, rounding could decide.
@@ -47,9 +43,7 @@ def probe_server(server: HttpEngine, mode: LogprobsMode | None, deadline: Deadli
     """Return the server's `info` with the generation mode, the candidates and the seeds that its answers show.
 
     Args:
-        server: what is known so far is what it says about itself.
         mode: the log-probs that it returns for sampled tokens, if the caller knows; None to find out.
-        deadline: the end of opening.
 
     Raises:
         TimeoutError: the deadline has passed.
@@ -57,17 +51,10 @@ def probe_server(server: HttpEngine, mode: LogprobsMode | None, deadline: Deadli
     """
     client, info = server.client, server.info
     prompt = info.tokenizer(["The"], add_special_tokens=False)["input_ids"][0]
-    masks = sampling_masks.offered(client, info.routes, info.name, prompt, deadline.left())
 
     def send(requests: list[dict[str, Any]]) -> list[Any]:
-        if masks:
-            requests = [sampling_masks.accepted({**NEUTRAL, **each}, info.capabilities.vocab_size) for each in requests]
         payloads = [{**NEUTRAL, **request, "model": info.name} for request in requests]
-        entries = server.post_rows(payloads, ["probe"] * len(payloads), deadline)
-        for payload, entry in zip(payloads, entries, strict=True):
-            if isinstance(entry, CoreLMError):
-                raise _explained(server, payload, entry, deadline)
-        return [only_choice(entry) for entry in entries]
+        return [only_choice(reply) for reply in server.try_rows(payloads, deadline)]
 
     try:
         seeds = honours_seeds(send, prompt)
@@ -86,7 +73,6 @@ def probe_server(server: HttpEngine, mode: LogprobsMode | None, deadline: Deadli
             # A server does not say where it runs. On a GPU its fused sampler takes no seeds.
             seeds_are_costly=seeds,
         )
-        capabilities = sampling_masks.narrowed(capabilities) if masks else capabilities
     except (AttributeError, IndexError, KeyError, RowError, TypeError, ValueError) as error:
         raise EngineError(
             f"{client.base_url} is not a vLLM server, or too old: its completions lack what they were asked for "
@@ -96,34 +82,12 @@ def probe_server(server: HttpEngine, mode: LogprobsMode | None, deadline: Deadli
     return replace(info, capabilities=capabilities, candidates=candidates, whole_prompts=mode != "raw")
 
 
-def _explained(server: HttpEngine, payload: Payload, error: CoreLMError, deadline: Deadline) -> CoreLMError:
-    """Return the error for a request that the server does not answer. It says what to type if that can be found out."""
-    if not isinstance(error, TransientError):
-        return error
-    if error.status == 500 and sampling_masks.ROUTE not in server.info.routes:
-        # A server with this option answers 500, without a word, to requests that truncate nothing.
-        truncating = sampling_masks.accepted(payload, server.capabilities.vocab_size)
-        (entry,) = server.post_rows([truncating], ["probe"], deadline)
-        if not isinstance(entry, CoreLMError):
-            return EngineError(
-                f"{server.client.base_url}: the server runs with --return-sampling-mask, which needs a route that it "
-                "lacks: start it with --enable-scale-out as well, or without --return-sampling-mask",
-                usable=True,
-            )
-    return error.final()
-
-
 def logprobs_mode(send: Send, prompt: list[int], count: int) -> LogprobsMode:
     """Return whether sampled tokens come with log-probs from before (`raw`) or after (`processed`) the temperature.
 
     Compare the same candidates for one position at two temperatures. The difference between two candidates does not
     contain the normaliser; the temperature divides it in the processed mode only. Then compare one candidate's log-prob
     with that of the same token as part of a prompt, which is raw in every mode: this recognises logits.
-
-    Args:
-        send: sends requests.
-        prompt: some ids.
-        count: how many candidates the server returns for one position.
 
     Raises:
         EngineError: the values fit neither mode, or differ too little to decide.
@@ -151,19 +115,15 @@ def most_candidates(send: Send, prompt: list[int], most: int) -> int:
     """Return how many candidates the server returns for one position, up to `most`."""
     good, bad, count = 0, most + 1, most
     while bad - good > 1:
-        named = None
         try:
             (choice,) = send([_request(prompt, logprobs=count)])
             enough = len(choice["logprobs"]["top_logprobs"][0]) >= count
         except BackendTimeoutError:
             raise
-        except CoreLMError as error:
-            enough, named = False, _MOST.search(str(error))
+        except CoreLMError:
+            enough = False
         good, bad = (count, bad) if enough else (good, count)
         count = (good + bad) // 2
-        if named and good <= int(named[1]) < bad:
-            # What the server names as its limit is the limit, if it holds: nothing above it is tried.
-            count, bad = int(named[1]), int(named[1]) + 1
     return good
 
 

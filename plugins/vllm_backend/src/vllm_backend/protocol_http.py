@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError
 from corelm.spec import (
     GenerateRequest,
     RowAnswer,
@@ -19,6 +19,7 @@ from corelm.spec import (
     ScoreRequest,
     StopStrings,
 )
+from corelm.validate import invalid
 from corelm_engine_kit import (
     Payload,
     ReplyStreams,
@@ -31,9 +32,8 @@ from corelm_engine_kit import (
     prompts_and_limits,
     refuse_settled,
 )
-from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
-from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
+from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, scored_rows, unspelt_stop
 from vllm_backend.top_ids import (
     answer_top,
     by_id,
@@ -83,7 +83,6 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
         CapabilityError, InvalidRequestError: parameters that the server would ignore or change silently.
     """
     sampling = request.sampling
-    sampling_masks.check(request)
     _check_engine_kwargs(sampling.engine_kwargs, info)
     min_tokens = _min_tokens(request, info)
     logprobs: Payload = {} if request.logprobs == "none" else {"logprobs": wanted(request, info.candidates)}
@@ -100,9 +99,6 @@ class AnswerStreams(ReplyStreams):
     """The streams of a call. Each event of a server has the tokens that are new.
 
     Args:
-        request: the call.
-        payloads: what was posted, by row.
-        info: what is known about the server.
         parse: ``parse(row, reply, aborted)`` returns the answer in a whole reply.
     """
 
@@ -161,9 +157,8 @@ def _check_engine_kwargs(engine_kwargs: Mapping[str, Any], info: ServerInfo) -> 
     refuse_settled(engine_kwargs, RESERVED_FIELDS)
     for name in engine_kwargs:
         if not info.has_field(name):
-            raise InvalidRequestError(
-                f"engine_kwargs: the server's completion requests have no field {name!r}, so it would ignore it",
-                field="engine_kwargs",
+            raise invalid(
+                "engine_kwargs", f"the server's completion requests have no field {name!r}, so it would ignore it"
             )
 
 
@@ -196,8 +191,7 @@ def row_answer(
     length, reason = answer_end(ids, reason, stops)
     count = payload.get("logprobs") or 0
     top = answer_top(choice, request, ids[:length], count, info.capabilities.vocab_size)
-    kept, mass = sampling_masks.kept_of(choice, ids[:length]) if request.return_support else ([], [])
-    return RowAnswer(ids[:length], logprobs[:length], reason, kept, mass, top, _cached_tokens(reply))
+    return RowAnswer(ids[:length], logprobs[:length], reason, top=top, cached_tokens=_cached_tokens(reply))
 
 
 def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> Sequence[float]:
@@ -265,21 +259,13 @@ def _sampled_logprobs(choice: Any, ids: list[int]) -> Sequence[float]:
 
 
 def scoring_requests(request: ScoreRequest, info: ServerInfo) -> dict[int, Payload]:
-    """Return the payloads by row number, without the rows of which nothing is asked.
-
-    A server keeps one position of the context for a sampled token, but a row may be as long as the context. So the
-    prompt is all ids except the last one, and a bias makes the server sample that one. Its raw log-prob, and those of
-    the most probable ids, are from before the bias. With `whole_prompts`, the prompt is all ids, and nothing is asked
-    of the sampled token.
-    """
+    """Return the payloads by row number; see `scored_rows`."""
     payloads: dict[int, Payload] = {}
-    starts, count = request.score_from.clamp_min(1).tolist(), of_scores(request)
-    for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
-        if start < len(ids):
-            prompt = ids if info.whole_prompts else ids[:-1]
-            within: Payload = {"prompt_logprobs": count} if start < len(prompt) else {}
-            bias: Payload = {"logprobs": sampled(count, info.candidates), "logit_bias": {str(ids[-1]): _CERTAIN}}
-            payloads[number] = {**NEUTRAL, **within, **({} if info.whole_prompts else bias), "prompt": prompt}
+    count = of_scores(request)
+    for number, ids, prompt, is_scored in scored_rows(request, info.whole_prompts):
+        within: Payload = {"prompt_logprobs": count} if is_scored else {}
+        bias: Payload = {"logprobs": sampled(count, info.candidates), "logit_bias": {str(ids[-1]): _CERTAIN}}
+        payloads[number] = {**NEUTRAL, **within, **({} if info.whole_prompts else bias), "prompt": prompt}
     return payloads
 
 
@@ -355,8 +341,6 @@ def is_reply_to(payload: Payload, reply: Any) -> bool:
     """Return whether a reply names the request with `payload`. One that is not a completion is left to the parser."""
     if not isinstance(reply, dict) or "choices" not in reply:
         return True
-    if sampling_masks.is_for_route(payload):
-        return sampling_masks.names_request(payload, reply)
     return reply.get("id") == f"{ID_PREFIX}{payload['request_id']}"
 
 

@@ -23,9 +23,17 @@ from corelm.spec import (
 from corelm_engine_kit import RowError, RowStreams, checked_logprobs, prompts_and_limits
 from vllm_backend import kept_sets_protocol, versions
 from vllm_backend.capabilities import ModelInfo
-from vllm_backend.compat import refusals
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow
-from vllm_backend.sampling import REPETITION, answer_end, check_names, check_raw, parameters, unspelt_stop, with_objects
+from vllm_backend.sampling import (
+    REPETITION,
+    answer_end,
+    check_names,
+    check_raw,
+    parameters,
+    scored_rows,
+    unspelt_stop,
+    with_objects,
+)
 from vllm_backend.top_ids import flat_candidates, of_scores, top_of_answer, wanted, with_top
 
 T = TypeVar("T")
@@ -62,8 +70,6 @@ def generation_requests(
     """Return one request for each prompt, with its own seed; a failure where vLLM refuses the parameters.
 
     Args:
-        request: the request.
-        info: what is known about the model.
         lora: vLLM's `LoRARequest` for the adapter of the request.
         keys: the names of the rows' sets of kept ids; none if they are not wanted.
 
@@ -96,9 +102,6 @@ def generation_result(
     """Return the answers in `outputs`, which belong to `generation_requests`, in the same order.
 
     Args:
-        request: the request.
-        outputs: what vLLM returned.
-        info: what is known about the model.
         kept: the sets of kept ids of each row; none if they are not wanted.
     """
     stops = StopStrings.of_rows(request, info.tokenizer)
@@ -186,28 +189,20 @@ def _counting(on_answer: Callable[[int, int], None] | None) -> Callable[[int, An
 
 
 def scoring_requests(request: ScoreRequest, info: ModelInfo, lora: Any = None) -> dict[int, VLLMRequest | RowFailure]:
-    """Return the requests by row number, without the rows of which nothing is asked.
-
-    vLLM keeps one position of the context for a sampled token, but a row may be as long as the context. So the prompt
-    is all ids except the last one, and a bias makes vLLM sample that one. Its raw log-prob, and those of the most
-    probable ids, are from before the bias. If only the last id is asked for, no prompt log-probs are needed and vLLM
-    may use its prefix cache. With `whole_prompts`, the prompt is all ids, and nothing is asked of the sampled token.
-    """
+    """Return the requests by row number; see `scored_rows`."""
     requests: dict[int, VLLMRequest | RowFailure] = {}
-    starts, count = request.score_from.clamp_min(1).tolist(), of_scores(request)
-    for number, (ids, start) in enumerate(zip(request.sequences.tolist(), starts, strict=True)):
-        if start < len(ids):
-            prompt = ids if info.whole_prompts else ids[:-1]
-            last: dict[str, Any] = {"logprobs": count, "logit_bias": {ids[-1]: _CERTAIN}}
-            requests[number] = _vllm_request(
-                prompt,
-                max_tokens=1,
-                temperature=0.0,
-                prompt_logprobs=count if start < len(prompt) else None,
-                detokenize=False,
-                lora=lora,
-                **({} if info.whole_prompts else last),
-            )
+    count = of_scores(request)
+    for number, ids, prompt, is_scored in scored_rows(request, info.whole_prompts):
+        last: dict[str, Any] = {"logprobs": count, "logit_bias": {ids[-1]: _CERTAIN}}
+        requests[number] = _vllm_request(
+            prompt,
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=count if is_scored else None,
+            detokenize=False,
+            lora=lora,
+            **({} if info.whole_prompts else last),
+        )
     return requests
 
 
@@ -271,6 +266,14 @@ def _vllm_request(
     except refusals() as error:
         return RowFailure(str(error))
     return VLLMRequest(tokens_input(ids), params, lora)
+
+
+@functools.cache
+def refusals() -> tuple[type[Exception], ...]:
+    """Return the exceptions with which vLLM refuses one request and goes on with the others."""
+    from vllm.exceptions import GracefulHTTPError, VLLMClientError
+
+    return VLLMClientError, GracefulHTTPError
 
 
 @functools.cache

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import GenerateRequest, Range, SamplingParams, StopStrings
+from corelm.errors import CapabilityError
+from corelm.spec import GenerateRequest, Range, SamplingParams, ScoreRequest, StopStrings
 from corelm.validate import invalid, shown
 from corelm_engine_kit import RowError, did_you_mean, refuse_settled
 
@@ -79,12 +79,6 @@ def parameters(sampling: SamplingParams, stop_ids: frozenset[int], max_tokens: i
 
     vLLM's own EOS handling is switched off: core has put the EOS ids into `stop_ids`.
 
-    Args:
-        sampling: how to sample.
-        stop_ids: the ids that end the answer.
-        max_tokens: the answer's length limit in tokens.
-        seed: the answer's seed, or None.
-
     Raises:
         CapabilityError: top_p and min_p together. vLLM applies min_p first, which gives a different distribution.
         InvalidRequestError: a temperature that vLLM would change, or a name in engine_kwargs that corelm sets itself.
@@ -96,9 +90,8 @@ def parameters(sampling: SamplingParams, stop_ids: frozenset[int], max_tokens: i
             capability="min_p",
         )
     if 0 < sampling.temperature < COLDEST:
-        raise InvalidRequestError(
-            f"temperature: vLLM would raise {sampling.temperature} to {COLDEST}; give 0 or at least {COLDEST}",
-            field="temperature",
+        raise invalid(
+            "temperature", f"vLLM would raise {sampling.temperature} to {COLDEST}; give 0 or at least {COLDEST}"
         )
     return {
         "temperature": sampling.temperature,
@@ -119,6 +112,21 @@ def parameters(sampling: SamplingParams, stop_ids: frozenset[int], max_tokens: i
         "seed": None if sampling.greedy else seed,
         **_engine_kwargs(sampling),
     }
+
+
+def scored_rows(request: ScoreRequest, whole_prompts: bool) -> Iterator[tuple[int, list[int], list[int], bool]]:
+    """Yield each row of which something is asked: its number, its ids, its prompt, and whether log-probs of that are.
+
+    vLLM keeps one position of the context for a sampled token, but a row may be as long as the context. So the prompt
+    is all ids except the last one, and a bias makes vLLM sample that one. Its raw log-prob, and those of the most
+    probable ids, are from before the bias. If only the last id is asked for, no prompt log-probs are needed and vLLM
+    may use its prefix cache. With `whole_prompts`, the prompt is all ids, and nothing is asked of the sampled token.
+    """
+    rows = zip(request.sequences.tolist(), request.score_from.clamp_min(1).tolist(), strict=True)
+    for number, (ids, start) in enumerate(rows):
+        if start < len(ids):
+            prompt = ids if whole_prompts else ids[:-1]
+            yield number, ids, prompt, start < len(prompt)
 
 
 def answer_end(ids: list[int], reason: str, stops: StopStrings) -> tuple[int, str]:
@@ -161,9 +169,7 @@ def _logit_bias(given: Any) -> dict[int, float]:
     try:
         return {int(token): float(bias) for token, bias in given.items()}
     except (AttributeError, TypeError, ValueError):
-        raise InvalidRequestError(
-            f"engine_kwargs: expected logit_bias as a dict of ids and numbers, got {given!r}", field="engine_kwargs"
-        ) from None
+        raise invalid("engine_kwargs", f"expected logit_bias as a dict of ids and numbers, got {given!r}") from None
 
 
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:

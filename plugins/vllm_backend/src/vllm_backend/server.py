@@ -31,6 +31,7 @@ from corelm.spec import (
     hookimpl,
     score_result,
 )
+from corelm.validate import invalid
 from corelm_engine_kit import (
     HttpClient,
     HttpEngine,
@@ -47,7 +48,6 @@ from corelm_engine_kit import (
     weights_folder,
 )
 from vllm_backend import protocol_http as protocol
-from vllm_backend import sampling_masks
 from vllm_backend.adapters import server_adapters
 from vllm_backend.capabilities import at_a_time
 from vllm_backend.capabilities_http import ServerInfo, read_server
@@ -122,9 +122,7 @@ class VLLMServer(HttpEngine):
         """
         group = WeightGroup.given(weight_group)
         if logprobs_mode is not None and logprobs_mode not in LOGPROBS_MODES:
-            raise InvalidRequestError(
-                f"logprobs_mode: with base_url it is 'raw' or 'processed', got {logprobs_mode!r}", field="logprobs_mode"
-            )
+            raise invalid("logprobs_mode", f"with base_url it is 'raw' or 'processed', got {logprobs_mode!r}")
         client = http.client(base_url, "VLLM_API_KEY", sign=SIGN)
         try:
             with http.opening(client) as deadline:
@@ -154,27 +152,17 @@ class VLLMServer(HttpEngine):
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        deadline = Deadline(request.timeout)
         payloads = protocol.generation_requests(request, self.info)
         stops = StopStrings.of_rows(request, self.tokenizer)
 
         def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
-            completion = sampling_masks.as_completion(reply) if request.return_support else reply
-            return protocol.row_answer(completion, aborted, payloads[row], request, stops[row], self.info)
+            return protocol.row_answer(reply, aborted, payloads[row], request, stops[row], self.info)
 
-        if request.return_support:
-            # The sets come with whole answers only, and their mass from scores of the answers.
-            sent = {row: sampling_masks.request_of(payload) for row, payload in enumerate(payloads)}
-            rows, version = self._serve(request, sent, parse)
-            if answers := {row: each for row, each in rows.items() if isinstance(each, RowAnswer) and each.ids}:
-                scores = self.score_logprobs(sampling_masks.scores_wanted(request, answers, deadline.left()))
-                rows |= sampling_masks.with_masses(answers, scores, version)
-        else:
-            streams = None
-            if request.on_tokens is not None:
-                streams = protocol.AnswerStreams(request, payloads, self.info, parse)
-            rows, version = self._serve(request, dict(enumerate(payloads)), parse, streams)
-        result = self.client.secrets.masked_result(generate_result(request, list(rows.values())))
+        streams = None
+        if request.on_tokens is not None:
+            streams = protocol.AnswerStreams(request, payloads, self.info, parse)
+        rows, version = self._serve(request, dict(enumerate(payloads)), parse, streams)
+        result = generate_result(request, list(rows.values()))
         return result if version is None else replace(result, weight_versions=(version,) * len(payloads))
 
     @hookimpl
@@ -214,11 +202,8 @@ class VLLMServer(HttpEngine):
     def post_rows(
         self, payloads: Sequence[Payload], names: Sequence[str], deadline: Deadline, path: str = "", **options: Any
     ) -> list[Any]:
-        """Post requests in the form that the server accepts, to the route that they are for."""
-        if self.capabilities.return_support:
-            payloads = [sampling_masks.accepted(payload, self.capabilities.vocab_size) for payload in payloads]
+        """Post requests, each one alone where the server cannot score it next to others."""
         alone = self.info.scores_alone and any("prompt_logprobs" in payload for payload in payloads)
-        path = sampling_masks.ROUTE if payloads and sampling_masks.is_for_route(payloads[0]) else self.rows_path
         entries: list[Any] = []
         for rows in at_a_time(len(payloads), alone=alone):
             entries += super().post_rows(payloads[rows], names[rows], deadline, path, **options)
@@ -232,8 +217,6 @@ class VLLMServer(HttpEngine):
 
     def end_rows(self, ids: Sequence[str]) -> None:
         named = [f"{protocol.ID_PREFIX}{each}-0" for each in ids]
-        if self.capabilities.return_support:
-            named += [f"{sampling_masks.ID_PREFIX}{each}" for each in ids]
         # An empty list would abort every request of the server.
         if named:
             self.client.post("/abort_requests", {"request_ids": named}, timeout=ABORT_TIMEOUT)
@@ -288,10 +271,10 @@ class VLLMServer(HttpEngine):
         checkpoint, stream = self.checkpoint, request.stream
         field = "state_dict" if stream is None else "weights"
         if checkpoint is None:
-            raise InvalidRequestError(
-                f"{field}: there is no checkpoint of the server's model on this machine to compare the names with; put "
+            raise invalid(
+                field,
+                "there is no checkpoint of the server's model on this machine to compare the names with; put "
                 "it at the same path as on the server, or download it",
-                field=field,
             )
         pairs: Iterable[tuple[str, Tensor]]
         if stream is None:

@@ -35,12 +35,7 @@ def limit(max_logprobs: int, vocab_size: int) -> int:
 
 
 def wanted(request: GenerateRequest, most: int) -> int:
-    """Return how many candidates to ask for at each sampled token.
-
-    Args:
-        request: the request.
-        most: the most that vLLM returns.
-    """
+    """Return how many candidates to ask for at each sampled token."""
     return 0 if _certain(request) else sampled(request.top_logprobs, most)
 
 
@@ -64,10 +59,7 @@ def top_of_answer(
     """Return the most probable ids at the sampled tokens `ids`; None if they were not asked for.
 
     Args:
-        request: the request.
-        ids: the tokens.
         candidates: what `flat_candidates` or `named_candidates` returned; None if each token was certain.
-        vocab_size: ids are below it.
     """
     k = request.top_logprobs
     if k == 0:
@@ -90,11 +82,8 @@ def with_top(
     """Return the scores of a row, with the most probable ids if these were asked for.
 
     Args:
-        logprobs: one for each scored position.
         ids: the row's own ids at these positions.
         candidates: of these positions in order, as `flat_candidates` or `named_candidates` returned them.
-        request: the request.
-        vocab_size: ids are below it.
 
     Raises:
         RowError: the candidates are not what `checked_top_ids` takes, or contradict the log-probs.
@@ -113,9 +102,6 @@ def flat_candidates(flat: Any, first: int, end: int, count: int) -> tuple[Tensor
 
     Args:
         flat: vLLM's `FlatLogprobs`, whose first candidate at each position is the token itself.
-        first: a position.
-        end: a position.
-        count: how many candidates were asked for.
 
     Raises:
         RowError: vLLM returned fewer, or none is as probable as the token.
@@ -138,7 +124,6 @@ def named_candidates(positions: Sequence[Mapping[int, Any]], count: int) -> tupl
 
     Args:
         positions: the log-probs by id; the token itself may be one more than `count`.
-        count: how many candidates were asked for.
 
     Raises:
         RowError: a position has fewer.
@@ -159,13 +144,6 @@ def answer_top(
     choice: Mapping[str, Any], request: GenerateRequest, ids: Sequence[int], count: int, vocab_size: int
 ) -> TopIds | None:
     """Return the most probable ids at the first tokens of an answer; None if they were not asked for.
-
-    Args:
-        choice: the choice of the completion.
-        request: the request.
-        ids: the first tokens of the answer.
-        count: how many candidates were asked for.
-        vocab_size: ids are below it.
 
     Raises:
         RowError: the choice does not have them.

@@ -25,8 +25,6 @@ def runs_of(spans: Any, request: GenerateRequest, count: int) -> tuple[Run, ...]
 
     Args:
         spans: vLLM's ``CompletionOutput.weight_versions``.
-        request: the call.
-        count: how many tokens of vLLM's answer belong to it.
 
     Raises:
         RowError: vLLM does not say which weights sampled one of these tokens.

@@ -26,11 +26,12 @@ from corelm.errors import (
     EngineError,
     InvalidRequestError,
     described,
+    how_to_install,
 )
 from corelm.spec import whole_tensor
+from corelm.validate import invalid
 from corelm.waiting import next_item
-from corelm_engine_kit import WeightGroup
-from vllm_backend.compat import nccl_trainer
+from corelm_engine_kit import WeightGroup, buckets
 
 if TYPE_CHECKING:
     from corelm_engine_kit import HttpClient
@@ -59,10 +60,6 @@ _ONE_BUFFER = 1 << 50
 class WeightChannel:
     """Sends weights to the workers of one server. One call at a time; `close` may come from another thread.
 
-    Args:
-        client: reaches the server.
-        group: where the workers join this process.
-
     Attributes:
         join_timeout: seconds that the workers may take to join.
         step_timeout: seconds that one step of an update may take.
@@ -82,7 +79,6 @@ class WeightChannel:
         """Have the server's workers join this process in a group, unless they have. No weights change.
 
         Args:
-            tensors: some that will be sent.
             again: whether the server may have been restarted since.
 
         Raises:
@@ -125,7 +121,6 @@ class WeightChannel:
         """Send all tensors. They may be on any device, and are gathered from the ranks of a mesh on this thread.
 
         Args:
-            tensors: names and tensors as in the checkpoint.
             reused: whether the memory of a tensor may be used for the next one.
 
         Raises:
@@ -177,16 +172,8 @@ class WeightChannel:
             joined.post("/shutdown_weight_transfer_engine", {}, LEAVE_TIMEOUT)
 
     def _chunks(self, tensors: Iterable[tuple[str, Tensor]], reused: bool) -> Iterator[list[tuple[str, Tensor]]]:
-        chunk: list[tuple[str, Tensor]] = []
-        held = 0
-        for name, tensor in tensors:
-            chunk.append((name, whole_tensor(tensor).to(self.device, copy=reused)))
-            held += chunk[-1][1].nbytes
-            if held >= self.chunk:
-                yield chunk
-                chunk, held = [], 0
-        if chunk:
-            yield chunk
+        there = ((name, whole_tensor(tensor).to(self.device, copy=reused)) for name, tensor in tensors)
+        return buckets(there, self.chunk)
 
     def _address(self) -> tuple[str, int]:
         """Return where this process waits. It is tried, since the server would wait for minutes in vain."""
@@ -196,10 +183,10 @@ class WeightChannel:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port))
         except OSError as error:
-            raise InvalidRequestError(
-                f"weight_group: this process cannot wait for the server at {host}:{port} ({error}); give an IPv4 "
+            raise invalid(
+                "weight_group",
+                f"this process cannot wait for the server at {host}:{port} ({error}); give an IPv4 "
                 "address of this machine and a free port, or no port",
-                field="weight_group",
             ) from error
         return host, port
 
@@ -280,6 +267,24 @@ class _Group:
     start_weight_update = finish_weight_update = shutdown_weight_transfer_engine = _nothing
 
 
+def nccl_trainer() -> tuple[Any, Any, Any]:
+    """Return vLLM's class of the settings of a trainer that sends weights over NCCL, the trainer's, and a tensor's.
+
+    Raises:
+        CapabilityError: there is no vLLM in this process.
+    """
+    try:
+        from vllm.distributed.weight_transfer.base import ParamMeta
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+    except ImportError as error:
+        raise CapabilityError(
+            f"weight_group: this process needs vLLM as well, to send tensors over NCCL ({error}); install it here: "
+            f"{how_to_install('core-vllm-backend[engine]')}",
+            capability="update_weights",
+        ) from error
+    return NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine, ParamMeta
+
+
 def _gpu(tensors: Iterable[Tensor]) -> torch.device:
     for tensor in tensors:
         if tensor.is_cuda:
@@ -294,15 +299,11 @@ def _gpu(tensors: Iterable[Tensor]) -> torch.device:
 
 
 def require_transfer(backend: str | None) -> None:
-    """Refuse a server that takes no tensors over NCCL, as far as it says.
-
-    Args:
-        backend: how it takes tensors; None if it does not, or does not say.
-    """
+    """Refuse a server that takes no tensors over NCCL, as far as it says."""
     if backend != "nccl":
         says = "" if backend is None else f"; its backend is {backend!r}"
-        raise InvalidRequestError(
-            f"weight_group: the server does not take tensors over NCCL{says}; start it with {FLAG}, and with "
+        raise invalid(
+            "weight_group",
+            f"the server does not take tensors over NCCL{says}; start it with {FLAG}, and with "
             "VLLM_SERVER_DEV_MODE=1 in its environment, or leave the option out",
-            field="weight_group",
         )
