@@ -28,7 +28,6 @@ TRUE_ANSWERS = f"""
     test_raw_log_probs_are_the_models_own_under_all_parameters_together
     test_processed_log_probs_are_those_of_the_temperature
     test_good_prompts_are_served_next_to_a_bad_one
-    test_a_bad_generation_never_reaches_the_caller
     test_generating_uses_the_new_weights
     test_eight_threads_at_once_each_get_their_own_answers
     test_streamed_log_probs_are_true
