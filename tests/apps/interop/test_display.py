@@ -132,12 +132,6 @@ def test_nothing_that_is_printed_raises(make: Any) -> None:
 # Large batches -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_printed_of_long_rows_is_short() -> None:
-    td = many(4, words=50_000)
-    assert len(str(corelm_interop.summary(td))) < 2000
-    assert len(corelm_interop.summary(td)._repr_html_()) < 500_000
-
-
 # Notebooks -----------------------------------------------------------------------------------------------------------
 
 
@@ -242,39 +236,6 @@ def test_log_probs_without_a_mask_of_scores_count_all_tokens_and_no_pads(padded)
     if padded:
         alone = str(corelm_interop.summary(td.exclude("masks")))
         assert "cannot be told from pads" in alone and "-3.000" not in alone
-
-
-def long_rows(words: int, layout: str) -> TensorDict:
-    """Eight rows with a turn that has its ids, of which a notebook shows the last 50 and the first 150 tokens."""
-    tokens = Ragged.from_list([[1] * words] * 8)
-    half = tokens.lengths // 2
-    answers = ((Message("assistant", "A", token_ids=(1,) * words),),) * 8
-    td = assemble(
-        ContainerRequest(
-            batch_size=(8,),
-            fields=frozenset({"text", "tokens", "masks", "log_probs", "history"}),
-            tokens=Parts(tokens.slice(half * 0, half), tokens.slice(half, tokens.lengths), tokens),
-            texts=Parts(("Q" * words,) * 8, ("A" * words,) * 8, ("QA" * words,) * 8),
-            chats=Parts(answers, answers, answers),
-            logprobs=Ragged(-tokens.values.float(), tokens.lengths),
-            scored=tokens.with_values(tokens.positions >= words // 2),
-            provenance=RAW,
-            finish_reasons=("stop",) * 8,
-            pad_output=layout == "dense",
-        )
-    )
-    return td[:] if layout == "made" else td
-
-
-def test_a_cut_row_says_how_many_tokens_are_left_out_and_which_are_not_scored() -> None:
-    td = long_rows(1000, "rows")
-    # Log-probs of the whole row and the mask of those that were scored; a response has 500.
-    page = container_html(td["log_probs"])
-    assert page.count("… 800 more") == 16 and page.count("… 300 more") == 8
-    page = corelm_interop.summary(td)._repr_html_()
-    assert page.count("… 450 before") == page.count("… 350 more") == 8
-    assert page.count("position 450, id 1, prompt") == page.count("position 649, id 1, response") == 8
-    assert page.count("log-prob -1, ") == 8 * 150
 
 
 @each("pad", [False, True])
