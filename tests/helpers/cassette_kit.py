@@ -49,4 +49,4 @@ class OfCassettes:
     @classmethod
     def opening_replays(cls, **options: Any) -> Callable[[], Backend]:
         """Return a function that opens the cassettes in the order in which they were recorded."""
-        return lambda: corelm.get_backend("cassette", cls.next_path(), match="content", **options)
+        return lambda: corelm.get_backend("cassette", cls.next_path(), **options)

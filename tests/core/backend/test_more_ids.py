@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from corelm import Backend, Ragged, TokenSets, get_backend
+from corelm import Backend, Ragged, TokenSets, get_backend, hookimpl
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm_testing.bad_results import ResultChanger
 from helpers.capable_plugins import Reshaping
 from helpers.each import each
 from helpers.refusals import refused
@@ -16,6 +15,21 @@ from helpers.refusals import refused
 PROMPTS = [[72, 101], [108]]
 CUT = {"temperature": 0.7, "top_k": 5, "max_new_tokens": 6, "seed": 1, "ignore_eos": True}
 SEQUENCES = [[1, 2, 3], [4, 5, 6]]
+
+
+class ResultChanger:
+    """A hook wrapper that passes every result of the two hooks through `change`."""
+
+    def __init__(self, change):
+        self.change = change
+
+    @hookimpl(wrapper=True)
+    def generate(self, request):
+        return self.change((yield))
+
+    @hookimpl(wrapper=True)
+    def score_logprobs(self, request):
+        return self.change((yield))
 
 
 @pytest.fixture(scope="module")

@@ -60,10 +60,10 @@ def test_a_cassette_cut_anywhere_keeps_every_finished_call(cassette: Path) -> No
         (cassette / "calls.jsonl").write_bytes(whole[:cut])
         finished = sum(end <= cut for end in ends[1:])
         with replayed(cassette) as backend:
-            assert backend.engine.plugin.unplayed == finished
+            assert len(backend.engine.plugin._index.calls) == finished
             for _ in range(min(finished, 2)):
                 backend.generate(ROWS, SEEDED)
-            if finished < 2:
+            if not finished:
                 with pytest.raises(NotRecordedError):
                     backend.generate(ROWS, SEEDED)
 
@@ -145,8 +145,6 @@ def test_what_is_no_cassette_is_refused(tmp_path: Path) -> None:
         replayed(tmp_path)
     with pytest.raises(InvalidRequestError, match="name the folder"):
         corelm.get_backend("cassette")
-    with pytest.raises(InvalidRequestError, match="match"):
-        corelm.get_backend("cassette", tmp_path, match="fuzzy")
     with pytest.raises(InvalidRequestError, match="to record nothing, open"):
         CassetteRecorder(tmp_path / "c", record_mode="none")  # type: ignore[arg-type]
 

@@ -62,7 +62,7 @@ def meta(run: Run) -> Run:
 
 def test_a_suite_that_changes_nothing_is_complete(meta: Run) -> None:
     outcomes = meta("").parseoutcomes()
-    assert outcomes.keys() == {"passed", "deselected"} and outcomes["passed"] == 1 and outcomes["deselected"] > 300
+    assert outcomes.keys() == {"passed", "deselected"} and outcomes["passed"] == 1 and outcomes["deselected"] > 250
 
 
 @pytest.mark.parametrize(

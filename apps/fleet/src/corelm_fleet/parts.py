@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from corelm import Ragged, TokenSets
-from corelm.errors import EngineError
+from corelm import Ragged
 from corelm.spec import (
     GenerateRequest,
-    GenerateResult,
     RowAnswer,
     RowFailure,
     ScoreRequest,
-    ScoreResult,
     TokenChunk,
     generate_result,
     score_result,
 )
+from corelm_engine_kit.joining import Part, Result, joined
 
-Rows = TypeVar("Rows", Ragged, TokenSets)
 Request = GenerateRequest | ScoreRequest
-Result = GenerateResult | ScoreResult
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some rows of a result.
-
-    Attributes:
-        result: what an engine returned.
-        index: the rows of it that count.
-        rows: the rows of the whole call that these are.
-    """
-
-    result: Result
-    index: Sequence[int]
-    rows: Sequence[int]
 
 
 def rows_of(request: Request) -> Ragged:
@@ -104,45 +84,10 @@ def result_of_parts(
     Raises:
         EngineError: the engines returned log-probs of different distributions, or texts and none.
     """
-    if len({getattr(part.result, "texts", None) is None for part in parts}) > 1:
-        raise EngineError("some engines of the fleet return texts and some do not", usable=True)
-    # Rows without an answer have no distribution.
-    labelled = [part.result for part in parts if part.rows]
     if failures or not parts:
-        parts = [*parts, Part(_made(request, failures), range(len(failures)), list(failures))]
-    rows = [row for part in parts for row in part.rows]
-    # None if the rows are in order already, as those of a call that one engine has answered alone.
-    order = None if rows == list(range(len(rows))) else torch.tensor(rows, dtype=torch.int64).argsort()
-    results = [part.result for part in parts]
-    values: dict[str, Any] = {}
-    for each in fields(results[0]):
-        given = [getattr(part.result, each.name) for part in parts]
-        if any(isinstance(value, (Ragged, TokenSets)) for value in given):
-            # What one engine has not returned was not asked for: another one has returned more.
-            asked = all(getattr(result, each.name) is not None for result in labelled)
-            values[each.name] = _ragged(each.name, request, parts, given, order) if asked else None
-        elif any(isinstance(value, (tuple, list)) for value in given):
-            filled = [value or _filler(each.name, part.result, label) for part, value in zip(parts, given, strict=True)]
-            flat = [value[at] for part, value in zip(parts, filled, strict=True) for at in part.index]
-            values[each.name] = tuple(flat if order is None else (flat[place] for place in order.tolist()))
-        else:
-            values[each.name] = _common(each.name, [getattr(result, each.name) for result in labelled] or given)
-    return replace(results[0], **values)
-
-
-def _filler(name: str, result: Result, label: str) -> Sequence[Any]:
-    """Return what a field with one value per row says of a result that leaves it out."""
-    versions = result.weight_versions or (label,) * len(rows_of_result(result))
-    if name == "version_runs":
-        return [((version, 0),) for version in versions]
-    if name == "cached_tokens":
-        return (None,) * len(versions)
-    return versions if name == "weight_versions" else ("",) * len(versions)
-
-
-def rows_of_result(result: Result) -> Ragged:
-    """Return a field of a result that has all its rows."""
-    return result.ids if isinstance(result, GenerateResult) else result.logprobs
+        made = _made(request, failures)
+        parts = [*parts, Part(made, range(len(failures)), list(failures), failed=True)]
+    return joined(parts, label)
 
 
 def _made(request: Request, failures: Mapping[int, RowFailure | RowAnswer]) -> Result:
@@ -153,51 +98,3 @@ def _made(request: Request, failures: Mapping[int, RowFailure | RowAnswer]) -> R
     some = replace(request, sequences=request.sequences.select(index), score_from=request.score_from[index])
     told = {at: each for at, each in enumerate(failures.values()) if isinstance(each, RowFailure)}
     return score_result(some, told)
-
-
-def _ragged(name: str, request: Request, parts: Sequence[Part], given: Sequence[Any], order: Tensor | None) -> Any:
-    if any(isinstance(value, TokenSets) for value in given):
-        return _sets(parts, given, order)
-    some = next(value for value in given if isinstance(value, Ragged))
-    chosen = []
-    for part, value in zip(parts, given, strict=True):
-        if value is None:
-            # Rows that failed have no logits, and nothing of them was scored.
-            lengths = rows_of_result(part.result).lengths
-            value = Ragged(some.values.new_zeros((int(lengths.sum()), *some.values.shape[1:])), lengths)
-        chosen.append(_chosen(value, part))
-    if len({value.values.device for value in chosen}) > 1:
-        # The caller has not said where the results go, and each engine has chosen.
-        chosen = [value.to("cpu") for value in chosen]
-    if len({value.values.dtype for value in chosen}) > 1:
-        chosen = [value.with_values(value.values.float()) for value in chosen]
-    joined = chosen[0] if len(chosen) == 1 else Ragged.cat(chosen)
-    return joined if order is None else joined.select(order)
-
-
-def _sets(parts: Sequence[Part], given: Sequence[Any], order: Tensor | None) -> TokenSets:
-    # Rows that failed were drawn from no sets.
-    found = [
-        TokenSets.empty(rows_of_result(part.result).lengths) if value is None else value
-        for part, value in zip(parts, given, strict=True)
-    ]
-    chosen = [_chosen(value, part) for part, value in zip(parts, found, strict=True)]
-    if len({value.ids.values.device for value in chosen}) > 1:
-        chosen = [value.to("cpu") for value in chosen]
-    joined = TokenSets.cat(chosen)
-    return joined if order is None else joined.select(order)
-
-
-def _chosen(value: Rows, part: Part) -> Rows:
-    """Return the rows that count. Core copies them later, so all of them are not copied here."""
-    index = list(part.index)
-    return value if index == list(range(len(value))) else value.select(index)
-
-
-def _common(name: str, given: Sequence[Any]) -> Any:
-    found = list(dict.fromkeys(given))
-    if len(found) == 1:
-        return found[0]
-    if name == "support":
-        return "truncated"
-    raise EngineError(f"the engines of the fleet returned different values of {name}: {found}", usable=True)

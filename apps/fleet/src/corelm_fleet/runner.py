@@ -256,7 +256,7 @@ class FleetRunner:
             ]
 
     def look_around(self) -> None:
-        """Check the health of every engine, and do what is due. A thread of the fleet calls it every second."""
+        """Check the health of every engine, and do what is due: a thread calls this every second."""
         now = time.monotonic()
         for life, replica in list(self.lives.running.items()):
             since = self._checks.setdefault(life, now)
@@ -341,7 +341,7 @@ class FleetRunner:
             self.do(self.state.heard, life)
 
     def _was_silent(self, life: Life, replica: OpenReplica) -> bool:
-        """Return whether an engine that serves has missed health checks, and has no call that shows that it went on."""
+        """Return whether an engine that serves has missed health checks, and no call shows that it went on."""
         with self._lock:
             known = self.state.replicas[life.replica]
             silent = known.life == life and known.misses > 0 and known.state in (State.HEALTHY, State.SUSPECT)
@@ -453,7 +453,7 @@ class FleetRunner:
             self._place()
 
     def _place(self) -> None:
-        """Send accused rows alone, and then the fresh rows of each call, in as few flights as there are replicas."""
+        """Send accused rows alone, then the fresh rows of each call in as few flights as there are replicas."""
         while trials := self.state.trials():
             row, name = trials[0]
             call = self._calls[row]

@@ -1,8 +1,8 @@
 """How results are shown: `summary` prints a screen, and `show_results` lets a notebook show every token.
 
-Only the first rows of a batch are read, and no lazily created row is made, so this is fast for any batch. Nothing here
-raises because of what a batch holds: an entry that cannot be read is left out. Everything that comes from a model or a
-file is escaped.
+Only the first rows of a batch are read, and no lazily created row is made, so this is fast for any batch.
+Nothing here raises because of what a batch holds: an entry that cannot be read is left out. Everything that
+comes from a model or a file is escaped.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _READ, _LINES, _WIDEST = 200, 20, 140
 _ROWS, _TOKENS, _PROMPT_TOKENS, _CHARACTERS = 8, 200, 50, 600
 
 _LEGEND = (
-    '<p style="opacity:.7">Pale: the prompt. Underlined: the assistant\'s. The deeper the orange, the less likely the '
-    "token. Point at a token for its numbers.</p>"
+    '<p style="opacity:.7">Pale: the prompt. Underlined: the assistant\'s. The deeper the orange, the less '
+    "likely the token. Point at a token for its numbers.</p>"
 )
 
 Columns = Mapping[str, Sequence[Any]]
@@ -130,7 +130,7 @@ def container_html(container: Any) -> str:
 
 
 def show_results() -> None:
-    """Let a running IPython show containers, and a TensorDict with some, as HTML, unless it has a way to show one."""
+    """Let a running IPython show containers, and a TensorDict with some, as HTML, unless it has a way."""
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None:
         return
@@ -141,7 +141,7 @@ def show_results() -> None:
 
 
 def result_or_none(td: TensorDictBase) -> str | None:
-    """Return the HTML of a TensorDict with containers; of another what tensordict returns: None before 0.15.3."""
+    """Return the HTML of a TensorDict with containers; of another what tensordict returns, if it does."""
     with suppress(Exception):  # IPython would print the traceback above the result
         if any(isinstance(value, CONTAINERS) for _, value in entries(_head(td, 1))):
             return Summary(td)._repr_html_()
@@ -150,7 +150,7 @@ def result_or_none(td: TensorDictBase) -> str | None:
     return None
 
 
-# What there is to show ----------------------------------------------------------------------------------------------
+# What there is to show
 
 
 def _facts(td: TensorDictBase) -> list[str]:
@@ -181,31 +181,34 @@ def _facts(td: TensorDictBase) -> list[str]:
             shape = f" {str(value.dtype).removeprefix('torch.')}{[*td.batch_size, *value.shape[1:]]}"
             others.append(name[:40] + (shape if isinstance(value, Tensor) else ""))
     if reasons := columns.get("finish_reason"):
-        tally = ", ".join(f"{reason} {count:,}" for reason, count in Counter(map(str, reasons)).most_common(6))
-        lines.append(f"finish_reason: {tally}")
+        tally = Counter(map(str, reasons)).most_common(6)
+        lines.append("finish_reason: " + ", ".join(f"{reason} {count:,}" for reason, count in tally))
     if wrong := [error for error in columns.get("errors", ()) if error]:
         lines.append(f"errors: {len(wrong):,}, the first: {wrong[0]}")
     if others:
-        lines.append("also: " + ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else ""))
+        more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+        lines.append(f"also: {', '.join(others[:8])}{more}")
     return [printable(line) for line in lines]
 
 
 def _columns_to_show(td: TensorDictBase, top: TensorDictBase) -> dict[str, Sequence[Any]]:
-    """Return the columns of a table of the rows `top`, by title: the index in the batch, texts, and numbers."""
+    """Return the columns of a table of the rows `top`, by title: the index, texts, and numbers."""
     columns = _columns(top)
     index = islice(product(*map(range, td.batch_size)), len(top))
     found: dict[str, Sequence[Any]] = {"": [", ".join(map(str, row)) or "0" for row in index]}
     chats = columns.get("prompt_messages") or [chat[:-1] for chat in columns.get("messages", ())]
     asked = [chat[-1]["content"] or "" if chat else "" for chat in chats]
     found["prompt"] = asked if any(asked) else columns.get("prompt") or columns.get("text") or []
-    answers, errors = columns.get("response", ()), columns.get("errors", [""] * len(columns.get("response", ())))
+    answers = columns.get("response", ())
+    errors = columns.get("errors", [""] * len(answers))
     found["response"] = [f"({why})" if why else answer for answer, why in zip(answers, errors, strict=True)]
     lengths = [columns[name] for name in ("prompt_length", "response_length", "length") if name in columns]
     found["tokens"] = [" + ".join(map(str, row)) for row in zip(*lengths, strict=True)]
     for path, value in _entries(top):
         if isinstance(value, LogProbs):
             name = ".".join(path)
-            found["mean log-prob" if name == "log_probs" else f"mean {name}"] = columns.get(f"{name}_mean", ())
+            title = "mean log-prob" if name == "log_probs" else f"mean {name}"
+            found[title] = columns.get(f"{name}_mean", ())
     found["finish"] = columns.get("finish_reason", ())
     return {title: list(cells) for title, cells in found.items() if len(cells)}
 
@@ -272,13 +275,13 @@ def _attempt(read: Callable[[Any], str], value: Any, otherwise: str) -> str:
         return otherwise
 
 
-# The first rows ------------------------------------------------------------------------------------------------------
+# The first rows
 
 
 def _head(td: TensorDictBase, count: int) -> Any:
-    """Return the first `count` rows, in C order, under one batch dimension. Makes no other lazily created row.
+    """Return the first `count` rows, in C order, under one batch dimension.
 
-    Entries that cannot be read are left out. Values are not copied.
+    Makes no other lazily created row. Entries that cannot be read are left out. Values are not copied.
     """
     source = flat_source(td)
     count = min(count, math.prod(td.batch_size))
@@ -309,7 +312,7 @@ def _rows(td: Any) -> Iterator[Any]:
 
 def _head_of(value: Any, dims: int, count: int) -> Any:
     if isinstance(value, Tensor):
-        return value[:count] if dims == 1 else value.reshape(math.prod(value.shape[:dims]), *value.shape[dims:])[:count]
+        return value.reshape(math.prod(value.shape[:dims]), *value.shape[dims:])[:count]
     if is_non_tensor(value):
         source = flat_source(value)
         if isinstance(source, FlatObjects):
@@ -322,11 +325,11 @@ def _head_of(value: Any, dims: int, count: int) -> Any:
     return type(value).from_tensordict(_head(value._tensordict, count))
 
 
-# HTML ----------------------------------------------------------------------------------------------------------------
+# HTML
 
 
 def _token_cells(td: TensorDictBase, tokenizer: Any) -> list[str]:
-    """Return the tokens of each row: the end of the prompt and the beginning of the response, if they are many."""
+    """Return the tokens of each row: the end of a long prompt and the beginning of a long response."""
     if (found := TokenColumns.of(td)) is None:
         return []
     lengths, split = found.ids.lengths, found.prompt_lengths
@@ -376,7 +379,8 @@ def _fields(container: Any) -> dict[str, list[str]]:
         elif name not in ("padded", "provenance") and isinstance(value, (list, Tensor)):
             columns[name] = [_text_cell(_plain(row)) for row in value]
     if hasattr(container, "chats"):
-        return {"": [_text_cell("\n".join(f"{one.role}: {one.content}" for one in chat)) for chat in container.chats]}
+        chats = ["\n".join(f"{one.role}: {one.content}" for one in chat) for chat in container.chats]
+        return {"": list(map(_text_cell, chats))}
     return columns
 
 
@@ -405,5 +409,5 @@ def _text_cell(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return text as HTML, with escape sequences for characters that are not printable, except newlines and tabs."""
+    """Return text as HTML, with escape sequences for what is not printable, except newlines and tabs."""
     return escape(printable(text, keep="\n\t"))

@@ -37,7 +37,7 @@ from corelm_testing.cassette.fixture import Cassettes
 THEMES = (
     *("tokens", "logprobs", "sampled_logprobs", "distribution", "support", "top_ids", "seeds", "stopping"),
     *("parameters", "provenance", "fields", "scored_fields", "chat", "streaming", "weights", "in_flight", "sleeping"),
-    *("adapters", "faults", "bad_results", "lifecycle"),
+    *("adapters", "faults", "lifecycle"),
 )
 
 # Makes failed assertions show both sides. It must run before these modules are imported.

@@ -112,22 +112,6 @@ class AdapterPromises(ConformanceBase):
         self._assert_is(backend, "one", one, "0+one@1")
         self._assert_is(backend, False, self.oracle, "0+none")
 
-    def test_adapters_are_refused_where_they_are_not_declared(self, backend: Backend) -> None:
-        if backend.capabilities.adapters:
-            not_applicable("adapters are declared")
-        rows = self.rows(backend, 4)
-        calls: list[Callable[[], object]] = [
-            lambda: backend.load_adapter("one", {}, config={}),
-            lambda: backend.generate(rows, {"max_new_tokens": 1}, logprobs="none", adapter="one"),
-            lambda: backend.generate(rows, {"max_new_tokens": 1}, logprobs="none", adapter=False),
-        ]
-        if backend.capabilities.score:
-            calls.append(lambda: backend.score_logprobs(rows, adapter="one"))
-        for call in calls:
-            with pytest.raises(CapabilityError) as caught:
-                call()
-            assert caught.value.capability == "adapters"
-
     # Helpers ---------------------------------------------------------------------------------------------------------
 
     def _assert_is(self, backend: Backend, adapter: Adapter, oracle: Oracle, label: str) -> None:

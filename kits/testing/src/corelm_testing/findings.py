@@ -56,6 +56,11 @@ class SuiteReport:
     findings: list[Finding]
 
     @property
+    def name(self) -> str:
+        """The name of the backend, or else that of the class."""
+        return self.backend or self.suite.rpartition("::")[2]
+
+    @property
     def difference(self) -> float | None:
         """The largest difference from a log-prob of the oracle, in nats; None if none was compared."""
         return max((each.difference for each in self.findings if each.difference is not None), default=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import ChainMap
 from typing import Any
 
-import pytest
 import torch
 
 from corelm import Backend
@@ -95,17 +94,6 @@ class LogProbPromises(ConformanceBase):
             batch = backend.generate(prompts, seeded(backend, {"max_new_tokens": NEW, **sampling}), logprobs="raw")
             assert (batch.mode, batch.temperature, batch.support) == ("raw", 1.0, "full")
             self.assert_true_answers(prompts, batch)
-
-    @needs("mode:scaled")
-    def test_scaled_log_probs_that_are_neither_raw_nor_processed_are_refused(self, backend: Backend) -> None:
-        unchanged_by = {"raw": "truncation", "processed": "temperature"}
-        for mode in unchanged_by.keys() - backend.capabilities.generation_modes:
-            for name in RESHAPING:
-                sampling = use(backend, name)
-                if sampling and TRIALS[name].effect != unchanged_by[mode]:
-                    with pytest.raises(CapabilityError) as error:
-                        backend.generate(self.rows(backend, 4), {"max_new_tokens": 4, **sampling}, logprobs=mode)  # type: ignore[arg-type]
-                    assert error.value.capability == "generation_modes", (mode, name)
 
     # Log-probs of given tokens ---------------------------------------------------------------------------------------
 
@@ -208,7 +196,7 @@ def _leaves(node: Any) -> dict[torch.Tensor, None]:
 
 
 def _plain(backend: Backend) -> list[dict[str, Any]]:
-    """Return samplings: temperature 1, greedy, and temperature 1 with each truncation, as far as they are declared."""
+    """Return samplings: temperature 1, greedy, and temperature 1 with each truncation, if declared."""
     greedy = [{"temperature": 0.0}] if legal(backend, "temperature", 0.0) else []
     cuts = [use(backend, name) for name in RESHAPING if TRIALS[name].effect == "truncation"]
     return [{}, *greedy, *(cut for cut in cuts if cut)]

@@ -7,17 +7,15 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from corelm import Backend
-from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import FIELDS
 from corelm.spec.sampling import EVERY_ENGINE
-from corelm_testing.base import ConformanceBase, needs, not_applicable
+from corelm_testing.base import ConformanceBase, needs
 from corelm_testing.reference import OPENINGS, repeatable
-from corelm_testing.trials import BEAMS, DECLARABLE, HALF, TRIALS, in_range, legal
+from corelm_testing.trials import in_range, legal
 
 NEW = 10
 
@@ -35,27 +33,6 @@ class ParameterPromises(ConformanceBase):
             # Whole characters, because vLLM looks for stop strings in a prompt that ends in half of one.
             prompts = backend.tokenize(OPENINGS[:1]).ids
             assert len(backend.generate(prompts, sampling, logprobs="none").ids) == 1, name
-
-    def test_every_parameter_that_is_not_declared_is_refused(self, backend: Backend) -> None:
-        for name in sorted(set(DECLARABLE) - set(backend.capabilities.sampling)):
-            trial = TRIALS[name]
-            sampling = {key: value for key, value in trial.given.items() if value != HALF} | {name: trial.values[0]}
-            with pytest.raises(CapabilityError) as error:
-                backend.generate(self.rows(backend, 4), {"max_new_tokens": 4, **sampling}, logprobs="none")
-            assert error.value.capability in sampling, name
-        if not backend.capabilities.per_answer_seeds:
-            with pytest.raises(CapabilityError) as error:
-                backend.generate(self.rows(backend, 4), {"seed": 1, "max_new_tokens": 3}, logprobs="none")
-            assert error.value.capability == "per_answer_seeds"
-
-    def test_a_value_outside_the_declared_range_is_refused(self, backend: Backend) -> None:
-        spans = {name: span for name, span in backend.capabilities.sampling.items() if span is not None}
-        if not spans:
-            not_applicable("no parameter is declared with a range")
-        for name, (_, high) in spans.items():
-            with pytest.raises(InvalidRequestError) as error:
-                backend.generate(self.rows(backend, 4), {name: high + 1, "max_new_tokens": 3}, logprobs="none")
-            assert error.value.field == name
 
     # Effects ---------------------------------------------------------------------------------------------------------
 
@@ -141,12 +118,6 @@ class ParameterPromises(ConformanceBase):
         # With a penalty that favours length, a search that goes on finds longer answers.
         early, late = (self._beam_length(backend, length_penalty=8.0, early_stopping=stop) for stop in (True, False))
         assert early < late
-
-    @needs("sampling:num_beams")
-    def test_log_probs_of_beams_are_refused(self, backend: Backend) -> None:
-        with pytest.raises(CapabilityError) as error:
-            backend.generate(self.rows(backend, 4), {**BEAMS, "max_new_tokens": 3}, logprobs="raw")
-        assert error.value.capability == "num_beams"
 
     # Helpers ---------------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "corelm_cassette(match, match_seeds, save_tokenizer, path): how the fixture cassette records and plays",
+        "corelm_cassette(match_seeds, save_tokenizer, path): how the fixture cassette records and plays",
     )
     config.pluginmanager.register(Recorder(config), "corelm-recorder")
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from tensordict import TensorDict
 
 from corelm import Backend, LLMPolicy, Provenance
-from corelm.errors import CapabilityError
-from corelm_testing.base import ConformanceBase, needs, not_applicable
+from corelm_testing.base import ConformanceBase, needs
 from corelm_testing.reference import OPENINGS
 from corelm_testing.trials import TRIALS, WITH_LOGPROBS, legal, use
 
@@ -35,18 +33,6 @@ class ProvenancePromises(ConformanceBase):
             penalties = tuple((name, value) for name, value in sampling.items() if TRIALS[name].effect == "penalty")
             expected = ("processed", sampling.get("temperature", 1.0), "truncated" if cut else "full", penalties)
             assert (found.mode, found.temperature, found.support, found.penalties) == expected, sampling
-
-    @needs("generation_modes", "sampling:temperature")
-    def test_a_mode_that_is_not_declared_is_refused(self, backend: Backend) -> None:
-        modes = backend.capabilities.generation_modes
-        # If only the temperature is set, scaled log-probs are processed ones.
-        missing = {"raw", "processed"} - modes - ({"processed"} if "scaled" in modes else set())
-        for mode in missing:
-            with pytest.raises(CapabilityError) as error:
-                _of_answers(backend, mode, temperature=TEMPERATURE)
-            assert error.value.capability == "generation_modes"
-        if not missing:
-            not_applicable("raw and processed are both offered")
 
     @needs("score")
     def test_a_score_says_its_temperature(self, backend: Backend) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from corelm_testing.base import NOT_APPLICABLE
 from corelm_testing.findings import Finding, SuiteReport, counted, place, together
-from corelm_testing.report_formats import as_json, as_markdown
-from corelm_testing.report_html import as_html
+from corelm_testing.report_formats import as_html, as_json, as_markdown
 
 
 class Recorder:
@@ -68,7 +67,7 @@ class Recorder:
 
 
 def _finding(report: pytest.TestReport) -> Finding | None:
-    """Return the result of a phase of a test; None for a passed set-up or tear-down and for tests of other suites."""
+    """Return the result of a phase; None for a passed set-up or tear-down, and for tests of other suites."""
     properties: dict[str, Any] = dict(report.user_properties)
     if "corelm_theme" not in properties or (report.when != "call" and report.passed):
         return None

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
-
 import torch
 
-from corelm import Backend, hookimpl
+from corelm import Backend
 from corelm.backend.arguments import answer_seeds
-from corelm.spec import GenerateRequest
-from corelm_testing.bad_results import ForwardingPlugin
 from corelm_testing.base import ConformanceBase, needs, not_applicable
 from corelm_testing.reference import OPENINGS
 
@@ -36,21 +31,6 @@ class SeedPromises(ConformanceBase):
                 torch.manual_seed(seed)
                 answers.append(self._seeded_answers(backend))
         assert answers[0] == answers[1] != answers[2]
-
-    @needs("per_answer_seeds", "seeds_are_costly")
-    def test_costly_seeds_are_sent_only_if_the_caller_gave_some(self, backend: Backend) -> None:
-        sent = []
-
-        class Watcher:
-            @hookimpl(wrapper=True)
-            def generate(self, request: GenerateRequest) -> Generator[None, Any, Any]:
-                sent.append(request.seeds)
-                return (yield)
-
-        watched = Backend.from_plugin(ForwardingPlugin(backend), "watched", wrappers=[Watcher()])
-        for given in ({}, {"seed": 7}):
-            watched.generate(self._seed_prompts(backend), {"max_new_tokens": 1, **given}, logprobs="none")
-        assert sent[0] is None and sent[1] is not None
 
     def test_answers_without_a_seed_differ(self, backend: Backend) -> None:
         first, second = (self._seeded_answers(backend, self._seed_prompts(backend)) for _ in range(2))

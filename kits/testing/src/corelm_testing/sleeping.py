@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from corelm import Backend
-from corelm.errors import BackendAsleepError, CapabilityError
+from corelm.errors import BackendAsleepError
 from corelm_testing.base import ConformanceBase, needs, not_applicable
 
 if TYPE_CHECKING:
@@ -46,15 +46,8 @@ class SleepPromises(ConformanceBase):
                 assert backend.weight_version == "tuned"
                 self._assert_answers(backend, oracle)
 
-    def test_sleep_is_refused_where_it_is_not_declared(self, backend: Backend) -> None:
-        if backend.capabilities.sleep_levels:
-            not_applicable("sleep_levels are declared")
-        with pytest.raises(CapabilityError) as caught:
-            backend.sleep()
-        assert caught.value.capability == "sleep_levels"
-
     def _assert_answers(self, backend: Backend, oracle: Oracle) -> None:
-        """Check the weights by what the engine can do. The rows are the same each time, so that caches hold them."""
+        """Check the weights by what the engine can do. The rows are the same each time: caches hold them."""
         rows = self.rows(backend, 5, 40)
         if backend.capabilities.generation_modes:
             self.assert_true_answers(rows, backend.generate(rows, {"max_new_tokens": 6}), oracle)

@@ -153,7 +153,7 @@ class StoppingPromises(ConformanceBase):
         return batch
 
     def _near_eos(self, backend: Backend) -> tuple[list[int], int]:
-        """Return the prompt after which EOS is likeliest, and how many answers almost surely include one that ends."""
+        """Return the prompt after which EOS is likeliest, and how many answers surely include one that ends."""
         texts = [*OPENINGS, *(opening + " end." for opening in OPENINGS)]
         prompts = [*backend.tokenize(texts).ids.tolist(), *self.rows(backend, *[3] * 24)]
         eos = sorted(backend.eos_token_ids)

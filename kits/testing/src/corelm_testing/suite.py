@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from corelm_testing.adapters import AdapterPromises
-from corelm_testing.bad_results import BadResultPromises
 from corelm_testing.chat import ChatPromises
 from corelm_testing.distribution import DistributionPromises
 from corelm_testing.faults import FaultPromises
@@ -45,7 +44,6 @@ class BackendConformance(
     SleepPromises,
     AdapterPromises,
     FaultPromises,
-    BadResultPromises,
     LifecyclePromises,
 ):
     """All tests of the kit. Subclass it as ``Test…`` and define `open_backend` and `oracle`."""

@@ -84,13 +84,6 @@ class WeightPromises(ConformanceBase):
         rows = self.rows(backend, 6)
         self.assert_true_scores(rows, backend.score_logprobs(rows), oracle)
 
-    def test_weights_that_cannot_change_are_refused(self, backend: Backend) -> None:
-        if backend.capabilities.update_weights:
-            not_applicable("update_weights is declared")
-        with pytest.raises(CapabilityError) as caught:
-            backend.update_weights({})
-        assert caught.value.capability == "update_weights" and backend.weight_version == "0"
-
     def test_the_owner_may_say_that_the_weights_have_changed(self, updated: tuple[Backend, Oracle]) -> None:
         backend, _ = updated
         # The same label, as other tests share the backend.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -15,16 +15,10 @@ import torch
 from corelm import Ragged
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, InvalidRequestError, message
 from corelm.spec import (
-    AbortRequest,
     CloseRequest,
-    GenerateRequest,
-    GenerateResult,
     HealthRequest,
     ScoreRequest,
     ScoreResult,
-    SleepRequest,
-    WakeRequest,
-    WeightUpdate,
     hookimpl,
 )
 from corelm.validate import invalid, shown
@@ -83,6 +77,17 @@ def open_in_process(
     return HostedEngine(host, name, opened), f"{label} of {host.python}"
 
 
+def _asked(hook: str, limit: float | None = None) -> Callable[..., Any]:
+    """Return a hook of the class `HostedEngine` that asks the host."""
+
+    @hookimpl
+    def ask(self: HostedEngine, request: Any) -> Any:
+        return self._call(hook, request, limit)
+
+    ask.__name__ = hook
+    return ask
+
+
 class HostedEngine:
     """An engine in another process. It implements the hooks, and asks the process that holds the engine.
 
@@ -110,34 +115,15 @@ class HostedEngine:
         self._kill = weakref.finalize(self, host.kill)
 
     @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerateResult:
-        result: GenerateResult = self._call("generate", request)
-        return result
-
-    @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
         result: ScoreResult = self._call("score_logprobs", replace(request, device=None))
         return result if request.device is None else _on_device(result, request.device)
 
-    @hookimpl
-    def update_weights(self, request: WeightUpdate) -> bool:
-        loaded: bool = self._call("update_weights", request)
-        return loaded
-
-    @hookimpl
-    def sleep(self, request: SleepRequest) -> bool:
-        slept: bool = self._call("sleep", request)
-        return slept
-
-    @hookimpl
-    def wake(self, request: WakeRequest) -> bool:
-        awake: bool = self._call("wake", request)
-        return awake
-
-    @hookimpl
-    def abort(self, request: AbortRequest) -> bool:
-        ended: bool = self._call("abort", request, _QUICK)
-        return ended
+    generate = _asked("generate")
+    update_weights = _asked("update_weights")
+    sleep = _asked("sleep")
+    wake = _asked("wake")
+    abort = _asked("abort", _QUICK)
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.rendering.encoding import Encoder
@@ -22,23 +22,23 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from corelm.validate import flag, invalid, one_of
+from corelm.validate import flag, invalid
 from corelm_testing.cassette.content import ContentPlayer
 from corelm_testing.cassette.errors import CassetteError, NotRecordedError
 from corelm_testing.cassette.file import CassetteReader
 from corelm_testing.cassette.header import Recorded
 from corelm_testing.cassette.index import CassetteIndex, row_keys
-from corelm_testing.cassette.playing import Player, answer
+from corelm_testing.cassette.playing import answer
 from corelm_testing.cassette.records import request_json
-from corelm_testing.cassette.strict import StrictPlayer
 from corelm_testing.cassette.tokenizer import ReplayTokenizer
 from corelm_testing.cassette.weights import TensorHashes, fingerprint
-
-Match = Literal["strict", "content"]
 
 
 class CassetteBackend:
     """Answers what a `CassetteRecorder` has recorded. It declares what the recorded engine could do, except gradients.
+
+    Each row is found by its ids, sampling parameters, seed, and the weights that answer. The order of the calls and
+    their batches do not matter.
 
     ``get_backend("cassette", path)`` opens it. Its numbers carry the names of the recorded backend and model.
 
@@ -50,7 +50,7 @@ class CassetteBackend:
 
     requires_api = ">=1,<2"
 
-    def __init__(self, reader: CassetteReader, match: Match, tokenizer: Any, *, seeds: bool) -> None:
+    def __init__(self, reader: CassetteReader, tokenizer: Any, *, seeds: bool) -> None:
         recorded = Recorded.of(reader.path, reader.header)
         self.capabilities = recorded.capabilities
         self.answers_as = {
@@ -63,19 +63,14 @@ class CassetteBackend:
             tokenizer = ReplayTokenizer(reader.path, recorded.tokenizer, os.fspath(tokenizer) if named else None)
         self.tokenizer = tokenizer
         self._encode = Encoder(tokenizer)
-        self._reader, self._index = reader, CassetteIndex(reader)
-        self._player: Player
-        if match == "strict":
-            self._player = StrictPlayer(reader.path, self._index, seeds=seeds)
-        else:
-            self._player = ContentPlayer(reader.path, self._index, seeds=seeds)
+        self._index = CassetteIndex(reader)
+        self._player = ContentPlayer(reader.path, self._index, seeds=seeds)
 
     @classmethod
     def open(
         cls,
         model: str | os.PathLike[str] | None = None,
         *,
-        match: Match = "strict",
         match_seeds: bool = True,
         tokenizer: Any = None,
     ) -> CassetteBackend:
@@ -83,31 +78,16 @@ class CassetteBackend:
 
         Args:
             model: the folder of the cassette.
-            match: "strict" wants the recorded calls in their order, each with the recorded request. "content" finds
-                each row by its ids, sampling parameters, seed, and the weights that answer: the order of the calls and
-                their batches do not matter.
-            match_seeds: False passes over seeds. With "content", the answers to a row are then played in the order of
-                the recording.
+            match_seeds: False passes over seeds. The answers to a row are then played in the order of the recording.
             tokenizer: replaces the recorded tokenizer: a path, a name or an object.
 
         Raises:
-            InvalidRequestError: no path, or an unknown `match`.
+            InvalidRequestError: no path.
             CassetteError: there is no cassette, it is damaged, or its format is not known.
         """
         if not isinstance(model, (str, os.PathLike)):
             raise invalid("model", "name the folder of a cassette: get_backend('cassette', 'PATH')")
-        one_of("match", match, ("strict", "content"))
-        reader = CassetteReader(Path(model))
-        try:
-            return cls(reader, match, tokenizer, seeds=flag("match_seeds", match_seeds))
-        except BaseException:
-            reader.close()
-            raise
-
-    @property
-    def unplayed(self) -> int | None:
-        """How many recorded calls have not been played; None with ``match="content"``."""
-        return self._player.left if isinstance(self._player, StrictPlayer) else None
+        return cls(CassetteReader(Path(model)), tokenizer, seeds=flag("match_seeds", match_seeds))
 
     @hookimpl
     def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
@@ -159,5 +139,4 @@ class CassetteBackend:
 
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
-        self._reader.close()
         return True

@@ -13,7 +13,6 @@ from typing import Any
 from corelm.errors import own, spelled_out
 from corelm.spec import Adapter
 from corelm.validate import shown
-from corelm_testing.cassette.difference import difference
 from corelm_testing.cassette.errors import NotRecordedError
 from corelm_testing.cassette.index import CassetteIndex, IndexedCall, Played, row_keys
 from corelm_testing.cassette.weights import WeightsHistory
@@ -105,6 +104,8 @@ class ContentPlayer:
         return places[number]
 
     def _why(self, hook: str, request: Any, row: int) -> str:
+        if hook == "update_weights":
+            return "no such update is recorded here; the run has computed other weights than the recorded one"
         if hook not in _ROWS:
             return f"{hook} is not recorded with {shown(request)}"
         ids = request[_ROWS[hook]]["rows"][row]
@@ -123,7 +124,7 @@ class ContentPlayer:
             for name in recorded:
                 was, now = _of_row(recorded[name], at), _of_row(request.get(name), row)
                 if name != _ROWS[hook] and was != now and (name != "seeds" or self._seeds):
-                    return f"these ids are recorded in call {call.number} with other {name}: {difference(was, now)[1]}"
+                    return f"these ids are recorded in call {call.number} with other {name}: {_difference(was, now)}"
             return f"this row is recorded in call {call.number}, for other weights or fewer times"
         return ""
 
@@ -143,6 +144,16 @@ class ContentPlayer:
         return replace(call, keys=row_keys(call.hook, record.request, call.weights, seeds=False))
 
 
+def _difference(recorded: Any, given: Any) -> str:
+    """Return how what a field says of one row differs: the first parameter, or all of it."""
+    if isinstance(recorded, dict) and isinstance(given, dict):
+        for name in dict.fromkeys((*recorded, *given)):
+            if recorded.get(name) != given.get(name):
+                was, now = (shown(each[name]) if name in each else "its default" for each in (recorded, given))
+                return f"{name}: recorded {was}, got {now}"
+    return f"recorded {shown(recorded)}, got {shown(given)}"
+
+
 def _of_row(form: Any, row: int) -> Any:
     """Return what a field of a request says of one row: all of it, if it is about all rows alike."""
     if isinstance(form, dict):
@@ -152,7 +163,7 @@ def _of_row(form: Any, row: int) -> Any:
 
 
 def _for_rows(error: Exception, rows: Sequence[int], places: Sequence[int]) -> Exception:
-    """Return a recorded error with the numbers that its rows have in this request, in which one may occur twice."""
+    """Return a recorded error with the numbers of its rows in this request. One may occur twice."""
     made = own(error)
     problems = getattr(error, "problems", None)
     if not problems:

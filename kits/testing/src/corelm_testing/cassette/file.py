@@ -13,7 +13,6 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,6 @@ HEADER, CALLS, TOKENIZER = "cassette.json", "calls.jsonl", "tokenizer"
 #: What a line ends with: the CRC-32 of all that is before the comma.
 _CHECK = b',"crc32":"%08x"}'
 _CHECK_LENGTH = len(_CHECK % 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Where a call is in the file.
-
-    Attributes:
-        offset: its first byte.
-        size: how many bytes it has, without the end of the line.
-    """
-
-    offset: int
-    size: int
 
 
 class CassetteWriter:
@@ -107,7 +93,7 @@ class CassetteWriter:
 
 
 class CassetteReader:
-    """Reads a cassette, one call at a time.
+    """Reads a cassette, one call at a time: it may be larger than the memory.
 
     Args:
         path: the folder of the cassette.
@@ -116,46 +102,39 @@ class CassetteReader:
         header: the header.
 
     Raises:
-        CassetteError: there is no cassette, it is damaged, or its format is not known.
+        CassetteError: there is no cassette, or its format is not known.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = read_header(path)
-        try:
-            self._file = (path / CALLS).open("rb")
-        except OSError as error:
-            raise CassetteError(f"cassette {path}: {CALLS} cannot be read: {described(error)}") from error
-        self._mutex = threading.Lock()
+        self._offsets: list[int] = []
 
-    def lines(self) -> Iterator[tuple[Line, dict[str, Any]]]:
-        """Yield every record and where it is. A last line that was cut off is passed over.
+    def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the number of each line, from 1 on, and its record. A line that was cut off is passed over.
 
         Raises:
-            CassetteError: a line is damaged; the message names it.
+            CassetteError: a line is damaged, and the message names it; or there are none.
         """
         offset = 0
-        with self._mutex:
-            self._file.seek(0)
-            for number, text in enumerate(self._file, 1):
-                if not text.endswith(b"\n"):
-                    return
-                line = Line(offset, len(text) - 1)
-                yield line, self._parsed(text[:-1], f"line {number}")
-                offset += len(text)
+        try:
+            with (self.path / CALLS).open("rb") as file:
+                for number, text in enumerate(file, 1):
+                    if text.endswith(b"\n"):
+                        self._offsets.append(offset)
+                        offset += len(text)
+                        yield number, self._parsed(text[:-1], number)
+        except OSError as error:
+            raise CassetteError(f"cassette {self.path}: {CALLS} cannot be read: {described(error)}") from error
 
-    def read(self, line: Line) -> dict[str, Any]:
-        """Return the record of a line."""
-        with self._mutex:
-            self._file.seek(line.offset)
-            text = self._file.read(line.size)
-        return self._parsed(text, f"the line at byte {line.offset}")
+    def read(self, number: int) -> dict[str, Any]:
+        """Return the record of a line, which `records` has yielded."""
+        with (self.path / CALLS).open("rb") as file:
+            file.seek(self._offsets[number - 1])
+            return self._parsed(file.readline()[:-1], number)
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _parsed(self, text: bytes, where: str) -> dict[str, Any]:
+    def _parsed(self, text: bytes, number: int) -> dict[str, Any]:
+        where = f"line {number}"
         try:
             record = json.loads(text)
             if not isinstance(record, dict):

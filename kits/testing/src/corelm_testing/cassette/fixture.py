@@ -38,8 +38,7 @@ class Cassettes:
         mode: "none" replays, and no engine is opened. "once" replays a cassette that was recorded to its end by a test
             that passed, and records otherwise. "new_episodes" opens the engine and adds calls that are not recorded.
             "all" records again.
-        match: "strict" or "content", as for ``get_backend("cassette", …)``.
-        match_seeds: likewise.
+        match_seeds: as for ``get_backend("cassette", …)``.
         save_tokenizer: whether a recording holds the tokenizer's files.
     """
 
@@ -48,12 +47,11 @@ class Cassettes:
         folder: str | os.PathLike[str],
         mode: Mode = "once",
         *,
-        match: str = "strict",
         match_seeds: bool = True,
         save_tokenizer: bool = False,
     ) -> None:
         self.folder, self.mode = Path(folder), mode
-        self._playing: dict[str, Any] = {"match": match, "match_seeds": match_seeds}
+        self._match_seeds = match_seeds
         self._save_tokenizer = save_tokenizer
         self._opened: list[Backend] = []
         self._recorders: list[CassetteRecorder] = []
@@ -72,9 +70,9 @@ class Cassettes:
             InvalidRequestError: an unknown setting.
         """
         path = settings.pop("path", None)
-        if unknown := settings.keys() - {"match", "match_seeds", "save_tokenizer"}:
+        if unknown := settings.keys() - {"match_seeds", "save_tokenizer"}:
             raise InvalidRequestError(
-                f"corelm_cassette: {min(unknown)} is unknown; it takes match, match_seeds, save_tokenizer and path",
+                f"corelm_cassette: {min(unknown)} is unknown; it takes match_seeds, save_tokenizer and path",
                 field=min(unknown),
             )
         folder = Path("cassettes", test.path.stem, _folder_name(test))
@@ -115,7 +113,9 @@ class Cassettes:
                 "--corelm-record-mode=once where the engine is"
             )
         if self.mode == "none" or (self.mode == "once" and is_complete(path)):
-            backend = get_backend("cassette", path, wrappers=wrappers, tokenizer=tokenizer, **self._playing)
+            backend = get_backend(
+                "cassette", path, wrappers=wrappers, tokenizer=tokenizer, match_seeds=self._match_seeds
+            )
         else:
             # What an interrupted recording has left is replaced.
             mode: Literal["new_episodes", "all"] = "new_episodes" if self.mode == "new_episodes" else "all"

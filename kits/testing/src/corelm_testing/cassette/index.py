@@ -1,18 +1,17 @@
-"""Where the calls of a cassette are, in the order in which they began. The calls themselves stay in the file."""
+"""Where the calls of a cassette are, in the order in which they began."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from corelm_testing.cassette.errors import CassetteError
-from corelm_testing.cassette.file import CassetteReader, Line
+from corelm_testing.cassette.file import CassetteReader
 from corelm_testing.cassette.records import ORDERED, digest, error_of, result_of
 
-#: How many calls are kept in memory, so that the rows of one are not read from the file one by one.
+#: How many calls are kept decoded, because their rows are read one by one.
 _KEPT = 4
 
 
@@ -23,22 +22,20 @@ class IndexedCall:
     Attributes:
         number: its place among the calls: the order in which they began.
         hook: the hook.
-        line: where it is.
+        line: the number of its line.
         keys: one for each of its rows, see `row_keys`; of a hook without rows, one.
         weights: the state of the weights when it began, see `WeightsHistory`.
         failed: whether the hook raised.
         version: the label of the weights, see `RecordedCall.weight_version`.
-        gradients: whether the caller wanted gradients, which a replay does not have.
     """
 
     number: int
     hook: str
-    line: Line
+    line: int
     keys: tuple[str, ...]
     weights: str
     failed: bool
     version: str | None
-    gradients: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,20 +63,20 @@ class Played:
 
     Attributes:
         call: the recorded call.
-        rows: the rows of its request that count; None for all.
-        places: the rows of the new request that these are; None for all, in the same order.
+        rows: the rows of its request that count.
+        places: the rows of the new request that these are.
     """
 
     call: RecordedCall
-    rows: list[int] | None = None
-    places: list[int] | None = None
+    rows: list[int]
+    places: list[int]
 
 
 class CassetteIndex:
     """Finds calls in a cassette by their number. Threads may share it.
 
     Args:
-        reader: the file. It is read once, from the beginning to the end.
+        reader: the file.
 
     Attributes:
         calls: the calls that come in an order, by number.
@@ -94,7 +91,7 @@ class CassetteIndex:
         self.tokenized: dict[str, IndexedCall] = {}
         self.last = -1
         found = []
-        for line, record in reader.lines():
+        for line, record in reader.records():
             if "call" not in record:
                 continue
             call = _indexed(reader, line, record)
@@ -104,8 +101,7 @@ class CassetteIndex:
             elif call.hook == "tokenize" and not call.failed:
                 self.tokenized[call.keys[0]] = call
         self.calls = sorted(found, key=lambda call: call.number)
-        self._mutex = threading.Lock()
-        self._kept: OrderedDict[Line, RecordedCall] = OrderedDict()
+        self._decoded = lru_cache(_KEPT)(self._decode)
 
     def read(self, call: IndexedCall) -> RecordedCall:
         """Return a call as it is in the file.
@@ -113,19 +109,13 @@ class CassetteIndex:
         Raises:
             CassetteError: it is damaged.
         """
-        with self._mutex:
-            if call.line in self._kept:
-                self._kept.move_to_end(call.line)
-                return self._kept[call.line]
+        return self._decoded(call)
+
+    def _decode(self, call: IndexedCall) -> RecordedCall:
         record = self._reader.read(call.line)
         error = error_of(record["error"]) if call.failed else None
         result = None if call.failed else result_of(call.hook, record.get("result"))
-        found = RecordedCall(record["request"], result, error, record.get("stream", ()), record.get("weight_version"))
-        with self._mutex:
-            self._kept[call.line] = found
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return found
+        return RecordedCall(record["request"], result, error, record.get("stream", ()), record.get("weight_version"))
 
 
 def row_keys(hook: str, request: Any, weights: str, *, seeds: bool = True) -> tuple[str, ...]:
@@ -171,7 +161,7 @@ def _by_row(form: Any, rows: int) -> list[Any]:
     return found
 
 
-def _indexed(reader: CassetteReader, line: Line, record: dict[str, Any]) -> IndexedCall:
+def _indexed(reader: CassetteReader, line: int, record: dict[str, Any]) -> IndexedCall:
     try:
         hook, request, weights = record["hook"], record["request"], record.get("weights", "")
         return IndexedCall(
@@ -182,7 +172,6 @@ def _indexed(reader: CassetteReader, line: Line, record: dict[str, Any]) -> Inde
             weights=weights,
             failed="error" in record,
             version=record.get("weight_version"),
-            gradients="gradients" in record,
         )
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise CassetteError(

@@ -14,16 +14,12 @@ from corelm._version import __version__
 from corelm.backend.call_log import place
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError, is_interrupt
 from corelm.spec import (
-    AbortRequest,
     CloseRequest,
     GenerateRequest,
     GenerateResult,
     ScoreRequest,
     ScoreResult,
-    SleepRequest,
     TokenChunk,
-    TokenizeRequest,
-    WakeRequest,
     WeightUpdate,
     hookimpl,
 )
@@ -47,6 +43,17 @@ RecordMode = Literal["once", "new_episodes", "all"]
 RECORD_MODES: tuple[RecordMode, ...] = ("once", "new_episodes", "all")
 
 _Call = Generator[None, Any, Any]
+
+
+def _recording(hook: str) -> Callable[..., _Call]:
+    """Return a wrapper of a hook for the class `CassetteRecorder`."""
+
+    @hookimpl(wrapper=True)
+    def record(self: CassetteRecorder, request: Any) -> _Call:
+        return (yield from self._recorded(hook, request))
+
+    record.__name__ = hook
+    return record
 
 
 class CassetteRecorder:
@@ -85,7 +92,6 @@ class CassetteRecorder:
         self._mode, self._save_tokenizer = record_mode, save_tokenizer
         self._writer: CassetteWriter | None = None
         self._engine: OpenEngine | None = None
-        self._reader: CassetteReader | None = None
         self._known: ContentPlayer | None = None
         self._tells_weights = False
         self._weights = WeightsHistory()
@@ -119,54 +125,29 @@ class CassetteRecorder:
         writer = CassetteWriter(self.path, replace=not extends)
         try:
             if extends:
-                self._reader = CassetteReader(self.path)
-                index = CassetteIndex(self._reader)
+                index = CassetteIndex(CassetteReader(self.path))
                 self._known, self._next = ContentPlayer(self.path, index, explains=False), index.last + 1
                 self._known.weights = self._weights
             if self._save_tokenizer:
                 save_tokenizer(engine.tokenizer, self.path)
             writer.header(header)
         except BaseException:
-            self._close(writer, complete=False)
+            writer.close(complete=False)
             raise
         self._writer, self._engine, self._tells_weights = writer, engine, header["tells_weights"]
 
     # The hooks -------------------------------------------------------------------------------------------------------
 
-    @hookimpl(wrapper=True)
-    def tokenize(self, request: TokenizeRequest) -> _Call:
-        """Record a call of `tokenize`."""
-        return (yield from self._recorded("tokenize", request))
-
-    @hookimpl(wrapper=True)
-    def generate(self, request: GenerateRequest) -> _Call:
-        """Record a call of `generate`, with the order in which its tokens arrived if the caller read along."""
-        return (yield from self._recorded("generate", request))
-
-    @hookimpl(wrapper=True)
-    def score_logprobs(self, request: ScoreRequest) -> _Call:
-        """Record a call of `score_logprobs`; of gradients, nothing."""
-        return (yield from self._recorded("score_logprobs", request))
-
-    @hookimpl(wrapper=True)
-    def update_weights(self, request: WeightUpdate) -> _Call:
-        """Record a call of `update_weights`: a fingerprint of the weights, not the weights."""
-        return (yield from self._recorded("update_weights", request))
-
-    @hookimpl(wrapper=True)
-    def sleep(self, request: SleepRequest) -> _Call:
-        """Record a call of `sleep`."""
-        return (yield from self._recorded("sleep", request))
-
-    @hookimpl(wrapper=True)
-    def wake(self, request: WakeRequest) -> _Call:
-        """Record a call of `wake`."""
-        return (yield from self._recorded("wake", request))
-
-    @hookimpl(wrapper=True)
-    def abort(self, request: AbortRequest) -> _Call:
-        """Record that requests were aborted."""
-        return (yield from self._recorded("abort", request))
+    tokenize = _recording("tokenize")
+    #: With the order in which tokens arrived, if the caller read along.
+    generate = _recording("generate")
+    #: Of gradients, nothing.
+    score_logprobs = _recording("score_logprobs")
+    #: A fingerprint of the weights, not the weights.
+    update_weights = _recording("update_weights")
+    sleep = _recording("sleep")
+    wake = _recording("wake")
+    abort = _recording("abort")
 
     @hookimpl(wrapper=True)
     def close(self, request: CloseRequest) -> _Call:
@@ -175,7 +156,7 @@ class CassetteRecorder:
             return (yield)
         finally:
             if self._writer is not None:
-                self._close(self._writer, complete=self.completes)
+                self._writer.close(complete=self.completes)
 
     @hookimpl(specname="close", trylast=True)
     def closed(self, request: CloseRequest) -> bool:
@@ -193,11 +174,6 @@ class CassetteRecorder:
         """Score the rows of a call all of which are recorded; None lets the engine do it."""
         scores: ScoreResult | None = None if request.grad else self._from_cassette("score_logprobs", request)
         return scores
-
-    def _close(self, writer: CassetteWriter, *, complete: bool) -> None:
-        writer.close(complete=complete)
-        if self._reader is not None:
-            self._reader.close()
 
     def _from_cassette(self, hook: str, request: Any) -> Any:
         if self._known is None:
@@ -223,8 +199,6 @@ class CassetteRecorder:
             number, self._next = self._next, self._next + 1
             state = self._weights.state(getattr(request, "adapter", None))
         record = {"call": number, "hook": hook, "request": form, "weights": state, "began": time.time()}
-        if getattr(request, "grad", False):
-            record["gradients"] = True
         with ExitStack() as listening:
             if getattr(request, "on_tokens", None) is not None:
                 listening.enter_context(replaced(request, "on_tokens", _listener(request.on_tokens, heard)))
