@@ -5,8 +5,7 @@ A server in another process answers with bodies that were made before. They have
 
     json        `json.loads` of the bodies, which is what any client in Python pays
     checks      replies that are decoded already: parsed, checked against their requests, made into tensors
-    plain       the whole call: requests written, bodies received and decoded as any JSON, then the same checks
-    client      the same call as the plugin makes it: only what is read of a reply becomes objects
+    client      the whole call: requests written, bodies received and decoded, then the same checks
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ from benchmarks.measure import Figure, compare
 from benchmarks.models import tokenizer
 from corelm import Ragged, SamplingParams
 from corelm.spec import Capabilities, GenerateRequest, ScoreRequest
-from corelm_engine_kit import Decode, HttpClient, HttpEngine, Secrets, decoded
+from corelm_engine_kit import HttpClient, HttpEngine, Secrets
 from sglang_backend import SGLangBackend
 from sglang_backend import protocol as sglang
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
 from vllm_backend import protocol_http as vllm
-from vllm_backend import replies as vllm_replies
 from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
 from vllm_backend.server import VLLMServer
 
@@ -58,7 +56,6 @@ class Call:
         bodies: the reply to each of them.
         parse: makes a result of the decoded replies.
         is_reply_to: whether a reply answers a request.
-        decode: how the plugin decodes replies.
     """
 
     path: str
@@ -66,7 +63,6 @@ class Call:
     bodies: list[bytes]
     parse: Callable[[list[Any]], object]
     is_reply_to: Callable[[Json, Any], bool]
-    decode: Decode
 
 
 def figures(quick: bool) -> Iterator[list[Figure]]:
@@ -76,14 +72,13 @@ def figures(quick: bool) -> Iterator[list[Figure]]:
         with serving(call.bodies) as url:
             client = HttpClient(url)
             try:
-                replies = send(client, call, call.decode)
+                replies = send(client, call)
                 yield compare(
                     f"{name}: {rows} rows of {tokens:,} tokens, {len(call.bodies[0]) / tokens:.0f} bytes a token",
                     {
                         "json": partial(decode, call.bodies),
                         "checks": partial(call.parse, replies),
-                        "plain": partial(answered, client, call, decoded),
-                        "client": partial(answered, client, call, call.decode),
+                        "client": partial(answered, client, call),
                     },
                     baseline="json",
                     repeats=3 if quick else 15,
@@ -99,11 +94,11 @@ def decode(bodies: list[bytes]) -> list[Any]:
     return [json.loads(body) for body in bodies]
 
 
-def answered(client: HttpClient, call: Call, decode: Decode) -> object:
-    return call.parse(send(client, call, decode))
+def answered(client: HttpClient, call: Call) -> object:
+    return call.parse(send(client, call))
 
 
-def send(client: HttpClient, call: Call, decode: Decode) -> list[Any]:
+def send(client: HttpClient, call: Call) -> list[Any]:
     """Return the decoded replies to all rows of a call."""
     entries = client.post_each(
         call.path,
@@ -111,7 +106,6 @@ def send(client: HttpClient, call: Call, decode: Decode) -> list[Any]:
         names=["row"] * len(call.payloads),
         is_reply_to=call.is_reply_to,
         timeout=None,
-        decode=decode,
     )
     if failed := [entry for entry in entries if not isinstance(entry, dict)]:
         raise RuntimeError(f"{len(failed)} of {len(entries)} requests failed: {failed[0]}")
@@ -160,7 +154,6 @@ def vllm_generation(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: answering(VLLMServer, info, entries).generate(request),
         vllm.is_reply_to,
-        vllm_replies.decoder(payloads),
     )
 
 
@@ -182,7 +175,6 @@ def vllm_scoring(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: answering(VLLMServer, info, entries).score_logprobs(request),
         vllm.is_reply_to,
-        vllm_replies.decoder([*payloads.values()]),
     )
 
 
@@ -198,7 +190,6 @@ def sglang_generation(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: answering(SGLangBackend, info, entries).generate(request),
         sglang.is_reply_to,
-        decoded,
     )
 
 
@@ -215,7 +206,6 @@ def sglang_scoring(rows: int, tokens: int) -> Call:
         bodies,
         lambda entries: answering(SGLangBackend, info, entries).score_logprobs(request),
         sglang.is_reply_to,
-        decoded,
     )
 
 

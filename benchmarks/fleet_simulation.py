@@ -289,7 +289,7 @@ class Simulation:
             group = self.groups[numbers[0]]
             groups.append(Group(rows=tuple(numbers), prompt=group.prompt, new=group.new, key=group.key))
         started = time.process_time()
-        self.loads.offer(self.fleet.takers)
+        self.loads.takers = self.fleet.takers
         placed = self.place(groups, self.loads, self.policy)
         self.out.deciding += time.process_time() - started
         self.out.decisions += len(placed)

@@ -1,9 +1,6 @@
 """A page for every backend: what it says about capabilities and options is what the plugin declares and takes."""
 
-from __future__ import annotations
-
 import inspect
-import json
 import re
 from collections.abc import Callable
 from importlib import import_module
@@ -34,9 +31,6 @@ def test_every_backend_of_this_repository_has_a_page():
         assert f"]({name}.md)" in page("index")
 
 
-# What it can do -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tables(monkeypatch):
     """Return the module that makes the tables of the site."""
@@ -63,19 +57,6 @@ def test_transformers_declares_what_its_report_says(tmp_path):
         capability_tables.assert_page_says("transformers", backend)
 
 
-def test_a_report_that_differs_is_noticed(tmp_path, monkeypatch):
-    report = json.loads((capability_tables.REPORTS / "toy.json").read_text())
-    report["declares"] |= {"score": False, "unknown": True}
-    del report["declares"]["abort"], report["declares"]["sampling"]["top_k"]
-    (tmp_path / "toy.json").write_text(json.dumps(report))
-    monkeypatch.setattr(capability_tables, "REPORTS", tmp_path)
-    with corelm.get_backend("toy") as backend:
-        differ = capability_tables.differences("toy", backend)
-        assert differ.keys() == {"score", "unknown", "abort", "sampling"}
-        with pytest.raises(AssertionError):
-            capability_tables.assert_page_says("toy", backend, besides=["score", "unknown", "abort"])
-
-
 def test_every_capability_has_a_meaning(tables):
     assert tables.meanings().keys() == corelm.Capabilities.__dataclass_fields__.keys()
 
@@ -100,9 +81,6 @@ def test_the_comparison_shows_every_engine_and_every_outcome(tables):
         assert report["software"] in row and f"{report['counts']['passed']} passed" in row
     told = reports["ray"] | {"broken": ["a promise: failed, why"]}
     assert list(tables.broken({"vllm": reports["vllm"], "ray": told})) == ["- ray, a promise: failed, why"]
-
-
-# What it takes --------------------------------------------------------------------------------------------------------
 
 
 def options_in(text: str) -> dict[str, str]:
@@ -156,8 +134,3 @@ def test_a_page_shows_the_readme_from_a_heading_that_it_has(name):
     readme = (FOLDER / target).read_text()
     for heading in re.findall(r'^:(?:start-after|end-before): "(.*)"$', options, re.MULTILINE):
         assert readme.count(f"\n{heading}\n") == 1
-
-
-def test_a_default_that_differs_is_noticed():
-    readme = "## Options of `open`\n\n| `a`, `b` | 1, `True` | … |\n| `c` | 4,096 s | … |\n\n## Next\n| `d` | 1 | … |\n"
-    assert options_in(readme) == {"a": "1", "b": "`True`", "c": "4,096 s"}

@@ -4,8 +4,6 @@ Its program parses it: the command line, `argparse`, make, pip or pytest. A tiny
 run the blocks marked ``python``. Blocks marked ``py`` need an engine, a GPU or several machines, and are compiled here.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json
@@ -204,37 +202,6 @@ def test_what_is_printed_can_be_typed(line, complete, tmp_path, monkeypatch, cap
     said = complaint(line, pytestconfig, capsys)
     # A sentence names the flags that it is about; a block is to be copied.
     assert not said or (not complete and re.search("Missing|are required", said))
-
-
-def test_commands_are_found():
-    found = {tuple(words(line)[:2]) for line, _ in SHOWN}
-    assert {("corelm", name) for name in typer.main.get_command(app).commands} <= found
-    assert {("pip", "install"), ("make", "check"), ("python", "-m"), ("torchrun", "--nproc-per-node")} <= found
-    assert any(line.startswith("corelm generate --backend vllm") for line, _ in SHOWN)  # of a pipeline
-
-
-WRONG = """
-corelm generate --modle x
-corelm generat
-corelm backends --top-k 3
-make chekc
-make demo TROCH=x
-python -m corelm_testing.tyni x
-python -m corelm_testing.tiny --setps 3 x
-python examples/gone.py
-python benchmarks/soak.py --qiuck
-pip install core
-pip install . kits/gone
-pip install plugins/vllm_backend
-pip install . kits/engine apps/cli
-pip install . kits/engine plugins/vllm_backend[egnine]
-pip install trl>=0.9
-"""
-
-
-@pytest.mark.parametrize("line", WRONG.strip().splitlines())
-def test_what_cannot_be_typed_is_found(line, capsys, pytestconfig):
-    assert complaint(line.replace("[e", "'[e'").replace(">=", "'>='"), pytestconfig, capsys)
 
 
 # Advice in messages ---------------------------------------------------------------------------------------------------

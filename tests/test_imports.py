@@ -1,7 +1,5 @@
 """What importing core loads, seen from a new interpreter; and which private names the packages use."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -135,8 +133,6 @@ def test_applications_need_all_that_the_kernel_shows_them():
         *importlib.import_module("corelm.application").__all__
     }
 
-
-# Private names -------------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parent.parent
 #: Folders that hold packages. In corelm, every folder and every module at the top counts as a package.

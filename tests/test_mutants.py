@@ -1,7 +1,5 @@
 """The patches of tests/mutants apply to the code as it is; make nightly demands that make test finds each."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

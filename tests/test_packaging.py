@@ -1,7 +1,5 @@
 """The published files: build core and its plugins, open the results and check them."""
 
-from __future__ import annotations
-
 import configparser
 import email
 import json
@@ -182,8 +180,6 @@ def test_the_metadata_says_which_python_and_licence_and_its_page_has_no_link_tha
     assert metadata["Version"] == corelm.__version__
 
 
-# What the README says about installing --------------------------------------------------------------------------------
-
 INSTALL_LINES = re.findall(r"^pip (install .*)", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 
@@ -221,11 +217,6 @@ def would_install(folder: Path, index: Path, arguments: list[str]) -> dict[str, 
     return {canonicalize_name(each["name"]): each["version"] for each in chosen}
 
 
-def test_a_stranger_with_our_name_would_win_by_name(built, index):
-    chosen = would_install(built, index, ["install", "--find-links", ".", "core[transformers]"])
-    assert chosen["core"] == "99.0"
-
-
 @pytest.mark.parametrize("line", INSTALL_LINES)
 def test_the_lines_of_the_readme_install_our_core(line, built, index, tmp_path):
     (tmp_path / "wheels").symlink_to(built)
@@ -235,10 +226,6 @@ def test_the_lines_of_the_readme_install_our_core(line, built, index, tmp_path):
     chosen = would_install(folder, index, words)
     assert chosen["core"] == chosen["core-transformers-backend"] == corelm.__version__
     assert {"torch", "transformers", "typer"} <= set(chosen)  # Both bring the plugin's engine and the command.
-
-
-def test_the_readme_has_a_line_for_a_checkout_and_one_for_wheels():
-    assert len(INSTALL_LINES) == 2
 
 
 #: The files of pins of .venv, each on top of those before it.
@@ -274,7 +261,7 @@ def test_no_pin_has_a_local_version_or_a_url():
         for requirement in pinned.values():
             assert requirement.url is None and "+" not in str(requirement.specifier)
         # Shared packages have one version in all environments, so that a test means the same in each.
-        for shared in ("torch", "tensordict", "pluggy", "httpx2", "orjson", "msgspec"):
+        for shared in ("torch", "tensordict", "pluggy", "httpx2", "orjson"):
             assert str(pinned[shared].specifier) == str(own[shared].specifier)
 
 

@@ -1,7 +1,5 @@
 """The versions in docs/verified.md are those that constraints/ pins."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each environment has other libraries, so `make test-newest` and the targets of engines and harnesses run this file, too.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from corelm.spec.other_libraries import ELSEWHERE, NOT_OURS

@@ -1,5 +1,6 @@
 from .backend.arguments import answer_seeds as answer_seeds
 from .backend.arguments import generation_mode as generation_mode
+from .backend.arguments import prepare_scoring as prepare_scoring
 from .backend.arguments import row_problems as row_problems
 from .backend.engine_call import Arrival as Arrival
 from .backend.engine_call import Call as Call
@@ -13,7 +14,6 @@ from .backend.futures import uninterrupted as uninterrupted
 from .backend.hooks import OUT_OF_TURN as OUT_OF_TURN
 from .backend.hooks import hooks_of as hooks_of
 from .backend.hooks import to_containers as to_containers
-from .backend.prepared_call import prepare_scoring as prepare_scoring
 from .backend.program_end import at_program_end as at_program_end
 from .backend.registry import ALLOW_LIST as ALLOW_LIST
 from .backend.registry import DISTRIBUTION as DISTRIBUTION

@@ -6,6 +6,7 @@ Importing this module does not import torch, so that backends can be listed with
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import reprlib
@@ -265,27 +266,10 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
 
 
 def nearest(name: Any, known: Iterable[str]) -> str | None:
-    """Return the known name that is spelt most like `name`; None if it differs by more than two letters.
-
-    Names of up to four letters may differ by one.
-    """
-    most, name = (2 if len(str(name)) > 4 else 1), str(name)
-    near = [(_distance(name, one), one) for one in known if abs(len(one) - len(name)) <= most]
-    return next((one for distance, one in sorted(near) if distance <= most), None)
-
-
-def _distance(one: str, other: str) -> int:
-    """Return how many letters must be added, dropped or replaced to make `other` of `one`; 1 for the same letters in
-    another order.
-    """
-    if sorted(one) == sorted(other):
-        return int(one != other)
-    row = list(range(len(other) + 1))
-    for letter in one:
-        before, row = row, [row[0] + 1]
-        for at, target in enumerate(other):
-            row.append(min(before[at] + (letter != target), before[at + 1] + 1, row[at] + 1))
-    return row[-1]
+    """Return the known name that is spelt most like `name`; None if none is close."""
+    # One letter is a large part of a short name.
+    cutoff = 0.8 if len(str(name)) > 4 else 0.65
+    return next(iter(difflib.get_close_matches(str(name), list(known), 1, cutoff)), None)
 
 
 def _range(low: float, high: float, above: bool) -> str:

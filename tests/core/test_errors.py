@@ -1,7 +1,5 @@
 """The exceptions: their messages can be printed anywhere."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 

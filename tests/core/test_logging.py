@@ -1,7 +1,5 @@
 """What core logs: who opened what, new weights, batches, retries, aborts and timeouts; and what it never logs."""
 
-from __future__ import annotations
-
 import logging
 import re
 import subprocess
@@ -14,14 +12,9 @@ import pytest
 import tenacity
 
 import corelm
-from corelm.backend.backend import Backend
 from corelm.backend.call_log import place
-from corelm.backend.futures import Aborts
 from corelm.batching import DynamicBatcher
-from corelm.errors import BackendTimeoutError, EngineError, brief
-from corelm_testing.toy import ToyBackend
-from helpers.batching_fakes import wait_until
-from helpers.each import each
+from corelm.errors import BackendTimeoutError
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
@@ -92,13 +85,6 @@ def test_retries_are_told_in_one_short_line(caplog: pytest.LogCaptureFixture) ->
         assert "boom" in told and "\n" not in told and len(told) < 500
 
 
-def test_a_failure_is_told_with_its_call(caplog: pytest.LogCaptureFixture) -> None:
-    with corelm.get_backend("toy", wrappers=[Failing(1)]) as backend, pytest.raises(EngineError):
-        backend.generate([[1], [2]], {"max_new_tokens": 1})
-    (told,) = (line for line in logged(caplog, logging.INFO) if "failed" in line)
-    assert told.startswith("toy: generate of 2 rows failed after ") and len(told) < 500 and "\n" not in told
-
-
 class Slow:
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -122,46 +108,9 @@ def test_a_timeout_is_told(batching: bool, caplog: pytest.LogCaptureFixture) -> 
     assert any(re.match(r"toy: .* timed out after ", line) for line in logged(caplog, logging.INFO)), caplog.text
 
 
-def test_an_abort_names_its_backend(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(names: tuple[str, ...]) -> None:
-        raise RuntimeError("boom")
-
-    aborts = Aborts(fail, "toy")
-    aborts.add(["a", "b"], lambda: True)
-    wait_until(lambda: aborts.thread is None)
-    told = logged(caplog, logging.INFO)
-    assert told == ["toy: aborting 2 requests", "toy: aborting 2 requests failed: RuntimeError: boom"]
-
-
-class TwoWeights(ToyBackend):
-    """An engine whose owner changes its weights."""
-
-    state = "before"
-
-    @corelm.hookimpl
-    def weights_state(self, request: Any) -> str:
-        return self.state
-
-
-def test_weights_that_their_owner_changed_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    plugin = TwoWeights.open()
-    with Backend.from_plugin(plugin, "toy") as backend:
-        assert backend.weight_version == "0"
-        plugin.state = "after"
-        assert backend.weight_version == backend.weight_version == "1"
-    told = [line for line in logged(caplog, logging.INFO) if "owner" in line]
-    assert told == ["the weights were changed by their owner: 1 are in force, after 0"]
-
-
 def test_secrets_in_a_url_are_left_out() -> None:
     assert place("https://me:pass@host:1/v1?key=abc#frag") == "https://host:1/v1"
     assert place("org/model?not-a-url") == "org/model?not-a-url"
-
-
-@each("text", ["a\nb", "x" * 10_000, "\x1b[31m" * 500, "x" * 300, ""])
-def test_brief_is_one_printable_line_of_bounded_length(text: str) -> None:
-    assert brief(text).isprintable() and len(brief(text)) <= 300
-    assert brief("x" * 300) == "x" * 300
 
 
 def test_the_loggers_are_named_after_their_modules_and_nothing_is_configured() -> None:

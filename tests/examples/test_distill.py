@@ -1,7 +1,5 @@
 """`examples/distill_tiny.py`, shortened: the loss is that of plain forward passes, and it falls."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator
@@ -102,16 +100,3 @@ def test_the_loss_is_that_of_plain_forward_passes(folder: Path, distillation: Di
     for ours, theirs in zip(distillation.model.parameters(), student.parameters(), strict=True):
         scale = float(theirs.grad.abs().max())
         assert scale > 0 and float((ours.grad - theirs.grad).abs().max()) < 2e-3 * scale
-
-
-def test_both_models_have_one_tokenizer(folder: Path):
-    names = ("tokenizer.json", "chat_template.jinja")
-    assert all((folder / "student" / name).read_text() == (folder / "teacher" / name).read_text() for name in names)
-
-
-def test_impossible_options_are_refused(capsys: pytest.CaptureFixture[str]):
-    for option, value in (("--steps", "0"), ("--questions", "0"), ("--questions", "999"), ("--top-k", "0")):
-        with pytest.raises(SystemExit):
-            distill_tiny.parse([option, value])
-        assert "expected" in capsys.readouterr().err, option
-    assert distill_tiny.parse([]) == Options()

@@ -1,10 +1,7 @@
 """`examples/grpo_tiny.py`, shortened: the steps are checked against plain transformers, and the reward rises."""
 
-from __future__ import annotations
-
 import copy
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -113,17 +110,6 @@ def test_the_model_it_saves_is_the_trained_one(finished: FinishedRun):
     assert f"{right} after." in finished.printed
 
 
-@pytest.mark.nightly
-def test_the_same_seed_gives_the_same_numbers(demo_model: Path, tmp_path: Path):
-    runs = []
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "tiny-model").symlink_to(demo_model)
-        options = Options(steps=2, prompts=4, group=4, seed=3, output=tmp_path / name)
-        runs.append(grpo_tiny.train(options).steps)
-    assert runs[0] == runs[1]
-
-
 # One step --------------------------------------------------------------------------------------------------------
 
 
@@ -222,20 +208,3 @@ def test_engine_arguments_are_parsed_as_python_values():
         "path": "a=b",
     }
     assert grpo_tiny.parse([]) == Options()
-
-
-def test_invalid_arguments_are_refused(capsys: pytest.CaptureFixture[str]):
-    for arguments in (["--group", "1"], ["--prompts", "25"], ["--steps", "0"], ["--engine-arg", "eager"]):
-        with pytest.raises(SystemExit, match="2"):
-            grpo_tiny.parse(arguments)
-        assert "expected" in capsys.readouterr().err, arguments
-
-
-def test_without_matplotlib_it_fails_before_it_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match="2"):
-        grpo_tiny.parse([])
-    assert "pip install matplotlib" in capsys.readouterr().err
-    assert not grpo_tiny.parse(["--no-plot"]).plot

@@ -1,7 +1,5 @@
 """The example of a plugin for llama.cpp is short. `make test-llamacpp` runs it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

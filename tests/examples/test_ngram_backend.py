@@ -1,7 +1,5 @@
 """The example of a backend on `LogitsEngine` keeps every promise of the kit, in 80 lines."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

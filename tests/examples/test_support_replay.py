@@ -1,7 +1,5 @@
 """`examples/support_replay.py`: the bias of scores over the whole vocabulary, and none over the ids that were left."""
 
-from __future__ import annotations
-
 import re
 from contextlib import redirect_stdout
 from io import StringIO
@@ -38,12 +36,6 @@ def test_without_the_support_the_mean_ratio_is_the_mass_that_was_left(outcome: O
 def test_with_the_support_no_ratio_is_far_off(outcome: Outcome) -> None:
     assert outcome.with_support.mean == pytest.approx(1.0, abs=1e-5)
     assert outcome.with_support.outside == 0 and outcome.with_support.farthest < 1e-4
-
-
-def test_top_k_alone_has_the_same_bias(unsure_model: Path) -> None:
-    found = support_replay.replay(unsure_model, top_p=1.0, top_k=2, seed=1, samples=1)
-    assert found.kept_ids == 2 and found.without.mean == pytest.approx(found.kept_mass, abs=1e-5) != 1.0
-    assert found.with_support.farthest < 1e-4
 
 
 def test_the_command_prints_a_table_of_80_columns(unsure_model: Path) -> None:

@@ -1,7 +1,5 @@
 """``python -m tests.families``: check every model type, print the table, and exit with 1 if something does not hold."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

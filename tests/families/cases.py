@@ -1,7 +1,5 @@
 """`check_case`: build the model of one row of the table, open it with the backend and check it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

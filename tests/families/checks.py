@@ -1,7 +1,5 @@
 """Scoring and generating with the backend, compared with the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """`build`: a tiny random model of a model type of transformers, from a tiny configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

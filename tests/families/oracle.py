@@ -3,8 +3,6 @@
 One row at a time, ``model(input_ids=row).logits``: no mask, no positions, no cache, no code of ours.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`run`: each case in a process of its own, so that a crash or a hang is one row of the table."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

@@ -4,8 +4,6 @@ Windows are 24 tokens, chunks 32, sparse attention keeps 16 positions and longro
 140 ids cross every one of them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 VOCAB = 512

@@ -1,7 +1,5 @@
 """Special cases: settings, adapters, hooks, heads and folders that once gave wrong numbers or untyped errors."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The table of all rows, and the verdict on it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence

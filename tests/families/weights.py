@@ -1,7 +1,5 @@
 """`widen`: random weights with which an error is visible in the logits."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -3,8 +3,6 @@
 Elsewhere they are not collected. `make test-hosts` collects those that need the environments of the engines as well.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 

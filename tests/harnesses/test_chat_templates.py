@@ -5,8 +5,6 @@ them, one after another: every prompt has to be the template's own, or, where a 
 begin with the ids of the turns before.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import subprocess
@@ -45,11 +43,7 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 
 
 def call(name: str, number: int) -> dict[str, Any]:
-    return {
-        "id": f"abcdefgh{number}",
-        "type": "function",
-        "function": {"name": name, "arguments": {"city": "Rome"}},
-    }
+    return {"id": f"abcdefgh{number}", "type": "function", "function": {"name": name, "arguments": {"city": "Rome"}}}
 
 
 def result(text: str, name: str, number: int) -> dict[str, Any]:

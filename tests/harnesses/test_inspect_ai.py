@@ -1,7 +1,5 @@
 """inspect_ai answers its samples with a backend: evals, settings, log-probs, tool calls and reasoning."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess
@@ -255,14 +253,6 @@ def test_what_tasks_put_into_a_conversation_is_rendered():
     )
 
 
-def test_arguments_are_texts_where_templates_want_texts():
-    template = HERMES.replace("call.function.arguments | tojson", "call.function.arguments")
-    model, engine = model_of("Yes.", chat_template=template, response_parser="deepseek_r1")
-    call = ToolCall(id="c1", function="add", arguments={"x": 1, "y": 2})
-    ask(model, [ChatMessageUser(content="1 + 2?"), ChatMessageAssistant(content="", tool_calls=[call])])
-    assert f"<|im_start|>assistant\n{CALL}<|im_end|>" in engine.tokenizer.decode(engine.requests[0].prompts.tolist()[0])
-
-
 # Settings -------------------------------------------------------------------------------------------------------------
 
 
@@ -271,19 +261,6 @@ def test_a_prompt_that_does_not_fit_the_context_is_no_error(num_choices):
     model, engine = model_of("Yes.", engine={"max_context": 64})
     output = ask(model, "word " * 200, config={"num_choices": num_choices})
     assert output.stop_reason == "model_length" and "64" in output.completion and engine.requests == []
-
-
-def test_settings_are_passed_on():
-    model, engine = model_of("Hi there")
-    config = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 2, "stop_seqs": ["X"], "num_choices": 3}
-    output = ask(model, config={**config, "presence_penalty": 0.5, "seed": 4})
-    sampling = engine.requests[0].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (0.5, 0.9, 7, 2)
-    assert sampling.stop == ("X",) and sampling.presence_penalty == 0.5
-    assert len(output.choices) == 3 and {choice.stop_reason for choice in output.choices} == {"max_tokens"}
-    assert all(choice.logprobs is None for choice in output.choices) and engine.requests[0].logprobs == "none"
-    ask(model)
-    assert engine.requests[1].sampling.max_new_tokens == model.api.max_tokens() == 2048
 
 
 @pytest.mark.parametrize(
@@ -314,23 +291,7 @@ def test_tools_need_a_parser_and_images_are_refused():
         ask(model, [image])
 
 
-def test_a_setting_for_hosted_services_is_reported_once(caplog):
-    model, _ = model_of("Hi")
-    for _ in range(2):
-        ask(model, config={"verbosity": "low"})
-    assert caplog.text.count("verbosity") == 1
-
-
 # Engines --------------------------------------------------------------------------------------------------------------
-
-
-def test_concurrent_samples_share_calls(tmp_path):
-    model, engine = model_of("Hi")
-    task = Task(dataset=[Sample(input=f"Question {n}", target="Hi") for n in range(32)], scorer=includes())
-    (log,) = eval(task, model=model, log_dir=str(tmp_path), display="none", max_samples=32)
-    assert log.status == "success" and log.results.scores[0].metrics["accuracy"].value == 1
-    assert sum(len(request.prompts) for request in engine.requests) == 32 and len(engine.requests) < 20
-    model.api.backend.close()
 
 
 def test_a_borrowed_engine_stays_open_and_wrong_arguments_open_none():
@@ -342,13 +303,6 @@ def test_a_borrowed_engine_stays_open_and_wrong_arguments_open_none():
     model.api.backend.close()
     with pytest.raises(CoreLMError, match="no backend"):
         get_model("corelm/nonsense/x", memoize=False)
-
-
-@pytest.mark.parametrize("parser", ["hermse", "auto"])
-def test_an_engine_is_closed_if_its_parser_is_not_there(parser, tiny, caplog):
-    with caplog.at_level("INFO", "corelm"), pytest.raises(InvalidRequestError, match="response_parser"):
-        get_model(f"corelm/transformers/{tiny}", response_parser=parser, memoize=False)
-    assert caplog.text.count("opened") == caplog.text.count("closed")
 
 
 def test_the_page_runs(tiny, tmp_path, monkeypatch):

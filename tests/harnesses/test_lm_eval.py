@@ -1,7 +1,5 @@
 """The model `corelm` of lm-eval gives the numbers and answers of lm-eval's own model `hf`, on every engine."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -196,15 +194,6 @@ def test_only_the_text_after_the_thinking_counts(by_id, tiny_model, hf, ours):
         assert found == theirs.generate_until(requests("generate_until", [("I am", given)])) == [rest]
 
 
-def test_strings_that_end_answers_may_occur_in_the_thinking(tiny_model, ours):
-    (whole,) = ours.generate_until(requests("generate_until", [("I am", {"until": [], "max_gen_toks": 24})]))
-    thought, end, rest = whole.split(maxsplit=2)
-    given = {"until": [thought, rest[-1]], "max_gen_toks": 24}
-    assert ours.generate_until(requests("generate_until", [("I am", given)])) == [whole.partition(thought)[0]]
-    with CoreLM("transformers", tiny_model, dtype="float32", think_end_token=end) as thinking:
-        assert thinking.generate_until(requests("generate_until", [("I am", given)])) == [rest.split(rest[-1])[0]]
-
-
 def test_sampled_answers_follow_the_seed_whatever_shares_their_call(tiny_model):
     arguments = {"temperature": 1.0, "do_sample": True, "until": [], "max_gen_toks": 8, "seed": 3}
     asked = requests("generate_until", [("Who are", arguments)] * 3 + [("Hello", arguments)])
@@ -233,19 +222,6 @@ def test_generation_arguments_that_would_be_ignored_are_refused(given, field, ou
     assert caught.value.field == field
 
 
-def test_other_names_for_until_and_special_tokens_count(ours):
-    def answer(**given):
-        return ours.generate_until(requests("generate_until", [("I am", {"max_gen_toks": 12, **given})]))[0]
-
-    whole = answer(skip_special_tokens=False, ignore_eos=True, until=[])
-    assert "<|im_end|>" in whole and answer() == whole.split("<|im_end|>")[0]
-    first, second, *_ = whole.split()
-    assert answer(stop=[second], until=["never"]) == whole.split(second)[0]
-    (number,) = ours.tokenizer(" " + second, add_special_tokens=False)["input_ids"][-1:]
-    assert answer(stop_token_ids=[number]) == whole[: whole.index(second) + len(second)]
-    assert answer(until=first) == whole.split(first)[0]
-
-
 def test_beams_are_refused_by_an_engine_without_them():
     with CoreLM("toy", max_gen_toks=4) as toy, pytest.raises(CapabilityError, match="num_beams"):
         toy.generate_until(requests("generate_until", [("Hello", {"num_beams": 2})]))
@@ -269,46 +245,6 @@ def test_a_turn_that_was_begun_is_continued(hf, ours):
 
 
 # Batches and caches ---------------------------------------------------------------------------------------------------
-
-
-def test_what_requests_share_is_read_once(ours):
-    context = "Question: What is your name, and how big are you?\nAnswer:"
-    pairs = [(context, f" {text}") for text in ("Pip", "I am Pip", "Very small", "Yes")]
-    ours.loglikelihood(requests("loglikelihood", pairs))
-    path = ours.engine.engine.plugin.scorer.path
-    assert path.shared >= 3 * len(ours.tok_encode(context))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "calls"),
-    [
-        ({}, [24]),
-        ({"batch_size": 1}, [1] * 24),
-        ({"batch_size": "7"}, [7, 7, 7, 3]),
-        ({"batch_size": "auto"}, [24]),
-        ({"batch_size": "auto:4", "max_batch_size": 20}, [20, 4]),
-    ],
-    ids=str,
-)
-def test_the_batch_size_is_the_most_rows_of_a_call(arguments, calls, tiny_model, watcher, ours):
-    pairs = [(prompt_of(each["question"]), f" {choice}") for each in QUESTIONS for choice in each["choices"]]
-    expected = ours.loglikelihood(requests("loglikelihood", pairs))
-    watcher.scored.clear()
-    given = {"backend": "transformers", "model": str(tiny_model), "wrappers": [watcher], **arguments}
-    # What the command line passes where the user says nothing.
-    with CoreLM.create_from_arg_obj(given, {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"}) as model:
-        assert_alike(model.loglikelihood(requests("loglikelihood", pairs)), expected)
-    assert watcher.scored == calls
-
-
-def test_a_cache_answers_the_second_time(tasks, tiny_model, tmp_path, watcher, of_hf):
-    given = {"backend": "transformers", "model": str(tiny_model), "dtype": "float32", "wrappers": [watcher]}
-    for _ in range(2):
-        found = evaluate(tasks, TASKS, "corelm", given, use_cache=str(tmp_path / "cache"))
-        assert (watcher.scored, watcher.answered) == ([30, 6], [6])
-        assert responses(found, "answers") == responses(of_hf, "answers")
-        assert_alike(responses(found, "choices"), responses(of_hf, "choices"))
-    assert watcher.closed == 2
 
 
 def test_a_run_that_fails_keeps_what_it_has_and_goes_on_there(tasks, tiny_model, tmp_path, watcher, of_hf):

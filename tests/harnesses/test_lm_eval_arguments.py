@@ -1,7 +1,5 @@
 """The arguments of the model `corelm`: what they mean, and that those which mean nothing are refused by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from corelm.errors import InvalidRequestError
@@ -38,12 +36,6 @@ def test_arguments_that_mean_nothing_are_named(arguments, field, named, tiny_mod
     assert caught.value.field == field
     # What was opened before the mistake was found is closed.
     assert watcher.closed == (field in {"max_length", "prefix_token_id"} or named == "no BOS")
-
-
-def test_arguments_as_a_text(tiny_model):
-    given = f"backend=transformers,pretrained={tiny_model},dtype=float32,max_length=32"
-    with CoreLM.create_from_arg_string(given, {"batch_size": 3, "device": "cpu"}) as model:
-        assert (model.max_length, model.batch_size) == (32, 3)
 
 
 def test_no_thinking_precedes_a_choice(tiny_model):

@@ -1,7 +1,5 @@
 """lm-eval's command line with the model `corelm`, in a process, and the page about it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """docs/lm-eval.md names what lm-eval has. test_lm_eval_command.py runs the page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from helpers.foreign_names import names_in_tables, unknown_names

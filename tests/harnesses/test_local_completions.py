@@ -1,7 +1,5 @@
 """lm-eval's own client of the OpenAI protocol asks a server for log-likelihoods and answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 TRL itself has no SGLang, and this environment has neither engine.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

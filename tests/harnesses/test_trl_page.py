@@ -1,7 +1,5 @@
 """docs/trl.md is run where TRL is installed, and what it names exists there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from helpers.foreign_names import names_in_tables, unknown_names

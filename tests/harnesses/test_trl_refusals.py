@@ -1,7 +1,5 @@
 """What a rollout for TRL refuses: settings under which log-probs would mean something else, and missing parts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -79,17 +77,6 @@ def test_a_policy_that_does_not_answer_prompts_is_refused_at_once(backend, optio
     with pytest.raises(InvalidRequestError) as error:
         GRPORollout(LLMPolicy(backend, **options))
     assert error.value.field == field
-
-
-def test_what_is_no_backend_is_refused_at_once():
-    with pytest.raises(InvalidRequestError):
-        GRPORollout("transformers")
-
-
-def test_a_conversation_of_another_batch_is_refused(tmp_path, backend):
-    trainer = make_trainer(tiny_model(), GRPORollout(backend, conversation=lambda policy, td: policy(td)[:1]), tmp_path)
-    with pytest.raises(InvalidRequestError, match="expected a batch of 4"):
-        trainer.train()
 
 
 def test_a_vllm_of_trl_itself_is_refused(tmp_path, backend):

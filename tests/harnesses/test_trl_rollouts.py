@@ -1,13 +1,10 @@
 """`GRPORollout` in the real `GRPOTrainer`: TRL's own numbers, the weights that are handed over, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import ClassVar
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerFast
 
@@ -74,13 +71,6 @@ def test_trl_sees_that_weights_were_not_handed_over(tmp_path, backend):
     assert min(low, 1 / high) < 0.9, "TRL's correction is in force"
 
 
-def test_the_correction_can_be_turned_off(tmp_path, backend):
-    rollout = GRPORollout(backend)
-    trainer = make_trainer(tiny_model(), rollout, tmp_path, vllm_importance_sampling_correction=False)
-    trainer.train()
-    assert logged(trainer, "loss") and not logged(trainer, DIFFERENCE)
-
-
 @pytest.mark.parametrize(
     ("changes", "versions"),
     [
@@ -99,15 +89,6 @@ def test_weights_are_handed_over_only_when_they_have_changed(tmp_path, backend, 
     assert watched.versions == versions and max(watched.differences) < 1e-4
 
 
-def test_a_second_run_begins_with_the_weights_of_the_first(tmp_path, backend):
-    model = tiny_model()
-    watched = Watched(model)
-    trainer = make_trainer(model, GRPORollout(backend, conversation=watched), tmp_path)
-    trainer.train()
-    trainer.train()
-    assert watched.versions == ["1", "2"] and max(watched.differences) < 1e-4
-
-
 def test_another_rollout_takes_over_between_two_runs(tmp_path, backend):
     model = tiny_model()
     trainer = make_trainer(model, GRPORollout(backend), tmp_path)
@@ -118,18 +99,6 @@ def test_another_rollout_takes_over_between_two_runs(tmp_path, backend):
         trainer.train()
         assert watched.versions == ["1"] == [other.weight_version] and watched.differences[0] < 1e-4
     assert backend.weight_version == "1"
-
-
-def test_evaluation_samples_with_the_trained_weights(tmp_path, backend):
-    model = tiny_model()
-    watched = Watched(model)
-    data = Dataset.from_dict({"prompt": QUESTIONS})
-    trainer = make_trainer(
-        model, GRPORollout(backend, conversation=watched), tmp_path, more={"eval_dataset": data}, num_generations_eval=2
-    )
-    trainer.train()
-    assert "eval_reward" in trainer.evaluate()
-    assert watched.versions[0] == "1" and {*watched.versions[1:]} == {"2"} and max(watched.differences) < 1e-4
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["the trained object", "a copy"])
@@ -203,18 +172,6 @@ def test_conversations_of_several_turns_are_trained_on_where_they_were_sampled(t
         told = [token for token, sampled in zip(completion, mask, strict=True) if not sampled]
         assert tokenizer.decode(told).endswith(asked) and 0 < sum(mask) <= 10
     assert 0 < logged(trainer, DIFFERENCE)[0] < 1e-4, "TRL compares the sampled tokens alone"
-
-
-def test_prompts_that_are_texts(tmp_path, backend):
-    trainer = make_trainer(
-        tiny_model(),
-        GRPORollout(backend),
-        tmp_path,
-        prompts=["Hello", "Who"],
-        reward=lambda completions, **_: [float(len(text)) for text in completions],
-    )
-    trainer.train()
-    assert 0 < logged(trainer, DIFFERENCE)[0] < 1e-4
 
 
 def test_a_policy_brings_its_own_parameters(tmp_path, backend):

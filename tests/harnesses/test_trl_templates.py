@@ -3,8 +3,6 @@
 TRL ships these templates. tests/core/rendering/test_response_parsers.py does the same with shorter ones.
 """
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from pathlib import Path

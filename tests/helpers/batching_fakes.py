@@ -1,7 +1,5 @@
 """A fake engine whose calls wait until a test releases them, and whose answers identify their request."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Containers whose contents are not what they should be. What is printed of them must not fail."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,62 +3,35 @@
 Those without a defect, of which some inherit, are in `capable_plugins`.
 """
 
-from __future__ import annotations
-
+import math
+import threading
 from collections.abc import Generator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from corelm import Ragged, SamplingParams, hookimpl
+from corelm import Ragged, SamplingParams, TokenSets, hookimpl
+from corelm.spec import RowAnswer, generate_result
 from corelm.spec.records import (
     ContainerRequest,
     GenerateRequest,
     GenerateResult,
     ScoreRequest,
     ScoreResult,
+    SleepRequest,
+    WakeRequest,
     WeightUpdate,
 )
 from corelm_testing.toy import ToyBackend
-from helpers.adapter_toys import AdapterToy as AdapterToy
-from helpers.beam_toys import Beams as Beams
-from helpers.beam_toys import BeamsSampled as BeamsSampled
-from helpers.broken_adapters import AdapterIgnoredWhileScoring as AdapterIgnoredWhileScoring
-from helpers.broken_adapters import AdaptersLostInSleep as AdaptersLostInSleep
-from helpers.broken_adapters import AdapterStaysOn as AdapterStaysOn
-from helpers.broken_adapters import DroppedBeforeRefused as DroppedBeforeRefused
-from helpers.broken_adapters import FirstVersionKept as FirstVersionKept
-from helpers.broken_adapters import MergedIntoBase as MergedIntoBase
-from helpers.broken_adapters import UnknownIsBase as UnknownIsBase
-from helpers.broken_sleepers import CopyOutlivesUpdate as CopyOutlivesUpdate
-from helpers.broken_sleepers import WakesAsBefore as WakesAsBefore
-from helpers.broken_sleepers import WeightsLostInSleep as WeightsLostInSleep
-from helpers.broken_supports import MassBeforeTemperature as MassBeforeTemperature
-from helpers.broken_supports import MassForgotten as MassForgotten
-from helpers.broken_supports import OneIdMore as OneIdMore
-from helpers.broken_supports import SupportBeforeTemperature as SupportBeforeTemperature
-from helpers.broken_supports import SupportIgnored as SupportIgnored
-from helpers.broken_supports import SupportOfTheFirstAnswer as SupportOfTheFirstAnswer
-from helpers.broken_supports import TailOfTheLast as TailOfTheLast
-from helpers.broken_supports import TopIdsOfTheModel as TopIdsOfTheModel
-from helpers.broken_supports import TopIdsUntempered as TopIdsUntempered
-from helpers.broken_timeouts import NeverStops as NeverStops
-from helpers.broken_timeouts import RaisesAndGoesOn as RaisesAndGoesOn
-from helpers.capable_plugins import Abortable, Modest, Reshaping, Scaled
-from helpers.capable_plugins import Sleeper as Sleeper
+from helpers.adapter_toys import AdapterToy
+from helpers.capable_plugins import Abortable, Modest, Reshaping, Scaled, Sleeper
 from helpers.in_flight_toys import InFlight as InFlight
 from helpers.in_flight_toys import RunsTooEarly as RunsTooEarly
 from helpers.in_flight_toys import RunsTooLate as RunsTooLate
 from helpers.in_flight_toys import UpdateUnsaid as UpdateUnsaid
-from helpers.truncating_toys import MinPBeforeTemperature as MinPBeforeTemperature
-from helpers.truncating_toys import MinPBeforeTopP as MinPBeforeTopP
-from helpers.truncating_toys import MinPNotNormalised as MinPNotNormalised
-from helpers.truncating_toys import TopPBeforeTemperature as TopPBeforeTemperature
-from helpers.truncating_toys import TopPBeforeTopK as TopPBeforeTopK
-from helpers.truncating_toys import Truncating as Truncating
 
 
 class CutThoughScaled(Scaled):
@@ -371,3 +344,424 @@ class OwnerUnheard(ToyBackend):
         if request.by_owner:
             raise AttributeError("'NoneType' object has no attribute 'items'")
         return super().update_weights(request)
+
+
+# Kept ids and the most probable ids ---------------------------------------------------------------------------------
+
+
+class MassForgotten(ToyBackend):
+    """The mass of the kept ids is 1, as if nothing had been cut off."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        batch = super().generate(request)
+        mass = batch.kept_log_mass
+        return batch if mass is None else replace(batch, kept_log_mass=mass.with_values(torch.zeros_like(mass.values)))
+
+
+class MassBeforeTemperature(ToyBackend):
+    """The mass of the kept ids is that of the model's own distribution."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        batch = super().generate(request)
+        if batch.kept_ids is None:
+            return batch
+        before = torch.cat([request.prompts.values, batch.ids.values])
+        masses = []
+        for row, answer in enumerate(batch.ids.tolist()):
+            tokens = [int(request.prompts.values[request.prompts.offsets[row + 1] - 1]), *answer]
+            own = self.model(torch.tensor(tokens[:-1], device=before.device)).log_softmax(-1)
+            sets = batch.kept_ids.tolist()[row]
+            masses.append([float(own[at, kept].logsumexp(-1)) for at, kept in enumerate(sets)])
+        return replace(batch, kept_log_mass=Ragged.from_list(masses, torch.float32))
+
+
+class OneIdMore(ToyBackend):
+    """An id that was cut off is among the kept ids."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        batch = super().generate(request)
+        if batch.kept_ids is None:
+            return batch
+        vocab = range(self.capabilities.vocab_size)
+        more = [
+            [sorted({*ids, next(token for token in vocab if token not in ids)}) for ids in row]
+            for row in batch.kept_ids.tolist()
+        ]
+        return replace(batch, kept_ids=TokenSets.from_list(more))
+
+
+class SupportOfTheFirstAnswer(ToyBackend):
+    """Every answer to the same prompt gets the mass of the first one's tokens."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        batch = super().generate(request)
+        if batch.kept_log_mass is None:
+            return batch
+        first: dict[tuple[int, ...], list[float]] = {}
+        prompts, masses = request.prompts.tolist(), []
+        for prompt, own in zip(prompts, batch.kept_log_mass.tolist(), strict=True):
+            known = first.setdefault(tuple(prompt), own)
+            masses.append([known[at] if at < len(known) else mass for at, mass in enumerate(own)])
+        return replace(batch, kept_log_mass=Ragged.from_list(masses, torch.float32))
+
+
+class SupportIgnored(ToyBackend):
+    """Scores are normalised over the whole vocabulary, and called truncated."""
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        batch = super().score_logprobs(replace(request, support=None))
+        return batch if request.support is None else replace(batch, mode="processed", support="truncated")
+
+
+class SupportBeforeTemperature(ToyBackend):
+    """Scores over given ids are those of temperature 1."""
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        if request.support is None:
+            return super().score_logprobs(request)
+        return replace(super().score_logprobs(replace(request, temperature=1.0)), temperature=request.temperature)
+
+
+class TopIdsOfTheModel(ToyBackend):
+    """The most probable ids of processed answers are those of the model's own distribution."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        batch = super().generate(request)
+        if not request.top_logprobs or request.logprobs == "raw":
+            return batch
+        raw = super().generate(replace(request, logprobs="raw"))
+        # The token's own number is taken over, so that only the others are wrong.
+        own = raw.top_ids.values == raw.ids.values[:, None]
+        values = torch.where(own, batch.logprobs.values[:, None], raw.top_logprobs.values)
+        ordered = values.sort(-1, descending=True)
+        return replace(
+            batch,
+            top_ids=raw.top_ids.with_values(raw.top_ids.values.gather(-1, ordered.indices)),
+            top_logprobs=raw.top_logprobs.with_values(ordered.values),
+            tail_log_mass=raw.tail_log_mass,
+        )
+
+
+class TailOfTheLast(ToyBackend):
+    """The tail of scores is the log-prob of the last of the most probable ids."""
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        batch = super().score_logprobs(request)
+        if batch.top_logprobs is None:
+            return batch
+        return replace(batch, tail_log_mass=batch.tail_log_mass.with_values(batch.top_logprobs.values[:, -1]))
+
+
+class TopIdsUntempered(ToyBackend):
+    """The log-probs of the most probable ids of scores are those of temperature 1."""
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        batch = super().score_logprobs(request)
+        if batch.top_logprobs is None or request.temperature == 1.0:
+            return batch
+        own = super().score_logprobs(replace(request, temperature=1.0))
+        return replace(own, logprobs=batch.logprobs, mode=batch.mode, temperature=batch.temperature)
+
+
+# Adapters -----------------------------------------------------------------------------------------------------------
+
+
+class AdapterIgnoredWhileScoring(AdapterToy):
+    """Answers are of the adapter, and scores of the base weights."""
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        return super().score_logprobs(replace(request, adapter=None))
+
+
+class AdapterStaysOn(AdapterToy):
+    """A call without an adapter runs with that of the last call that had one."""
+
+    last: Any = None
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        return super().generate(self._kept_on(request))
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        return super().score_logprobs(self._kept_on(request))
+
+    def _kept_on(self, request: Any) -> Any:
+        if request.adapter:
+            self.last = request.adapter
+            return request
+        return replace(request, adapter=self.last if self.last in self.added else None)
+
+
+class FirstVersionKept(AdapterToy):
+    """An adapter that is loaded again keeps its first weights."""
+
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        before = self.added.get(request.adapter or "")
+        done = super().update_weights(request)
+        if before is not None and not request.unloads:
+            self.added[request.adapter or ""] = before
+        return done
+
+
+class DroppedBeforeRefused(AdapterToy):
+    """It drops the old adapter before it looks whether the new one fits."""
+
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        if request.adapter in self.added and not request.unloads:
+            self.added[request.adapter] = torch.zeros_like(self.added[request.adapter])
+        return super().update_weights(request)
+
+
+class UnknownIsBase(AdapterToy):
+    """It answers with its base weights if there is no such adapter."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        return super().generate(replace(request, adapter=request.adapter if request.adapter in self.added else None))
+
+    @hookimpl
+    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+        return super().score_logprobs(
+            replace(request, adapter=request.adapter if request.adapter in self.added else None)
+        )
+
+
+class MergedIntoBase(AdapterToy):
+    """It adds an adapter to its base weights, which then have it in every call."""
+
+    @hookimpl
+    def update_weights(self, request: WeightUpdate) -> bool:
+        done = super().update_weights(request)
+        if request.adapter is not None and not request.unloads:
+            self.model.table.data += self.added[request.adapter]
+            self.added[request.adapter] = torch.zeros_like(self.added[request.adapter])
+        return done
+
+
+class AdaptersLostInSleep(AdapterToy, Sleeper):
+    """Its base weights survive a sleep at level 1, and its adapters do not."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, sleep_levels=frozenset({1}))
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        self.added = {name: torch.zeros_like(added) for name, added in self.added.items()}
+        return super().sleep(request)
+
+
+# Sleep --------------------------------------------------------------------------------------------------------------
+
+
+class WeightsLostInSleep(Sleeper):
+    """It wakes with other weights than it fell asleep with."""
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        if self.kept is not None:
+            self.kept = self.kept.flip(0)
+        return super().wake(request)
+
+
+class WakesAsBefore(Sleeper):
+    """Waking the cache brings back the weights that it fell asleep with, whatever was loaded since then."""
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        self.before = self.model.table.detach().clone()
+        return super().sleep(request)
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        super().wake(request)
+        if request.last:
+            self.model.table.data = self.before
+        return True
+
+
+class CopyOutlivesUpdate(Sleeper):
+    """Waking the cache brings back the weights that level 1 kept, whatever was loaded since then."""
+
+    @hookimpl
+    def sleep(self, request: SleepRequest) -> bool:
+        super().sleep(request)
+        self.copy = None if self.kept is None else self.kept.clone()
+        return True
+
+    @hookimpl
+    def wake(self, request: WakeRequest) -> bool:
+        super().wake(request)
+        if request.last and self.copy is not None:
+            self.model.table.data = self.copy
+        return True
+
+
+# Timeouts -----------------------------------------------------------------------------------------------------------
+
+
+class NeverStops(ToyBackend):
+    """Declares that it stops at a timeout, and works on to the end."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, stops_at_timeout=True)
+
+
+class RaisesAndGoesOn(NeverStops):
+    """Declares that it stops at a timeout. It raises in time, but the next call waits for what is left of the work."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.turn = threading.Lock()
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        answers: list[GenerateResult] = []
+
+        def work() -> None:
+            with self.turn:
+                answers.append(ToyBackend.generate(self, request))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(request.timeout)
+        if not answers:
+            raise TimeoutError("too slow")
+        return answers[0]
+
+
+# Truncation in another order ----------------------------------------------------------------------------------------
+
+
+class Truncating(ToyBackend):
+    """No defect: it has top-p and min-p as well, applied in the right order."""
+
+    steps: ClassVar = ("temperature", "top_k", "top_p", "min_p")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        more = {**self.capabilities.sampling, "top_p": None, "min_p": None}
+        # The toy tells kept ids and their mass of top-k only.
+        self.capabilities = replace(self.capabilities, sampling=more, return_support=False)
+
+    def _distributions(
+        self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest
+    ) -> tuple[Tensor, Tensor]:
+        sampling = request.sampling
+        if sampling.greedy:
+            return super()._distributions(logits, prompt, answer, request)
+        banned = sorted(request.stop_ids) if len(answer) < sampling.min_new_tokens else []
+        found = logits.index_fill(0, torch.tensor(banned, dtype=torch.int64), -math.inf).log_softmax(-1)
+        for step in self.steps:
+            found = applied(step, found, sampling).log_softmax(-1)
+        return found, found if request.logprobs == "processed" else logits.log_softmax(-1)
+
+
+def applied(step: str, found: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return log-probs[V] after one step, not normalised."""
+    if step == "temperature":
+        return found / sampling.temperature
+    best = found.sort(descending=True)
+    if step == "top_k":
+        out = torch.arange(len(found)) >= (sampling.top_k or len(found))
+    elif step == "top_p":
+        mass = best.values.exp()
+        out = (mass.cumsum(0) - mass >= sampling.top_p) & (sampling.top_p < 1)
+    else:
+        out = best.values.exp() < sampling.min_p * best.values[0].exp()
+    return found.index_fill(0, best.indices[out], -math.inf)
+
+
+class TopPBeforeTemperature(Truncating):
+    """Top-p cuts the distribution that the temperature has not changed yet."""
+
+    steps = ("top_k", "top_p", "temperature", "min_p")
+
+
+class MinPBeforeTemperature(Truncating):
+    """Min-p cuts first, as in some engines."""
+
+    steps = ("min_p", "temperature", "top_k", "top_p")
+
+
+class TopPBeforeTopK(Truncating):
+    """Top-p cuts before top-k."""
+
+    steps = ("temperature", "top_p", "top_k", "min_p")
+
+
+class MinPBeforeTopP(Truncating):
+    """Min-p cuts before top-p, which then finds less mass."""
+
+    steps = ("temperature", "top_k", "min_p", "top_p")
+
+
+class MinPNotNormalised(Truncating):
+    """Its processed log-probs are not normalised again after min-p."""
+
+    def _distributions(
+        self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest
+    ) -> tuple[Tensor, Tensor]:
+        left, reported = super()._distributions(logits, prompt, answer, request)
+        if request.logprobs == "processed":
+            uncut = replace(request, sampling=replace(request.sampling, min_p=0.0))
+            _, reported = super()._distributions(logits, prompt, answer, uncut)
+        return left, reported
+
+
+# Beam search --------------------------------------------------------------------------------------------------------
+
+
+class Beams(ToyBackend):
+    """No defect: it searches with `num_beams`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, sampling={**self.capabilities.sampling, "num_beams": None})
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.sampling.num_beams == 1:
+            return super().generate(request)
+        return generate_result(request, [self.search(prompt, request) for prompt in request.prompts.tolist()])
+
+    @torch.no_grad()
+    def search(self, prompt: list[int], request: GenerateRequest) -> RowAnswer:
+        """Return the likeliest of the best beams; one that has ended competes with those that go on."""
+        count, beams = request.sampling.num_beams, [(0.0, list[int]())]
+        for _ in range(request.sampling.max_new_tokens or self.max_context - len(prompt)):
+            grown = []
+            for score, ids in beams:
+                if ids and ids[-1] in request.stop_ids:
+                    grown.append((score, ids))
+                    continue
+                best = self.model(torch.tensor((prompt + ids)[-1])).log_softmax(-1).topk(count)
+                pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+                grown += [(score + logprob, [*ids, token]) for logprob, token in pairs]
+            beams = sorted(grown, reverse=True)[:count]
+        ids = beams[0][1]
+        return RowAnswer(ids, [0.0] * len(ids), "stop" if ids[-1] in request.stop_ids else "length")
+
+
+class BeamsSampled(Beams):
+    """Above temperature 0 it samples one answer, as if there were no beams."""
+
+    @hookimpl
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.sampling.temperature > 0:
+            request = replace(request, sampling=replace(request.sampling, num_beams=1))
+        return super().generate(request)

@@ -1,7 +1,5 @@
 """Backends of servers whose replies are given, so that nothing is sent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """What the reports in docs/_reports say that an engine declares: the pages of the backends are made from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from pathlib import Path

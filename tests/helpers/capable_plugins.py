@@ -1,7 +1,5 @@
 """Plugins without a defect that declare what the toy backend lacks."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from typing import Any
@@ -11,13 +9,7 @@ from torch import Tensor
 
 from corelm import Ragged, hookimpl
 from corelm.spec import RowAnswer
-from corelm.spec.records import (
-    AbortRequest,
-    GenerateRequest,
-    GenerateResult,
-    SleepRequest,
-    WakeRequest,
-)
+from corelm.spec.records import AbortRequest, GenerateRequest, GenerateResult, SleepRequest, WakeRequest
 from corelm_testing.toy import ToyBackend
 
 

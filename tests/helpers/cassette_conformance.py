@@ -4,8 +4,6 @@ tests/kits/testing/test_cassette_conformance.py runs this file in another proces
 and the tests of a file may be divided among processes. ``CASSETTES`` is the folder of the cassettes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

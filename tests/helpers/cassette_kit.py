@@ -4,8 +4,6 @@ The kit opens several backends. Each has its cassette, in the order in which the
 from torch's generator are drawn again at replay, because every test starts from a seed that follows from its name.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the tests of cassettes share: engines that are recorded and replayed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Short chat templates in common styles, and a tokenizer for the tests of conversations."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any

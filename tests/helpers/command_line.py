@@ -1,7 +1,5 @@
 """Run the `corelm` command in a test, with the toy backend and files in a temporary folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Comparisons that were made by hand: what a report shows does not depend on what an engine does."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

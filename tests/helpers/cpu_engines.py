@@ -1,7 +1,5 @@
 """What each engine needs to run on a CPU, in a process of its own environment, as make builds it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

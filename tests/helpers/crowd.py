@@ -1,7 +1,5 @@
 """Checks with many callers: threads and tasks share a real engine through a `DynamicBatcher`; some are cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
@@ -53,12 +51,7 @@ def check_tasks(backend: Backend, long: int) -> None:
     """
     prompts = random_rows(*range(3, 3 + CALLERS))
     answers = backend.generate(prompts, GREEDY).ids.tolist()
-    options = {
-        "input_mode": "tokens",
-        "batching": Limits(max_batch_size=4),
-        "return_text": False,
-        "inplace": False,
-    }
+    options = {"input_mode": "tokens", "batching": Limits(max_batch_size=4), "return_text": False, "inplace": False}
     short = LLMPolicy(backend, sampling_params=GREEDY, **options)
     slow = LLMPolicy(
         short.backend,

@@ -1,7 +1,5 @@
 """`each` and `case`: many cases in one test. `examples`: how many examples hypothesis draws."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The distribution that a token is drawn from, one id at a time in float64, from the definitions of the parameters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

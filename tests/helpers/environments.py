@@ -1,7 +1,5 @@
 """New environments that have what this one has, into which a test installs a project."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

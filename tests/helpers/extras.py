@@ -1,7 +1,5 @@
 """The modules of core that need a library which the tests' environment may lack."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 #: By the beginning of their names.

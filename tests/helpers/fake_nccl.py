@@ -3,8 +3,6 @@
 It is in place of `vllm.distributed.weight_transfer` where vLLM is not installed, and where no GPU is.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

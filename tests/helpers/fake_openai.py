@@ -4,8 +4,6 @@ It answers with a tiny model that writes letters. What it honours and how it rep
 those of a plain forward pass.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

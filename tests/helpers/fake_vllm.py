@@ -1,7 +1,5 @@
 """`FakeVLLM`: a server that replies as vLLM's does, with a formula as its model. It can be told to misbehave."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

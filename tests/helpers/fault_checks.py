@@ -1,7 +1,5 @@
 """Check fleets of real processes under load: what one engine says is checked with the oracle, then expected of all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

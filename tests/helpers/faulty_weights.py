@@ -1,7 +1,5 @@
 """Engines whose weights are not what they seem: the transformers plugin on a tiny model, with one fault each."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

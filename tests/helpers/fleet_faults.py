@@ -1,7 +1,5 @@
 """A load test of fleets on real processes: callers ask, while processes are killed and stopped and weights change."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

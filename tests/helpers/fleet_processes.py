@@ -1,7 +1,5 @@
 """The processes behind a fleet, as tests kill, stop and start them again."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

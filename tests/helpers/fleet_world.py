@@ -1,7 +1,5 @@
 """Engines that obey a `FleetState`, and an oracle that knows what really happened to each row and each weight."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

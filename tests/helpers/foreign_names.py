@@ -4,8 +4,6 @@ A table about a class names it in its first heading, with the library: ``| `vllm
 in the first column is then a parameter, a field or an attribute of that class, or of one of several.
 """
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """Four rows in every container, in both layouts, and the check that a TensorDict holds some of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ HOT = Provenance("toy", "tiny", "1", "processed", 1.5, "truncated", (("repetitio
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7]]
 RESPONSES = [[8], [9, 10, 11], [], [12, 13]]
-TEXTS = ["a", "b", "c", "d"]
+TEXTS, FINISH_REASONS = ["a", "b", "c", "d"], ["stop", "length"] * 2
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
 
 # The four rows when padded: prompts to 3 columns, responses to 3.
@@ -43,7 +41,7 @@ def batch(shape: tuple[int, ...] = (4,), pad_output: bool = False, provenance: A
         logprobs=Ragged(-tokens.full.values.float(), tokens.full.lengths),
         scored=Ragged.from_list(scored, torch.bool),
         provenance=provenance,
-        finish_reasons=("stop", "length", "stop", "length"),
+        finish_reasons=tuple(FINISH_REASONS),
         pad_output=pad_output,
     )
     return assemble(request)
@@ -74,6 +72,10 @@ def assert_holds(td: TensorDictBase, rows: Any, pad_output: bool) -> None:
     assert ragged(td, ("masks", "all_response_mask")).tolist() == [
         [False] * len(PROMPTS[row]) + [True] * len(RESPONSES[row]) for row in flat
     ]
+    if "finish_reason" in td.keys():
+        # A list of str, and not only equal to one.
+        reasons = pick(FINISH_REASONS, rows)
+        assert td["finish_reason"] == reasons and isinstance(td["finish_reason"], type(reasons))
     assert log_probs.provenance == (RAW if flat else None)
     assert set(td["masks"].keys()) - {"padded"} == {"all_attention_mask", "all_response_mask"}
 

@@ -1,7 +1,5 @@
 """`Pieces`: a tokenizer of four tokens, two of which end or begin inside a character."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Defects that were planted after the detectors were written, and that no detector was changed for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A toy engine whose weights may change in the middle of an answer, and what can be wrong with such an engine."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ A user does not need these answers. A test needs them to reach a moment that it 
 which a call waits for its turn.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from corelm import Backend

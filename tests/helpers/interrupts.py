@@ -1,7 +1,5 @@
 """Interrupt a call at every point at which CPython can raise a `KeyboardInterrupt` in it."""
 
-from __future__ import annotations
-
 import inspect
 import queue
 import sys

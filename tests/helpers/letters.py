@@ -3,8 +3,6 @@
 A server that takes and returns text alone then leaves nothing unknown.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 

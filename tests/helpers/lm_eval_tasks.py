@@ -1,7 +1,5 @@
 """Local tasks for lm-eval, requests made by hand, and a wrapper that watches what an engine is asked."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence

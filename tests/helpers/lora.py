@@ -1,7 +1,5 @@
 """LoRA adapters made by hand, without PEFT, and the plain model that an adapter makes of another one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`MaskingVLLM`: the fake server as if it was started with ``--return-sampling-mask --enable-scale-out``."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

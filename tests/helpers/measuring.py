@@ -1,7 +1,5 @@
 """What must be measured of an engine with a prefix cache that streams its answers."""
 
-from __future__ import annotations
-
 import time
 
 from corelm import Backend

@@ -1,7 +1,5 @@
 """`MidAnswer`: do something on another thread while a model answers, without reaching into the backend."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ One sequence at a time, no padding, no cache, every position, all logits, and a 
 off by up to 4e-5 over a large vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

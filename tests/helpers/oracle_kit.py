@@ -1,7 +1,5 @@
 """`OracleKit`: what the conformance kit compares an engine with, a plain float32 forward pass of the same model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

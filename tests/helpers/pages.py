@@ -1,7 +1,5 @@
 """`Page`: a page of the documentation, its code blocks, and running them."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

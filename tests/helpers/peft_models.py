@@ -1,7 +1,5 @@
 """Models with LoRA adapters of PEFT that change them much."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

@@ -1,7 +1,5 @@
 """Checks of a backend against the plain forward of its model, and models that make a mistake visible."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

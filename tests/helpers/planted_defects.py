@@ -1,7 +1,5 @@
 """Planted defects: engines that are wrong in one thing each. `corelm compare` must name it, and accuse no sound one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plugins that are wrong in one thing each: the transformers plugin, with a real change of what it computes."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -5,8 +5,6 @@ The plain forward of one row, without padding, mask, positions and cache, is wha
 twice what the plain forward is in the model's own dtype.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

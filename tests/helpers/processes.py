@@ -1,7 +1,5 @@
 """Check whether processes have ended; find a free port for a server."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -1,7 +1,5 @@
 """`on_two_ranks`: runs a function in two processes of one gloo group, which are always ended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path

@@ -5,8 +5,6 @@ token, with transformers, vLLM and SGLang; the latter two normalise by a float32
 since rounding depends on the machine.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`RealModelPromises`: the tests of a trained model that every real engine passes."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

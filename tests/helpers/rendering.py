@@ -1,7 +1,5 @@
 """Conversations, rendered by core and by the tokenizer itself."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How the transformers backend computed its latest scores."""
 
-from __future__ import annotations
-
 from corelm import Backend
 from helpers.tiny_models import DEVICE
 from transformers_backend.scoring import RowLayout, ScoringPath

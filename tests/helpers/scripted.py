@@ -1,7 +1,5 @@
 """An engine without a model that says what a test wrote, token by token of a real tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

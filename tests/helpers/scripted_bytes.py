@@ -1,7 +1,5 @@
 """An engine that says what a test tells it to: the toy, except that every answer is the next text of a script."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

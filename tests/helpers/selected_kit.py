@@ -5,8 +5,6 @@ tests of ids, log-probs, seeds, streams, adapters and faults run. With ``CORELM_
 engines' targets unless ``SELECT=1`` is given, it is the whole kit.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tokenizer that drops the first space of a text, as those of SentencePiece do, and a model that says its words."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast

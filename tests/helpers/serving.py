@@ -1,7 +1,5 @@
 """Servers for tests, the official clients for them, and a wrapper that sees what the engine sees."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Checks of a server in front of a real engine, which the tests of each engine share."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """An oracle for what is asked of several ids at a position: plain sums in float64 over one row of logits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

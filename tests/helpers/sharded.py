@@ -1,7 +1,5 @@
 """What the ranks of `test_wrapped` do: each function runs on both ranks, see `helpers.ranks`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any

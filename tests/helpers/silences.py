@@ -1,7 +1,5 @@
 """Real servers that answer for longer than they may be silent."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

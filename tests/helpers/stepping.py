@@ -1,7 +1,5 @@
 """An engine without a model that stops in the middle of each answer, so that a test can update its weights there."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

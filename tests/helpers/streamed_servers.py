@@ -1,7 +1,5 @@
 """What a backend behind a URL promises about streams, for every kind of server."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from corelm import Backend, LLMPolicy
-from corelm.backend.prepared_call import prepare_generation
+from corelm.backend.arguments import prepare_generation
 from corelm.errors import BackendTimeoutError, EngineError
 from helpers.batching_fakes import LONG
 from helpers.http_server import FaultServer, event_stream

@@ -1,7 +1,5 @@
 """An engine that streams one token a step, waits for a test before each of them, and can be aborted."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A small HTTP server stands between the backend and a real server, and changes what is asked when weights are loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An SDK of OpenTelemetry that keeps what it is given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

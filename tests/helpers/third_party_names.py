@@ -5,8 +5,6 @@ or option for one without it, and goes a slower way or a wrong one. `tests/test_
 up in the libraries that are installed, so that a rename fails a test of `make test-newest`.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -3,8 +3,6 @@
 ``CORELM_TEST_DEVICE=cuda`` puts the models on the GPU: ``make test-gpu`` runs the plugin's own tests there.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -4,8 +4,6 @@ Each is written after what the family's own template puts around an assistant's 
 read in tests/harnesses/test_trl_templates.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

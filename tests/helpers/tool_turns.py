@@ -1,7 +1,5 @@
 """Assistants' turns with reasoning and tool calls, for property tests of chat templates and the parsers of answers."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TorchRL, for the tests that are about it."""
 
-from __future__ import annotations
-
 import pytest
 
 

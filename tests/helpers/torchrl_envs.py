@@ -1,7 +1,5 @@
 """Environments of TorchRL for the tests of collectors. Its processes import this module, which needs TorchRL."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The conformance suite of the toy backend; its oracle is the closed form of its model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

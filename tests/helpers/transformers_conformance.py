@@ -1,7 +1,5 @@
 """The conformance kit on the transformers plugin and a tiny model, wherever the engine runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """A `GRPOTrainer` of a tiny model, for the tests that are about TRL."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

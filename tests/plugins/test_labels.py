@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from corelm.errors import EngineError
-from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Provenance, Ragged, RowFailure, SamplingParams
+from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Provenance, RowFailure, SamplingParams
 from corelm_testing.toy import ToyBackend
 from helpers.canned_replies import answering
 from helpers.each import case
+from helpers.requests import generation
 from helpers.tiny_models import VOCAB, tiny_model, tiny_tokenizer
 from sglang_backend import SGLangBackend
 from sglang_backend.capabilities import ServerInfo
@@ -74,23 +75,23 @@ def test_every_engine_labels_sampled_log_probs_as_core_does():
     ):
         with case(engine, sampling, logprobs):
             label = Provenance.label(logprobs, SamplingParams(**sampling))
-            result = engine(generation(logprobs, **sampling))
+            result = engine(asked(logprobs, **sampling))
             assert {"mode": result.mode, "temperature": result.temperature, "support": result.support} == label
 
 
 def test_engine_kwargs_make_the_support_truncated_on_every_engine_that_takes_them():
     for engine in [vllm_in_process, vllm_over_http, sglang_server]:
         with case(engine):
-            assert engine(generation("processed", engine_kwargs={"logit_bias": {"3": 1.0}})).support == "truncated"
+            assert engine(asked("processed", engine_kwargs={"logit_bias": {"3": 1.0}})).support == "truncated"
 
 
-def generation(logprobs: Any, **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=Ragged.from_list([[5, 6]]),
-        sampling=SamplingParams(max_new_tokens=3, **sampling),
-        logprobs=logprobs,
+def asked(logprobs: Any, **sampling: Any) -> GenerateRequest:
+    return generation(
+        [[5, 6]],
+        logprobs,
+        max_new_tokens=3,
+        **sampling,
         seeds=torch.tensor([1]),
         stop_ids=frozenset({2}),
         request_ids=("one",),
-        timeout=None,
     )

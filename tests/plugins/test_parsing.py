@@ -13,18 +13,16 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
-from corelm import SamplingParams
-from corelm.spec import Capabilities, GenerateRequest, GenerateResult, Ragged, ScoreRequest, ScoreResult
-from corelm_engine_kit import Decode, decoded
+from corelm.spec import Capabilities, GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+from corelm_engine_kit import decoded
 from helpers.canned_replies import answering
 from helpers.each import case
+from helpers.requests import generation, scoring
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from sglang_backend import SGLangBackend
 from sglang_backend.capabilities import ServerInfo as SGLangInfo
-from vllm_backend import replies as vllm_replies
 from vllm_backend.capabilities_http import ServerInfo as VLLMInfo
 from vllm_backend.server import VLLMServer
 
@@ -42,9 +40,6 @@ SGLANG = SGLangInfo(CAPABILITIES, tiny_tokenizer(), "a-model", weight_label="def
 
 Defect = Callable[[list[Any]], object]
 
-#: Replies are decoded as any JSON, or compactly where they allow it.
-COMPACT = pytest.mark.parametrize("compact", [False, True], ids=["", "compact"])
-
 
 def row_of(seed: int) -> tuple[list[int], list[float]]:
     """Return ids, without the last one of the vocabulary, and a log-prob for each. Some are whole numbers."""
@@ -59,34 +54,17 @@ Rows = list[tuple[list[int], list[float]]]
 ROWS: Rows = [row_of(seed) for seed in range(3)]
 
 
-def scoring(rows: Rows = ROWS) -> ScoreRequest:
-    return ScoreRequest(
-        sequences=Ragged.from_list([ids for ids, _ in rows]),
-        score_from=torch.ones(len(ROWS), dtype=torch.int64),
-        temperature=1.0,
-        return_logits=False,
-        grad=False,
-        device=None,
-        request_ids=("a", "b", "c"),
-        timeout=None,
-    )
+def scores(rows: Rows = ROWS) -> ScoreRequest:
+    return scoring([ids for ids, _ in rows])
 
 
 def generating(stop_ids: frozenset[int] = frozenset()) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=Ragged.from_list([[5]] * len(ROWS)),
-        sampling=SamplingParams(max_new_tokens=COUNT),
-        logprobs="raw",
-        seeds=None,
-        stop_ids=stop_ids,
-        request_ids=("a", "b", "c"),
-        timeout=None,
-    )
+    return generation([[5]] * len(ROWS), max_new_tokens=COUNT, stop_ids=stop_ids)
 
 
-def sent(reply: Any, decode: Decode = decoded) -> Any:
+def sent(reply: Any) -> Any:
     """Return a reply as it arrives."""
-    return decode(json.dumps(reply).encode())
+    return decoded(json.dumps(reply).encode())
 
 
 def put(value: Any, part: int | str | None = None) -> Defect:
@@ -161,11 +139,9 @@ PROMPT_DEFECTS: dict[str, Defect] = {
 }
 
 
-@COMPACT
-def test_vllm_scores_are_what_a_plain_loop_reads(compact: bool) -> None:
+def test_vllm_scores_are_what_a_plain_loop_reads() -> None:
     for defect, ranked in itertools.product(PROMPT_DEFECTS, [False, True]):
         with case(defect, ranked):
-            decode = vllm_replies.decode if compact else decoded
             replies, lists = [], []
             for row, (ids, values) in enumerate(ROWS):
                 positions: list[Any] = [None]
@@ -180,9 +156,9 @@ def test_vllm_scores_are_what_a_plain_loop_reads(compact: bool) -> None:
                     "top_logprobs": [{f"token_id:{ids[-1]}": -0.5, "token_id:7": -0.4}],
                 }
                 choice = {"finish_reason": "length", "token_ids": ids[-1:], "logprobs": last}
-                replies.append(sent({"choices": [{**choice, "prompt_logprobs": positions}]}, decode))
+                replies.append(sent({"choices": [{**choice, "prompt_logprobs": positions}]}))
                 lists.append(sent(positions))
-            check(answering(VLLMServer, VLLM, *replies).score_logprobs(scoring()), lists, vllm_plain)
+            check(answering(VLLMServer, VLLM, *replies).score_logprobs(scores()), lists, vllm_plain)
 
 
 LABEL_DEFECTS: dict[str, Defect] = {
@@ -290,7 +266,7 @@ def test_sglang_entries_are_what_a_plain_loop_reads() -> None:
                 result: Any = answering(SGLangBackend, SGLANG, *replies).generate(generating())
                 plain = sglang_plain("output_token_logprobs", 0)
             else:
-                result = answering(SGLangBackend, SGLANG, *replies).score_logprobs(scoring(rows))
+                result = answering(SGLangBackend, SGLANG, *replies).score_logprobs(scores(rows))
                 plain = sglang_plain("input_token_logprobs", 1)
             check(result, lists, plain, rows)
 

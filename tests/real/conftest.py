@@ -1,7 +1,5 @@
 """A trained model: its folder, its plain forward and a backend on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """More of what the transformers plugin does with a trained model; make test-real runs it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from copy import deepcopy

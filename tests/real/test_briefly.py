@@ -1,7 +1,5 @@
 """What make test shows on a trained model, in seconds."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,9 @@
-"""What callers pass, read and checked before a hook is called. An argument that is wrong is refused with its name.
+"""From what a caller passes to a call that is ready to be made: `prepare_generation` and `prepare_scoring`.
 
-No plugin has to check its requests. Functions that end in `_problems` return ``{row: what is wrong}``, so that the
-caller can refuse all bad rows together, or skip them.
+Arguments are read and checked here, on the caller's thread, before a hook is called; one that is wrong is refused with
+its name, so no plugin has to check its requests. The engine may then serve the call later, on another thread, or
+together with other calls (`corelm.batching`). Functions that end in `_problems` return ``{row: what is wrong}``, so
+that the caller can refuse all bad rows together, or skip them.
 """
 
 from __future__ import annotations
@@ -9,34 +11,315 @@ from __future__ import annotations
 import operator
 import uuid
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
+from functools import partial
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from corelm.backend.check_results import set_problems
-from corelm.backend.hooks import OpenPlugin
+from corelm import validate
+from corelm.backend import more_ids
+from corelm.backend.check_results import refuse_failed
+from corelm.backend.continuing import PartialAnswers
+from corelm.backend.engine import OpenEngine, PreparedCall
+from corelm.backend.engine_call import Delivery, Listener, Origin
+from corelm.backend.given_weights import checked_adapter
+from corelm.backend.more_ids import refuse_unreadable
+from corelm.backend.skipping import OnError, admitted, renumbering, spread
 from corelm.errors import CapabilityError, InvalidRequestError, Problems, described, refuse, spelled_out
 from corelm.spec.answer_text import skipped_texts
 from corelm.spec.capabilities import Capabilities
-from corelm.spec.provenance import Mode
-from corelm.spec.records import GenerateResult
+from corelm.spec.provenance import Adapter, Mode
+from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.sampling import SamplingParams
+from corelm.spec.version_runs import renamed, with_runs
 from corelm.tensors.ragged import Ragged, as_tensor, is_integer, unreadable
-from corelm.tensors.token_sets import TokenSets, ascending
-from corelm.validate import as_list, count, flag, invalid, is_bool, is_index, one_of, read_once, shown, unencodable
+from corelm.validate import as_list, invalid, is_bool, is_index, one_of, read_once, shown, unencodable
 
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
 _WITHOUT_PADS = "pass a list with the ids of each row, without pads"
 
+
+@torch.inference_mode(False)
+def prepare_generation(
+    engine: OpenEngine,
+    prompts: Any,
+    sampling: SamplingParams | Mapping[str, Any] | None = None,
+    *,
+    logprobs: Literal["none", "raw", "processed"] = "raw",
+    seeds: Tensor | Sequence[int] | None = None,
+    request_ids: Sequence[str] | None = None,
+    timeout: float | None = None,
+    on_error: OnError = "raise",
+    problems: Mapping[int, str] | None = None,
+    read: bool = False,
+    adapter: Adapter = None,
+    return_support: bool = False,
+    top_logprobs: int = 0,
+    continue_from: GenerateResult | None = None,
+    on_tokens: Listener | None = None,
+    on_answer: Callable[[int, int], None] | None = None,
+    new_turn: bool = False,
+) -> PreparedCall[GenerateResult]:
+    """Check the arguments of `Backend.generate`, which documents them and the errors.
+
+    Args:
+        problems: rows that are known to be bad, and why.
+        read: whether the rows are int64 already, as a policy reads them; the engine is given a copy.
+        on_tokens: takes the tokens of the answers as they come.
+        on_answer: takes the row and the number of tokens of each answer that is complete, if the engine says
+            so. Rows are those of the engine's result.
+        new_turn: whether the streamed text of an answer is a message, and does not continue the text of its prompt.
+    """
+    engine.require_open()
+    capabilities, weights, sampling = engine.capabilities, engine.weights, SamplingParams.make(sampling)
+    rows = prompts.clone() if read else rows_of_ids(prompts, "prompts", engine, copy=True)
+    sampling_is_honoured(sampling, engine)
+    support_from_engine = return_support is not False and more_ids.support_comes_from_engine(
+        return_support, sampling, engine
+    )
+    mode = generation_mode(logprobs, sampling, capabilities, engine.name, support_from_engine)
+    if adapter is not None:
+        adapter = _adapter(engine, adapter)
+    asked, count, samples = sampling, rows.lengths.shape[0], sampling.num_samples or 1
+    stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else engine.eos_token_ids)
+    names = names_of_requests(request_ids, count * samples)
+    if continue_from is not None:
+        if on_tokens is not None:
+            raise invalid("continue_from", "answers that go on cannot be streamed yet; call generate")
+        label: dict[str, Any] = {"logprobs": logprobs, "return_support": return_support, "top_logprobs": top_logprobs}
+        version = weights.version_with(adapter)
+        return _prepare_continuation(
+            engine,
+            PartialAnswers(engine, continue_from, rows, sampling, stop_ids, version, adapter=adapter, **label),
+            seeds_of_call(engine, sampling, count, seeds),
+            names,
+            problems or {},
+            timeout=timeout,
+            on_error=on_error,
+            adapter=adapter,
+            on_answer=on_answer,
+            **label,
+        )
+    top_logprobs = 0 if top_logprobs == 0 else more_ids.top_of_answers(top_logprobs, mode, engine)
+    problems = {**row_problems(rows, capabilities, sampling), **(problems or {})}
+    served = torch.arange(count)
+    if problems or on_error != "raise":
+        served = admitted(problems, count, on_error, "prompts")
+    answers = served if samples == 1 else (served[:, None] * samples + torch.arange(samples)).flatten()
+    seeds = seeds_of_call(engine, sampling, count, seeds)
+    delivery = None
+    if on_tokens is not None:
+        before = [] if new_turn else rows.split()
+        delivery = Delivery(on_tokens, answers.tolist(), capabilities.vocab_size, mode != "none", before, samples)
+    if problems:
+        rows, names = rows.select(served), tuple([names[row] for row in answers.tolist()])
+        seeds = None if seeds is None else seeds[answers]
+    if sampling.num_samples is not None:
+        rows, sampling = rows.repeat(samples), SamplingParams.make(sampling, num_samples=None)
+    request = GenerateRequest(
+        prompts=rows,
+        sampling=sampling,
+        logprobs=mode,
+        seeds=seeds,
+        stop_ids=stop_ids,
+        request_ids=names,
+        timeout=engine.timeout if timeout is None else validate.seconds("timeout", timeout),
+        on_tokens=delivery if capabilities.streaming else None,
+        on_answer=on_answer,
+        adapter=adapter,
+        return_support=support_from_engine,
+        top_logprobs=top_logprobs,
+    )
+    total = len(names)
+
+    def finish(batch: GenerateResult) -> GenerateResult:
+        if delivery is not None:
+            delivery.compare(batch, engine.fault("generate"))
+        if on_error == "raise" and "error" in batch.finish_reasons:
+            refuse_failed(batch, samples, engine.name)
+        # The turn is still held, so these are the weights that have answered.
+        versions = batch.weight_versions or (weights.state.label,) * total
+        batch = replace(
+            batch,
+            mode=batch.mode if logprobs == "none" else logprobs,
+            logprobs=None if logprobs == "none" else batch.logprobs,
+            adapter=adapter,
+            sampling=asked,
+            weight_versions=versions if adapter is None else tuple([weights.named(adapter, each) for each in versions]),
+        )
+        if batch.version_runs is not None:
+            name = partial(weights.named, adapter)
+            batch = with_runs(batch, [renamed(runs, name) for runs in batch.version_runs])
+        if return_support and not support_from_engine:
+            batch = more_ids.with_known_support(batch, greedy=sampling.greedy)
+        if problems:
+            skipped = {row * samples + sample: why for row, why in problems.items() for sample in range(samples)}
+            lengths = torch.zeros(count * samples, dtype=torch.int64).index_copy(0, answers, batch.ids.lengths)
+            batch = spread(batch, answers, lengths, skipped, weights.version_with(adapter))
+        if delivery is not None:
+            delivery.complete(batch)
+        return batch
+
+    given, new = rows.values.shape[0], sampling.max_new_tokens
+    # Without a limit an answer may fill the context.
+    most = (capabilities.max_context or 0) * total if new is None else given + new * total
+    return PreparedCall(
+        engine=engine,
+        hook="generate",
+        request=request,
+        finish=finish,
+        caller_rows=answers // samples,
+        rows=total,
+        tokens=max(given, most),
+        delivery=delivery,
+        origin=Origin(total, {} if delivery is None else delivery.arrivals) if engine.wrapped else None,
+    )
+
+
+def _prepare_continuation(
+    engine: OpenEngine,
+    part: PartialAnswers,
+    seeds: Tensor | None,
+    names: Sequence[str],
+    problems: Mapping[int, str],
+    **options: Any,
+) -> PreparedCall[GenerateResult]:
+    """Return a call for the answers that go on, whose result is all answers, whole.
+
+    Args:
+        seeds, names: those of all answers.
+        problems: prompts that are known to be bad, and why.
+        options: the other arguments of `prepare_generation`.
+    """
+    rows = part.index // part.samples
+    with renumbering(rows):
+        call = prepare_generation(
+            engine,
+            part.joined_prompts,
+            part.sampling_of_rest,
+            seeds=None if seeds is None else continued_seeds(seeds[part.index], part.lengths),
+            request_ids=[names[row] for row in part.index.tolist()],
+            read=True,
+            problems={at: problems[row] for at, row in enumerate(rows.tolist()) if row in problems},
+            **options,
+        )
+
+    def finish(batch: GenerateResult) -> GenerateResult:
+        with renumbering(rows):
+            return part.joined(call.finish(batch))
+
+    return replace(call, finish=finish, caller_rows=rows[call.caller_rows])
+
+
+@torch.inference_mode(False)
+def prepare_scoring(
+    engine: OpenEngine,
+    sequences: Any,
+    *,
+    temperature: float = 1.0,
+    score_from: Any = None,
+    return_logits: bool = False,
+    return_argmax: bool = False,
+    grad: bool = False,
+    device: torch.device | str | None = None,
+    request_ids: Sequence[str] | None = None,
+    timeout: float | None = None,
+    on_error: OnError = "raise",
+    problems: Mapping[int, str] | None = None,
+    read: bool = False,
+    adapter: Adapter = None,
+    support: Any = None,
+    top_k: int = 0,
+    top_ids: Any = None,
+) -> PreparedCall[ScoreResult]:
+    """Check the arguments of `Backend.score_logprobs`, which documents them and the errors.
+
+    Args:
+        problems, read: as for `prepare_generation`.
+    """
+    engine.require_open()
+    capabilities, weights = engine.capabilities, engine.weights
+    rows = sequences.clone() if read else rows_of_ids(sequences, "sequences", engine, copy=True)
+    engine.require("score", "score_logprobs needs an engine that scores")
+    if type(temperature) is not float or temperature != 1.0:
+        # At 0 the distribution is a point mass: almost every given token would have log-prob -inf.
+        temperature = validate.factor("temperature", temperature)
+    if temperature != 1.0:
+        engine.require("score_temperature", f"its scores ignore the temperature; leave out temperature={temperature}")
+    if return_logits:
+        engine.require("logits", "it returns no logits")
+    if return_argmax:
+        engine.require("argmax", "it does not say which ids are the most probable; leave out return_argmax=True")
+    if grad:
+        engine.require("gradients", "its scores carry no gradients")
+    if adapter is not None:
+        adapter = _adapter(engine, adapter)
+    lengths, count = rows.lengths, rows.lengths.shape[0]
+    starts = first_scored(score_from, count)
+    named: dict[str, Any] = {}
+    wrong: Problems = {}
+    if support is not None or top_ids is not None or type(top_k) is not int or top_k:
+        named, wrong = more_ids.ids_at_positions(engine, rows, starts, support, top_k, top_ids)
+    problems = {**wrong, **row_problems(rows, capabilities), **(problems or {})}
+    served = torch.arange(count)
+    if problems or on_error != "raise":
+        served = admitted(problems, count, on_error, "sequences")
+    names = names_of_requests(request_ids, count)
+    if problems:
+        rows, starts = rows.select(served), starts[served]
+        names = tuple([names[row] for row in served.tolist()])
+        named = {name: ids if isinstance(ids, int) else ids.select(served) for name, ids in named.items()}
+    request = ScoreRequest(
+        sequences=rows,
+        score_from=starts,
+        temperature=temperature,
+        return_logits=return_logits,
+        return_argmax=return_argmax,
+        grad=grad,
+        device=None if device is None else validate.device(device),
+        request_ids=names,
+        timeout=engine.timeout if timeout is None else validate.seconds("timeout", timeout),
+        adapter=adapter,
+        **named,
+    )
+
+    def finish(batch: ScoreResult) -> ScoreResult:
+        if on_error == "raise" and batch.errors is not None:
+            refuse_failed(batch, 1, engine.name)
+        versions = batch.weight_versions or (weights.state.label,) * len(names)
+        if adapter is not None:
+            versions = tuple([weights.named(adapter, each) for each in versions])
+        batch = replace(batch, weight_versions=versions, adapter=adapter)
+        return spread(batch, served, lengths, problems, weights.version_with(adapter)) if problems else batch
+
+    return PreparedCall(
+        engine=engine,
+        hook="score_logprobs",
+        request=request,
+        finish=finish,
+        caller_rows=served,
+        rows=len(names),
+        tokens=rows.values.shape[0],
+        on_caller_thread=grad or return_logits,
+        origin=Origin(len(names)) if engine.wrapped else None,
+    )
+
+
+def _adapter(engine: OpenEngine, given: Any) -> Adapter:
+    adapter = checked_adapter(given)
+    engine.require("adapters", f"leave out adapter={adapter!r}, or open it with adapters, as its README says")
+    return adapter
+
+
 # Rows of ids ----------------------------------------------------------------------------------------------------------
 
 
-def rows_of_ids(ids: Any, field: str, engine: OpenPlugin | None = None, *, copy: bool = False) -> Ragged:
+def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None, *, copy: bool = False) -> Ragged:
     """Return int64 rows.
 
     Args:
@@ -112,12 +395,6 @@ def refuse_pads(ids: Ragged, tokenizer: Any, eos_ids: Collection[int], field: st
         )
 
 
-def refuse_unreadable(values: Any, field: str) -> None:
-    """Refuse what is not a plain tensor with values in memory."""
-    if why := unreadable(values):
-        raise invalid(field, f"expected a dense tensor, got {why}")
-
-
 def _from_rows(rows: Any, field: str) -> Ragged:
     if isinstance(rows, Mapping):
         what = type(rows).__name__
@@ -169,8 +446,7 @@ def texts(given: Any) -> tuple[str, ...]:
     given = [given] if isinstance(given, str) else as_list(given)
     if not isinstance(given, list):
         raise invalid("texts", f"expected a str or a list of str, got {shown(given)}{read_once(given)}")
-    if problems := not_texts(given):
-        refuse(problems, "texts")
+    refuse(not_texts(given), "texts")
     return tuple(given)
 
 
@@ -178,27 +454,27 @@ def not_texts(values: Sequence[Any]) -> Problems:
     """Return a problem for every row that is not a str, or that no tokenizer can encode."""
     if {*map(type, values)} <= {str} and all(map(str.isascii, values)):
         return {}
-    return {row: what for row, value in enumerate(values) if (what := _not_a_text(value))}
-
-
-def _not_a_text(value: Any) -> str | None:
-    return unencodable(value) if isinstance(value, str) else f"expected a str, got {type(value).__name__}"
+    problems: Problems = {}
+    for row, value in enumerate(values):
+        if what := unencodable(value) if isinstance(value, str) else f"expected a str, got {type(value).__name__}":
+            problems[row] = what
+    return problems
 
 
 # One value per row ----------------------------------------------------------------------------------------------------
 
 
-def request_ids(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
+def names_of_requests(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
     """Return one unique name per row: the given names, or generated ones."""
     if given is None:
-        return tuple([uuid.uuid4().hex for _ in range(rows)])
+        return tuple(map(f"{uuid.uuid4().hex}-{{}}".format, range(rows)))
     names = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
     if not {*map(type, names)} <= {str} or not len(names) == len({*names}) == rows:
         raise invalid("request_ids", f"expected {rows} different names, got {shown(given)}")
     return tuple(names)
 
 
-def starts(given: Any, rows: int) -> Tensor:
+def first_scored(given: Any, rows: int) -> Tensor:
     """Return int64[rows], each at least 1: the position where scoring starts. Position 0 is never scored.
 
     Args:
@@ -236,7 +512,7 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 
 
-def seeds_of_call(engine: OpenPlugin, sampling: SamplingParams, rows: int, given: Any = None) -> Tensor | None:
+def seeds_of_call(engine: OpenEngine, sampling: SamplingParams, rows: int, given: Any = None) -> Tensor | None:
     """Return int64[rows * samples], the seeds of a call's answers: those given, or derived from ``sampling.seed`` or
     torch's generator.
 
@@ -252,12 +528,10 @@ def seeds_of_call(engine: OpenPlugin, sampling: SamplingParams, rows: int, given
         return seeds(given, rows * samples)
     if capabilities.seeds_are_costly and (sampling.seed is None or greedy):
         return None
-    if greedy:
-        # Greedy decoding draws nothing, so torch's generator is left as it was.
-        return answer_seeds(0, range(rows), samples)
-    # Without a seed torch.manual_seed governs the answers, as it governs everything else that a torch user samples.
-    seed = int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
-    return answer_seeds(seed, range(rows), samples)
+    # Greedy decoding draws nothing, so torch's generator is left as it was. Otherwise, without a seed,
+    # torch.manual_seed governs the answers, as it governs everything else that a torch user samples.
+    seed = 0 if greedy else int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
+    return _mixed([seed], (0,), range(rows), range(samples))
 
 
 def seeds(given: Any, answers: int) -> Tensor:
@@ -303,7 +577,7 @@ def _mixed(states: Sequence[int], *levels: Iterable[int]) -> Tensor:
                 x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
                 made.append(x ^ (x >> 31))
         states = made
-    return torch.tensor([state >> 1 for state in states], dtype=torch.int64)
+    return torch.tensor(list(map(operator.rshift, states, repeat(1))), dtype=torch.int64)
 
 
 # Rows that an engine can serve ----------------------------------------------------------------------------------------
@@ -355,7 +629,7 @@ def _too_long(tokens: int, limit: int, sampling: SamplingParams | None) -> str:
 # Sampling parameters --------------------------------------------------------------------------------------------------
 
 
-def sampling_is_honoured(sampling: SamplingParams, engine: OpenPlugin) -> None:
+def sampling_is_honoured(sampling: SamplingParams, engine: OpenEngine) -> None:
     """Refuse a sampling parameter that the engine does not honour, or that could have no effect."""
     capabilities, given = engine.capabilities, sampling.engine_parameters()
     for name, value in given.items():
@@ -448,207 +722,3 @@ def _scaled_is(mode: Mode, sampling: SamplingParams, with_support: bool) -> bool
     if mode == "raw":
         return sampling.temperature in (0.0, 1.0)
     return sampling.temperature > 0.0 and (with_support or not sampling.truncates)
-
-
-# Kept ids and the most probable ids -----------------------------------------------------------------------------------
-
-
-def support_comes_from_engine(return_support: Any, sampling: SamplingParams, engine: OpenPlugin) -> bool:
-    """Check the argument `return_support` of `generate`. Return whether only the engine knows the support.
-
-    Otherwise core does: in greedy decoding it is the sampled id, and without truncation the whole vocabulary.
-    """
-    if not flag("return_support", return_support):
-        return False
-    if sampling.num_beams > 1:
-        raise CapabilityError(
-            "beam search does not sample token by token, so no token was drawn from a set of ids; leave out "
-            "return_support=True",
-            capability="num_beams",
-        )
-    if sampling.greedy:
-        return False
-    if sampling.engine_kwargs:
-        raise invalid(
-            "return_support",
-            "core does not know how engine_kwargs change the distribution, so the ids that are left would not say "
-            "what a log-prob is of; leave out engine_kwargs or return_support=True",
-        )
-    if sampling.truncates_support and not sampling.truncates:
-        raise invalid(
-            "return_support",
-            "min_new_tokens leaves nearly the whole vocabulary, and that would be returned for every token; give "
-            "top_k, top_p or min_p as well, or leave out return_support=True",
-        )
-    if sampling.truncates:
-        why = "it does not say which ids truncation has left; leave out return_support=True"
-        engine.require("return_support", why)
-    return sampling.truncates
-
-
-def with_known_support(batch: GenerateResult, *, greedy: bool) -> GenerateResult:
-    """Return the engine's result with the support that core knows; see `support_comes_from_engine`."""
-    ids = batch.ids
-    kept = TokenSets.empty(ids.lengths).to(ids.values.device)
-    if greedy:
-        ones = torch.ones(ids.values.shape[0], dtype=torch.int64)
-        kept = TokenSets(Ragged(ids.values.clone(), ones), ids.lengths)
-    mass = torch.zeros(ids.values.shape, dtype=torch.float32, device=ids.values.device)
-    return replace(batch, kept_ids=kept, kept_log_mass=ids.with_values(mass))
-
-
-def top_of_answers(given: Any, mode: Literal["none", "raw", "processed"], engine: OpenPlugin) -> int:
-    """Check the argument `top_logprobs` of `generate`."""
-    k = _most("top_logprobs", given, "top_logprobs", engine)
-    if k and mode == "none":
-        raise invalid("top_logprobs", "no log-probs were asked for; give logprobs='raw' or 'processed' as well")
-    return k
-
-
-def ids_at_positions(
-    engine: OpenPlugin, sequences: Ragged, starts: Tensor, support: Any, top_k: Any, top_ids: Any
-) -> tuple[dict[str, Any], Problems]:
-    """Check the arguments of `score_logprobs` of these names, of which only one may be given.
-
-    Returns:
-        The fields of a `ScoreRequest` that they make, and the rows whose ids are wrong.
-    """
-    k = _most("top_k", top_k, "score_top_k", engine)
-    given = [name for name, one in (("support", support), ("top_ids", top_ids)) if one is not None]
-    given += ["top_k"] if k else []
-    if len(given) > 1:
-        raise invalid(given[-1], f"give only one of {' and '.join(given)} in a call")
-    vocab = engine.capabilities.vocab_size
-    if support is not None:
-        engine.require("score_support", "it normalises over the whole vocabulary; leave out support")
-        sets, problems = _given_support(support, sequences, starts, vocab)
-        return {"support": sets}, problems
-    if top_ids is not None:
-        engine.require("score_top_ids", "it returns no log-probs of other ids than those given; leave out top_ids")
-        ids, problems = _given_top_ids(top_ids, sequences, starts, vocab)
-        return {"top_ids": ids}, problems
-    return {"top_k": k}, {}
-
-
-def _most(field: str, given: Any, capability: str, engine: OpenPlugin) -> int:
-    """Return how many ids to return at each position, at most as many as the engine can."""
-    k = count(field, given)
-    if k:
-        engine.require(capability, f"it returns no log-probs of the most probable ids; leave out {field}={k}")
-        most = min(getattr(engine.capabilities, capability), engine.capabilities.vocab_size)
-        if k > most:
-            raise invalid(field, f"this engine returns at most {most} ids at each position, got {k}")
-    return k
-
-
-def _given_support(given: Any, sequences: Ragged, starts: Tensor, vocab_size: int) -> tuple[TokenSets, Problems]:
-    """Return one set for each position of the sequences, its ids ascending, and the rows whose sets are wrong.
-
-    Args:
-        given: `TokenSets` or nested lists, one set a position: as many as the sequence has, or as many as are scored.
-        starts: int64[rows]: where scoring starts.
-    """
-    sets = _token_sets(given)
-    sets = TokenSets(ascending(sets.ids.to("cpu")), sets.lengths)
-    if len(sets) != len(sequences):
-        raise invalid("support", f"expected sets for {len(sequences)} rows, got {len(sets)}")
-    whole, scored = sequences.lengths, (sequences.lengths - starts).clamp_min(0)
-    found = sets.lengths
-    fits = (found == whole) | (found == scored)
-    problems: Problems = {
-        row: f"support: has sets for {int(found[row])} positions; expected one for each of its {int(whole[row])} ids, "
-        f"or for the {int(scored[row])} that are scored"
-        for row in (~fits).nonzero().flatten().tolist()
-    }
-    # Empty sets fill the positions before those that are scored, and the rows at fault, which are refused or skipped.
-    kept = torch.where(fits, found, 0)
-    if problems:
-        sets = sets.slice(torch.zeros_like(kept), kept)
-    if not torch.equal(kept, whole):
-        sets = TokenSets.empty(whole - kept).join(sets)
-    checked = sequences.positions >= starts[sequences.row_index]
-    wrong = set_problems(sets, sequences, vocab_size, checked, empty=True)
-    problems |= {row: f"support, position {position}: {what}" for row, (position, what) in wrong.items()}
-    return sets, problems
-
-
-def _given_top_ids(given: Any, sequences: Ragged, starts: Tensor, vocab_size: int) -> tuple[Ragged, Problems]:
-    """Return ids ``[total, k]`` as long as the sequences, -1 where nothing is scored, and the rows that are wrong.
-
-    Args:
-        given: a `Ragged` with ``values[total, k]``, a tensor ``[rows, time, k]``, or a list of tensors ``[time, k]``.
-            A row has as many positions as its sequence, or as many as are scored; -1 stands for no id.
-        starts: int64[rows]: where scoring starts.
-    """
-    rows = _rows_of_top_ids(given)
-    if len(rows) != len(sequences):
-        raise invalid("top_ids", f"expected ids for {len(sequences)} rows, got {len(rows)}")
-    k = rows[0].shape[1] if rows else 1
-    problems: Problems = {}
-    out = torch.full((sequences.values.shape[0], k), -1)
-    for row, (ids, first, end, start) in enumerate(
-        zip(rows, sequences.offsets[:-1].tolist(), sequences.offsets[1:].tolist(), starts.tolist(), strict=True)
-    ):
-        whole, scored = end - first, max(0, end - first - start)
-        if ids.shape[1] != k:
-            problems[row] = f"top_ids: names {ids.shape[1]} ids at each position, but row 0 names {k}"
-        elif len(ids) not in (whole, scored):
-            problems[row] = (
-                f"top_ids: names ids at {len(ids)} positions; expected {whole}, or the {scored} that are scored"
-            )
-        else:
-            out[end - scored : end] = ids[len(ids) - scored :]
-    ordered = out.sort(-1).values
-    twice = ((ordered.diff(dim=-1) == 0) & (ordered[:, 1:] >= 0)).any(-1)
-    outside = ((out < -1) | (out >= vocab_size)).any(-1)
-    for wrong, what in ((twice, "names an id twice"), (outside, f"names an id outside the vocabulary of {vocab_size}")):
-        for index in wrong.nonzero().flatten().tolist():
-            row = int(sequences.row_index[index])
-            problems.setdefault(row, f"top_ids, position {int(sequences.positions[index])}: {what}")
-    return Ragged(out, sequences.lengths), problems
-
-
-def _token_sets(given: Any) -> TokenSets:
-    """Return sets in memory that the caller does not hold."""
-    if isinstance(given, TokenSets):
-        refuse_unreadable(given.ids.values, "support")
-        if given.ids.values.dtype != torch.int64 or given.ids.values.ndim != 1:
-            raise invalid("support", f"expected ids in int64, got {given.ids.values.dtype}")
-        try:
-            # Build and validate new sets: the caller may have modified the lengths since they were checked.
-            return TokenSets(Ragged(given.ids.values.clone(), given.ids.lengths.clone()), given.lengths.clone())
-        except ValueError as error:
-            raise invalid("support", str(error)) from error
-    try:
-        rows = [list(row) for row in as_list(given)]
-        for row, sets in enumerate(rows):
-            for position, ids in enumerate(sets):
-                # A mask over the vocabulary, for example: its values would be read as the ids 0 and 1.
-                if _holds_bools(ids):
-                    raise TypeError(f"row {row}, set {position} holds bools instead of ids")
-        return TokenSets.from_list(rows)
-    except Exception as error:
-        expected = "TokenSets such as kept_ids of a result, or a list of ids for each position of each row"
-        raise invalid("support", f"expected {expected}, got {shown(given)}: {described(error)}") from error
-
-
-def _holds_bools(ids: Any) -> bool:
-    if isinstance(ids, Tensor):
-        return ids.dtype == torch.bool
-    return not {*map(type, ids)} <= {int} and any(map(is_bool, ids))
-
-
-def _rows_of_top_ids(given: Any) -> list[Tensor]:
-    expected = "expected a Ragged with values[total, k], or for each row a tensor [time, k], of ids in int64"
-    if isinstance(given, Ragged):
-        refuse_unreadable(given.values, "top_ids")
-        rows = list(given.split())
-    else:
-        rows = list(given) if isinstance(given, (Tensor, list, tuple)) else [given]
-    for number, row in enumerate(rows):
-        if not isinstance(row, Tensor):
-            raise invalid("top_ids", f"{expected}; row {number} is {shown(row)}, which is not a tensor")
-        refuse_unreadable(row, "top_ids")
-        if row.ndim != 2 or row.dtype != torch.int64 or not row.shape[1]:
-            raise invalid("top_ids", f"{expected}; row {number} is {row.dtype}{list(row.shape)}")
-    return [row.cpu() for row in rows]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from corelm.backend import arguments
+from corelm.backend.arguments import prepare_generation, prepare_scoring
 from corelm.backend.call_log import logger
 from corelm.backend.engine import OpenEngine, PreparedCall, R
 from corelm.backend.engine_call import Listener
 from corelm.backend.futures import Aborts, in_thread
 from corelm.backend.given_weights import NewAdapter, NewWeights, checked_name, source_of_adapter, source_of_weights
-from corelm.backend.prepared_call import prepare_generation, prepare_scoring
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.errors import CoreLMError, EngineError, brief

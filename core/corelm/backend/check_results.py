@@ -96,6 +96,8 @@ def _rows(
     dtype: torch.dtype | None,
     like: Ragged | None = None,
     *,
+    vocab_size: int | None = None,
+    finite: bool = False,
     shape: tuple[int, ...] = (),
     grad: bool = False,
     copy: bool = True,
@@ -103,6 +105,8 @@ def _rows(
     """Return a field as rows of this `dtype`, or of any floating-point type, with as many values as those of `like`.
 
     Args:
+        vocab_size: ids must be below it.
+        finite: log-probs must be finite and at most 0.
         shape: that of the values of one position.
         grad: whether the values may carry gradients, and so are not copied.
         copy: whether to copy them out of the engine's buffers.
@@ -125,31 +129,28 @@ def _rows(
         raise WrongResult(f"{name} are {values.dtype}{list(values.shape)}, expected {expected}")
     if not isinstance(given.lengths, Tensor):
         raise WrongResult(f"the lengths of {name} are a {type(given.lengths).__name__}, which is not a tensor")
-    values = values.clone() if copy and not grad else values
-    if like is not None and torch.equal(given.lengths, like.lengths) and len(values) == len(like.values):
-        return like.with_values(values)
     try:
         # The lengths may have been changed after they were checked.
-        rows = Ragged(values, given.lengths.clone())
+        rows = Ragged(values.clone() if copy and not grad else values, given.lengths.clone())
     except ValueError as error:
         raise WrongResult(f"{name}: {error}") from None
-    if like is not None:
+    if like is not None and not torch.equal(rows.lengths, like.lengths):
         raise WrongResult(f"{name} and the ids differ in length")
+    values = rows.values.detach()
+    if vocab_size is not None and bool(((values < 0) | (values >= vocab_size)).any()):
+        raise WrongResult(f"returned an id outside the vocabulary of {vocab_size}")
+    if finite:
+        # NaN fails every comparison, so this is how it is refused.
+        wrong = ~((values > -math.inf) & (values <= ABOVE_ZERO))
+        if bool(wrong.any()):
+            found = float(values[wrong][0])
+            _refuse(wrong.cpu(), rows, f"the log-prob is {found}, expected a finite number of at most 0")
     return rows
 
 
 def _check_vocabulary(name: str, ids: Tensor, vocab_size: int) -> None:
     if bool(((ids < 0) | (ids >= vocab_size)).any()):
         raise WrongResult(f"returned {name} outside the vocabulary of {vocab_size}")
-
-
-def _check_logprobs(rows: Ragged) -> None:
-    values = rows.values.detach()
-    # NaN fails every comparison, so this is how it is refused.
-    right = (values > -math.inf) & (values <= ABOVE_ZERO)
-    if not bool(right.all()):
-        found = float(values[~right][0])
-        _refuse(~right.cpu(), rows, f"the log-prob is {found}, expected a finite number of at most 0")
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
@@ -179,26 +180,31 @@ def _answers(batch: Any, request: GenerateRequest, capabilities: Capabilities) -
     if not isinstance(batch, GenerateResult):
         raise _not_a("GenerateResult", batch)
     vocab = capabilities.vocab_size
-    ids = _rows("ids", batch.ids, torch.int64)
+    ids = _rows("ids", batch.ids, torch.int64, vocab_size=vocab)
     given = request.prompts.lengths.tolist()
     if ids.lengths.shape[0] != len(given):
-        raise WrongResult(f"returned {len(ids)} rows for {len(given)} answers")
+        raise WrongResult(f"returned {ids.lengths.shape[0]} rows for {len(given)} answers")
     _one_a_row(batch, len(given), "weight_versions", "errors", "finish_reasons", "texts", "cached_tokens")
-    _check_vocabulary("an id", ids.values, vocab)
     for row, (count, most) in enumerate(zip(batch.cached_tokens or (), given, strict=False)):
         if count is not None and not (type(count) is int and 0 <= count <= most):
             raise WrongResult(f"row {row}: cached_tokens {shown(count)}, expected None or a number of at most {most}")
     if batch.version_runs is not None:
         check_runs(replace(batch, ids=ids), WrongResult)
     _check_ends(batch, ids, given, request, capabilities.max_context)
-    changed: dict[str, Any] = {"ids": ids}
-    if batch.logprobs is not None:
-        changed["logprobs"] = _rows("logprobs", batch.logprobs, torch.float32, ids)
+    changed: dict[str, Any] = {"ids": ids, "logprobs": None}
     if request.logprobs != "none":
         if batch.logprobs is None:
             raise WrongResult(f"returned no log-probs, but {request.logprobs} ones were asked for")
-        _check_logprobs(changed["logprobs"])
-        _check_label(batch, request)
+        changed["logprobs"] = _rows("logprobs", batch.logprobs, torch.float32, ids, finite=True)
+        label = Provenance.label(request.logprobs, request.sampling)
+        if batch.mode != label["mode"]:
+            raise WrongResult(f"returned {batch.mode} log-probs, but {request.logprobs} ones were asked for")
+        if batch.support not in ("full", "truncated"):
+            raise WrongResult(f"reports support {shown(batch.support)}, expected 'full' or 'truncated'")
+        if batch.mode == "processed" and batch.temperature != label["temperature"]:
+            raise WrongResult(f"reports temperature {batch.temperature}, but {label['temperature']} was asked for")
+        if label["support"] == "truncated" and batch.support == "full":
+            raise WrongResult("reports full support, but truncation, min_new_tokens or engine_kwargs were asked for")
     if request.return_support or batch.kept_ids is not None:
         changed |= _kept(batch, ids, request, vocab)
     if request.top_logprobs or batch.top_ids is not None:
@@ -244,19 +250,6 @@ def _check_ends(
             )
 
 
-def _check_label(batch: GenerateResult, request: GenerateRequest) -> None:
-    if batch.mode != request.logprobs:
-        raise WrongResult(f"returned {batch.mode} log-probs, but {request.logprobs} ones were asked for")
-    if batch.support not in ("full", "truncated"):
-        raise WrongResult(f"reports support {shown(batch.support)}, expected 'full' or 'truncated'")
-    if batch.mode == "processed":
-        label = Provenance.label("processed", request.sampling)
-        if batch.temperature != label["temperature"]:
-            raise WrongResult(f"reports temperature {batch.temperature}, but {label['temperature']} was asked for")
-        if label["support"] == "truncated" and batch.support == "full":
-            raise WrongResult("reports full support, but truncation, min_new_tokens or engine_kwargs were asked for")
-
-
 def _kept(batch: GenerateResult, ids: Ragged, request: GenerateRequest, vocab_size: int) -> dict[str, Any]:
     kept, mass = batch.kept_ids, batch.kept_log_mass
     if not request.return_support:
@@ -271,9 +264,7 @@ def _kept(batch: GenerateResult, ids: Ragged, request: GenerateRequest, vocab_si
     if problems := set_problems(kept, ids, vocab_size, torch.ones(len(kept.ids), dtype=torch.bool)):
         row = min(problems)
         raise WrongResult(f"row {row}, position {problems[row][0]}: {problems[row][1]}")
-    mass = _rows("kept_log_mass", mass, torch.float32, ids)
-    _check_logprobs(mass)
-    return {"kept_ids": kept, "kept_log_mass": mass}
+    return {"kept_ids": kept, "kept_log_mass": _rows("kept_log_mass", mass, torch.float32, ids, finite=True)}
 
 
 def set_problems(
@@ -321,9 +312,8 @@ def _scores(batch: Any, request: ScoreRequest, capabilities: Capabilities) -> Sc
     if not isinstance(batch, ScoreResult):
         raise _not_a("ScoreResult", batch)
     sequences, grad, vocab = request.sequences, request.grad, capabilities.vocab_size
-    logprobs = _rows("logprobs", batch.logprobs, torch.float32, sequences, grad=grad)
+    logprobs = _rows("logprobs", batch.logprobs, torch.float32, sequences, finite=True, grad=grad)
     changed: dict[str, Any] = {"logprobs": logprobs, "scored": _rows("scored", batch.scored, torch.bool, sequences)}
-    _check_logprobs(logprobs)
     _one_a_row(batch, sequences.lengths.shape[0], "weight_versions", "errors")
     scored, positions, row_index = changed["scored"].values.cpu(), sequences.positions, sequences.row_index
     missing = (positions >= request.score_from[row_index]) & ~scored

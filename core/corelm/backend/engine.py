@@ -1,4 +1,7 @@
-"""`OpenEngine`: an engine that is open, and `call`, the one way into it. `PreparedCall`: a call that is ready."""
+"""`OpenEngine`: an engine that is open, and `call`, the one way into it, with the lock that says whose turn it is.
+
+`PreparedCall` is a call that is ready to be made.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, Literal, TypeVar
 
 import tenacity
@@ -25,7 +28,6 @@ from corelm.backend.futures import Outcome, start
 from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, OpenPlugin
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted, program_deadline
 from corelm.backend.skipping import renumbered
-from corelm.backend.turns import EngineLock, Turn
 from corelm.backend.weights import Weights, WeightsListener
 from corelm.errors import (
     BackendClosedError,
@@ -46,6 +48,7 @@ from corelm.spec.records import (
     HealthRequest,
     ScoreRequest,
     ScoreResult,
+    WeightsStateRequest,
     When,
 )
 from corelm.spec.row_results import generate_result, score_result
@@ -59,6 +62,171 @@ R = TypeVar("R", GenerateResult, ScoreResult)
 PATIENCE = 5.0
 #: Seconds between two looks whether calls have ended.
 _PAUSE = 0.02
+#: Seconds between two calls of `remind`.
+_REMINDER = 0.1
+#: Seconds after which a waiting thread looks again even if it was not woken: the thread that should have
+#: woken it may have been interrupted.
+_LOOK_AGAIN = 0.25
+_STATE = WeightsStateRequest()
+
+# Whose turn it is -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """One turn of a call: it waits for the lock, holds it, and releases it.
+
+    Attributes:
+        exclusive: whether it holds the lock alone.
+        hook: the hook that is called in it.
+        request_ids: the requests that are made in it.
+        caller_waits: returns whether a caller waits for its result; None if one does as long as `left` is not set.
+        concurrent_with: hooks whose turns it does not wait for, although it is exclusive. The same holds for
+            the turns inside it. One that does not hold the lock yet waits for it as for any other.
+        around: the turns in which it is taken, from the innermost to the outermost; see `EngineLock.nested`.
+        entered: whether it has held the lock.
+        left: whether its caller has stopped waiting for it.
+    """
+
+    exclusive: bool
+    hook: str = ""
+    request_ids: tuple[str, ...] = ()
+    caller_waits: Callable[[], bool] | None = None
+    concurrent_with: frozenset[str] = frozenset()
+    around: tuple[Turn, ...] = ()
+    entered: bool = False
+    left: bool = False
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether no caller waits for it any more."""
+        return self.left or (self.caller_waits is not None and not self.caller_waits())
+
+
+class EngineLock:
+    """A lock that is held shared or exclusive.
+
+    A thread that waits for exclusive access goes before threads that later ask for shared access, so it never
+    starves. A turn may be taken inside another one, in either mode.
+
+    An interrupt, such as a `KeyboardInterrupt`, can be raised between any two calls of the main thread. It must never
+    leave the lock held. The lock is held by the turns in `holders`, which one C call each adds and removes. So who
+    acquires it removes its turn in the first step of a ``finally``: a function of our own could be interrupted before
+    it has done anything. Everything else is only there to wake the waiting threads sooner. `OpenEngine.call` shows how.
+
+    Args:
+        name: the name of the backend, for errors.
+
+    Attributes:
+        holders: the turns that hold the lock.
+        waiting: the turns that wait for it, each with what wakes its thread.
+        local: `turn` is the innermost one that a thread is in.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.holders: dict[Turn, None] = {}
+        self.waiting: dict[Turn, SimpleQueue[None]] = {}
+        self.local = threading.local()
+        self._name = name
+        # A lock in C: its `with` statement cannot be interrupted half-way. Reentrant, because a signal
+        # handler and a finalizer may call this on a thread that is in here.
+        self._mutex = threading.RLock()
+
+    def turns(self) -> tuple[Turn, ...]:
+        """Return the turns that this thread is in, from the innermost to the outermost."""
+        inner: Turn | None = getattr(self.local, "turn", None)
+        # Those that do not hold the lock are left over from an interrupt.
+        return () if inner is None else tuple([each for each in (inner, *inner.around) if each in self.holders])
+
+    def nested(self, turn: Turn) -> Turn:
+        """Return a new turn as one that is taken inside those that this thread is in."""
+        if around := self.turns():
+            turn.around, turn.concurrent_with = around, turn.concurrent_with | around[0].concurrent_with
+        return turn
+
+    def acquire(self, turn: Turn, timeout: float | None = None, remind: Callable[[], object] | None = None) -> None:
+        """Wait until the turn holds the lock.
+
+        Args:
+            turn: a new turn. It may have been made on another thread, which waits for this one.
+            timeout: seconds to wait for the lock; None waits as long as it takes.
+            remind: called every `_REMINDER` seconds while others hold the lock, to make them release it. What
+                it raises ends the wait.
+
+        Raises:
+            BackendTimeoutError: others held the lock for `timeout` seconds.
+            EngineError: the lock is held shared around an exclusive turn, and another such turn waits already.
+        """
+        with self._mutex:
+            if not (self.holders or self.waiting):
+                self.holders[turn] = None
+        if turn not in self.holders:
+            self._wait(turn, timeout, remind)
+        self.local.turn, turn.entered = turn, True
+
+    def wake(self) -> None:
+        """Wake those of the waiting threads whose turn it may be."""
+        with self._mutex:
+            for turn, bell in list(self.waiting.items()):
+                if not turn.exclusive:
+                    bell.put(None)
+                elif not self._others(turn):
+                    bell.put(None)
+                    return
+
+    def busy(self) -> BackendTimeoutError:
+        """Return the error of a call whose turn does not come."""
+        return BackendTimeoutError(f"backend {self._name!r} was busy with other calls for the whole timeout")
+
+    def _wait(self, turn: Turn, timeout: float | None, remind: Callable[[], object] | None) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
+        pause = _LOOK_AGAIN if remind is None else _REMINDER
+        bell: SimpleQueue[None] = SimpleQueue()
+        try:
+            while True:
+                with self._mutex:
+                    # First, or a thread that releases the lock now would wake nobody.
+                    self.waiting[turn] = bell
+                    if self._may_enter(turn):
+                        self.holders[turn] = None
+                        return
+                left = pause if end is None else min(pause, end - time.monotonic())
+                if left <= 0:
+                    raise self.busy()
+                try:
+                    bell.get(timeout=left)
+                except Empty:
+                    if remind is not None:
+                        remind()
+        finally:
+            self.waiting.pop(turn, None)
+
+    def _may_enter(self, turn: Turn) -> bool:
+        others, nested = self._others(turn), self._is_nested(turn)
+        # A copy, made in one step: a thread that stops waiting does not take the mutex.
+        exclusive = [other for other in list(self.waiting) if other.exclusive and other is not turn]
+        if not turn.exclusive:
+            # A list and no generator: Ctrl-C while a generator that is not exhausted is closed would be lost.
+            alone = [other for other in others if other.exclusive]
+            return not alone and (nested or not exclusive)
+        if others and nested and any(map(self._is_nested, exclusive)):
+            raise EngineError(
+                f"backend {self._name!r}: two calls under way each want to update the weights, and would wait for each "
+                "other; this one is refused. Update the weights outside other calls",
+                usable=True,
+            )
+        return not others
+
+    def _others(self, turn: Turn) -> list[Turn]:
+        return [
+            each for each in list(self.holders) if each not in turn.around and each.hook not in turn.concurrent_with
+        ]
+
+    def _is_nested(self, turn: Turn) -> bool:
+        return not self.holders.keys().isdisjoint(turn.around)
+
+
+# The engine -----------------------------------------------------------------------------------------------------------
 
 
 class OpenEngine(OpenPlugin):
@@ -139,23 +307,15 @@ class OpenEngine(OpenPlugin):
         return self.weights.version_with(None)
 
     def require_open(self) -> None:
-        """Refuse a call to a closed engine, and to one that another process has opened.
-
-        Raises:
-            BackendClosedError: the engine is closed, or this is a fork of the process that opened it.
-        """
+        """Raise a `BackendClosedError` if the engine is closed, or in a fork of the process that opened it."""
         if self.closed:
             raise BackendClosedError(f"backend {self.name!r} is closed; open it again with get_backend")
         if os.getpid() != self._process:
             self.require_here()
 
     def require_here(self) -> None:
-        """Refuse what a fork of the process that opened the engine cannot do.
-
-        Raises:
-            BackendClosedError: this is such a fork.
-        """
-        if os.getpid() != self._process:
+        """Raise a `BackendClosedError` in a fork of the process that opened the engine."""
+        if self.elsewhere:
             raise BackendClosedError(
                 f"backend {self.name!r} belongs to another process, which this one is a fork of; "
                 "call get_backend in this process"
@@ -200,7 +360,7 @@ class OpenEngine(OpenPlugin):
             BackendTimeoutError: waiting for a turn and the engine's work together took longer than the timeout.
             EngineError: the hook raised another exception (chained), or returned None or what cannot be read.
         """
-        hook, request, lock = call.hook, call.request, self.lock
+        hook, request, lock, weights = call.hook, call.request, self.lock, self.weights
         if turn is None:
             if self.closed or os.getpid() != self._process:
                 self.require_open()
@@ -210,7 +370,9 @@ class OpenEngine(OpenPlugin):
             more = self._supervised or timeout is not None or not call.rows or call.delivery is not None
             if more or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO):
                 return self._supervise(call, timeout, attended)
-            turn = Turn(lock, self._exclusive, hook, getattr(request, "request_ids", ()), attended)
+            turn = Turn(self._exclusive, hook, getattr(request, "request_ids", ()), attended)
+            if getattr(lock.local, "turn", None) is not None:
+                lock.nested(turn)
         end = None if timeout is None else time.monotonic() + timeout
         grad, outside = torch.is_grad_enabled(), getattr(lock.local, "turn", None)
         try:
@@ -220,7 +382,14 @@ class OpenEngine(OpenPlugin):
                 self.require_open()
             if (turn.left or turn.caller_waits is not None) and turn.abandoned:
                 raise BackendClosedError(f"backend {self.name!r}: the caller has cancelled this call or left it")
-            before = self.weights.look(to_answer=True) if hook in READ_WEIGHTS else None
+            state, seen = weights.state, None
+            if hook in READ_WEIGHTS:
+                if state.asleep or state.without_weights:
+                    weights.refuse_to_answer()
+                if weights.noticed:
+                    seen = self.ask("weights_state", _STATE)
+                    if seen is not None and state.known.get(seen) != state.label:
+                        seen, state = weights.look()
             if end is not None:
                 request = replace(request, timeout=self._left(end))
             try:
@@ -231,8 +400,8 @@ class OpenEngine(OpenPlugin):
                 if told is error:
                     raise
                 raise told from error
-            if before is not None and before[0] is not None:
-                self.weights.require_same(hook, before)
+            if seen is not None and (weights.state is not state or self.ask("weights_state", _STATE) != seen):
+                weights.require_same(hook, seen, state)
             if result is None:
                 raise self.fault(hook)("returned None; a hook must return a result")
             try:
@@ -246,8 +415,8 @@ class OpenEngine(OpenPlugin):
             except Exception as error:
                 raise self.fault(hook)(f"its result cannot be read: {described(error)}") from error
             # `finish` has labelled the numbers. Another thread may have noticed a change in the meantime.
-            if before is not None and self.weights.state is not before[1]:
-                self.weights.require_same(hook, before, ask=False)
+            if seen is not None and weights.state is not state:
+                weights.require_same(hook, seen, state, ask=False)
             return finished
         finally:
             # Ctrl-C may come between any two calls, so the first of them releases the lock.
@@ -268,10 +437,11 @@ class OpenEngine(OpenPlugin):
             when: `abort` ends the answers in the engine; beside `now`, they go on.
         """
         self.require_open()
-        turn = Turn(self.lock, True, hook, concurrent_with=GO_ON if when == "now" else frozenset())
-        # An abort that reaches the engine before its request does is lost, so it is repeated.
-        remind = self._abort_answers if when == "abort" else None
-        if remind is not None:
+        turn = self.lock.nested(Turn(True, hook, concurrent_with=GO_ON if when == "now" else frozenset()))
+        remind: Callable[[], object] | None = None
+        if when == "abort":
+            # An abort that reaches the engine before its request does is lost, so it is repeated.
+            remind = partial(self._abort, self.lock.holders, "generate")
             remind()
         outside, told = getattr(self.lock.local, "turn", None), EngineCall(self.name, place(self.model_name))
         with no_inference_mode(), logged(self.name, hook or "a turn", None), told.under_way():
@@ -285,11 +455,7 @@ class OpenEngine(OpenPlugin):
                 self._turn_ended()
 
     def ask(self, hook: str, request: Any) -> Any:
-        """Return what a hook returns, in a turn that `call` or `alone` has taken.
-
-        Raises:
-            CoreLMError: see `corelm.spec.hookspecs`.
-        """
+        """Return what a hook returns, in a turn that `call` or `alone` has taken."""
         try:
             return self.hooks[hook](request)
         except BaseException as error:
@@ -308,14 +474,11 @@ class OpenEngine(OpenPlugin):
         if around or hook not in self.own:
             return self.call(Call(hook, request))
         self.require_open()
+        result = self.ask(hook, request)
         try:
-            result = self.hooks[hook](request)
             return CHECKS[hook](result, request, self.capabilities) if hook in CHECKS else result
-        except BaseException as error:
-            told = _typed(error, self.name, hook)
-            if told is error:
-                raise
-            raise told from error
+        except WrongResult as wrong:
+            raise self.fault(hook)(str(wrong)) from None
 
     def _supervise(self, call: Call, timeout: float | None, attended: Callable[[], bool] | None) -> Any:
         """Make a call that has a timeout, retries, a reader of its tokens, wrappers or a log around it."""
@@ -325,7 +488,7 @@ class OpenEngine(OpenPlugin):
 
         def attempt() -> Any:
             left = None if end is None else self._left(end)
-            turn = Turn(self.lock, self._exclusive, hook, getattr(call.request, "request_ids", ()), attended)
+            turn = self.lock.nested(Turn(self._exclusive, hook, getattr(call.request, "request_ids", ()), attended))
             with told.under_way():
                 if left is None or self.capabilities.stops_at_timeout or getattr(call.request, "grad", False):
                     return self.call(call, left, turn=turn)
@@ -400,7 +563,7 @@ class OpenEngine(OpenPlugin):
         if self.elsewhere:
             return
         if not self.capabilities.concurrent_calls:
-            turn, outside = Turn(self.lock, True), getattr(self.lock.local, "turn", None)
+            turn, outside = self.lock.nested(Turn(True)), getattr(self.lock.local, "turn", None)
             attended = time.monotonic()
 
             def end_abandoned() -> None:
@@ -447,33 +610,25 @@ class OpenEngine(OpenPlugin):
                 self.ask("close", CloseRequest())
             logger.info("%s: closed", self.name)
 
-    def _abort_answers(self) -> None:
-        self._abort(turn for turn in list(self.lock.holders) if turn.hook == "generate")
-
     def _abort_quietly(self, turns: Iterable[Turn]) -> None:
         with suppress(CoreLMError):
             self._abort(turns)
 
-    def _abort(self, turns: Iterable[Turn]) -> None:
-        names = tuple(name for turn in list(turns) for name in turn.request_ids)
+    def _abort(self, turns: Iterable[Turn], hook: str = "") -> None:
+        names = tuple(name for turn in list(turns) if hook in ("", turn.hook) for name in turn.request_ids)
         if names and self.capabilities.abort:
             self.ask("abort", AbortRequest(request_ids=names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedCall(Call, Generic[R]):
-    """One call to an engine that has not been made yet.
+    """A call with a checked request that has not been made yet.
 
     Attributes:
         engine: the engine to call.
-        hook: the hook to call with `request`.
-        request: the checked request.
-        finish: makes the caller's result from a checked result. Call it before the engine serves another
-            call: it reads which weights are in force.
+        finish: see `Call`. It reads which weights are in force.
         caller_rows: int64: the caller's row for each row of the request.
-        rows: number of rows in the engine's result.
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
-        delivery: takes the tokens of the answers to a caller that reads along; None without such a caller.
         on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.
         origin: who made the call and when; None if the engine has no wrappers, which could measure it.
     """
@@ -506,26 +661,17 @@ class PreparedCall(Call, Generic[R]):
         return renumbered(error, self.caller_rows)
 
     def run(self, timeout: float | None = None, attended: Callable[[], bool] | None = None) -> R:
-        """Make the call on this thread and return its result. See `OpenEngine.call`."""
+        """Make the call on this thread. See `OpenEngine.call`."""
         result: R = self.engine.call(self, timeout, attended)
         return result
 
 
 def _typed(error: BaseException, name: str, hook: str) -> BaseException:
-    """Return the error for the caller of a hook that has raised `error`, or whose result was wrong.
-
-    It is `error` itself if that is core's own or ends the program.
-
-    Args:
-        name: the name that the engine was opened by.
-        hook: the hook's name.
-    """
+    """Return the error for the caller of a hook that has raised `error`: itself if it is core's or ends the program."""
     # An engine can raise asyncio.CancelledError or SystemExit, too. They are its failure and end no program.
     # On the main thread, a SystemExit may be that of the program's own handler of a signal.
     if isinstance(error, CoreLMError) or is_interrupt(error) or (isinstance(error, SystemExit) and is_main_thread()):
         return error
-    if isinstance(error, WrongResult):
-        return EngineError(f"backend {name!r}, hook {hook}: {error}", usable=True)
     if isinstance(error, TimeoutError):
         return BackendTimeoutError(f"backend {name!r}, hook {hook}: {message(error)}")
     return EngineError(f"backend {name!r}, hook {hook}: {described(error)}")

@@ -157,7 +157,7 @@ Listener = Callable[[TokenChunk], Any]
 
 
 class _WrongChunk(Exception):
-    """A chunk breaks the specification."""
+    pass
 
 
 class Delivery:

@@ -43,11 +43,10 @@ Hook = Callable[[Any], Any]
 
 
 def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[str, Hook], frozenset[str]]:
-    """Return the hooks of what a plugin's ``open`` returned, by name, and the names of those that are core's own.
-
-    Core's own do not enter the engine.
+    """Return the hooks of an engine by name, and the names of those that are core's own and do not enter it.
 
     Args:
+        engine: what the plugin's ``open`` returned.
         name: the name that the engine was opened by.
         wrappers: objects with ``@hookimpl(wrapper=True)`` methods.
 
@@ -95,12 +94,7 @@ def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[s
 
 
 class OpenPlugin:
-    """A plugin that is open: its hooks, and what core knows of the engine behind it.
-
-    Args:
-        plugin: what the plugin's ``open`` returned.
-        name: the name that the engine was opened by.
-        wrappers: objects with ``@hookimpl(wrapper=True)`` methods.
+    """A plugin that is open: its hooks, and what core knows of the engine behind it. Arguments are those of `hooks_of`.
 
     Attributes:
         plugin, name: as given.
@@ -162,7 +156,6 @@ def _implemented(manager: pluggy.PluginManager, hook: str) -> bool:
 
 
 def _resolved(caller: pluggy.HookCaller) -> Hook:
-    """Return a function that calls a hook: its only implementation, or pluggy's chain of them."""
     (implementation, *others) = caller.get_hookimpls()
     if not others and implementation.argnames == ("request",):
         return implementation.function

@@ -357,7 +357,6 @@ def _faults(plugin: Any) -> Iterator[str]:
 
 
 def _cure(error: BaseException, info: BackendInfo) -> str:
-    """Return what to do about a plugin whose module failed to import."""
     # No command for pip: it could install somebody else's package of that name from an index.
     if isinstance(error, ModuleNotFoundError) and error.name and error.name != info.target.partition(":")[0]:
         return f"Install what has the module {error.name.partition('.')[0]!r}, or a newer {info.distribution}"
@@ -365,7 +364,6 @@ def _cure(error: BaseException, info: BackendInfo) -> str:
 
 
 def _older(requires: str) -> str:
-    """Return which of core and the plugin to upgrade."""
     lowest = [Version(each.version.removesuffix(".*")) for each in SpecifierSet(requires) if each.operator in _FROM]
     return "upgrade core" if any(each > Version(API_VERSION) for each in lowest) else "upgrade the plugin"
 

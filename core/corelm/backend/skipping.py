@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -19,6 +19,7 @@ from corelm.tensors.token_sets import TokenSets
 OnError = Literal["raise", "skip"]
 T = TypeVar("T")
 R = TypeVar("R", bound=Ragged | TokenSets)
+B = TypeVar("B", GenerateResult, ScoreResult)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,16 +39,9 @@ class ServedRows:
         """Return all rows but those that have problems."""
         return cls(torch.tensor([row for row in range(total) if row not in problems], dtype=torch.int64), total)
 
-    def __len__(self) -> int:
-        return self.index.shape[0]
-
-    def repeat(self, n: int) -> ServedRows:
-        """Return the rows of a batch that has every row `n` times, copies next to each other."""
-        return ServedRows((self.index[:, None] * n + torch.arange(n)).flatten(), self.total * n)
-
     def ragged(self, rows: R) -> R:
         """Put rows back among the skipped ones, which are empty."""
-        if len(self) == self.total:
+        if len(self.index) == self.total:
             return rows
         # Empty rows have no values, so only the lengths change.
         lengths = torch.zeros(self.total, dtype=torch.int64)
@@ -56,7 +50,7 @@ class ServedRows:
 
     def values(self, values: Sequence[T], filler: T) -> tuple[T, ...]:
         """Put one value per row back among the skipped rows, which get the filler."""
-        if len(self) == self.total:
+        if len(self.index) == self.total:
             return tuple(values)
         out = [filler] * self.total
         for row, value in zip(self.index.tolist(), values, strict=True):
@@ -64,15 +58,13 @@ class ServedRows:
         return tuple(out)
 
 
-def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> ServedRows:
-    """Return the rows to serve. Unless `on_error` is "skip", refuse all bad rows together."""
+def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> Tensor:
+    """Return int64: the numbers of the rows to serve. Unless `on_error` is "skip", refuse all bad rows together."""
     if not isinstance(on_error, str) or on_error not in ("raise", "skip"):
         validate.one_of("on_error", on_error, ("raise", "skip"))
-    if not problems:
-        return ServedRows(torch.arange(rows), rows)
     if on_error == "raise":
         refuse(problems, field)
-    return ServedRows.without(problems, rows)
+    return ServedRows.without(problems, rows).index
 
 
 # Errors about rows ---------------------------------------------------------------------------------------------------
@@ -119,55 +111,31 @@ def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def spread_answers(
-    batch: GenerateResult, served: ServedRows, samples: int, problems: Problems, version: str
-) -> GenerateResult:
-    """Put the answers back among those to skipped prompts: empty ones, with the finish reason `error` and a message.
+def spread(batch: B, served: Tensor, lengths: Tensor, problems: Mapping[int, str], version: str) -> B:
+    """Put the rows of a result back among those that were skipped, which get a message in `errors`.
+
+    A skipped answer is empty and has the finish reason `error`. Nothing of a skipped sequence is scored.
 
     Args:
-        served: the answers that the engine gave.
-        samples: answers per prompt.
-        problems: the skipped prompts, and why.
+        served: int64, ascending: the rows that the engine has served.
+        lengths: int64[rows]: how many tokens each row of the whole result has.
+        problems: the rows that were skipped, and why.
         version: the label of the weights in force.
     """
-    skipped = {row * samples + sample: why for row, why in problems.items() for sample in range(samples)}
-    fillers = {
-        **{"finish_reasons": "error", "texts": "", "cached_tokens": None, "errors": ""},
-        **{"weight_versions": version, "version_runs": ((version, 0),)},
-    }
-    spread: dict[str, Any] = {}
-    for name, rows in fields_of_rows(batch).items():
-        laid_out = isinstance(rows, (Ragged, TokenSets))
-        spread[name] = served.ragged(rows) if laid_out else served.values(rows, fillers[name])
-    return replace(batch, **{**spread, "errors": _errors(batch, served, skipped)})
-
-
-def spread_scores(
-    batch: ScoreResult, served: ServedRows, lengths: Tensor, problems: Problems, version: str
-) -> ScoreResult:
-    """Put the scores back among the skipped sequences. Nothing of a skipped sequence is scored; a message says why.
-
-    Args:
-        served: the sequences that the engine scored.
-        lengths: int64[rows], the lengths of all sequences.
-        problems: the skipped sequences, and why.
-        version: the label of the weights in force.
-    """
-    total = int(lengths.sum())
-    index = Ragged(torch.arange(total), lengths).select(served.index).values
-    spread: dict[str, Any] = {
-        "weight_versions": served.values(batch.weight_versions or (), version),
-        "errors": _errors(batch, served, problems),
-    }
-    for name, rows in fields_of_rows(batch).items():
-        if isinstance(rows, Ragged):
+    fillers = {"finish_reasons": "error", "texts": "", "weight_versions": version, "version_runs": ((version, 0),)}
+    total, rows = int(lengths.sum()), ServedRows(served, len(lengths))
+    index = Ragged(torch.arange(total), lengths).select(served).values
+    found: dict[str, Any] = {}
+    given: Any
+    for name, given in fields_of_rows(batch).items():
+        if isinstance(given, TokenSets):
+            # Of answers: those that were skipped are empty.
+            found[name] = replace(given, lengths=lengths)
+        elif isinstance(given, Ragged):
             filler = -1 if name in ("argmax", "top_ids") else 0
-            values = rows.values.new_full((total, *rows.values.shape[1:]), filler)
-            spread[name] = Ragged(values.index_copy(0, index.to(values.device), rows.values), lengths)
-    return replace(batch, **spread)
-
-
-def _errors(batch: GenerateResult | ScoreResult, served: ServedRows, problems: Problems) -> tuple[str, ...]:
-    """Return the engine's messages for the rows that it served and core's messages for the skipped ones."""
-    errors = served.values(batch.errors or ("",) * len(served), "")
-    return tuple(problems.get(row, error) for row, error in enumerate(errors))
+            values = given.values.new_full((total, *given.values.shape[1:]), filler)
+            found[name] = Ragged(values.index_copy(0, index.to(values.device), given.values), lengths)
+        else:
+            found[name] = rows.values(given, fillers.get(name))
+    errors = found.get("errors") or ("",) * len(lengths)
+    return replace(batch, **{**found, "errors": tuple(problems.get(row, why or "") for row, why in enumerate(errors))})

@@ -244,7 +244,6 @@ class _Request:
                 in_thread(self.leave, "corelm-stream-end")
 
     def chunk(self, event: TokenChunk) -> AnswerChunk:
-        """Return a chunk with its text."""
         row, reason = event.row, event.finish_reason
         if row not in self._texts:
             self._texts[row] = self._new_text(self._delivery.prompt_of(row))

@@ -151,12 +151,13 @@ class Weights:
 
     Attributes:
         state: see `State`.
+        noticed: whether the engine notices a change by the owner of its model.
     """
 
     def __init__(self, engine: Any) -> None:
         self.state = State(without_weights=engine.capabilities.without_weights)
         self._engine, self._name = engine, engine.name
-        self._notices = engine.implements("weights_state")
+        self.noticed = engine.implements("weights_state")
         # The labels that base weights (None) and each adapter had before.
         self._used: dict[str | None, set[str]] = {}
         # The last update, and those before it that answers under way may have seen.
@@ -193,16 +194,13 @@ class Weights:
             return f"{weights}+none"
         return f"{weights}+{adapter}@{self.state.adapters.get(adapter, AdapterState()).label}"
 
-    def look(self, *, to_answer: bool = False) -> tuple[Hashable | None, State]:
+    def look(self) -> tuple[Hashable | None, State]:
         """Return the state of the model, and the `State` with its label in force.
 
         A state of the model that was not seen before gets a new label; the first one gets the label that is
-        in force. It is None if the engine does not tell it, and while the weights sleep. An engine that is
-        about to generate or score (`to_answer`) must be awake and have weights.
+        in force. It is None if the engine does not tell it, and while the weights sleep.
         """
-        if to_answer and (self.state.asleep or self.state.without_weights):
-            self._refuse_to_answer()
-        if not self._notices or "weights" in self.state.asleep:
+        if not self.noticed or "weights" in self.state.asleep:
             return None, self.state
         with self._mutex:
             # Read inside, or a thread that was held up here would put the label of an older state in force again.
@@ -217,14 +215,16 @@ class Weights:
                 self.state = replace(state, label=label, known=dict(known[-_REMEMBERED:]))
             return seen, self.state
 
-    def require_same(self, hook: str, before: tuple[Hashable | None, State], *, ask: bool = True) -> None:
+    def require_same(self, hook: str, seen: Hashable, then: State, *, ask: bool = True) -> None:
         """Refuse the numbers of a call during which the owner has changed the weights.
 
         A change by core is none: a wrapper of the hook may update the weights during the call. Unless the engine is
         asked (`ask`), only what another thread has noticed counts.
+
+        Args:
+            seen, then: what `look` returned before the call.
         """
-        seen, then = before
-        if seen is None or self.state.changes != then.changes:
+        if self.state.changes != then.changes:
             return
         if self.state.label != then.label or (ask and self._engine.ask("weights_state", WeightsStateRequest()) != seen):
             raise self._engine.fault(hook)(_CHANGED)
@@ -382,7 +382,7 @@ class Weights:
         """
         with self._mutex:
             state = replace(self.state, changes=self.state.changes + 1, **changes)
-            if look and self._notices:
+            if look and self.noticed:
                 seen = self._engine.ask("weights_state", WeightsStateRequest())
                 state = replace(state, known={} if seen is None else {seen: state.label})
             self.state = state
@@ -396,7 +396,7 @@ class Weights:
             label = counted_up(label)
         return label
 
-    def _refuse_to_answer(self) -> NoReturn:
+    def refuse_to_answer(self) -> NoReturn:
         asleep = self.state.asleep
         if not asleep:
             raise self._lacks_weights()

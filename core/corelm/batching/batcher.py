@@ -261,6 +261,8 @@ def _abort(call: QueuedCall) -> None:
     try:
         if not isinstance(call.prepared.request, GenerateRequest):
             raise EngineError("the request was aborted before it was scored", usable=True)
+        # Notice a change by the owner of the model first: the answers are labelled, and no call is made.
+        call.prepared.engine.weights.version_with(None)
         none = generate_result(call.prepared.request, [RowAnswer([], [], "abort")] * call.rows)
         call.settle(call.prepared.finish(none))
     except EngineError as error:

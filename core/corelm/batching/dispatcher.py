@@ -407,7 +407,6 @@ class Dispatcher:
         return batch
 
     def _remove(self, calls: Iterable[QueuedCall]) -> None:
-        """Remove requests that the engine has finished."""
         for call in self.in_flight.intersection(calls):
             self.in_flight.remove(call)
             self._rows -= call.rows

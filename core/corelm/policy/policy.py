@@ -15,10 +15,10 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from corelm import validate
+from corelm.backend.arguments import prepare_generation, prepare_scoring
 from corelm.backend.backend import Backend
 from corelm.backend.engine import PreparedCall
 from corelm.backend.engine_call import Listener
-from corelm.backend.prepared_call import prepare_generation, prepare_scoring
 from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns

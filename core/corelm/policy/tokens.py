@@ -16,8 +16,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from corelm.backend.arguments import refuse_pads, refuse_unreadable, rows_of_ids
+from corelm.backend.arguments import refuse_pads, rows_of_ids
 from corelm.backend.backend import Backend
+from corelm.backend.more_ids import refuse_unreadable
 from corelm.containers.classes import Masks, Tokens
 from corelm.containers.fields import rows
 from corelm.containers.reading import list_keys, ragged_rows

@@ -151,6 +151,7 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
     answers: list[RowAnswer] = []
     errors: list[str] = []
     ids, logprobs, reasons = list[Sequence[int]](), list[Sequence[float]](), list[str]()
+    cached: list[int | None] = []
     for row in rows:
         answer = RowAnswer([], [], "abort" if row.aborted else "error") if isinstance(row, RowFailure) else row
         answers.append(answer)
@@ -158,6 +159,13 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
         ids.append(answer.ids)
         logprobs.append(answer.logprobs)
         reasons.append(answer.finish_reason)
+        count = answer.cached_tokens
+        cached.append(count if type(count) is int and count >= 0 else None)
+    cached_tokens = None
+    if not {*cached} <= {None}:
+        # An engine that interrupts a request and goes on later finds some of the answer in its cache as well.
+        counts = zip(cached, request.prompts.lengths.tolist(), strict=True)
+        cached_tokens = tuple(None if count is None else min(count, length) for count, length in counts)
     device = request.prompts.values.device
     found: dict[str, Any] = {"ids": Ragged.from_list(ids), "logprobs": None}
     if request.logprobs != "none":
@@ -173,7 +181,7 @@ def generate_result(request: GenerateRequest, rows: Sequence[RowAnswer | RowFail
     return GenerateResult(
         finish_reasons=tuple(reasons),
         errors=tuple(errors) if any(errors) else None,
-        cached_tokens=_cached_tokens(request, answers),
+        cached_tokens=cached_tokens,
         **found,
         **Provenance.label(request.logprobs, request.sampling),
     )
@@ -190,18 +198,6 @@ def _incomplete(answer: RowAnswer, request: GenerateRequest) -> RowFailure | Non
         if count != len(answer.ids):
             return RowFailure(f"the engine returned {what} of {count} tokens, and {len(answer.ids)} were sampled")
     return None
-
-
-def _cached_tokens(request: GenerateRequest, answers: Sequence[RowAnswer]) -> tuple[int | None, ...] | None:
-    counts: list[int | None] = []
-    for answer in answers:
-        count = answer.cached_tokens
-        counts.append(count if type(count) is int and count >= 0 else None)
-    if {*counts} <= {None}:
-        return None
-    lengths = request.prompts.lengths.tolist()
-    # An engine that interrupts a request and goes on later finds some of the answer in its cache as well.
-    return tuple(None if count is None else min(count, length) for count, length in zip(counts, lengths, strict=True))
 
 
 def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailure]) -> ScoreResult:

@@ -266,6 +266,11 @@ def _top_k(name: str, value: Any) -> int | None:
     return kept if kept > 0 else None
 
 
+def _limit(name: str, value: Any) -> int:
+    # First the usual case, which every call of `generate` reads.
+    return value if type(value) is int and 1 <= value <= LARGEST else count(name, value, 1, LARGEST)
+
+
 def _of_engine(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise invalid(name, f"expected a mapping, got {shown(value)}")
@@ -288,7 +293,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "reasoning_marks": _marks,
     "stop_token_ids": _ids,
     "top_k": _top_k,
-    "max_new_tokens": partial(count, low=1, high=LARGEST),
+    "max_new_tokens": _limit,
     "min_new_tokens": partial(count, high=LARGEST),
     "top_p": partial(number, low=0.0, high=1.0, above=True),
     "min_p": partial(number, low=0.0, high=1.0),

@@ -16,7 +16,6 @@ import torch
 
 import corelm
 import corelm_cli
-from corelm import SamplingParams
 from corelm_cli import progress
 from corelm_testing.toy import Bigram, ByteTokenizer
 from helpers.command_line import CHAT, FAULTY, LINES, corelm_command, generate, rows, settings_of, write_prompts
@@ -82,12 +81,6 @@ def test_commands_that_need_no_model_do_not_import_torch():
             "corelm_testing",
             "transformers_backend",
         }
-
-
-def test_the_help_states_the_defaults_of_sampling():
-    text = " ".join(corelm_command("generate", "--help").stdout.split())
-    for name in ("max_new_tokens", "temperature"):
-        assert f"Default: {getattr(SamplingParams(), name):g}." in text
 
 
 @pytest.mark.process
@@ -279,11 +272,3 @@ def test_progress_is_shown_on_a_terminal_after_a_while(files, monkeypatch):
     shown = generate(files, "--overwrite").stderr
     assert re.search(r"answering .* 5/5 .* [\d,]+ tokens/s", shown)
     assert generate(files, "--overwrite", "--quiet").stderr == ""
-
-
-def test_the_help_begins_with_what_people_use_first():
-    for command in ("generate", "score", "serve", "chat"):
-        text = corelm_command(command, "--help").stdout
-        most = text.partition("Used most:")[2].partition("\n\n")[0]
-        assert {"--backend", "--model", "--option"} <= {*re.findall(r"--[a-z-]+", most)}
-        assert text.index("Used most:") < text.index("\nEngine:")

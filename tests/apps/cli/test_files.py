@@ -209,13 +209,6 @@ def test_a_torn_line_made_with_other_settings_is_kept(files):
     assert generate(files, "--temperature", 0.5).exit_code == 2 and files[1].read_bytes() == torn
 
 
-def test_a_first_answer_that_was_cut_off_is_made_again(files):
-    generate(files, "--seed", 5)
-    whole = files[1].read_bytes()
-    files[1].write_bytes(whole[:50])
-    assert generate(files, "--seed", 5).exit_code == 0 and files[1].read_bytes() == whole
-
-
 def test_an_output_that_is_not_a_regular_file_is_refused(files, tmp_path):
     (tmp_path / "taken.errors.jsonl").mkdir()
     for output in ("/dev/null", ".", "taken"):

@@ -164,14 +164,3 @@ def test_the_help_lists_every_parameter_once_with_its_aliases():
         # A long name may be continued on the next line.
         assert f"--{alias.replace('_', '-')}" in flat.replace("- ", "-")
     assert "Strings that end an answer." in flat and "Can be repeated." in flat
-
-
-def test_help_is_wrapped_plain_text():
-    for command in ("generate", "score", "chat", "backends"):
-        text = corelm_command(command, "-h").stdout
-        assert text == corelm_command(command, "--help").stdout
-        assert all(len(line) <= 80 for line in text.splitlines())
-        assert not set("╭─╮│╰╯") & set(text)
-        # A paragraph is wrapped where the line is full, not where its source was.
-        full = [line for line in text.splitlines() if line.startswith("  ") and len(line) > 70]
-        assert full or command == "backends"

@@ -6,7 +6,6 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import corelm
@@ -65,16 +64,6 @@ def test_it_looks_when_the_engine_is_opened_and_around_each_update() -> None:
         seen.calls.clear()
         backend.update_weights(table(0))
         assert seen.calls == ["update"] and backend.engine.listener is None
-
-
-def test_versions_count_up_as_without_it(toy: Backend) -> None:
-    assert [toy.update_weights(table(n)) for n in range(3)] == ["1", "2", "3"]
-    assert toy.update_weights(table(0), "mine") == "mine" and toy.weights_changed() == "mine+1"
-    assert toy.generate([[1]], SHORT).weight_versions == ("mine+1",)
-    with pytest.raises(InvalidRequestError):
-        toy.update_weights({"no.such": torch.zeros(3)})
-    assert toy.weight_version == "mine+1"
-    looks(toy).look()
 
 
 def test_an_engine_that_cannot_load_weights_is_asked_when_its_owner_has_changed_them() -> None:

@@ -48,16 +48,6 @@ def test_an_engine_of_a_declared_precision_raises_no_alarm() -> None:
             backend.update_weights(model.state_dict(), expect=probe_scores(tiny_model(seed=2)))
 
 
-def test_the_same_weights_twice_raise_no_alarm(toy: Backend) -> None:
-    for _ in range(3):
-        toy.update_weights(table(0))
-    other = corelm.get_backend("toy", Bigram(table(1)["table"]))
-    toy.update_weights(table(1), expect=probe_scores(other))
-    toy.update_weights(table(1), expect=probe_scores(other))
-    toy.update_weights(table(0))
-    looks(toy).look()
-
-
 def test_new_rows_for_a_few_tokens_raise_no_alarm(toy: Backend) -> None:
     """No probe has these tokens, so its scores stay the same."""
     first, second = table(0)["table"], table(0)["table"]

@@ -71,16 +71,6 @@ def test_a_state_dict_and_a_folder_of_it_count_as_the_same_weights(tmp_path: Any
             backend.update_weights(weights(2))
 
 
-def test_weights_that_were_not_loaded_from_a_folder_are_found(tmp_path: Any) -> None:
-    for seed in (1, 2):
-        tiny_model(seed=seed).save_pretrained(tmp_path / str(seed))
-    with watched(Ignoring) as backend:
-        assert backend.update_weights(tmp_path / "1") == "1"
-        assert backend.update_weights(tmp_path / "1") == "2"
-        with pytest.raises(StaleWeightsError):
-            backend.update_weights(tmp_path / "2")
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("plugin", [Ignoring, Half])
 def test_weights_that_were_not_loaded_whole_are_found_with_expect(

@@ -165,20 +165,6 @@ def test_a_poison_row_fails_alone() -> None:
         assert failure.value.rows == (7,) and "poisoned" in str(failure.value)
 
 
-def test_a_poison_sequence_fails_alone() -> None:
-    def before(engine: MortalToy, hook: str, request: Any) -> None:
-        if hook == "score_logprobs" and PROMPTS[2] in request.sequences.tolist():
-            engine.die("poisoned")
-
-    with Toys("a", "b", "c", before=before) as toys:
-        found = toys.backend.score_logprobs(PROMPTS, on_error="skip", return_argmax=True, return_logits=True)
-        expected = ONE.score_logprobs(PROMPTS)
-        assert found.errors is not None
-        assert [row for row, error in enumerate(found.errors) if error] == [2]
-        for row, (one, other) in enumerate(zip(found.logprobs.tolist(), expected.logprobs.tolist(), strict=True)):
-            assert one == ([0.0, 0.0] if row == 2 else other)
-
-
 def test_all_dead_is_an_error_in_bounded_time() -> None:
     def before(engine: MortalToy, hook: str, request: Any) -> None:
         if hook == "generate" and user_rows(request):
@@ -279,13 +265,6 @@ def test_capabilities_are_the_intersection() -> None:
             assert not getattr(common, name), name
         assert common.max_context == 4
     assert not capabilities_of_all([everything]).gradients
-    one = Capabilities(
-        vocab_size=9, max_context=None, sampling={"temperature": (0.0, 2.0), "top_k": None, "stop": None}
-    )
-    two = Capabilities(vocab_size=9, max_context=None, sampling={"temperature": (0.5, 9.0), "top_k": (1, 5)})
-    deep, light = (replace(one, update_weights=True, sleep_levels=frozenset(levels)) for levels in ({1, 2}, {1}))
-    assert capabilities_of_all([deep, light]).sleep_levels == {1} and not capabilities_of_all([deep, one]).sleep_levels
-    assert dict(capabilities_of_all([one, two]).sampling) == {"temperature": (0.5, 2.0), "top_k": (1, 5)}
 
 
 def test_engines_that_differ_are_refused_with_both_names() -> None:

@@ -12,14 +12,13 @@ import torch
 from apps.fleet.conftest import PROMPTS, SAMPLING
 from corelm import Capabilities, Ragged
 from corelm.errors import EngineError
-from corelm.spec import ScoreRequest, ScoreResult
+from corelm.spec import ScoreResult
 from corelm_fleet.agreement import capabilities_of_all
 from corelm_fleet.parts import Part, result_of_parts
 from corelm_fleet.pending import PendingCall
-from corelm_fleet.replica import Member
 from corelm_fleet.tokenizer import FleetTokenizer
-from helpers.mortal_toys import TABLE, MortalToy, Toys, one_engine
-from helpers.processes import wait_until
+from helpers.mortal_toys import MortalToy, Toys, one_engine
+from helpers.requests import scoring
 
 
 def test_every_capability_that_is_no_flag_has_a_rule() -> None:
@@ -28,7 +27,11 @@ def test_every_capability_that_is_no_flag_has_a_rule() -> None:
         "vocab_size": (9, 9, 9),
         "max_context": (8, 4, 4),
         "eos_token_ids": (frozenset({1}), frozenset({1}), frozenset({1})),
-        "sampling": ({"top_k": None, "stop": None}, {"top_k": (1, 5)}, {"top_k": (1, 5)}),
+        "sampling": (
+            {"temperature": (0.0, 2.0), "top_k": None, "stop": None},
+            {"temperature": (0.5, 9.0), "top_k": (1, 5)},
+            {"temperature": (0.5, 2.0), "top_k": (1, 5)},
+        ),
         "generation_modes": (frozenset({"raw", "processed"}), frozenset({"raw"}), frozenset({"raw"})),
         "sleep_levels": (frozenset({1, 2}), frozenset({1}), frozenset({1})),
         "score_top_k": (7, 5, 5),
@@ -46,16 +49,7 @@ def test_every_capability_that_is_no_flag_has_a_rule() -> None:
 def test_what_was_not_asked_for_is_not_made_up() -> None:
     """An engine may return logits that were not asked for. Those of another engine are not 0."""
     rows = Ragged.from_list([[1], [2]])
-    request = ScoreRequest(
-        sequences=rows,
-        score_from=torch.tensor([1, 1]),
-        temperature=1.0,
-        return_logits=False,
-        grad=False,
-        device=None,
-        request_ids=("a", "b"),
-        timeout=None,
-    )
+    request = scoring([[1], [2]])
     one = ScoreResult(
         logprobs=Ragged.from_list([[0.0]], torch.float32), scored=rows.select([0]).with_values(torch.tensor([False]))
     )
@@ -118,14 +112,6 @@ def test_a_mistake_fails_the_call_and_leaves_no_caller_waiting(
         assert "could not be ended" in caplog.text
         found = toys.backend.generate(PROMPTS, SAMPLING, timeout=20)
         assert found.ids.tolist() == one_engine().generate(PROMPTS, SAMPLING).ids.tolist()
-
-
-def test_an_engine_that_joins_later_has_to_be_like_the_others() -> None:
-    with Toys("a", "b") as toys:
-        small = TABLE[:200, :200]
-        toys.fleet.join(Member("c", lambda: MortalToy.make("c", small, lambda *given: None)))
-        assert wait_until(lambda: bool(toys.fleet.status()[2].why))
-        assert "vocabulary: the fleet, as a did, has 260, c has 200" in toys.fleet.status()[2].why
 
 
 def test_an_engine_that_fails_when_a_fleet_is_opened_is_not_called_another_one() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from apps.fleet.conftest import PROMPTS
 from corelm import Backend, Ragged, TokenSets
-from corelm.backend.prepared_call import prepare_generation
+from corelm.backend.arguments import prepare_generation
 from corelm.spec import GenerateRequest, GenerateResult, ScoreResult, TokenChunk
 from corelm_fleet.pending import PendingCall
 from helpers.mortal_toys import MortalToy, Toys, one_engine, user_rows

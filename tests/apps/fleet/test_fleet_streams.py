@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from apps.fleet.conftest import SAMPLING
-from corelm.backend.prepared_call import prepare_generation
+from corelm.backend.arguments import prepare_generation
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, TokenChunk
 from helpers.mortal_toys import MortalToy, Toys, one_engine, user_rows

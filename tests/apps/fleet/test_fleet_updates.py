@@ -189,30 +189,6 @@ def test_engines_that_cannot_score_get_the_parameters_of_all_updates(halves: Non
         assert all(torch.equal(engine.model.table, OTHER) for engine in toys.made[2:])
 
 
-def test_what_leads_to_an_epoch_is_kept(tmp_path: Any) -> None:
-    def update(*names: str, path: Any = None) -> WeightUpdate:
-        state = {name: torch.zeros(1) for name in names} if names else None
-        return WeightUpdate(version="", when="drain", state_dict=state, path=path)
-
-    def found(epoch: int, held: int | None) -> list[Any]:
-        return [sorted(each.state_dict) if each.state_dict else each.path for each in kept.to(epoch, held)]
-
-    kept = KeptWeights()
-    for epoch, each in enumerate([update("a", "b"), update("b", "c"), update(path=tmp_path), update("d")], 1):
-        kept.begin(epoch, epoch - 1, each)
-        kept.end(epoch)
-        if epoch == 2:
-            assert found(2, 0) == [["a", "b", "c"]] and found(2, 1) == [["b", "c"]]
-    assert found(4, 3) == [["d"]] and found(4, 0) == found(4, 2) == [tmp_path, ["d"]]
-    # An update that fails is forgotten, and what it may have changed can only be undone by a new start.
-    kept.begin(5, 4, update("e"))
-    kept.end(4)
-    assert found(4, 0) == [tmp_path, ["d"]] and found(4, 3) == [["d"]]
-    for epoch, held in ((4, 5), (4, None), (5, 4)):
-        with pytest.raises(EngineError):
-            kept.to(epoch, held)
-
-
 def test_adapters_are_kept_next_to_the_base_weights(tmp_path: Any) -> None:
     def adapter(name: str, **source: Any) -> WeightUpdate:
         return WeightUpdate(version="", when="drain", adapter=name, **source)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 def loads(**work: float) -> Loads:
     made = Loads()
-    made.offer(frozenset(work))
+    made.takers = frozenset(work)
     for name, each in work.items():
         made.add(name, each)
     return made
@@ -89,9 +89,9 @@ def test_what_a_replica_saves_by_its_prefix_cache_counts():
 def test_a_session_leaves_a_replica_that_takes_no_rows():
     policy, table = LeastWork(), loads(a=0, b=0)
     assert policy.choose(group(key="s"), table) == "a"
-    table.offer(frozenset("b"))
+    table.takers = frozenset("b")
     assert policy.choose(group(key="s"), table) == "b"
-    table.offer(frozenset())
+    table.takers = frozenset()
     assert policy.choose(group(key="s"), table) is None
     assert assign([group()], table, policy) == []
 
@@ -121,7 +121,7 @@ def test_loads_agree_with_a_plain_table():
     names = [f"r{number}" for number in range(20)]
     for _ in range(5000):
         if rng.random() < 0.05:
-            table.offer(frozenset(rng.sample(names, rng.randint(0, 20))))
+            table.takers = frozenset(rng.sample(names, rng.randint(0, 20)))
         name = rng.choice(names)
         if rng.random() < 0.05:
             table.forget(name)

@@ -12,28 +12,6 @@ from corelm_fleet.state import FleetState
 from helpers.fleet_world import World, state, world
 
 
-def test_rows_go_to_a_replica_and_are_answered_once():
-    w = world("a", "b")
-    w.add(0, 1, 2)
-    first = w.send("a", 0, 1)
-    w.send("b", 2)
-    w.answer(first)
-    w.answer(first)  # as a retry of a transport would
-    assert w.rows[0].outcomes == w.rows[1].outcomes == ["answered"] and not w.rows[2].outcomes
-
-
-def test_a_death_sends_only_unanswered_rows_again_and_elsewhere():
-    w = world("a", "b")
-    w.add(0, 1)
-    call = w.send("a", 0, 1)
-    w.answer(call, [0])
-    w.check()
-    w.die(w.engine("a"))
-    assert w.fleet.trials() == [(1, "b")]
-    w.answer(w.send("b", 1, trial=True))
-    assert w.rows[1].outcomes == ["answered"]
-
-
 def test_a_caller_that_leaves_takes_all_its_rows_of_a_flight_back_at_once():
     w = world("a", "b")
     w.add(*range(6))
@@ -128,16 +106,6 @@ def test_rows_that_did_not_reach_a_replica_are_not_blamed_for_its_death():
     w.check()
 
 
-def test_a_bad_request_does_not_count():
-    w = world("a")
-    w.add(*range(8))
-    for row in range(4):
-        w.refuse(w.send("a", row))
-    w.refuse(w.send("a", 4, 5, 6), [5])
-    assert state(w, "a") is State.HEALTHY
-    assert list(w.fleet.rows.fresh) == [7, 4, 6] and w.rows[5].outcomes == ["refused"]
-
-
 def test_a_replica_that_fails_every_call_is_restarted():
     w = world("a", "b")
     w.add(0, 1, 2)
@@ -145,22 +113,6 @@ def test_a_replica_that_fails_every_call_is_restarted():
         assert state(w, "a") is State.HEALTHY
         w.fail(call)
     assert state(w, "a") is State.DEAD and list(w.fleet.rows.accused) == [0, 1, 2]
-
-
-def test_a_suspect_gets_no_rows_and_its_late_answer_is_discarded():
-    w = world("a", "b")
-    w.add(0, 1)
-    call = w.send("a", 0)
-    w.miss(w.engine("a"))
-    w.miss(w.engine("a"))
-    assert state(w, "a") is State.SUSPECT and w.fleet.takers == {"b"}
-    w.pass_time(10)
-    again = w.send("b", *[row for row, _ in w.fleet.trials()], trial=True)
-    w.hear(w.engine("a"))
-    w.answer(call)
-    assert not w.rows[0].outcomes
-    w.answer(again)
-    assert w.rows[0].outcomes == ["answered"] and state(w, "a") is State.HEALTHY
 
 
 def test_a_suspect_that_answers_in_time_keeps_its_rows():

@@ -1,7 +1,6 @@
 """Random events in a fleet: rows are settled once, weights are current, poison takes two replicas along at most.
 
 `helpers/fleet_world.py` plays the engines, and keeps its own record of what happened to each row and each weight.
-`test_mutants.py` shows that the tests fail if a rule is broken.
 """
 
 from __future__ import annotations

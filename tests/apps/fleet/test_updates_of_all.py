@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from corelm.errors import EngineError
 from corelm_fleet.records import Load, State, Updated, UpdateFailed
 from helpers.fleet_world import World, state, world
 
@@ -32,13 +29,6 @@ def test_an_update_waits_for_the_rows_of_a_replica_that_leaves():
     assert not w.ended
     w.answer(call)
     assert w.ended == [Updated(1, {})]
-
-
-def test_two_updates_at_once_are_refused():
-    w = world("a")
-    w.update()
-    with pytest.raises(EngineError):
-        w.fleet.update(w.now)
 
 
 def test_a_replica_that_dies_in_an_update_loads_the_new_weights_later():

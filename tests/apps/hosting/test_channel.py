@@ -63,14 +63,6 @@ def test_threads_do_not_mix_their_frames(ends: tuple[Channel, Channel]) -> None:
         thread.join()
 
 
-def test_the_end_of_the_other_process_ends_receiving(ends: tuple[Channel, Channel]) -> None:
-    here, there = ends
-    here.send(Kind.HELLO, 0, 1)
-    here.close()
-    assert there.receive() is not None
-    assert there.receive() is None
-
-
 def test_half_a_frame_is_the_end(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
     here.end.sendall(b"clm1\x01")

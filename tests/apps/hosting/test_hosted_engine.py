@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from tensordict import TensorDict
 
 import corelm
 from apps.hosting.conftest import wait_for_calls
-from corelm import Backend, DynamicBatcher, History, LLMPolicy
+from corelm import Backend, History, LLMPolicy
 from corelm.errors import (
     BackendClosedError,
     BackendTimeoutError,
@@ -54,21 +52,6 @@ def test_answers_and_scores_are_those_of_the_engine_in_process(toy: Backend, toy
     assert torch.equal(first.logprobs.values, second.logprobs.values)
     assert first.logits is not None and second.logits is not None
     assert torch.equal(first.logits.values, second.logits.values)
-
-
-def test_a_policy_gives_the_same_result(toy: Backend, toy_host: Backend) -> None:
-    chats = [[{"role": "user", "content": "Hi <eos> there"}], [{"role": "user", "content": "Who?"}]]
-    results = []
-    for backend in (toy, toy_host):
-        policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 6}, chat_template="chatml")
-        first = policy(TensorDict(history=History.from_chats(chats)), seed=1)
-        again = first["history"].full.append([{"role": "user", "content": "And?"}] * 2)
-        second = policy(TensorDict(history=again), seed=2)
-        results.append([(r["tokens"].full, r["text"].full, r["masks"].all_assistant_mask) for r in (first, second)])
-    for (ids, texts, masks), (other_ids, other_texts, other_masks) in zip(*results, strict=True):
-        assert [row.tolist() for row in ids] == [row.tolist() for row in other_ids]
-        assert list(texts) == list(other_texts)
-        assert [row.tolist() for row in masks] == [row.tolist() for row in other_masks]
 
 
 def test_the_engine_says_why_it_lacks_something(obedient: Open) -> None:
@@ -120,17 +103,6 @@ def test_a_batch_of_chats_takes_a_fixed_number_of_requests(toy_host: Backend, mo
         counts.append(len(asked))
     # The first call also asks for texts that are then remembered.
     assert counts[1] <= counts[0] <= 12, asked
-
-
-def test_the_tokenizer_answers_like_the_engines_own(toy: Backend, toy_host: Backend) -> None:
-    here, there = toy.tokenizer, toy_host.tokenizer
-    assert there.decode([72, 105]) == here.decode([72, 105]) == there.decode(torch.tensor([72, 105]))
-    assert dict(there(["Hi", "there"])) == dict(here(["Hi", "there"]))
-    assert there.eos_token_id == here.eos_token_id
-    assert hasattr(there, "chat_template") == hasattr(here, "chat_template")
-    with pytest.raises(AttributeError):
-        there.no_such_thing  # noqa: B018
-    assert not hasattr(there, "_private") and "HostedTokenizer" in repr(there)
 
 
 def test_a_chat_template_that_is_set_here_is_used_there(model_host: Backend) -> None:
@@ -253,22 +225,6 @@ def test_new_weights_reach_the_engine(steady: Backend) -> None:
     assert refusal.value.field == "weights" and "'table'" in str(refusal.value)
     assert backend.weight_version == "forty"
     assert len(backend.generate([[20]], {"max_new_tokens": 2}).ids) == 1
-
-
-def test_callers_share_a_host_through_a_batcher(toy: Backend, toy_host: Backend) -> None:
-    expected = [toy.generate([[n]], {"max_new_tokens": 5, "seed": n}).ids.tolist() for n in range(40, 72)]
-    found: dict[int, Any] = {}
-    with DynamicBatcher(toy_host) as batcher:
-
-        def ask(n: int) -> None:
-            found[n] = batcher.generate([[n]], {"max_new_tokens": 5, "seed": n}).ids.tolist()
-
-        threads = [threading.Thread(target=ask, args=(n,)) for n in range(40, 72)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert [found[n] for n in range(40, 72)] == expected
 
 
 # The process ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -25,29 +26,19 @@ from helpers.processes import children
 Open = Callable[..., Backend]
 
 
-def test_an_interpreter_that_is_not_there() -> None:
-    with pytest.raises(InvalidRequestError, match="no such file") as refusal:
-        corelm.get_backend("toy", python="/nowhere/bin/python")
-    assert refusal.value.field == "python"
-
-
-def test_a_file_that_is_not_executable(tmp_path: Path) -> None:
-    (tmp_path / "python").write_text("")
-    with pytest.raises(InvalidRequestError):
-        corelm.get_backend("toy", python=tmp_path / "python")
-
-
-def test_a_folder_without_an_interpreter(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="bin/python"):
-        corelm.get_backend("toy", python=tmp_path)
-
-
-def test_a_program_that_is_not_python(tmp_path: Path) -> None:
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho I am a shell >&2\nexit 3\n")
-    program.chmod(0o755)
-    with pytest.raises(InvalidRequestError, match=r"not a Python interpreter that works: .*I am a shell"):
-        corelm.get_backend("toy", python=program)
+def test_what_is_no_interpreter(tmp_path: Path) -> None:
+    for name, mode in (("plain", 0o644), ("shell", 0o755)):
+        (tmp_path / name).write_text("#!/bin/sh\necho I am a shell >&2\nexit 3\n")
+        (tmp_path / name).chmod(mode)
+    for name, says in (
+        ("absent", "no such file"),
+        ("plain", "executable"),
+        (".", "bin/python"),
+        ("shell", r"not a Python interpreter that works: .*I am a shell"),
+    ):
+        with pytest.raises(InvalidRequestError, match=says) as refusal:
+            corelm.get_backend("toy", python=tmp_path / name)
+        assert refusal.value.field == "python", name
 
 
 def test_an_interpreter_without_core() -> None:
@@ -75,25 +66,21 @@ def test_another_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
         corelm.get_backend("toy", python=sys.executable)
 
 
-def test_an_option_that_the_plugin_does_not_know() -> None:
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("max_contxt", {"max_contxt": 3}),
+        ("model", {"model": nn.Linear(1, 1)}),
+        ("tokenizer", {"tokenizer": object()}),
+        ("max_context", {"max_context": lambda: 3}),
+        ("env", {"env": {"A": 1}}),
+        ("env", {"env": {"A": "b"}, "python": None}),
+    ],
+)
+def test_what_the_plugin_does_not_know_or_cannot_leave_this_process(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
-        corelm.get_backend("toy", python=sys.executable, max_contxt=3)
-    assert refusal.value.field == "max_contxt"
-
-
-def test_what_cannot_leave_this_process() -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
-        corelm.get_backend("transformers", nn.Linear(1, 1), python=sys.executable)
-    assert refusal.value.field == "model"
-    with pytest.raises(InvalidRequestError) as refusal:
-        corelm.get_backend("toy", python=sys.executable, tokenizer=object())
-    assert refusal.value.field == "tokenizer"
-    with pytest.raises(InvalidRequestError, match="cannot be sent") as refusal:
-        corelm.get_backend("toy", python=sys.executable, max_context=lambda: 3)
-    assert refusal.value.field == "max_context"
-    with pytest.raises(InvalidRequestError) as refusal:
-        corelm.get_backend("toy", python=sys.executable, env={"A": 1})
-    assert refusal.value.field == "env"
+        corelm.get_backend("toy", **{"python": sys.executable, **options})
+    assert refusal.value.field == field
 
 
 def test_an_engine_that_does_not_open(obedient: Open) -> None:
@@ -102,12 +89,6 @@ def test_an_engine_that_does_not_open(obedient: Open) -> None:
     with pytest.raises(EngineError, match="exit status 5") as failure:
         obedient("exits")
     assert "opening" in str(failure.value), "the end of the log is missing"
-
-
-def test_without_python_env_is_an_option_of_the_plugin() -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
-        corelm.get_backend("toy", env={"A": "b"})
-    assert refusal.value.field == "env"
 
 
 def test_nothing_is_left_of_a_host_whose_plugin_is_not_installed(logs: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corelm import SamplingParams, hookimpl
+from corelm import hookimpl
 from corelm.spec import GenerateRequest, GenerateResult, HealthRequest, TokenizeRequest, TokenizeResult
 from corelm.spec.records import AbortRequest
 from corelm.tensors.ragged import Ragged
@@ -17,6 +17,7 @@ from corelm_fleet.hosting.server import Call, EngineServer
 from corelm_fleet.hosting.tokenizer import HostedTokenizer, TokenizerServer
 from corelm_testing.toy import ToyBackend
 from helpers.processes import wait_until
+from helpers.requests import generation
 
 
 class Stuck(ToyBackend):
@@ -55,16 +56,8 @@ class Encoding(Stuck):
         return TokenizeResult(ids=Ragged.from_list([[1] for _ in request.texts]))
 
 
-def generation(name: str) -> Call:
-    request = GenerateRequest(
-        prompts=Ragged.from_list([[72]]),
-        sampling=SamplingParams(max_new_tokens=1),
-        seeds=(0,),
-        request_ids=(name,),
-        stop_ids=frozenset(),
-        timeout=None,
-        logprobs="none",
-    )
+def rows_of(name: str) -> Call:
+    request = generation([[72]], "none", max_new_tokens=1, seeds=(0,), request_ids=(name,))
     return Call("hook", "generate", (request,))
 
 
@@ -77,7 +70,7 @@ def start(server: EngineServer, number: int, call: Call) -> SimpleQueue[Any]:
 def test_forgotten_calls_do_not_hold_up_a_health_check() -> None:
     engine = Stuck()
     server = EngineServer(engine, "stuck")
-    answers = [start(server, number, generation(str(number))) for number in range(40)]
+    answers = [start(server, number, rows_of(str(number))) for number in range(40)]
     for number in range(40):
         server.forget(number)
     assert start(server, 99, Call("hook", "health", (HealthRequest(),))).get(timeout=5) is True
@@ -91,7 +84,7 @@ def test_forgotten_calls_do_not_hold_up_a_health_check() -> None:
 def test_a_call_is_aborted_until_it_ends() -> None:
     engine = Stuck()
     server = EngineServer(engine, "stuck")
-    answers = start(server, 1, generation("a"))
+    answers = start(server, 1, rows_of("a"))
     server.forget(1)
     server.forget(5)  # it has ended long ago
     assert wait_until(lambda: "a" in engine.aborted)
@@ -115,7 +108,7 @@ def test_a_slow_chat_template_holds_up_no_other_text(monkeypatch: pytest.MonkeyP
 def test_an_engine_that_encodes_by_itself_is_entered_by_one_call_at_a_time() -> None:
     engine = Encoding(concurrent=False)
     server = EngineServer(engine, "stuck")
-    call = start(server, 1, generation("a"))
+    call = start(server, 1, rows_of("a"))
     assert wait_until(lambda: bool(engine.inside))
     texts = start(server, 2, Call("tokenizer", "encode", ((["H", "i"],), {"add_special_tokens": False})))
     engine.go_on.set()

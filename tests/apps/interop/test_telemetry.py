@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -259,19 +258,3 @@ def test_no_text_and_no_secret_of_a_url_is_reported(world: World) -> None:
     told = "\n".join(span.to_json() for span in world.spans()) + str(world.metrics())
     assert "host/v1" in told and "hunter2" not in told
     assert "xylophone" not in told and len(answer) > 3 and answer not in told
-
-
-def test_many_threads_of_users_each_get_their_own_child(world: World) -> None:
-    with DynamicBatcher(
-        Backend.from_plugin(Fake(concurrent_calls=True), "fake", wrappers=[world.telemetry])
-    ) as batcher:
-
-        def ask(n: int) -> tuple[int, int]:
-            with world.tracer.start_as_current_span(f"user {n}") as user:
-                batcher.generate([[3]] * (n + 1), SHORT)
-                return n + 1, user.get_span_context().span_id
-
-        with ThreadPoolExecutor(8) as pool:
-            users = dict(pool.map(ask, range(24)))
-    spans = world.spans("text")
-    assert {span.attributes["corelm.rows"]: span.parent.span_id for span in spans} == users

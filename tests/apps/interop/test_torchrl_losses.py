@@ -18,7 +18,6 @@ from helpers.torchrl import skip_without_torchrl
 
 skip_without_torchrl()
 
-from torchrl.envs.llm.transforms import RetrieveLogProb as TheirRetrieveLogProb
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import ChatHistory as TheirChatHistory
 from torchrl.objectives.llm import CISPOLoss, GRPOLoss, SFTLoss
@@ -119,13 +118,6 @@ def test_with_all_tokens_scored_the_strategy_selects_what_counts(backend, traine
     assert counted == responses if strategy == "sft" else counted > responses
     out = GRPOLoss(LossActor(LLMPolicy(trainer)), masking_strategy=strategy)(td)
     torch.testing.assert_close(out.loss_objective.detach(), torch.cat(terms).mean(), atol=1e-4, rtol=1e-4)
-
-
-def test_grpo_is_the_same_for_rows_and_dense(backend, trainer, trained):
-    loss = GRPOLoss(LossActor(LLMPolicy(trainer), trained))
-    rows, dense = (loss(rollout(backend, pad)) for pad in (False, True))
-    for name in ("loss_objective", "loss_entropy", "ESS"):  # kl_approx is a mean over pads as well
-        torch.testing.assert_close(getattr(rows, name), getattr(dense, name), atol=1e-4, rtol=1e-4)
 
 
 def test_grpo_reads_batches_from_a_replay_buffer(backend, trainer, trained):
@@ -358,21 +350,6 @@ def plain_row(row):
     }
     made = {name: TensorDict({key: row[name].get(key) for key in keys}) for name, keys in fields.items()}
     return TensorDict({**made, "advantage": row["advantage"]})
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda policy, td: GRPOLoss(policy)(td),
-        lambda policy, td: GRPOLoss(policy, masking_strategy="rlhf")(td),
-        lambda policy, td: SFTLoss(policy)(td),
-        lambda policy, td: TheirRetrieveLogProb(policy),
-    ],
-    ids=["GRPOLoss sft", "GRPOLoss rlhf", "SFTLoss", "RetrieveLogProb"],
-)
-def test_a_policy_where_torchrl_needs_an_actor_fails(backend, use):
-    with pytest.raises((AttributeError, TypeError, ValueError)):
-        use(LLMPolicy(backend, generate=False), rollout(backend, False))
 
 
 def test_other_keys_are_refused(trainer):

@@ -9,7 +9,6 @@ from tensordict import TensorDict
 import corelm
 from corelm import LLMPolicy
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
-from corelm.kl import KLRewardTransform
 from helpers import oracle
 from helpers.tiny_models import tiny_tokenizer
 from helpers.torchrl import skip_without_torchrl
@@ -22,7 +21,7 @@ from torchrl.envs.llm.transforms import KLRewardTransform as TheirKLRewardTransf
 from torchrl.envs.llm.transforms import RetrieveLogProb as TheirRetrieveLogProb
 from torchrl.envs.transforms import TransformedEnv
 
-from corelm_interop.torchrl import EnvPolicy, ModuleTransform, ReferenceActor
+from corelm_interop.torchrl import EnvPolicy, ReferenceActor
 from helpers.torchrl_envs import Ask, Reward
 
 QUESTIONS = ["Hello there, who are you?", "Hi"]
@@ -81,16 +80,6 @@ def over_top_k(trained, model, prompt, answer, temperature, k):
         logits = (oracle.next_logits(trained, ids)[-1] / temperature)[kept]
         found.append(logits.log_softmax(-1)[kept == token])
     return torch.cat(found)
-
-
-@pytest.mark.parametrize("pad", [False, True], ids=["rows", "dense"])
-def test_our_transform_in_the_same_environment_subtracts_the_sum(backend, trainer, model, trained, pad):
-    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 6}, pad_output=pad)
-    td = rollout(policy, ModuleTransform(KLRewardTransform(LLMPolicy(trainer), 0.1)))
-    for step in td.view(-1).unbind(0):
-        (prompt,), (answer,) = each(step, "tokens", "prompt"), each(step, "tokens", "response")
-        kl = oracle.answer_logprobs(model, prompt, answer) - oracle.answer_logprobs(trained, prompt, answer)
-        torch.testing.assert_close(step["next", "reward"].sum(), 1 - 0.1 * kl.sum(), atol=1e-4, rtol=1e-4)
 
 
 def test_rows_are_refused_and_the_message_names_what_reads_them(backend, trainer):

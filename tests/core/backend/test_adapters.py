@@ -1,7 +1,5 @@
 """Adapters: named in each call, loaded and replaced on their own, and part of the label of every row."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,9 @@ from corelm import Backend, DynamicBatcher, LLMPolicy, hookimpl
 from corelm.batching import Limits
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.kl import RetrieveKL
-from corelm.spec import GenerateRequest, WeightsStateRequest, WeightUpdate
+from corelm.spec import GenerateRequest, WeightsStateRequest
 from corelm_testing.toy import ToyBackend
-from helpers.adapter_toys import ADD, CONFIG, OTHER, TABLE, AdapterToy, true_scores
+from helpers.adapter_toys import ADD, CONFIG, OTHER, AdapterToy, true_scores
 from helpers.each import each
 from helpers.refusals import refused
 
@@ -84,31 +82,6 @@ def test_an_adapter_is_replaced_by_loading_it_again(backend: Backend, toy: Adapt
     assert load(backend, "one") == "3"
 
 
-def test_new_base_weights_change_the_label_of_an_adapter_and_not_its_version(backend: Backend) -> None:
-    load(backend, "one")
-    backend.update_weights({"table": TABLE + 1.0}, version="base")
-    assert backend.adapters == {"one": "1"}
-    assert backend.score_logprobs(ROWS, adapter="one").weight_versions == ("base+one@1",) * 2
-
-
-def test_what_is_refused_changes_nothing(backend: Backend) -> None:
-    load(backend, "one")
-    with refused(InvalidRequestError, field="state_dict"):
-        backend.load_adapter("one", {"added": torch.zeros(2)}, version="wrong")
-    assert backend.adapters == {"one": "1"}
-    assert_scores(backend, "one", ADD, "0+one@1")
-
-
-def test_an_adapter_that_failed_half_way_has_a_version_that_none_had(backend: Backend, toy: AdapterToy) -> None:
-    load(backend, "one")
-    toy.fault = RuntimeError("disk full")
-    with pytest.raises(EngineError, match="disk full"):
-        load(backend, "one", OTHER, version="1")
-    assert backend.score_logprobs(ROWS, adapter="one").weight_versions == ("0+one@2",) * 2
-    toy.fault = None
-    assert load(backend, "one") == "3"
-
-
 class Wrapping(AdapterToy):
     """Its state changes with its adapters, as that of a model does which PEFT has wrapped."""
 
@@ -127,15 +100,6 @@ def test_a_failed_load_leaves_the_label_of_the_base_weights(fault: Exception) ->
             load(backend, "one")
         assert_scores(backend, False, 0.0, "0+none")
         assert backend.weight_version == "0"
-
-
-def test_weights_that_their_owner_changes_have_another_label_with_an_adapter_too(
-    backend: Backend, toy: AdapterToy
-) -> None:
-    load(backend, "one")
-    with torch.no_grad():
-        toy.model.table += 1.0
-    assert backend.score_logprobs(ROWS, adapter="one").weight_versions == ("1+one@1",) * 2
 
 
 @pytest.mark.parametrize("adapter", ["", " ", "a@b", "a+b", "a/b", "a\nb", True, 3, ["one"]])
@@ -200,16 +164,3 @@ def test_the_reference_of_a_policy_is_itself_without_its_adapter(backend: Backen
         own, reference = true_scores(ids, ADD)[1:], true_scores(ids)[1:]
         kl = [one - other for one, other in zip(own, reference, strict=True)]
         assert td["kl_penalty"][row][2:].tolist() == pytest.approx(kl, abs=1e-4)
-
-
-def test_rows_that_are_skipped_have_the_label_too(backend: Backend) -> None:
-    load(backend, "one")
-    found = backend.score_logprobs([[5, 6], []], adapter="one", on_error="skip")
-    assert found.weight_versions == ("0+one@1",) * 2
-    assert backend.generate([[]], adapter="one", on_error="skip").weight_versions == ("0+one@1",)
-
-
-def test_an_adapter_is_no_change_by_the_owner() -> None:
-    assert not WeightUpdate(version="1", when="drain", adapter="one").by_owner
-    assert WeightUpdate(version="1", when="drain", adapter="one").unloads
-    assert not WeightUpdate(version="1", when="drain").unloads

@@ -1,7 +1,5 @@
 """Calls that another thread makes: refused where they would wait for themselves, and made in their caller's modes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 
@@ -76,6 +74,7 @@ def test_a_stream_in_a_callback_of_a_batcher_is_refused():
 VARIABLE = contextvars.ContextVar("VARIABLE", default="nothing")
 WAYS = {
     "generate": lambda backend: backend.generate([[3]], FOUR),
+    "generate with a timeout": lambda backend: backend.generate([[3]], FOUR, timeout=LONG),
     "submit_generate": lambda backend: backend.submit_generate([[3]], FOUR).result(LONG),
     "stream": lambda backend: list(backend.stream([[3]], FOUR)),
     "astream": lambda backend: asyncio.run(read_all(backend.astream([[3]], FOUR))),

@@ -5,21 +5,18 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import tenacity
 import torch
 
-from corelm import Backend, Capabilities, Ragged, hookimpl
+from corelm import Backend, Capabilities, hookimpl
 from corelm.errors import (
     BackendClosedError,
     BackendIncompatibleError,
     BackendTimeoutError,
-    CapabilityError,
     EngineError,
 )
-from corelm.spec import GenerateResult
 from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 
@@ -135,18 +132,6 @@ def test_a_closed_backend_refuses_calls_and_can_be_closed_again():
             call()
 
 
-def test_waiting_and_running_share_one_timeout():
-    backend = fake()
-    backend.generate([[1]], SHORT, timeout=5)
-    assert 0 < sent(backend)[-1].timeout <= 5
-
-
-def test_a_tenacity_retrying_raises_the_last_error_itself():
-    twice = tenacity.Retrying(stop=tenacity.stop_after_attempt(2))
-    with pytest.raises(EngineError):
-        Backend.from_plugin(Fake(failing(2, OSError("lost"))), "fake", retry=twice).generate([[1]], SHORT)
-
-
 def test_health_does_not_wait_for_a_call_under_way():
     class Healthy(Fake):
         @hookimpl
@@ -163,61 +148,48 @@ def test_health_does_not_wait_for_a_call_under_way():
     thread.join(timeout=10)
 
 
-@each("lacks", ["capabilities", "tokenizer"])
-def test_an_engine_without_capabilities_or_tokenizer_and_a_wrapper_without_hooks_are_refused(lacks):
-    engine = type("Bare", (), {"capabilities": Fake.capabilities, "tokenizer": Fake.tokenizer, lacks: None})()
-    if lacks == "tokenizer":
-        del type(engine).tokenizer
+class Bare:
+    """Has what every engine has, and no more."""
+
+    capabilities, tokenizer = Fake.capabilities, Fake.tokenizer
+
+
+class WithoutCapabilities(Bare):
+    capabilities = None
+
+
+class WithoutTokenizer:
+    capabilities = Fake.capabilities
+
+
+class OtherArguments(Fake):
+    @hookimpl
+    def generate(self, prompts): ...
+
+
+class Misspelt:
+    @hookimpl
+    def genrate(self, request): ...
+
+
+@each(
+    "engine, wrappers",
+    [
+        (WithoutCapabilities, []),
+        (WithoutTokenizer, []),
+        (OtherArguments, []),
+        (Fake, [object()]),
+        (Fake, [Misspelt()]),
+    ],
+)
+def test_an_engine_or_a_wrapper_that_does_not_fit_the_hooks_is_refused(engine, wrappers):
     with pytest.raises(BackendIncompatibleError):
-        Backend.from_plugin(engine, "fake")
-    with pytest.raises(BackendIncompatibleError):
-        Backend.from_plugin(Fake(), "fake", wrappers=[object()])
-
-
-def test_a_timeout_in_the_engine_becomes_a_backend_timeout_error():
-    with pytest.raises(BackendTimeoutError):
-        fake(failing(1, TimeoutError("too slow"))).generate([[1]], SHORT)
-
-
-def test_wrappers_see_and_replace_results():
-    class Shout:
-        @hookimpl(wrapper=True)
-        def generate(self, request):
-            batch = yield
-            return replace(batch, finish_reasons=("abort",) * len(batch.ids))
-
-    out = Backend.from_plugin(Fake(), "fake", wrappers=[Shout()]).generate([[1]], SHORT)
-    assert out.finish_reasons == ("abort",)
-
-
-@each("hook", ["genrate", "score"])
-def test_a_misspelt_hook_is_an_error(hook):
-    def method(self, request):
-        return None
-
-    plugin = type("Typo", (), {hook: hookimpl(method)})()
-    with pytest.raises(BackendIncompatibleError):
-        Backend.from_plugin(Fake(), "fake", wrappers=[plugin])
-
-
-def test_a_hook_with_the_wrong_signature_is_an_error():
-    class Wrong:
-        @hookimpl
-        def generate(self, prompts): ...
-
-    with pytest.raises(BackendIncompatibleError):
-        Backend.from_plugin(Wrong.__new__(type("W", (Wrong, Fake), {})), "fake")
+        Backend.from_plugin(engine(), "fake", wrappers=wrappers)
 
 
 @each(
     "declared",
-    [
-        {"score": True},
-        {"update_weights": True},
-        {"adapters": True},
-        {"sleep_levels": frozenset({1})},
-        {"abort": True},
-    ],
+    [{"score": True}, {"update_weights": True}, {"adapters": True}, {"sleep_levels": frozenset({1})}, {"abort": True}],
 )
 def test_a_capability_without_its_hook_is_refused_when_the_engine_opens(declared):
     class Bare:
@@ -236,40 +208,10 @@ def test_a_capability_without_its_hook_is_refused_when_the_engine_opens(declared
         Backend.from_plugin(Bare(), "bare", wrappers=[Watcher()])
 
 
-def test_an_engine_that_does_not_score_needs_no_hook_for_it():
-    class Sampler:
-        capabilities = Capabilities(vocab_size=4, max_context=None)
-        tokenizer = Fake.tokenizer
-
-        @hookimpl
-        def generate(self, request):
-            ids = Ragged.from_list([[1]] * len(request.prompts))
-            return GenerateResult(ids=ids, logprobs=None, finish_reasons=("length",) * len(request.prompts))
-
-    backend = Backend.from_plugin(Sampler(), "sampler")
-    assert backend.generate([[2], [3]], {"max_new_tokens": 1}, logprobs="none").ids.tolist() == [[1], [1]]
-    with pytest.raises(CapabilityError) as caught:
-        backend.score_logprobs([[1, 2]])
-    assert caught.value.capability == "score"
-
-
 # Failures of the engine that are not exceptions as usual -------------------------------------------------------------
 
 
-class Silent(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-
-
-@each(
-    "error",
-    [
-        asyncio.CancelledError("stopped"),
-        SystemExit(3),
-        GeneratorExit(),
-        Silent(),
-    ],
-)
+@each("error", [asyncio.CancelledError("stopped"), SystemExit(3), GeneratorExit()])
 def test_whatever_an_engine_raises_becomes_an_engine_error(error):
     with ThreadPoolExecutor(1) as pool:
         for timeout in (None, 9.0):
@@ -302,25 +244,3 @@ def test_a_signal_handler_that_exits_ends_the_program_and_not_the_call(timeout):
 def test_an_interrupt_in_the_engine_reaches_the_caller():
     with pytest.raises(KeyboardInterrupt):
         fake(failing(1, KeyboardInterrupt())).generate([[1]], SHORT)
-
-
-@each(
-    "bend",
-    [
-        lambda b: replace(b, ids=Ragged(b.ids.values.to("meta"), b.ids.lengths)),
-        lambda b: replace(b, ids=Ragged(b.ids.values.to_sparse(), b.ids.lengths)),
-        lambda b: replace(b, ids=b.ids.tolist()),
-        lambda b: replace(b, finish_reasons=3),
-        lambda b: 7,
-    ],
-)
-def test_a_result_that_cannot_be_read_is_an_engine_error(bend):
-    with pytest.raises(EngineError):
-        fake(bend).generate([[1]], SHORT)
-
-
-def test_an_engine_keeps_the_capabilities_that_it_declared_when_it_was_opened():
-    backend = fake()
-    declared, backend.engine.plugin.capabilities = backend.capabilities, None
-    assert backend.capabilities is declared
-    assert backend.generate([[1]], SHORT).ids.tolist() == [[1, 1]]

@@ -1,7 +1,5 @@
 """A `KeyboardInterrupt` at any point of a call leaves the backend usable for every other thread."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

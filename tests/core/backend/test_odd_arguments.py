@@ -1,7 +1,5 @@
 """Core refuses arguments of a wrong type, and objects whose methods fail, with an error that names the argument."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

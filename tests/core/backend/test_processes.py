@@ -1,7 +1,5 @@
 """A backend in a forked or spawned process: it refuses what cannot work there, and nothing waits for ever."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The end of a program after Ctrl-C, if a call does not end: what was written is kept."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -6,15 +6,25 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from corelm import Backend, LLMPolicy, Ragged
-from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from corelm import LLMPolicy, Ragged
+from corelm.errors import CapabilityError, EngineError
 from helpers.each import each
-from helpers.fakes import EOS, SHORT, VOCAB, Fake, fake, sent
+from helpers.fakes import EOS, SHORT, VOCAB, fake, sent
 from helpers.refusals import refused
+
+NAN, INF = float("nan"), float("inf")
 
 
 def rows(*lists, dtype=torch.int64) -> Ragged:
     return Ragged.from_list(lists, dtype)
+
+
+def floats(*lists) -> Ragged:
+    return rows(*lists, dtype=torch.float32)
+
+
+def of_graph(given: Ragged) -> Ragged:
+    return Ragged(given.values.clone().requires_grad_() * 1, given.lengths)
 
 
 def hand_made(values, lengths) -> Ragged:
@@ -41,50 +51,31 @@ def changed_lengths(given: Ragged) -> Ragged:
         (lambda b: replace(b, ids=rows([1, 1], [3, VOCAB])), "outside the vocabulary"),
         (lambda b: replace(b, ids=rows([1], [3, 3, 3])), "row 1: 3 tokens, but max_new_tokens is 2"),
         (lambda b: replace(b, logprobs=None), "no log-probs"),
-        (lambda b: replace(b, logprobs=rows([-1.0], [-1.0] * 3, dtype=torch.float32)), "differ in length"),
-        (
-            lambda b: replace(b, logprobs=rows([-1.0] * 2, [-1.0, float("nan")], dtype=torch.float32)),
-            "row 1, position 1",
-        ),
-        (
-            lambda b: replace(b, logprobs=rows([-1.0] * 2, [float("-inf"), -1.0], dtype=torch.float32)),
-            "row 1, position 0",
-        ),
+        (lambda b: replace(b, logprobs=floats([-1.0], [-1.0] * 3)), "differ in length"),
+        (lambda b: replace(b, logprobs=floats([-1.0] * 2, [-1.0, NAN])), "row 1, position 1"),
+        (lambda b: replace(b, logprobs=floats([-1.0] * 2, [-INF, -1.0])), "row 1, position 0"),
         (lambda b: replace(b, logprobs=Ragged(b.logprobs.values.double(), b.logprobs.lengths)), "torch.float64"),
         (lambda b: replace(b, mode="processed"), "processed log-probs, but raw"),
         (lambda b: {}, "the result is a dict, expected a GenerateResult"),
         (lambda b: replace(b, ids=[[1, 1], [3, 3]]), "ids is a list, expected a Ragged"),
-        (lambda b: replace(b, finish_reasons=None), "finish_reasons is a NoneType"),
-        (lambda b: replace(b, logprobs=rows([0.5, -1.0], [-1.0, -1.0], dtype=torch.float32)), "log-prob is 0.5"),
+        (lambda b: replace(b, logprobs=floats([0.5, -1.0], [-1.0, -1.0])), "log-prob is 0.5"),
         (lambda b: replace(b, ids=rows([EOS, 1], [3, 3])), "row 0, position 0: a stop id must end the answer"),
         (lambda b: replace(b, weight_versions=("0",)), "1 weight_versions for 2 rows"),
-        (lambda b: replace(b, weight_versions=("0", None)), "row 1: weight_versions: expected a str, got NoneType"),
         (lambda b: replace(b, weight_versions=([], "0")), "row 0: weight_versions: expected a str, got list"),
-        (lambda b: replace(b, weight_versions="00"), "weight_versions is a str, expected a tuple or list"),
         (lambda b: replace(b, texts=(None, "a")), "row 0: texts: expected a str, got NoneType"),
         (lambda b: replace(b, errors=("", 3)), "row 1: errors: expected a str, got int"),
         (lambda b: replace(b, cached_tokens=(1,)), "1 cached_tokens for 2 rows"),
         (lambda b: replace(b, cached_tokens=(0, 2)), "row 1: cached_tokens 2, expected None or a number of at most 1"),
-        (lambda b: replace(b, cached_tokens=(None, -1)), "row 1: cached_tokens -1"),
-        (lambda b: replace(b, cached_tokens=(True, 1)), "row 0: cached_tokens True"),
-        (lambda b: replace(b, cached_tokens=1), "cached_tokens is a int, expected a tuple or list"),
-        (
-            lambda b: replace(b, finish_reasons=("length", "stop")),
-            "row 1: finish reason 'stop', but the answer ends with",
-        ),
+        (lambda b: replace(b, finish_reasons=("length", "stop")), "row 1: finish reason 'stop', but"),
         (
             lambda b: replace(b, ids=rows([1, 1], []), logprobs=None, finish_reasons=("length", "stop")),
-            "row 1: finish reason 'stop', but the answer has no tokens",
+            "row 1: finish reason 'stop', but the answer has no",
         ),
-        (
-            lambda b: replace(b, ids=rows([1, 1], [3])),
-            "row 1: finish reason 'length' after 1 tokens, but the limit is 2",
-        ),
-        (lambda b: replace(b, ids=rows([1, EOS], [3, 3])), "row 0: finish reason 'length', but the answer ends with a"),
+        (lambda b: replace(b, ids=rows([1, 1], [3])), "row 1: finish reason 'length' after 1 tokens"),
+        (lambda b: replace(b, ids=rows([1, EOS], [3, 3])), "row 0: finish reason 'length', but"),
         (lambda b: replace(b, ids=hand_made(b.ids.values.to("meta"), b.ids.lengths)), "ids is a tensor on the meta"),
         (lambda b: replace(b, ids=hand_made(b.ids.values.to_sparse(), b.ids.lengths)), "ids is a sparse_coo tensor"),
         (lambda b: replace(b, ids=hand_made(b.ids.values, b.ids.lengths.float())), "ids: lengths are whole numbers"),
-        (lambda b: replace(b, ids=hand_made(b.ids.values, [2, 2])), "the lengths of ids are a list, which is not"),
         (
             lambda b: replace(b, ids=hand_made(b.ids.values, torch.tensor([2, 1]))),
             "add up to 3, but there are 4 values",
@@ -94,10 +85,7 @@ def changed_lengths(given: Ragged) -> Ragged:
             "add up to 4, but there are 4 values",
         ),
         (lambda b: replace(b, ids=changed_lengths(b.ids)), "row 1: 3 tokens, but max_new_tokens is 2"),
-        (
-            lambda b: replace(b, logprobs=Ragged(b.logprobs.values.clone().requires_grad_() * 1, b.logprobs.lengths)),
-            "logprobs carries a graph",
-        ),
+        (lambda b: replace(b, logprobs=of_graph(b.logprobs)), "logprobs carries a graph"),
     ],
 )
 def test_a_bad_generation_is_an_engine_error(bend, says):
@@ -110,24 +98,20 @@ def test_a_bad_generation_is_an_engine_error(bend, says):
     "bend, says",
     [
         (lambda b: None, "returned None"),
-        (lambda b: replace(b, logprobs=rows([0.0, -1.0], dtype=torch.float32)), "differ in length"),
+        (lambda b: replace(b, logprobs=floats([0.0, -1.0])), "differ in length"),
         (
             lambda b: replace(b, scored=rows([True, True, True], dtype=torch.bool)),
             "row 0, position 0: is marked as scored",
         ),
         (lambda b: replace(b, scored=rows([False, True, False], dtype=torch.bool)), "not every position"),
-        (lambda b: replace(b, logprobs=rows([-1.0] * 3, dtype=torch.float32)), "was not scored must be 0.0"),
+        (lambda b: replace(b, logprobs=floats([-1.0] * 3)), "was not scored must be 0.0"),
         (lambda b: replace(b, temperature=0.5), "temperature 0.5"),
         (lambda b: replace(b, mode="cooked"), "mode 'cooked'"),
         (lambda b: replace(b, support="truncated"), "support 'truncated'"),
         (lambda b: replace(b, scored=None), "scored is a NoneType"),
         (lambda b: replace(b, weight_versions=(0,)), "row 0: weight_versions: expected a str, got int"),
-        (lambda b: replace(b, errors=(None,)), "row 0: errors: expected a str, got NoneType"),
         (lambda b: replace(b, scored=hand_made(b.scored.values.to("meta"), b.scored.lengths)), "scored is a tensor on"),
-        (
-            lambda b: replace(b, logprobs=Ragged(b.logprobs.values.clone().requires_grad_() * 1, b.logprobs.lengths)),
-            "logprobs carries a graph, but no gradient was asked for",
-        ),
+        (lambda b: replace(b, logprobs=of_graph(b.logprobs)), "logprobs carries a graph"),
     ],
 )
 def test_a_bad_score_is_an_engine_error(bend, says):
@@ -139,12 +123,9 @@ def test_a_bad_score_is_an_engine_error(bend, says):
 @each(
     "logits, says",
     [
-        (lambda: torch.full((5, VOCAB), float("nan")), "row 0, position 0: the logits hold nan or inf"),
-        (
-            lambda: torch.zeros(5, VOCAB).index_fill_(0, torch.tensor([3]), float("inf")),
-            "row 1, position 1: the logits",
-        ),
-        (lambda: torch.zeros(5, VOCAB, dtype=torch.int64), "expected a floating-point type[total, 16]"),
+        (lambda: torch.full((5, VOCAB), NAN), "row 0, position 0: the logits hold nan or inf"),
+        (lambda: torch.zeros(5, VOCAB).index_fill_(0, torch.tensor([3]), INF), "row 1, position 1: the logits"),
+        (lambda: torch.zeros(5, VOCAB, dtype=torch.int64), "expected a floating-point"),
         (lambda: torch.zeros(5, VOCAB, requires_grad=True) * 1, "logits carries a graph"),
         (lambda: torch.zeros(5, VOCAB, device="meta"), "logits is a tensor on the meta device"),
         (lambda: torch.zeros(4, VOCAB), "logits: lengths add up to 5, but there are 4 values"),
@@ -161,19 +142,9 @@ def test_bad_logits_are_an_engine_error(logits, says):
 
 def test_an_id_that_cannot_follow_may_have_logit_minus_infinity():
     def bend(batch):
-        return replace(batch, logits=Ragged(torch.full((2, VOCAB), -float("inf")), batch.logprobs.lengths))
+        return replace(batch, logits=Ragged(torch.full((2, VOCAB), -INF), batch.logprobs.lengths))
 
     assert fake(bend, logits=True).score_logprobs([[1, 3]], return_logits=True).logits is not None
-
-
-def test_whatever_a_result_holds_the_error_is_an_engine_error():
-    class Lies(tuple):
-        def __len__(self):
-            raise RuntimeError("this tuple has no length")
-
-    backend = fake(lambda b: replace(b, finish_reasons=Lies(("length", "length"))))
-    with pytest.raises(EngineError):
-        backend.generate([[1], [3]], SHORT)
 
 
 def ending(ids, reason="stop", **changes):
@@ -208,14 +179,6 @@ def test_an_answer_without_a_limit_that_ends_for_its_length_fills_the_context():
         ending([3] * 3, "length").generate([[1]], {"max_new_tokens": None})
 
 
-def test_engine_kwargs_may_end_an_answer_for_a_reason_that_core_does_not_know():
-    engine = fake(
-        lambda b: replace(b, ids=rows([3]), logprobs=None, finish_reasons=("stop",)), sampling={"engine_kwargs": None}
-    )
-    sampling = {"max_new_tokens": 4, "engine_kwargs": {"stop_regex": "3"}}
-    assert engine.generate([[1]], sampling, logprobs="none").finish_reasons == ("stop",)
-
-
 def test_an_engine_may_reuse_its_buffers_for_the_next_call():
     ids, values, scored = torch.zeros(2, dtype=torch.int64), torch.zeros(2), torch.zeros(2, dtype=torch.bool)
 
@@ -242,26 +205,12 @@ def test_an_engine_may_reuse_its_buffers_for_the_next_call():
 
 def test_a_log_prob_may_exceed_zero_only_by_rounding():
     def answering(value):
-        return fake(lambda b: replace(b, logprobs=rows([value, -1.0], [-1.0, -1.0], dtype=torch.float32)))
+        return fake(lambda b: replace(b, logprobs=floats([value, -1.0], [-1.0, -1.0])))
 
     most = torch.tensor(2.0**-10)
     assert answering(float(most)).generate([[1], [3]], SHORT).logprobs.values[0] == most
     with pytest.raises(EngineError):
         answering(float(most.nextafter(torch.tensor(1.0)))).generate([[1], [3]], SHORT)
-
-
-def test_rows_with_modified_lengths_are_validated_again():
-    lengths = torch.tensor([2, 3])
-    prompts = Ragged(torch.tensor([3, 4, 5, 6, 7]), lengths)
-    assert prompts.offsets.tolist() == [0, 2, 5]
-    lengths[:] = torch.tensor([3, 2])
-    engine = Fake()
-    Backend.from_plugin(engine, "fake").generate(prompts, SHORT)
-    assert engine.requests[0].prompts.tolist() == [[3, 4, 5], [6, 7]]
-    assert engine.requests[0].prompts.offsets.tolist() == [0, 3, 5]
-    lengths[0] = 9
-    with refused(InvalidRequestError, field="prompts"):
-        Backend.from_plugin(engine, "fake").generate(prompts, SHORT)
 
 
 def test_mode_and_support_must_agree_with_the_request():
@@ -281,21 +230,6 @@ def test_an_inference_tensor_is_refused():
 
     with pytest.raises(EngineError):
         fake(bend).generate([[1]], SHORT)
-
-
-def test_an_exception_in_a_hook_becomes_an_engine_error_and_leaves_the_backend_usable():
-    failures = iter([ValueError("out of luck")])
-
-    def bend(batch):
-        for error in failures:
-            raise error
-        return batch
-
-    backend = fake(bend)
-    with pytest.raises(EngineError) as error:
-        backend.generate([[1]], SHORT)
-    assert isinstance(error.value.__cause__, ValueError)
-    assert backend.generate([[1]], SHORT).ids.tolist() == [[1, 1]]
 
 
 def test_an_answer_that_failed_is_reported_or_skipped():

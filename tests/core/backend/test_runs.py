@@ -1,7 +1,5 @@
 """`backend.runs(model)`: whether training a model object in place changes an engine's weights."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch
@@ -46,12 +44,6 @@ def test_wrappers_of_that_object(backend, model):
 
 def test_no_other_model(backend):
     assert not backend.runs(tiny_model()) and not backend.runs(nn.Linear(2, 2)) and not backend.runs(nn.Identity())
-
-
-def test_an_engine_that_loaded_its_model_runs_no_object(tmp_path, model):
-    model.save_pretrained(tmp_path)
-    with corelm.get_backend("transformers", tmp_path, tokenizer=tiny_tokenizer()) as backend:
-        assert not backend.runs(model)
 
 
 def test_any_engine_that_tells_the_state_of_its_weights():

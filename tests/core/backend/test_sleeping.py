@@ -1,7 +1,5 @@
 """An engine that sleeps: what is refused meanwhile, what it wakes with, and what happens if it fails to."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,10 +9,9 @@ import pytest
 import torch
 
 from corelm import Backend, DynamicBatcher, get_backend, hookimpl
-from corelm.errors import BackendAsleepError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
-from corelm.spec import GenerateRequest, ScoreRequest, ScoreResult, SleepRequest, WakeRequest, WeightUpdate
+from corelm.errors import BackendAsleepError, CapabilityError, InvalidRequestError, StaleWeightsError
+from corelm.spec import WakeRequest
 from corelm_testing.toy import Bigram, ToyBackend
-from helpers.adapter_toys import ADD, CONFIG, AdapterToy
 from helpers.capable_plugins import Abortable, Sleeper
 from helpers.insides import a_call_waits
 from helpers.processes import wait_until
@@ -73,20 +70,6 @@ def test_a_change_by_the_owner_before_the_sleep_is_still_noticed(backend: Backen
     assert backend.weight_version == "1"
 
 
-def test_after_level_2_only_an_update_makes_it_answer(backend: Backend) -> None:
-    new = {"table": torch.randn(260, 260, generator=torch.Generator().manual_seed(3))}
-    backend.sleep(level=2)
-    backend.wake()
-    with pytest.raises(BackendAsleepError):
-        scores(backend)
-    with pytest.raises(InvalidRequestError):
-        backend.update_weights({"tables": new["table"]})
-    with pytest.raises(BackendAsleepError):
-        scores(backend)
-    assert backend.update_weights(new) == "1"
-    assert scores(backend)[1][1] == pytest.approx(float(new["table"][40].log_softmax(-1)[50]))
-
-
 def test_an_engine_opened_without_weights_waits_for_an_update(watch: Any) -> None:
     class Dummy(ToyBackend):
         def __init__(self, *args: Any) -> None:
@@ -104,16 +87,6 @@ def test_an_engine_opened_without_weights_waits_for_an_update(watch: Any) -> Non
             backend.update_weights(other, expect=expect)
         backend.update_weights(Bigram.of_talk().state_dict(), expect=expect)
         assert scores(backend)
-
-
-def test_sleeping_twice_is_refused_and_waking_twice_is_fine(backend: Backend) -> None:
-    backend.wake()
-    backend.sleep()
-    with pytest.raises(BackendAsleepError):
-        backend.sleep(2)
-    backend.wake()
-    backend.wake()
-    assert scores(backend)
 
 
 @pytest.mark.parametrize(
@@ -144,48 +117,6 @@ def test_a_level_that_the_engine_lacks_is_refused() -> None:
         backend.sleep(1)
     with get_backend("toy") as backend, refused(CapabilityError, capability="sleep_levels"):
         backend.sleep()
-
-
-def test_an_engine_that_refuses_to_sleep_stays_awake_and_one_that_fails_counts_as_asleep() -> None:
-    class Stubborn(Sleeper):
-        error: Exception = CapabilityError("not now", capability="sleep_levels")
-
-        @hookimpl
-        def sleep(self, request: SleepRequest) -> bool:
-            raise self.error
-
-    with sleeper(Stubborn) as backend:
-        with refused(CapabilityError, capability="sleep_levels"):
-            backend.sleep(2)
-        assert scores(backend)
-        backend.engine.plugin.error = RuntimeError("half-way")
-        with pytest.raises(EngineError):
-            backend.sleep(1)
-        with pytest.raises(BackendAsleepError):
-            scores(backend)
-        backend.wake()
-        assert scores(backend)
-
-
-def test_an_engine_that_fails_to_wake_can_be_woken_again() -> None:
-    class Drowsy(Sleeper):
-        tries = 0
-
-        @hookimpl
-        def wake(self, request: WakeRequest) -> bool:
-            self.tries += 1
-            if self.tries == 1:
-                raise RuntimeError("out of memory")
-            return super().wake(request)
-
-    with sleeper(Drowsy) as backend:
-        backend.sleep()
-        with pytest.raises(EngineError):
-            backend.wake()
-        with pytest.raises(BackendAsleepError):
-            scores(backend)
-        backend.wake()
-        assert scores(backend)
 
 
 def test_the_canary_asks_when_all_is_awake(backend: Backend, watch: Any) -> None:
@@ -244,19 +175,6 @@ def test_sleep_without_draining_aborts_answers_and_keeps_what_they_have() -> Non
         assert scores(backend)
 
 
-def test_level_2_is_refused_while_adapters_are_loaded() -> None:
-    class Both(Sleeper, AdapterToy):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.capabilities = replace(self.capabilities, sleep_levels=frozenset({1, 2}))
-
-    with sleeper(Both) as backend:
-        backend.load_adapter("policy", {"added": ADD}, config=CONFIG)
-        with refused(InvalidRequestError, field="level"):
-            backend.sleep(level=2)
-        assert scores(backend)
-
-
 def test_two_threads_that_wake_it_wake_it_once() -> None:
     class Watched(Sleeper):
         asked = 0
@@ -285,74 +203,3 @@ def test_a_change_by_the_owner_between_the_halves_of_waking_is_noticed(backend: 
         backend.engine.plugin.model.table.mul_(2)
     backend.wake("kv_cache")
     assert backend.weight_version == "1"
-
-
-@pytest.mark.parametrize("tags", ["weights", None])
-def test_the_word_of_the_owner_brings_no_weights_back(backend: Backend, tags: str | None) -> None:
-    backend.sleep(2)
-    backend.wake(tags)
-    with pytest.raises(BackendAsleepError):
-        backend.weights_changed()
-    backend.wake()
-    with pytest.raises(BackendAsleepError):
-        scores(backend)
-    assert backend.weight_version == "0"
-
-
-def test_a_wrapper_cannot_put_the_engine_to_sleep_in_the_middle_of_a_call() -> None:
-    class Tired:
-        @hookimpl(wrapper=True)
-        def generate(self, request: GenerateRequest) -> Iterator[Any]:
-            with pytest.raises(EngineError):
-                backend.sleep()
-            return (yield)
-
-    with Backend.from_plugin(Sleeper.open(Bigram.of_talk()), "toy", wrappers=[Tired()]) as backend:
-        assert backend.generate(ROWS, {"max_new_tokens": 2, "ignore_eos": True}).ids.lengths.tolist() == [2, 2]
-
-
-def test_weights_that_the_canary_could_not_ask_about_lose_their_label(watch: Any) -> None:
-    class Ill(Sleeper):
-        ill = False
-
-        @hookimpl
-        def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-            if self.ill:
-                raise RuntimeError("busy")
-            return super().score_logprobs(request)
-
-    with sleeper(Ill) as backend:
-        canary = watch(backend)
-        backend.sleep()
-        backend.engine.plugin.ill = True
-        with pytest.raises(EngineError):
-            backend.wake()
-        backend.engine.plugin.ill = False
-        assert backend.weight_version == "1" and backend.score_logprobs(ROWS).weight_versions == ("1", "1")
-        with pytest.raises(StaleWeightsError):
-            canary.look()
-        backend.update_weights(Bigram.of_talk().state_dict())
-        canary.look()
-
-
-def test_an_update_that_fails_half_way_is_not_taken_for_the_one_before_it_when_the_canary_asks(watch: Any) -> None:
-    class Fragile(Sleeper):
-        fails = False
-
-        @hookimpl
-        def update_weights(self, request: WeightUpdate) -> bool:
-            if not self.fails:
-                return super().update_weights(request)
-            self.model.table.data[:100] = 0
-            raise RuntimeError("half-way")
-
-    with sleeper(Fragile) as backend:
-        watch(backend)
-        backend.sleep()
-        backend.wake("weights")
-        backend.update_weights(Bigram.of_talk().state_dict())
-        backend.engine.plugin.fails = True
-        with pytest.raises(EngineError):
-            backend.update_weights(Bigram.of_talk().state_dict())
-        with pytest.raises(StaleWeightsError):
-            backend.wake()

@@ -1,26 +1,14 @@
 """`Backend.stream` and `astream`: chunks as they come, the same result, and nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
-from collections import UserDict
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from corelm import AnswerChunk, Backend
-from corelm.errors import (
-    BackendClosedError,
-    BackendTimeoutError,
-    CapabilityError,
-    EngineError,
-    InvalidRequestError,
-)
+from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import TokenChunk
 from helpers.batching_fakes import LONG, POISON, returns, wait_until
 from helpers.each import each
@@ -68,16 +56,9 @@ def test_a_stream_yields_tokens_as_the_engine_samples_them():
 def test_an_engine_that_does_not_stream_gives_each_answer_in_one_piece():
     backend = fake()
     stream = backend.stream([[3], [10]], FOUR)
-    assert said(stream) == [
-        (0, (3,) * 4, (-1.0,) * 4, "3333", "length"),
-        (1, (10,) * 4, (-1.0,) * 4, "aaaa", "length"),
-    ]
+    assert said(stream) == [(0, (3,) * 4, (-1.0,) * 4, "3333", "length"), (1, (10,) * 4, (-1.0,) * 4, "aaaa", "length")]
     assert stream.result.finish_reasons == ("length", "length")
     assert backend.engine.plugin.requests[0].on_tokens is None
-
-
-def test_chunks_carry_no_log_probs_if_none_were_asked_for():
-    assert {chunk.logprobs for chunk in dripping().stream([[3]], FOUR, logprobs="none")} == {()}
 
 
 def test_rows_keep_the_callers_numbers_next_to_skipped_ones_and_with_samples():
@@ -90,25 +71,6 @@ def test_rows_keep_the_callers_numbers_next_to_skipped_ones_and_with_samples():
     }
     assert [c.finish_reason for c in chunks if c.row in (2, 3)] == ["error", "error"]
     assert "vocabulary" in stream.result.errors[2]
-
-
-def test_nothing_but_skipped_rows_is_a_stream_of_their_ends():
-    assert said(dripping().stream([[99]], FOUR, on_error="skip")) == [(0, (), (), "", "error")]
-    assert list(dripping().stream([], FOUR)) == []
-
-
-def test_an_engines_own_texts_are_streamed():
-    backend = fake(lambda batch: replace(batch, texts=("own",)))
-    assert [chunk.text for chunk in backend.stream([[3]], FOUR)] == ["own"]
-
-
-def test_a_stream_has_no_result_before_its_end():
-    with dripping().stream([[3]], FOUR) as stream:
-        next(stream)
-        with refused(InvalidRequestError, field="result"):
-            _ = stream.result
-    with refused(InvalidRequestError, field="result"):
-        _ = stream.result
 
 
 def test_a_slow_reader_keeps_no_other_caller_waiting():
@@ -142,10 +104,7 @@ def test_a_bad_request_is_refused_when_the_stream_is_made():
         (lambda chunk: replace(chunk, logprobs=[float("nan")]), "row 0: handed other log-probs"),
         (lambda chunk: replace(chunk, logprobs=[]), "row 0: handed other log-probs"),
         (lambda chunk: replace(chunk, finish_reason="length"), "row 0: got more after its last chunk"),
-        (
-            lambda chunk: replace(chunk, finish_reason="done"),
-            "finish reason 'done' in|got more after its last",
-        ),
+        (lambda chunk: replace(chunk, finish_reason="done"), "finish reason 'done' in|got more after its last"),
         (lambda chunk: {"row": 0}, "on_tokens: AttributeError"),
     ],
 )
@@ -272,14 +231,6 @@ def test_a_stream_that_is_dropped_is_aborted():
     wait_until(lambda: engine_of(backend).aborted == {"a"})
 
 
-def test_an_error_of_the_readers_ends_the_request():
-    backend = dripping(1, abort=True)
-    with pytest.raises(KeyError), backend.stream([[3]], FOUR) as stream:
-        for _ in stream:
-            raise KeyError("the reader's own")
-    assert engine_of(backend).aborted
-
-
 def test_an_interrupt_at_any_point_of_reading_ends_the_request():
     backend = dripping(abort=True)
 
@@ -308,15 +259,6 @@ def test_an_asynchronous_stream_yields_the_same():
             assert said(chunks) == said(stream) and ids == stream.result.ids.tolist()
 
 
-def test_a_bad_request_is_refused_when_an_asynchronous_stream_is_read():
-    async def read() -> None:
-        async for _ in dripping().astream([[99]], FOUR):
-            pass
-
-    with refused(InvalidRequestError, field="prompts", rows=(0,)):
-        asyncio.run(read())
-
-
 def test_cancelling_the_task_aborts_the_request():
     backend = dripping(1, abort=True)
 
@@ -341,66 +283,3 @@ def test_leaving_an_asynchronous_block_aborts_the_request():
 
     asyncio.run(read())
     assert engine_of(backend).aborted == {"a"}
-
-
-def test_leaving_an_asynchronous_block_needs_no_thread_of_the_loops_pool():
-    backend, free = dripping(1, abort=True), threading.Event()
-
-    async def read() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(1))
-        async with backend.astream([[3]], FOUR, request_ids=["a"]) as stream:
-            await anext(stream)
-            busy = loop.run_in_executor(None, free.wait, LONG)
-        assert engine_of(backend).aborted == {"a"} and not busy.done()
-        free.set()
-        await busy
-
-    asyncio.run(read())
-
-
-def test_a_stream_that_is_closed_while_its_request_is_prepared_sends_nothing():
-    backend, preparing, go_on = dripping(), threading.Event(), threading.Event()
-
-    class Slow(UserDict[str, Any]):
-        def __iter__(self) -> Iterator[str]:
-            preparing.set()
-            assert go_on.wait(LONG)
-            return super().__iter__()
-
-    async def read() -> None:
-        stream = backend.astream([[3]], Slow(FOUR))
-        reading = asyncio.ensure_future(anext(stream))
-        assert await asyncio.to_thread(preparing.wait, LONG)
-        await stream.aclose()
-        go_on.set()
-        with pytest.raises(BackendClosedError):
-            await reading
-        assert await read_all(stream) == []
-
-    asyncio.run(read())
-    assert engine_of(backend).calls == []
-
-
-def test_a_loop_that_was_closed_hears_nothing_more():
-    backend = dripping(1)
-
-    async def read() -> None:
-        async for _ in backend.astream([[3]], FOUR):
-            return
-
-    asyncio.run(read())
-    engine_of(backend).allow(None)
-    assert backend.generate([[5]], FOUR).ids.tolist() == [[5] * 4]
-
-
-def test_many_asynchronous_streams_at_once_each_get_their_own_tokens():
-    backend = fake(concurrent_calls=True)
-
-    async def read(token: int) -> list[int]:
-        return [i async for chunk in backend.astream([[token]], FOUR) for i in chunk.ids]
-
-    async def run() -> list[list[int]]:
-        return await asyncio.gather(*(read(token) for token in range(3, 12)))
-
-    assert asyncio.run(run()) == [[token] * 4 for token in range(3, 12)]

@@ -1,19 +1,13 @@
 """A timeout ends the caller's wait even if the engine goes on, and closing does not wait for such a call for ever."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from corelm import Backend, DynamicBatcher, hookimpl
-from corelm.backend.engine import call_for
-from corelm.batching import Limits
-from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError, InvalidRequestError
-from corelm.validate import LONGEST, seconds
+from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
 from helpers.batching_fakes import (
     LONG,
     SEEDED,
@@ -23,28 +17,13 @@ from helpers.batching_fakes import (
     ids,
     join_threads,
     lone_answer,
-    no_room_for,
     wait_until,
 )
 from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
 from helpers.insides import a_call_waits
-from helpers.refusals import refused
 
 ENDLESS = [1e10, float(sys.maxsize), 1e300]
-
-
-# Large timeouts ------------------------------------------------------------------------------------------------------
-
-
-@each("endless", ENDLESS)
-def test_a_timeout_too_long_for_a_lock_is_shortened(endless):
-    assert seconds("timeout", endless) == LONGEST < threading.TIMEOUT_MAX
-    assert Limits(batching_timeout=endless).batching_timeout == LONGEST
-    assert Backend.from_plugin(Fake(), "fake", timeout=endless).timeout == LONGEST
-    for never in (0, -1, float("nan"), float("inf"), True, "3"):
-        with refused(InvalidRequestError, field="timeout"):
-            seconds("timeout", never)
 
 
 @each("endless", ENDLESS)
@@ -57,9 +36,6 @@ def test_a_call_with_an_endless_timeout_waits_for_its_turn(endless):
         second = pool.submit(backend.generate, [[3]], SHORT, timeout=endless)
         gate.opened.set()
         assert ids(first) == [[1, 1]] and ids(second) == [[3, 3]]
-
-
-# Engines that ignore the timeout -------------------------------------------------------------------------------------
 
 
 def test_a_timeout_ends_the_wait_and_later_calls_wait_for_the_engine():
@@ -98,42 +74,6 @@ def test_an_engine_that_stops_by_itself_is_called_on_the_callers_thread():
     assert threads[2] is threading.current_thread()
 
 
-def test_an_error_on_the_thread_of_a_call_reaches_the_caller():
-    def fail(batch):
-        raise OSError("lost")
-
-    with pytest.raises(EngineError) as error:
-        fake(fail).generate([[1]], SHORT, timeout=9.0)
-    assert isinstance(error.value.__cause__, OSError)
-
-
-def test_the_thread_of_a_call_has_the_modes_of_its_caller():
-    def modes():
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert call_for(9.0, modes, "a call") == (False, True, torch.bfloat16) == modes()
-    with torch.enable_grad(), torch.autocast("cpu", torch.float16):
-        assert call_for(9.0, modes, "a call") == (True, True, torch.float16) == modes()
-    assert call_for(9.0, modes, "a call")[:2] == (True, False)
-
-
-def test_a_wrapper_may_make_calls_within_a_call_with_a_timeout():
-    class Nested:
-        @hookimpl(wrapper=True)
-        def generate(self, request):
-            batch = yield
-            if request.prompts.tolist() == [[1]]:
-                self.backend.generate([[3]], SHORT, timeout=9.0)
-                self.backend.update_weights({})
-            return batch
-
-    nested = Nested()
-    nested.backend = backend = Backend.from_plugin(Fake(), "fake", wrappers=[nested])
-    assert backend.generate([[1]], SHORT, timeout=9.0).ids.tolist() == [[1, 1]]
-    assert backend.weight_version == "1"
-
-
 def test_two_calls_that_update_the_weights_do_not_wait_for_each_other():
     together = threading.Barrier(2)
 
@@ -154,9 +94,6 @@ def test_two_calls_that_update_the_weights_do_not_wait_for_each_other():
     (refused,) = filter(None, errors)
     assert isinstance(refused, EngineError) and "two calls under way each want to update" in str(refused)
     assert backend.weight_version == "1"
-
-
-# Closing -------------------------------------------------------------------------------------------------------------
 
 
 class Closing(Fake):
@@ -218,17 +155,6 @@ def test_a_call_that_is_cancelled_while_it_waits_for_its_turn_is_not_sent():
     backend.close()
 
 
-@pytest.mark.parametrize("timeout", [None, 9.0])
-def test_no_room_for_a_thread_is_an_engine_error(timeout, monkeypatch):
-    backend = fake()
-    monkeypatch.setattr(threading.Thread, "start", no_room_for("corelm"))
-    with pytest.raises(EngineError) as error:
-        backend.submit_generate([[1]], SHORT, timeout=timeout)
-    assert error.value.usable
-    monkeypatch.undo()
-    assert ids(backend.submit_generate([[1]], SHORT, timeout=timeout)) == [[1, 1]]
-
-
 def test_closing_waits_for_a_call_whose_caller_waits():
     gate = Gate()
     engine = Closing(gate)
@@ -257,19 +183,6 @@ def test_a_close_hook_that_hangs_keeps_no_other_closer_waiting():
         engine.stuck.set()
         first.result(LONG)
     assert engine.closed == 1
-
-
-def test_the_error_that_ends_a_block_is_not_replaced(monkeypatch):
-    gate = Gate()
-    backend = fake(gate)
-    close = backend.engine.close
-    monkeypatch.setattr(backend.engine, "close", lambda **options: close(patience=0.1, **options))
-    with pytest.raises(ZeroDivisionError), backend:
-        leave_a_call_behind(backend, gate)
-        raise ZeroDivisionError
-    threads = corelm_threads()
-    gate.opened.set()
-    join_threads(threads)
 
 
 @pytest.mark.parametrize("flush", [True, False])

@@ -1,7 +1,5 @@
 """The weights of a model object get the names and values that `save_pretrained` gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -159,9 +157,6 @@ def test_models_whose_weights_cannot_be_read_are_refused():
         empty.model.norm.to("meta")
         backend.update_weights(empty)
     assert backend.weight_version == "0" and not sent(backend)
-
-
-# An iterator ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_iterator_may_use_the_same_memory_for_each_tensor():

@@ -1,24 +1,20 @@
 """New weights: their versions, what they wait for, and the provenance of what was computed with them."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 import torch
 
-from corelm import Backend, Ragged, SamplingParams, hookimpl
-from corelm.errors import (
-    CapabilityError,
-    EngineError,
-    InvalidRequestError,
-)
-from corelm.spec.records import ContainerRequest, Parts, WeightUpdate
+from corelm import Backend, hookimpl
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from corelm.spec.records import WeightUpdate
 from helpers.each import each
 from helpers.fakes import SHORT, Fake, Gate, fake, sent
-from helpers.interrupts import interrupt_everywhere
+from helpers.insides import a_call_waits
+from helpers.processes import wait_until
 from helpers.refusals import refused
 
 
@@ -65,20 +61,6 @@ def test_a_default_version_is_never_one_that_was_used_before():
     assert backend.update_weights({}, "9" * 5000) and backend.update_weights({}) == "9" * 5000 + "+1"
 
 
-def test_raw_log_probs_are_labelled_with_temperature_one():
-    backend = Backend.from_plugin(Fake(), "fake", model_name="m")
-    sampling = SamplingParams(temperature=0.5, max_new_tokens=2)
-    made = backend.provenance(backend.generate([[1]], sampling))
-    assert made.distribution == ("raw", 1.0, "full", ())
-    assert (made.backend, made.model, made.weight_version) == ("fake", "m", "0")
-
-
-def test_rows_from_different_weights_have_different_provenance():
-    backend = fake(lambda b: replace(b, weight_versions=("7", "8")))
-    made = backend.provenance(backend.generate([[1], [3]], SHORT))
-    assert [p.weight_version for p in made] == ["7", "8"]
-
-
 def test_a_call_that_waited_for_an_update_carries_the_new_version():
     gate = Gate()
     backend = fake(gate)
@@ -99,6 +81,20 @@ def test_a_call_that_waited_for_an_update_carries_the_new_version():
     updated_before = [type(r).__name__ for r in engine.requests].index("WeightUpdate") < len(engine.requests) - 1
     assert results["first"].weight_versions == ("0",)
     assert results["second"].weight_versions == (("1",) if updated_before else ("0",))
+
+
+def test_an_update_that_waits_is_not_overtaken_by_later_calls():
+    gate = Gate()
+    backend = Backend.from_plugin(Fake(gate, concurrent_calls=True), "fake")
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(backend.generate, [[1]], SHORT)
+        gate.wait_for_call()
+        update = pool.submit(backend.update_weights, {})
+        assert wait_until(lambda: a_call_waits(backend))
+        later = pool.submit(backend.generate, [[3]], SHORT)
+        assert not wait([update, later], 0.1).done
+        gate.opened.set()
+        assert [each.result(10).weight_versions for each in (first, later)] == [("0",), ("1",)]
 
 
 def test_an_update_waits_for_calls_in_flight_or_aborts_them():
@@ -159,47 +155,6 @@ def test_an_abort_that_came_too_early_is_repeated():
     assert [type(request).__name__ for request in sent(backend)][1:4] == ["AbortRequest"] * 3
 
 
-@each("how", ["alone", "wrapped", "replaced"])
-def test_hooks_of_core_do_not_wait_for_the_engine_unless_they_are_replaced(how):
-    """A caller tokenizes and builds containers while the engine works for another, unless these hooks are replaced."""
-    gate, replaced = Gate(), how == "replaced"
-
-    class Wrapper:
-        @hookimpl(wrapper=True)
-        def tokenize(self, request):
-            return (yield)
-
-        @hookimpl(wrapper=True)
-        def to_containers(self, request):
-            return (yield)
-
-    class Instead:
-        @hookimpl
-        def tokenize(self, request):
-            return None  # core's own hook is asked next
-
-    wrappers = {"alone": [], "wrapped": [Wrapper()], "replaced": [Instead()]}[how]
-    backend = Backend.from_plugin(Fake(gate), "fake", wrappers=wrappers)
-    results, done = [], threading.Event()
-
-    def call_core_hooks():
-        results.append(backend.tokenize(["12"]).ids.tolist())
-        tokens = Parts(None, None, Ragged.from_list([[1, 2]]))
-        found = backend.to_containers(ContainerRequest(batch_size=(1,), fields=frozenset({"tokens"}), tokens=tokens))
-        results.append(found["tokens", "full"])
-        done.set()
-
-    threads = [threading.Thread(target=backend.generate, args=([[1]], SHORT)), threading.Thread(target=call_core_hooks)]
-    threads[0].start()
-    gate.wait_for_call()
-    threads[1].start()
-    assert done.wait(timeout=0.2 if replaced else 10) is not replaced
-    gate.opened.set()
-    for thread in threads:
-        thread.join(timeout=10)
-    assert done.is_set() and results[0] == [[1, 2]]
-
-
 def test_closing_an_engine_with_concurrent_calls_does_not_wait_for_them():
     gate = Gate()
 
@@ -226,88 +181,3 @@ def test_closing_an_engine_with_concurrent_calls_does_not_wait_for_them():
     backend.close()
     thread.join(timeout=10)
     assert "the engine is gone" in str(errors[0])
-
-
-def test_an_update_that_returns_false_is_an_error():
-    engine = Fake()
-    engine.updated = False
-    with pytest.raises(EngineError, match="returned False: the new weights are not in force"):
-        Backend.from_plugin(engine, "fake").update_weights({})
-
-
-class Halves(Fake):
-    """Loads weights in two steps, and raises `error` between them.
-
-    Attributes:
-        weights: the numbers of the updates that loaded the first and the second half.
-    """
-
-    def __init__(self, **capabilities):
-        super().__init__(**capabilities)
-        self.weights, self.error, self.updates = (0, 0), None, 0
-
-    @hookimpl
-    def update_weights(self, request):
-        self.updates += 1
-        if isinstance(self.error, (InvalidRequestError, CapabilityError)):
-            raise self.error
-        self.weights = (self.updates, self.weights[1])
-        if self.error is not None:
-            raise self.error
-        self.weights = (self.updates, self.updates)
-        return self.updated
-
-
-@each("version", [None, "mine"])
-@each("error", [OSError("lost"), KeyboardInterrupt(), EngineError("no"), None])
-def test_weights_that_were_loaded_in_part_have_a_label_that_no_others_have(error, version):
-    engine = Halves()
-    backend = Backend.from_plugin(engine, "halves")
-    engine.error, engine.updated = error, False
-    with pytest.raises((EngineError, KeyboardInterrupt)):
-        backend.update_weights({}, version)
-    assert backend.weight_version == "1"
-    assert backend.generate([[1]], SHORT).weight_versions == ("1",)
-    engine.error, engine.updated = None, True
-    assert backend.update_weights({}, version) == backend.weight_version == (version or "2")
-    assert backend.generate([[1]], SHORT).weight_versions == (version or "2",)
-
-
-def test_an_update_never_reuses_the_label_of_weights_that_were_loaded_in_part():
-    engine = Halves()
-    backend = Backend.from_plugin(engine, "halves")
-    engine.error = OSError("lost")
-    with pytest.raises(EngineError):
-        backend.update_weights({}, "1")
-    assert backend.weight_version == "2", "the caller's own label is left for the weights that it was meant for"
-    engine.error = None
-    assert backend.update_weights({}, "1") == "1"
-
-
-@each("error", [InvalidRequestError("no such name"), CapabilityError("not sharded")])
-def test_weights_that_were_refused_leave_the_label_of_the_old_ones(error):
-    engine = Halves()
-    backend = Backend.from_plugin(engine, "halves")
-    engine.error = error
-    with pytest.raises(type(error)):
-        backend.update_weights({})
-    assert backend.generate([[1]], SHORT).weight_versions == ("0",)
-    engine.error = None
-    assert backend.update_weights({}) == "1"
-
-
-@each("version", [None, "mine"])
-def test_an_interrupted_update_leaves_no_old_label_on_new_weights(version):
-    backend, loaded = None, 0
-
-    def update():
-        nonlocal backend
-        backend = Backend.from_plugin(Halves(), "halves")
-        backend.update_weights({}, version)
-
-    for _ in interrupt_everywhere(update):
-        if backend is not None and backend.engine.plugin.weights != (0, 0):
-            loaded += 1
-            assert backend.weight_version in ("1", version)
-            backend = None
-    assert loaded > 3

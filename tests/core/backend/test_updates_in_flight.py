@@ -1,7 +1,5 @@
 """New weights for answers under way: who waits for whom, and which label each token gets."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from corelm import Backend
-from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import GenerateResult, WeightUpdate
 from helpers.each import each
 from helpers.fakes import fake
@@ -56,13 +54,6 @@ def test_an_answer_under_way_has_both_labels_and_a_later_one_only_the_new(steppi
     assert backend.provenance(later).version_runs == ()
 
 
-def test_every_update_of_a_call_counts(stepping: Any) -> None:
-    backend, engine, begin = stepping
-    answer = begin()
-    assert [backend.update_weights({}, when="now") for _ in range(2)] == ["1", "2"]
-    assert ended(engine, answer).version_runs == ((("0", 0), ("2", 3)),) * 2
-
-
 def test_updates_are_counted_on_and_forgotten_when_no_answer_can_have_seen_them(stepping: Any) -> None:
     backend, engine, begin = stepping
     for _ in range(3):
@@ -101,16 +92,6 @@ def test_a_label_that_failed_once_in_a_call_is_not_trusted_in_it(stepping: Any) 
     backend.update_weights({}, "new", when="now")
     assert ended(engine, answer).version_runs == ((("0", 0), ("1", 3)),) * 2
     assert backend.generate([[5]], LONG).weight_versions == ("new",)
-
-
-def test_a_refused_update_changes_no_label(stepping: Any) -> None:
-    backend, engine, begin = stepping
-    answer = begin()
-    engine.fails = InvalidRequestError("does not fit", field="weights")
-    with refused(InvalidRequestError, field="weights"):
-        backend.update_weights({}, "new", when="now")
-    batch = ended(engine, answer)
-    assert batch.version_runs is None and batch.weight_versions == ("0", "0") and backend.weight_version == "0"
 
 
 def test_scores_finish_on_the_old_weights_first(stepping: Any) -> None:
@@ -160,39 +141,6 @@ def test_an_answer_waits_for_the_verdict_on_weights_that_it_has_seen(stepping: A
         with pytest.raises(EngineError, match="disagrees"):
             update.result(PATIENCE)
     assert answer.result(PATIENCE).version_runs == ((("0", 0), ("1", 3)),) * 2 and backend.weight_version == "1"
-
-
-def test_a_listener_that_hangs_keeps_no_answer_beyond_its_timeout() -> None:
-    engine = Stepping(stops_at_timeout=True, concurrent_calls=True)
-    asking, answered = threading.Event(), threading.Event()
-
-    class Hanging:
-        def awake(self) -> None: ...
-
-        def update_failed(self, label: str) -> None: ...
-
-        def before_update(self, update: WeightUpdate) -> None: ...
-
-        def after_update(self, update: WeightUpdate) -> None:
-            asking.set()
-            assert answered.wait(PATIENCE)
-
-    with Backend.from_plugin(engine, "stepping") as backend, ThreadPoolExecutor() as pool:
-        backend.engine.listener = Hanging()
-        under_way = pool.submit(backend.generate, [[5]], LONG, timeout=1)
-        assert engine.in_the_middle.wait(PATIENCE)
-        update = pool.submit(backend.update_weights, {}, "new", "now")
-        try:
-            assert asking.wait(PATIENCE)
-            engine.go_on.set()
-            with pytest.raises(BackendTimeoutError):
-                under_way.result(PATIENCE)
-            with pytest.raises(BackendTimeoutError):
-                backend.generate([[5]], LONG, timeout=0.1)
-        finally:
-            answered.set()
-        assert update.result(PATIENCE) == "new"
-        assert backend.generate([[5]], LONG, timeout=PATIENCE).weight_versions == ("new",)
 
 
 @pytest.mark.parametrize(

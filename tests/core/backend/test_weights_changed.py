@@ -1,7 +1,5 @@
 """Weights that their owner changes: noticed where the engine tells its weights' state, and announced by the owner."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -59,20 +57,6 @@ def test_the_version_is_that_of_the_weights_and_not_the_number_of_changes():
     assert found == ["0", "1", "0", "1", "2", "1"]
 
 
-def test_changes_and_updates_count_in_one_series():
-    engine, backend = watched()
-    assert backend.generate([[3]], SHORT).weight_versions == ("0",)
-    engine.state = 1
-    assert backend.generate([[3]], SHORT).weight_versions == ("1",)
-    engine.state = 2
-    assert backend.update_weights({}) == "2" == backend.weight_version
-    assert backend.generate([[3]], SHORT).weight_versions == ("2",)
-    engine.state = 3
-    assert backend.update_weights({}, version="mine") == "mine"
-    engine.state = 4
-    assert backend.weight_version == "mine+1"
-
-
 def test_the_weights_of_the_first_call_are_version_0():
     engine, backend = watched()
     engine.state = "trained before the first call"
@@ -116,9 +100,6 @@ def test_a_call_that_fails_because_the_weights_changed_may_be_retried():
     assert backend.generate([[3]], SHORT).weight_versions == ("1",)
 
 
-# Announced -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_owner_says_that_the_weights_have_changed():
     backend = fake()
     assert backend.weights_changed() == "1"
@@ -137,14 +118,6 @@ def test_an_engine_without_weight_updates_gets_the_label_only():
     backend.close()
     with pytest.raises(BackendClosedError):
         backend.weights_changed()
-
-
-def test_an_announced_change_that_was_also_noticed_counts_once():
-    engine, backend = watched()
-    assert backend.generate([[3]], SHORT).weight_versions == ("0",)
-    engine.state = 1
-    assert backend.weights_changed() == "1"
-    assert backend.generate([[3]], SHORT).weight_versions == ("1",)
 
 
 @each("update_weights", [False, True])

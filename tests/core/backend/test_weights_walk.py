@@ -1,7 +1,5 @@
 """Random changes of the weights of an engine: whatever happens, a label names one set of weights and no other."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

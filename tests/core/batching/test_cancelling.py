@@ -1,7 +1,5 @@
 """Requests that are cancelled or aborted, and requests that find the queue full."""
 
-from __future__ import annotations
-
 import _thread
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait

@@ -1,13 +1,11 @@
 """A bad request fails alone: the other requests of its batch are answered, and so are later ones."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 
 from corelm import hookimpl
-from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
+from corelm.errors import BackendTimeoutError, CapabilityError, EngineError
 from helpers.batching_fakes import (
     LONG,
     POISON,
@@ -21,18 +19,6 @@ from helpers.batching_fakes import (
     rows_of,
 )
 from helpers.each import each
-from helpers.fakes import SHORT
-
-
-def test_bad_input_is_refused_before_it_is_queued():
-    engine = GatedEngine(permits=0)
-    with open_batcher(engine) as batcher:
-        for sampling, prompts in ((SHORT, [[99]]), (SHORT, [[]]), (SHORT, [[1] * 12]), ({"top_p": 7}, [[1]])):
-            with pytest.raises(InvalidRequestError):
-                batcher.submit_generate(prompts, sampling)
-        with pytest.raises(CapabilityError):
-            batcher.submit_generate([[1]], {"top_k": 3})
-        assert batcher.state().queued == 0 and not engine.calls
 
 
 def test_a_request_that_fails_in_the_engine_fails_alone():
@@ -126,25 +112,6 @@ def test_a_request_cancelled_during_a_failing_call_is_not_retried():
     assert [rows_of(call) for call in engine.calls[2:]] == [[[POISON]], [[5]]]
 
 
-def test_an_engine_that_dies_during_the_retries_fails_the_remaining_requests():
-    class DyingEngine(GatedEngine):
-        def wait_for_permit(self, request):
-            try:
-                return super().wait_for_permit(request)
-            except RuntimeError:
-                if len(rows_of(request)) == 1:
-                    raise EngineError("the process is gone", usable=False) from None
-                raise
-
-    engine = DyingEngine(permits=0)
-    with open_batcher(engine) as batcher:
-        hold_one(engine, batcher)
-        futures = [batcher.submit_generate([[n]], SEEDED) for n in (POISON, 4, 5, 6)]
-        engine.free()
-        assert all("gone" in str(future.exception(LONG)) for future in futures)
-    assert [len(call.prompts) for call in engine.calls] == [1, 4, 2, 1]
-
-
 def test_a_result_with_too_few_rows_fails_the_call_and_is_never_shared_out():
     class OneRowEngine(GatedEngine):
         @hookimpl
@@ -187,32 +154,6 @@ def test_a_request_for_which_the_system_has_no_room_for_a_thread_is_refused_and_
         monkeypatch.undo()
         assert ids(batcher.generate([[3]], SEEDED, timeout=timeout)) == [lone_answer([3])]
     assert len(engine.calls) == 1
-
-
-def test_a_request_fails_if_there_is_no_room_for_the_thread_that_calls_the_engine(monkeypatch):
-    engine = GatedEngine()
-    with open_batcher(engine, min_batch_size=2, batching_timeout=60.0) as batcher:
-        futures = [batcher.submit_generate([[3]], SEEDED)]
-        monkeypatch.setattr(threading.Thread, "start", no_room_for("corelm"))
-        futures.append(batcher.submit_generate([[4]], SEEDED))
-        for future in futures:
-            error = future.exception(LONG)
-            assert isinstance(error, EngineError) and error.usable and "needs a thread" in str(error)
-        monkeypatch.undo()
-        futures = [batcher.submit_generate([[n]], SEEDED) for n in (3, 4)]
-        assert [ids(future) for future in futures] == [[lone_answer([3])], [lone_answer([4])]]
-    assert len(engine.calls) == 1
-
-
-def test_a_request_waits_for_a_running_thread_if_there_is_no_room_for_another(monkeypatch):
-    engine = GatedEngine(permits=0, concurrent_calls=True)
-    with open_batcher(engine) as batcher:
-        first = hold_one(engine, batcher)
-        monkeypatch.setattr(threading.Thread, "start", no_room_for("corelm"))
-        second = batcher.submit_generate([[4]], SEEDED)
-        engine.free()
-        assert ids(first) == [lone_answer([3])] and ids(second) == [lone_answer([4])]
-        monkeypatch.undo()
 
 
 def test_an_error_of_a_shared_call_names_no_rows_of_other_callers():

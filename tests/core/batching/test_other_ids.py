@@ -1,7 +1,5 @@
 """Requests that share calls keep their own sets and ids, also when rows are skipped, fail, are aborted or time out."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from corelm import Backend, Ragged, hookimpl
 from corelm.batching import DynamicBatcher, Limits
@@ -102,18 +101,30 @@ def test_a_request_whose_time_is_over_takes_no_ids_of_others_along(alone: Backen
             assert lists(future.result(LONG)) == lists(alone.generate([[n], [n + 1]], CUT, **ASKED))
 
 
-def test_scores_over_different_sets_share_a_call_and_a_skipped_row_moves_none(alone: Backend) -> None:
+OVER = [[[[2, 9], [3]], [[7], [6]]], [[[2], [3, 4, 5]], [[5, 8], [6, 1]]]]
+NAMED = [torch.tensor([[[row, 7], [8, 9]]] * 2) for row in range(2)]
+
+
+@each(
+    "asked, fields",
+    [
+        ([{"support": one} for one in OVER], ("logprobs", "scored")),
+        ([{"top_ids": [*one]} for one in NAMED], ("top_ids", "top_logprobs", "tail_log_mass")),
+        ([{"top_k": 3}] * 2, ("top_ids", "top_logprobs", "tail_log_mass")),
+    ],
+)
+def test_scores_over_different_ids_share_a_call_and_a_skipped_row_moves_none(
+    alone: Backend, asked: list[dict[str, Any]], fields: tuple[str, ...]
+) -> None:
     rows = [[1, 2, 3], [4, 5, 6]]
-    supports = [[[[2, 9], [3]], [[7], [6]]], [[[2], [3, 4, 5]], [[5, 8], [6, 1]]]]
     with gated() as (engine, batcher):
-        futures = [batcher.submit_score_logprobs(rows, support=one, on_error="skip") for one in supports]
+        futures = [batcher.submit_score_logprobs(rows, **one, on_error="skip") for one in asked]
         engine.gate.set()
-        for one, future in zip(supports, futures, strict=True):
-            expected = alone.score_logprobs(rows, support=one, on_error="skip")
+        for one, future in zip(asked, futures, strict=True):
+            expected = alone.score_logprobs(rows, **one, on_error="skip")
             found = future.result(LONG)
-            assert lists(found, ("logprobs", "scored")) == lists(expected, ("logprobs", "scored"))
-            assert found.errors == expected.errors
-    assert engine.sizes[1:] == [3]
+            assert lists(found, fields) == lists(expected, fields) and found.errors == expected.errors
+    assert engine.sizes[1:] == [4 - sum("support" in one for one in asked[:1])]
 
 
 @each("samples", [None, 2])

@@ -1,11 +1,8 @@
 """`LLMPolicy(batching=True)` and `aforward`: policies share a batcher, and threads and tasks share its calls."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
@@ -15,15 +12,7 @@ import corelm
 from corelm import Backend, LLMPolicy
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, InvalidRequestError
-from helpers.batching_fakes import (
-    LONG,
-    GatedEngine,
-    all_capabilities,
-    corelm_threads,
-    join_threads,
-    lone_answer,
-    wait_until,
-)
+from helpers.batching_fakes import LONG, GatedEngine, all_capabilities, corelm_threads, join_threads, lone_answer
 from helpers.each import each
 from helpers.fakes import SHORT
 from helpers.refusals import refused
@@ -57,9 +46,6 @@ def responses(td):
     return corelm.ragged(td, ("tokens", "response")).tolist()
 
 
-# Threads -------------------------------------------------------------------------------------------------------------
-
-
 @each("mode", ["text", "tokens"])
 def test_threads_get_the_same_results_as_without_a_batcher(mode):
     with corelm.get_backend("toy") as backend:
@@ -91,14 +77,6 @@ def test_threads_get_the_same_results_as_without_a_batcher(mode):
         shared.cleanup_batching()
 
 
-def test_gradients_reach_the_model_through_a_batcher():
-    model = corelm.get_backend("toy").engine.plugin.model
-    with LLMPolicy("toy", model=model, input_mode="tokens", generate=False, batching=True) as policy:
-        policy.log_prob(TensorDict(tokens=torch.tensor([[65, 66, 67]]), batch_size=[1]))[0].sum().backward()
-        assert model.table.grad is not None and bool(model.table.grad.any())
-        assert policy.get_dist(TensorDict(tokens=torch.tensor([[65, 66]]), batch_size=[1])).logits.shape[-1] == 260
-
-
 def test_policies_made_by_replace_share_the_batcher():
     engine = GatedEngine(permits=0)
     policy = gated_policy(engine, batching=Limits(min_batch_size=2, batching_timeout=60.0))
@@ -118,18 +96,6 @@ def test_policies_made_by_replace_share_the_batcher():
             one(tokens([3]))
 
 
-def test_an_illegal_batching_argument_is_refused_by_name_before_a_backend_is_opened():
-    for make in (partial(LLMPolicy, "a backend that is not there"), partial(gated_policy, GatedEngine())):
-        with pytest.raises(InvalidRequestError) as error:
-            make(batching="yes")
-        assert error.value.field == "batching"
-
-
-def test_a_limit_passed_as_a_policy_option_is_refused_with_the_argument_to_type():
-    with pytest.raises(TypeError, match=r"no option 'min_batch_size'; give batching=Limits\(min_batch_size=…\)"):
-        LLMPolicy("a backend that is not there", min_batch_size=2)
-
-
 def test_a_batcher_passed_as_the_backend_keeps_its_limits():
     with DynamicBatcher(Backend.from_plugin(GatedEngine(), "gated")) as batcher:
         options = {"input_mode": "tokens", "sampling_params": SHORT}
@@ -137,29 +103,6 @@ def test_a_batcher_passed_as_the_backend_keeps_its_limits():
             assert policy.backend is batcher and policy.get_batching_state().queued == 0
         with refused(InvalidRequestError, field="batching"):
             LLMPolicy(batcher, batching=Limits(max_batch_size=3), **options)
-
-
-def test_cleanup_without_flush_fails_waiting_calls_and_finishes_running_ones():
-    engine = GatedEngine(permits=0)
-    policy = gated_policy(engine, batching=True)
-    with ThreadPoolExecutor(3) as pool:
-        running = pool.submit(policy, tokens([3]))
-        engine.wait_for_calls(1)
-        waiting = pool.submit(policy, tokens([4]))
-        wait_until(lambda: policy.get_batching_state().queued > 0)
-        assert policy.get_batching_state().to_dict()["in_flight"] == 1
-        cleaning = pool.submit(policy.cleanup_batching, flush=False)
-        with pytest.raises(BackendClosedError):
-            waiting.result(LONG)
-        engine.free()
-        cleaning.result(LONG)
-        assert running.result(LONG)["finish_reason"]
-    assert policy.get_batching_state().threads == 0
-    assert policy(tokens([5]))["finish_reason"]
-    policy.close()
-
-
-# Tasks ---------------------------------------------------------------------------------------------------------------
 
 
 def test_tasks_share_calls_and_two_threads_serve_them_all():
@@ -178,22 +121,6 @@ def test_tasks_share_calls_and_two_threads_serve_them_all():
     for n, out in enumerate(outs):
         assert responses(out) == [lone_answer([3 + n % 9, 1 + n % 7], n)]
     assert len(engine.calls) <= 4
-    policy.close()
-
-
-@each("batching", [True, False])
-def test_sixty_four_tasks_enter_an_engine_with_concurrent_calls_at_once(batching):
-    engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
-    policy = gated_policy(engine, batching=batching)
-
-    async def main():
-        tasks = [asyncio.create_task(policy.aforward(tokens([3 + n % 9]), seed=n)) for n in range(64)]
-        await asyncio.to_thread(engine.wait_for, lambda: engine.inside == 64)
-        engine.free()
-        return await asyncio.gather(*tasks)
-
-    for n, out in enumerate(run(main())):
-        assert responses(out) == [lone_answer([3 + n % 9], n)]
     policy.close()
 
 
@@ -264,17 +191,3 @@ def test_a_full_queue_delays_or_refuses_tasks_without_blocking_their_event_loop(
     refused = [out for out in outs if isinstance(out, QueueFullError)]
     assert len(refused) == (2 if on_full == "raise" else 0)
     policy.close()
-
-
-def test_a_scoring_task_with_bad_input_fails_alone():
-    with LLMPolicy("toy", input_mode="tokens", generate=False, batching=True) as policy:
-        td = TensorDict(tokens=torch.tensor([[65, 66, 67]]), batch_size=[1])
-
-        async def main():
-            good = policy.aforward(td.clone())
-            bad = policy.aforward(TensorDict(tokens=torch.tensor([[999]]), batch_size=[1]))
-            return await asyncio.gather(good, bad, return_exceptions=True)
-
-        good, bad = run(main())
-        assert isinstance(bad, InvalidRequestError)
-        assert torch.equal(good["log_probs"].full[0], policy(td.clone())["log_probs"].full[0])

@@ -1,12 +1,9 @@
 """What one caller does (an endless timeout, a failing callback, an abort that hangs) affects no other caller."""
 
-from __future__ import annotations
-
 import _thread
 import asyncio
 import sys
 import threading
-from concurrent.futures import wait
 
 import pytest
 
@@ -16,7 +13,6 @@ from helpers.batching_fakes import (
     LONG,
     POISON,
     SEEDED,
-    Clock,
     GatedEngine,
     all_capabilities,
     hold_one,
@@ -37,13 +33,6 @@ def test_an_endless_timeout_does_not_end_the_timeouts_of_others(endless):
         assert isinstance(batcher.submit_generate([[5]], SEEDED, timeout=0.05).exception(LONG), BackendTimeoutError)
         engine.free()
         assert ids(endlessly) == [lone_answer([3])]
-
-
-def test_a_batch_may_wait_endlessly_for_its_rows():
-    with open_batcher(GatedEngine(), min_batch_size=2, batching_timeout=1e10) as batcher:
-        first = batcher.submit_generate([[3]], SEEDED)
-        assert not wait([first], 0.05).done
-        assert ids(batcher.generate([[4]], SEEDED)) == [lone_answer([4])] and ids(first) == [lone_answer([3])]
 
 
 def test_a_timeout_does_not_wait_for_the_aborts_of_others():
@@ -71,22 +60,6 @@ def test_a_timeout_does_not_wait_for_the_aborts_of_others():
     assert batcher.state().threads == 0
 
 
-def test_an_abort_that_fails_affects_no_other_abort():
-    class FailingAbort(GatedEngine):
-        @hookimpl
-        def abort(self, request):
-            super().abort(request)
-            raise SystemExit(3)
-
-    engine = FailingAbort(permits=0, **all_capabilities(concurrent_calls=True))
-    with open_batcher(engine) as batcher:
-        for number in (3, 4):
-            future = batcher.submit_generate([[number]], SEEDED, request_ids=[str(number)])
-            engine.wait_for_calls(number - 2)
-            assert future.cancel()
-            engine.wait_for(lambda number=number: str(number) in engine.aborted)
-
-
 def exits(future):
     sys.exit(3)
 
@@ -103,17 +76,6 @@ def test_a_callback_that_exits_fails_no_other_request_of_its_batch():
         assert ids(batcher.generate([[7]], SEEDED)) == [lone_answer([7])]
         assert batcher.dispatcher.threads() == threads, "the thread must go on"
     assert len(engine.calls) == 3
-
-
-def test_a_callback_that_exits_does_not_end_the_timeouts_of_others():
-    engine, clock = GatedEngine(permits=0), Clock()
-    with open_batcher(engine, clock=clock) as batcher:
-        hold_one(engine, batcher)
-        for number in (4, 5):
-            future = batcher.submit_generate([[number]], SEEDED, timeout=0.05)
-            future.add_done_callback(exits)
-            clock.now += 1.0
-            assert isinstance(future.exception(LONG), BackendTimeoutError)
 
 
 @each("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])

@@ -1,7 +1,5 @@
 """The rules of batching, tested without threads and without a clock: each test passes the time."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,7 +10,6 @@ from corelm.batching.scheduling import (
     LONGEST_PATIENCE,
     LONGEST_TIMEOUT,
     PATIENCE,
-    REMEMBERED,
     SHORTEST_TIMEOUT,
     TIMEOUT,
     GroupingQueue,
@@ -47,12 +44,6 @@ def test_tickets_with_equal_keys_go_together_and_the_oldest_group_goes_first():
     assert queue.take(0.0) == [] and queue.wait(0.0) is None and len(queue) == 0
 
 
-def test_nothing_is_sent_while_the_engine_is_busy():
-    queue = grouping_queue(ticket())
-    assert queue.take(99.0, rows=1, tokens=1) == []
-    assert len(queue.take(99.0)) == 1
-
-
 def test_a_ticket_without_a_key_goes_alone_in_its_turn():
     a1, alone, a2 = ticket("a"), ticket(None), ticket("a")
     queue = grouping_queue(a1, alone, a2, min_batch_size=2)
@@ -76,14 +67,6 @@ def test_a_ticket_that_exceeds_a_limit_goes_alone_and_keeps_its_place():
     assert [queue.take(0.0) for _ in range(3)] == [[small], [wide], [later]]
 
 
-def test_too_few_rows_are_sent_once_the_oldest_has_waited_batching_timeout():
-    first, second = ticket(), ticket()
-    queue = grouping_queue(first, min_batch_size=3, batching_timeout=2.0, now=10.0)
-    queue.add(second, 11.5)
-    assert queue.take(11.9) == [] and queue.wait(11.5) == 0.5
-    assert queue.take(12.0) == [first, second]
-
-
 @each("arrived", [0.1, 1e9 / 3, 12345.678])
 @each("timeout", [0.1, 1 / 3, 7.7])
 def test_a_batch_is_ready_after_the_seconds_that_wait_returned(arrived, timeout):
@@ -105,15 +88,6 @@ def test_a_batch_is_ready_with_min_batch_size_rows_or_if_it_cannot_grow():
     assert len(grouping_queue(ticket(tokens=10), min_batch_size=2, max_batch_tokens=10).take(0.0)) == 1
 
 
-def test_a_ready_group_does_not_wait_for_an_older_group_that_is_not_ready():
-    old = ticket("old")
-    queue = grouping_queue(old, ticket("new"), ticket("new"), min_batch_size=2, batching_timeout=1.0)
-    assert [each.key for each in queue.take(0.5)] == ["new", "new"]
-    queue.add(ticket("new"), 0.6)
-    queue.add(ticket("new"), 0.6)
-    assert queue.take(1.0) == [old], "it has waited batching_timeout, and it is the oldest"
-
-
 def test_tickets_before_a_barrier_go_at_once_and_tickets_after_it_wait():
     before, barrier, after = ticket(), ticket(None, barrier=True), ticket()
     queue = grouping_queue(before, barrier, after, min_batch_size=2, batching_timeout=9.0)
@@ -121,39 +95,6 @@ def test_tickets_before_a_barrier_go_at_once_and_tickets_after_it_wait():
     assert queue.take(0.0) == [barrier]
     assert queue.take(0.0) == [], "after the barrier min_batch_size applies again"
     assert queue.take(9.0) == [after]
-
-
-def test_removing_a_barrier_releases_the_tickets_after_it():
-    barrier, after = ticket(None, barrier=True), ticket()
-    queue = grouping_queue(barrier, after)
-    assert queue.remove(barrier) and not queue.remove(barrier)
-    assert queue.take(0.0) == [after]
-
-
-def test_tickets_beyond_max_queue_wait_outside_and_enter_in_order():
-    tickets = [ticket() for _ in range(5)]
-    queue = grouping_queue(*tickets, max_queue=2)
-    assert len(queue) == 5 and list(queue.outside.values()) == tickets[2:] and queue.full
-    assert queue.remove(tickets[3])
-    assert queue.take(0.0) == tickets[:2]
-    assert queue.remove(tickets[2]) and list(queue) == [tickets[4]]
-    assert queue.take(0.0) == [tickets[4]]
-
-
-def test_rush_sends_only_the_tickets_that_are_already_queued():
-    queue = grouping_queue(ticket(), min_batch_size=2, batching_timeout=9.0)
-    assert queue.take(0.0) == []
-    queue.rush()
-    assert len(queue.take(0.0)) == 1
-    queue.add(ticket(), 0.0)
-    assert queue.take(0.0) == []
-
-
-def test_clear_returns_every_ticket_once():
-    tickets = [ticket(), ticket(None), ticket("b"), ticket(None, barrier=True)]
-    queue = grouping_queue(*tickets, max_queue=2)
-    assert queue.clear() == tickets
-    assert len(queue) == 0 and queue.take(0.0) == [] and queue.wait(0.0) is None
 
 
 # Waiting for callers to come back ------------------------------------------------------------------------------------
@@ -178,14 +119,6 @@ def test_the_queue_waits_until_all_callers_of_the_last_call_are_back():
     assert len(queue.take(10.03)) == 3
 
 
-def test_requests_queued_during_a_call_wait_for_the_callers_that_come_back():
-    queue = after_a_call(ticket(), ticket(), served=2)
-    assert queue.take(10.0) == [], "they wait for the others although their batching_timeout has passed"
-    queue.add(ticket(), 10.0)
-    queue.add(ticket(), 10.0)
-    assert len(queue.take(10.0)) == 4
-
-
 def test_the_queue_stops_waiting_when_no_caller_comes_back():
     queue = after_a_call(served=3)
     queue.add(ticket(), 10.0)
@@ -193,48 +126,9 @@ def test_the_queue_stops_waiting_when_no_caller_comes_back():
     assert len(queue.take(10.0 + PATIENCE * 1.1)) == 1
 
 
-def test_callers_that_come_back_after_a_pause_are_grouped_too():
-    queue = after_a_call(served=3)
-    queue.add(ticket(), 50.0)
-    assert queue.take(50.0) == [] and queue.wait(50.0) == pytest.approx(PATIENCE)
-    queue.add(ticket(), 50.0 + PATIENCE / 2)
-    assert queue.take(50.0 + PATIENCE) == [], "each new request prolongs the wait"
-    queue.add(ticket(), 50.0 + PATIENCE)
-    assert len(queue.take(50.0 + PATIENCE)) == 3
-
-
-def test_a_caller_left_alone_waits_for_the_others_only_a_few_times():
-    queue = after_a_call(served=3)
-    waited = []
-    for now in range(50, 60):
-        queue.add(ticket(), float(now))
-        alone = queue.take(float(now))
-        waited.append(not alone)
-        alone = alone or queue.take(now + PATIENCE * 1.1)
-        queue.came_back(alone, 1.0, now + 0.5)
-    assert waited == [True] * REMEMBERED + [False] * (10 - REMEMBERED)
-
-
-def test_a_late_caller_does_not_lower_the_number_of_requests_expected_next():
-    queue = after_a_call(served=3)
-    queue.add(ticket(), 10.0)
-    late = queue.take(10.0 + PATIENCE * 1.1)
-    queue.came_back(late, 1.0, 11.5)
-    sizes = []
-    for _ in range(3):
-        queue.add(ticket(), 50.0)
-        sizes.append(len(queue.take(50.0)))
-    assert sizes == [0, 0, 3]
-
-
 @each(
     "given, took, waits",
-    [
-        (0.3, 1000.0, 0.3),
-        (None, 0.3, SHORTEST_TIMEOUT),
-        (None, 3.0, 3.0 * TIMEOUT),
-        (None, 1000.0, LONGEST_TIMEOUT),
-    ],
+    [(0.3, 1000.0, 0.3), (None, 0.3, SHORTEST_TIMEOUT), (None, 3.0, 3.0 * TIMEOUT), (None, 1000.0, LONGEST_TIMEOUT)],
 )
 def test_waiting_for_callers_ends_after_batching_timeout(given, took, waits):
     queue = after_a_call(served=50, took=took, batching_timeout=given)
@@ -245,30 +139,6 @@ def test_waiting_for_callers_ends_after_batching_timeout(given, took, waits):
         now += step
     assert now == pytest.approx(10.0 + waits, abs=step + 1e-6)
     assert len(batch) > 3
-
-
-def test_without_batching_timeout_too_few_rows_wait_a_quarter_of_the_last_call():
-    queue = grouping_queue(ticket(), min_batch_size=2)
-    assert queue.take(0.0) == [] and queue.wait(0.0) == SHORTEST_TIMEOUT, "no call was made yet"
-    queue.came_back(queue.take(SHORTEST_TIMEOUT), 2.0, 10.0)
-    queue.add(ticket(), 20.0)
-    assert queue.take(20.4) == [] and queue.wait(20.4) == pytest.approx(0.1)
-    assert len(queue.take(20.5)) == 1
-
-
-def test_a_request_waits_only_for_callers_of_its_own_group_that_would_fit():
-    queue = after_a_call(ticket("other"), served=3)
-    assert [each.key for each in queue.take(10.0)] == ["other"]
-    queue = after_a_call(ticket(rows=64), served=3)
-    assert len(queue.take(10.0)) == 1
-    queue = after_a_call(ticket(None), served=3)
-    assert len(queue.take(10.0)) == 1
-
-
-def test_a_lone_caller_does_not_wait():
-    queue = after_a_call(served=1)
-    queue.add(ticket(), 10.0)
-    assert len(queue.take(10.0)) == 1
 
 
 # PassThroughQueue ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Requests share calls to the engine; each gets its own answer, sampled with its own parameters."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -27,8 +25,6 @@ from helpers.batching_fakes import (
 from helpers.each import each
 from helpers.fakes import SHORT
 from helpers.refusals import refused
-
-# Sharing -------------------------------------------------------------------------------------------------------------
 
 
 def test_requests_with_equal_parameters_share_a_call_and_each_gets_its_own_answer():
@@ -177,9 +173,6 @@ def test_threads_that_switch_often_get_their_own_answers():
         sys.setswitchinterval(before)
 
 
-# Engines with `concurrent_calls` -------------------------------------------------------------------------------------
-
-
 def test_an_engine_with_concurrent_calls_gets_each_request_alone_up_to_max_batch_size():
     engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
     with open_batcher(engine, max_batch_size=5) as batcher:
@@ -192,16 +185,6 @@ def test_an_engine_with_concurrent_calls_gets_each_request_alone_up_to_max_batch
             assert ids(future) == [lone_answer([3 + n % 9], n)]
     assert engine.most_inside == 5 and len(engine.calls) == 11
     assert all(len(call.prompts) == 1 for call in engine.calls)
-
-
-def test_all_callers_reach_an_engine_with_concurrent_calls_at_once():
-    engine = GatedEngine(permits=0, **all_capabilities(concurrent_calls=True))
-    with open_batcher(engine) as batcher, ThreadPoolExecutor(256) as pool:
-        futures = [pool.submit(batcher.generate, [[3 + n % 9]], {**SHORT, "seed": n}) for n in range(256)]
-        engine.wait_for(lambda: engine.inside == 256)
-        engine.free()
-        for n, future in enumerate(futures):
-            assert ids(future) == [lone_answer([3 + n % 9], n)]
 
 
 def test_an_update_is_alone_in_an_engine_with_concurrent_calls():

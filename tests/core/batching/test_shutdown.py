@@ -1,7 +1,5 @@
 """Shutting a batcher down leaves no future pending and no thread alive."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -9,20 +7,16 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
-from corelm import Backend, hookimpl
-from corelm.backend.engine import end_calls
+from corelm import Backend
 from corelm.batching import DynamicBatcher, Limits
 from corelm.batching.batcher import stop_together
-from corelm.errors import BackendClosedError, EngineError
-from corelm.spec.records import AbortRequest
+from corelm.errors import BackendClosedError
 from helpers.batching_fakes import (
     LONG,
     SEEDED,
-    Clock,
     GatedEngine,
     all_capabilities,
     hold_one,
@@ -30,7 +24,6 @@ from helpers.batching_fakes import (
     join_threads,
     lone_answer,
     open_batcher,
-    rows_of,
     wait_until,
 )
 from helpers.each import each
@@ -85,19 +78,6 @@ def test_cleanup_ends_the_threads_and_a_later_request_starts_one():
         assert ids(batcher.generate([[5]], SEEDED)) and batcher.state().threads > 0
 
 
-def test_closing_ends_although_a_callback_exits():
-    engine = GatedEngine(permits=0)
-    batcher = DynamicBatcher(Backend.from_plugin(engine, "gated"))
-    future = hold_one(engine, batcher)
-    future.add_done_callback(lambda future: sys.exit(3))
-    with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(batcher.close)
-        wait_until(lambda: batcher.state().closed)
-        engine.free()
-        closing.result(LONG)
-    assert ids(future) == [lone_answer([3])] and batcher.state().threads == 0
-
-
 def test_cleaning_up_ends_while_others_go_on_calling():
     engine, stop = GatedEngine(concurrent_calls=True), threading.Event()
     with open_batcher(engine) as batcher:
@@ -120,60 +100,6 @@ def test_cleaning_up_ends_while_others_go_on_calling():
                 assert error is None or isinstance(error, BackendClosedError)
 
 
-def test_closing_the_backend_behind_a_batcher_fails_queued_requests():
-    engine = GatedEngine(permits=0)
-    with open_batcher(engine) as batcher:
-        hold_one(engine, batcher)
-        queued = [batcher.submit_generate([[n]], SEEDED) for n in (4, 5)]
-        closing = threading.Thread(target=batcher.backend.close)
-        closing.start()
-        engine.release()
-        closing.join(LONG)
-        engine.free()
-        assert all(
-            future.exception(LONG) is None or isinstance(future.exception(), BackendClosedError) for future in queued
-        )
-        with pytest.raises(BackendClosedError):
-            batcher.generate([[3]], SEEDED)
-
-
-def test_a_system_exit_in_the_engine_becomes_the_error_of_its_request():
-    class ExitingEngine(GatedEngine):
-        def wait_for_permit(self, request):
-            super().wait_for_permit(request)
-            if rows_of(request) == [[4]]:
-                sys.exit(3)
-            return set()
-
-    engine = ExitingEngine()
-    with open_batcher(engine) as batcher:
-        error = batcher.submit_generate([[4]], SEEDED).exception(LONG)
-        assert isinstance(error, EngineError) and isinstance(error.__cause__, SystemExit)
-        assert ids(batcher.generate([[5]], SEEDED))
-
-
-def test_a_failing_batching_thread_leaves_no_future_pending():
-    class BreakableClock(Clock):
-        broken = False
-
-        def __call__(self):
-            if self.broken and threading.current_thread().name.startswith("corelm"):
-                raise ZeroDivisionError("the clock is broken")
-            return super().__call__()
-
-    engine, clock = GatedEngine(permits=0), BreakableClock()
-    with open_batcher(engine, clock=clock) as batcher:
-        first = hold_one(engine, batcher)
-        queued = batcher.submit_generate([[4]], SEEDED)
-        clock.broken = True
-        engine.free()
-        for future in (first, queued):
-            error = future.exception(LONG)
-            assert isinstance(error, EngineError) and isinstance(error.__cause__, ZeroDivisionError)
-        clock.broken = False
-        assert ids(batcher.generate([[5]], SEEDED)), "the next request must start a new thread"
-
-
 def test_an_unreferenced_batcher_is_collected_and_its_threads_end():
     engine = GatedEngine()
     batcher = DynamicBatcher(Backend.from_plugin(engine, "gated"))
@@ -194,47 +120,6 @@ def test_an_unreferenced_batcher_is_collected_and_its_threads_end():
     assert ids(future)
     gc.collect()
     join_threads(threads)
-
-
-class EndingTogether(GatedEngine):
-    """An engine whose requests end once all engines of its group have been told to abort theirs.
-
-    Args:
-        group: the names that each engine of the group was told to abort; None before it was.
-    """
-
-    def __init__(self, group: dict[EndingTogether, tuple[str, ...] | None]) -> None:
-        super().__init__(permits=0, abort=True)
-        group[self] = None
-        self._group = group
-
-    @hookimpl
-    def abort(self, request: AbortRequest) -> bool:
-        self._group[self] = request.request_ids
-        told = dict(self._group)
-        if None not in told.values():
-            for engine, names in told.items():
-                GatedEngine.abort(engine, replace(request, request_ids=names))
-        return True
-
-
-@each("batching", [True, False])
-def test_all_calls_are_told_to_end_before_one_is_waited_for(batching):
-    group = {}
-    engines = [EndingTogether(group) for _ in range(3)]
-    backends = [Backend.from_plugin(engine, "gated") for engine in engines]
-    callers = [DynamicBatcher(backend) if batching else backend for backend in backends]
-    running = [caller.submit_generate([[3]], SEEDED) for caller in callers]
-    for engine in engines:
-        engine.wait_for_calls(1)
-    if batching:
-        stop_together([caller.dispatcher for caller in callers], time.monotonic() + LONG)
-        assert not any(caller.dispatcher.threads() for caller in callers)
-    else:
-        assert end_calls([backend.engine for backend in backends], time.monotonic() + LONG)
-    assert [future.result(LONG).finish_reasons for future in running] == [("abort",)] * 3
-    for caller in callers:
-        caller.close()
 
 
 def test_batchers_in_front_of_hung_engines_stop_together_at_one_deadline():

@@ -1,7 +1,5 @@
 """Random operations on a batcher: every request is settled exactly once, with its own answer or its own error."""
 
-from __future__ import annotations
-
 from concurrent.futures import CancelledError, Future, wait
 
 import hypothesis.strategies as st

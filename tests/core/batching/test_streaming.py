@@ -11,8 +11,8 @@ import torch
 
 from corelm import Backend
 from corelm.batching import DynamicBatcher, Limits
-from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError, QueueFullError
-from helpers.batching_fakes import LONG, POISON, ids, returns, wait_until
+from corelm.errors import EngineError
+from helpers.batching_fakes import LONG, POISON, ids, wait_until
 from helpers.streaming_fakes import Dripping
 
 FOUR = {"max_new_tokens": 4, "ignore_eos": True, "seed": 1}
@@ -119,34 +119,6 @@ def test_a_reader_that_leaves_the_queue_is_not_sent():
         assert [call.prompts.tolist() for call in shared.engine.calls] == [[[3]], [[5]]]
 
 
-def test_a_timeout_in_the_queue_is_raised_while_reading():
-    with Shared() as shared:
-        stream = shared.batcher.stream([[4]], FOUR, timeout=0.1)
-        with pytest.raises(BackendTimeoutError):
-            next(stream)
-        shared.go()
-
-
-def test_a_closed_batcher_streams_nothing():
-    with Shared() as shared:
-        shared.go()
-        shared.batcher.close()
-        with pytest.raises(BackendClosedError):
-            shared.batcher.stream([[4]], FOUR)
-
-
-def test_a_full_queue_refuses_a_stream():
-    engine = Dripping(0)
-    with DynamicBatcher(Backend.from_plugin(engine, "dripping"), Limits(max_queue=1, on_full="raise")) as batcher:
-        first = batcher.submit_generate([[3]], FOUR)
-        engine.wait_for_calls(1)
-        second = batcher.stream([[4]], FOUR)
-        with pytest.raises(QueueFullError):
-            batcher.stream([[5]], FOUR)
-        engine.allow(None)
-        assert ids(first) == [[3] * 4] and len(list(second)) == 5
-
-
 def test_tasks_share_calls_and_each_reads_its_own():
     async def read(batcher: DynamicBatcher, token: int) -> list[int]:
         return [i async for chunk in batcher.astream([[token]], FOUR) for i in chunk.ids]
@@ -162,18 +134,6 @@ def test_tasks_share_calls_and_each_reads_its_own():
         assert asyncio.run(run(shared)) == [[token] * 4 for token in range(4, 12)]
         shared.go()
         assert len(shared.engine.calls) == 2, "the tasks did not share a call"
-
-
-def test_closing_one_stream_of_a_shared_call_does_not_wait_for_the_others(monkeypatch):
-    monkeypatch.setattr("corelm.backend.streams._PATIENCE", 50 * LONG)
-    with Shared(abort=True) as shared:
-        leaving = shared.batcher.stream([[4]], FOUR, request_ids=["leaving"])
-        staying = shared.batcher.stream([[5]], FOUR, request_ids=["staying"])
-        shared.engine.allow(5)
-        assert next(leaving).ids == (4,)
-        assert returns(leaving.close)
-        shared.go()
-        assert by_row(list(staying)) == {0: [(5,)] * 4}
 
 
 def test_requests_made_under_different_autocast_do_not_share_a_call():

@@ -1,7 +1,5 @@
 """When a batch is sent, and when a request times out."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import wait
 

@@ -1,7 +1,5 @@
 """Calls that need the engine to themselves (new weights, gradients), and calls made by callbacks and wrappers."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +7,7 @@ import pytest
 
 from corelm import Backend, hookimpl
 from corelm.batching import DynamicBatcher
-from corelm.errors import BackendTimeoutError, EngineError
+from corelm.errors import BackendTimeoutError
 from helpers.batching_fakes import (
     LONG,
     SEEDED,
@@ -40,15 +38,6 @@ def test_an_update_waits_for_earlier_requests_and_rows_carry_their_weight_versio
     assert versions == [("0",), ("0",), ("new",)]
     assert [type(each).__name__ for each in engine.requests] == ["WeightUpdate"]
     assert [rows_of(call) for call in engine.calls] == [[[3]], [[4]], [[5]]]
-
-
-def test_requests_are_answered_after_a_failed_update():
-    engine = GatedEngine()
-    engine.updated = False
-    with open_batcher(engine) as batcher:
-        with pytest.raises(EngineError, match="not in force"):
-            batcher.update_weights({})
-        assert ids(batcher.generate([[5]], SEEDED)) and batcher.weight_version == "1"
 
 
 def test_gradients_are_computed_in_turn_on_the_callers_thread():
@@ -122,26 +111,4 @@ def test_a_wrapper_may_make_a_call_during_a_call_with_a_timeout(direct):
     outer = batcher.backend if direct else batcher
     assert ids(outer.generate([[3]], SEEDED, timeout=LONG)) == [lone_answer([3])]
     assert wrapper.asked == [[lone_answer([4])], "1"]
-    batcher.close()
-
-
-def test_a_wrapper_may_make_a_call_during_a_turn():
-    class NestedCalls:
-        batcher, asked = None, []
-
-        @hookimpl(wrapper=True)
-        def score_logprobs(self, request):
-            batch = yield
-            if request.grad:
-                self.asked.append(self.batcher.score_logprobs([[1, 2, 3]]).scored.tolist())
-            return batch
-
-    wrapper = NestedCalls()
-    engine = GatedEngine(**all_capabilities())
-    engine.free()
-    batcher = wrapper.batcher = DynamicBatcher(Backend.from_plugin(engine, "gated", wrappers=[wrapper]))
-    done = threading.Thread(target=batcher.score_logprobs, args=([[4, 5]],), kwargs={"grad": True}, daemon=True)
-    done.start()
-    done.join(LONG)
-    assert not done.is_alive() and wrapper.asked == [[[False, True, True]]]
     batcher.close()

@@ -1,7 +1,5 @@
 """`assemble`, with requests made by hand and results compared with plain Python lists."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -12,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corelm.containers import LogProbs, Masks, Text, Tokens, ragged
-from corelm.containers.assemble import assemble, dense_columns
+from corelm.containers import LogProbs, Masks, Tokens, ragged
+from corelm.containers.assemble import assemble
 from corelm.errors import InvalidRequestError
 from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
@@ -132,43 +130,6 @@ def test_columns_are_kept(tokens: Parts[Ragged]) -> None:
         assert td["masks"].all_response_mask.sum(-1).tolist() == [1, 3, 0]
     rows = assemble(request("tokens", tokens=tokens, columns=columns))
     assert plain(rows["tokens"].full) == FULL
-
-
-def test_dense_columns() -> None:
-    columns = dense_columns(SPLIT)
-    assert columns.prompt_width == 3
-    assert columns.mask.tolist() == [[True] * 4 + [False] * 2, [False] + [True] * 5, [False, False, True] + [False] * 3]
-    assert dense_columns(WHOLE).prompt_width is None
-    assert dense_columns(WHOLE).mask.sum(-1).tolist() == [4, 5, 1]
-
-
-def test_the_example_in_the_docstrings() -> None:
-    """The batch that `GenerateResult`, `ScoreResult`, `Columns` and `ContainerRequest` draw."""
-    prompts, responses = [[5, 6], [7, 8, 9]], [[11, 2], [12, 13, 14]]
-    full = [p + r for p, r in zip(prompts, responses, strict=True)]
-    logprobs = [[0.0, 0.0, -0.5, -0.1], [0.0, 0.0, 0.0, -1.2, -0.3, -0.7]]
-    tokens = Parts(*map(Ragged.from_list, (prompts, responses, full)))
-    o, x = False, True
-    asked = {
-        "batch_size": (2,),
-        "tokens": tokens,
-        "logprobs": Ragged.from_list(logprobs, torch.float32),
-        "scored": Ragged.from_list([[o, o, x, x], [o, o, o, x, x, x]], torch.bool),
-    }
-    td = assemble(request("tokens", "masks", "log_probs", **asked))
-    assert (plain(td["tokens"].prompt), plain(td["tokens"].response)) == (prompts, responses)
-    assert plain(td["tokens"].full) == full
-    assert all(map(torch.equal, td["log_probs"].full, map(torch.tensor, logprobs)))
-    assert plain(td["masks"].all_response_mask) == [[o, o, x, x], [o, o, o, x, x, x]]
-    td = assemble(request("tokens", "masks", "log_probs", **asked, pad_output=True))
-    assert td["tokens"].prompt.tolist() == [[0, 5, 6], [7, 8, 9]]
-    assert td["tokens"].response.tolist() == [[11, 2, 0], [12, 13, 14]]
-    assert td["tokens"].full.tolist() == [[0, 5, 6, 11, 2, 0], [7, 8, 9, 12, 13, 14]]
-    assert torch.equal(td["log_probs"].full, torch.tensor([[0.0, *logprobs[0], 0.0], logprobs[1]]))
-    assert td["masks"].all_attention_mask.tolist() == [[o, x, x, x, x, o], [x] * 6]
-    assert dense_columns(tokens).mask.tolist() == [[o, x, x, x, x, o], [x] * 6]
-    assert dense_columns(tokens).prompt_width == 3
-    assert dense_columns(Parts(None, None, tokens.full)).mask.tolist() == [[x, x, x, x, o, o], [x] * 6]
 
 
 # Batch shapes --------------------------------------------------------------------------------------------------------
@@ -317,17 +278,6 @@ def test_no_tensor_is_an_inference_tensor(pad_output: bool) -> None:
     given = {"tokens": tokens, "logprobs": logprobs, "scored": scored, "assistant": assistant}
     td = assemble(request("tokens", "masks", "log_probs", **given, pad_output=pad_output))
     assert not any(tensor.is_inference() for tensor in leaves(td, *EVERY))
-
-
-def test_only_requested_fields_are_built() -> None:
-    assert set(assemble(request("tokens")).keys()) == {"tokens"}
-    texts: Parts[tuple[str, ...]] = Parts(None, None, ("a", "b", "c"))
-    td = assemble(request("text", texts=texts, finish_reasons=("stop", "length", "error"), errors=("", "", "boom")))
-    assert set(td.keys()) == {"text", "finish_reason", "errors"}
-    assert isinstance(td["text"], Text)
-    assert td["text"].full == ["a", "b", "c"] and td["text"].response is None
-    assert td["finish_reason"] == ["stop", "length", "error"]
-    assert td[2]["errors"] == "boom"
 
 
 # Invalid requests ----------------------------------------------------------------------------------------------------

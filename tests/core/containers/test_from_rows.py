@@ -108,12 +108,6 @@ def test_log_probs_and_masks_are_as_long_as_the_tokens():
         Masks.from_rows(all_assistant_mask=[[0, 2]])
 
 
-def test_log_probs_from_rows_carry_gradients():
-    rows = [torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)]
-    sum(row.sum() for row in LogProbs.from_rows(full=rows).full).backward()
-    assert [row.grad.tolist() for row in rows] == [[1.0, 1.0], [1.0]]
-
-
 def test_a_policy_reads_them_without_masks():
     with corelm.get_backend("toy") as backend:
         rows = [[72, 105], [87, 104, 111]]

@@ -1,10 +1,6 @@
 """`Message` and `History`: conversations survive every operation of tensordict."""
 
-from __future__ import annotations
-
-import io
 import math
-import pickle
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -54,22 +50,6 @@ def test_a_message_survives_a_round_trip() -> None:
     assert Message.from_dict({"role": "assistant", "content": None}) == Message("assistant")
 
 
-def test_for_template_leaves_out_ids_and_none() -> None:
-    assert Message.from_dict(RICH[1]).for_template() == {"role": "user", "content": "Italy?", "name": "ann"}
-    assert Message.from_dict(RICH[2]).for_template() == {
-        "role": "assistant",
-        "tool_calls": [CALL],
-        "reasoning_content": "hm",
-    }
-
-
-@each("ids", [[5, 6], torch.tensor([5, 6]), np.array([5, 6]), (np.int64(5), torch.tensor(6))])
-def test_ids_become_a_tuple_of_ints(ids: Any) -> None:
-    got = Message("assistant", "x", token_ids=ids).token_ids
-    assert got == (5, 6)
-    assert all(type(i) is int for i in got)
-
-
 def test_messages_share_no_data_with_their_input_or_output() -> None:
     given = deepcopy(RICH)
     history = History.from_chats(given)
@@ -111,20 +91,9 @@ def test_chats_survive_a_round_trip(chats: list[Any], shape: tuple[int, ...]) ->
     assert again.to_chats() == chats
 
 
-def test_messages_and_dicts_may_be_mixed_and_chats_be_tuples() -> None:
-    history = History.from_chats([(Message("user", "a"), {"role": "assistant", "content": "b"})])
-    assert history.chats == ((Message("user", "a"), Message("assistant", "b")),)
-
-
 @each(
     "chats",
-    [
-        [[chat(0)], chat(1)],
-        [[chat(0), chat(1)], [chat(2)]],
-        "hello",
-        ["hello"],
-        {"role": "user", "content": "x"},
-    ],
+    [[[chat(0)], chat(1)], [[chat(0), chat(1)], [chat(2)]], "hello", ["hello"], {"role": "user", "content": "x"}],
 )
 def test_uneven_lists_and_other_types_are_refused(chats: Any) -> None:
     with refused(InvalidRequestError, field="history"):
@@ -174,48 +143,6 @@ def test_indexing_selects_the_same_conversations_as_in_nested_lists(index: Any) 
     assert [list(map(Message.to_dict, c)) for c in picked.chats] == [flat[n] for n in np.ravel(numbers)]
 
 
-def test_indexing_with_tensors() -> None:
-    history = History.from_chats(GRID[1])
-    assert history[torch.tensor([2, 0, 0])].to_chats() == [GRID[1][2], GRID[1][0], GRID[1][0]]
-    assert history[torch.tensor([True, False, True])].to_chats() == [GRID[1][0], GRID[1][2]]
-    assert history[:0].to_chats() == []
-    assert tuple(history[:0].batch_size) == (0,)
-
-
-def test_reshaping_keeps_the_conversations() -> None:
-    history = History.from_chats(GRID)
-    flat = [chat for row in GRID for chat in row]
-    assert history.reshape(-1).to_chats() == flat
-    assert history.permute(1, 0).to_chats() == [list(column) for column in zip(*GRID, strict=True)]
-    assert history[0].unsqueeze(0).to_chats() == [GRID[0]]
-    assert history[0, 0].expand(2).to_chats() == [GRID[0][0]] * 2
-    assert [part.to_chats() for part in history.unbind(0)] == GRID
-    assert history.clone().to_chats() == GRID
-    assert history.to("cpu").to_chats() == GRID
-
-
-@each("join", [torch.stack, lazy_stack])
-def test_stacking(join: Any) -> None:
-    rows = [History.from_chats(row) for row in GRID]
-    assert join(rows).to_chats() == GRID
-    assert join(rows, 1).to_chats() == [list(column) for column in zip(*GRID, strict=True)]
-    one = [History.from_chats(chat(n)) for n in range(3)]
-    assert join(one).to_chats() == [chat(n) for n in range(3)]
-
-
-def test_concatenation_with_an_empty_history() -> None:
-    full, none = History.from_chats(GRID[0]), History.from_chats([])
-    assert torch.cat([full, full]).to_chats() == GRID[0] * 2
-    assert torch.cat([none, full]).to_chats() == GRID[0]
-
-
-def test_assigning_a_row_does_not_change_the_source() -> None:
-    history, other = History.from_chats(GRID[0]), History.from_chats(GRID[1])
-    history[1] = other[2]
-    assert history.to_chats() == [GRID[0][0], GRID[1][2], GRID[0][2]]
-    assert other.to_chats() == GRID[1]
-
-
 def test_inside_tensordicts_dense_and_lazy() -> None:
     td = TensorDict({"history": {"prompt": History.from_chats(GRID[0])}, "reward": torch.zeros(3)}, (3,))
     assert td["history", "prompt"].to_chats() == GRID[0]
@@ -233,16 +160,6 @@ def test_inside_tensordicts_dense_and_lazy() -> None:
 SAVED = [GRID, [RICH, RICH[:1]], RICH, []]
 
 
-@each("chats", SAVED)
-def test_pickle_and_torch_save(chats: list[Any]) -> None:
-    history = History.from_chats(chats)
-    assert pickle.loads(pickle.dumps(history)).to_chats() == chats
-    file = io.BytesIO()
-    torch.save(TensorDict({"history": history}, history.batch_size), file)
-    file.seek(0)
-    assert torch.load(file, weights_only=False)["history"].to_chats() == chats
-
-
 @pytest.mark.parametrize("chats", SAVED)
 def test_memmap_writes_no_pickle(chats: list[Any], tmp_path: Path) -> None:
     history = History.from_chats(chats)
@@ -256,14 +173,6 @@ def test_memmap_writes_no_pickle(chats: list[Any], tmp_path: Path) -> None:
     assert loaded.append({"role": "user", "content": "more"}).chats == tuple(
         (*one, Message("user", "more")) for one in history.chats
     )
-
-
-def test_rows_written_into_a_memmapped_storage(tmp_path: Path) -> None:
-    """A replay buffer does this."""
-    rows = TensorDict({"history": History.from_chats(GRID[0])}, (3,))
-    storage = rows[0].expand(5).clone().memmap_like(tmp_path)
-    storage[1:4] = rows
-    assert storage[1:4]["history"].to_chats() == GRID[0]
 
 
 # Growing -------------------------------------------------------------------------------------------------------------
@@ -281,16 +190,6 @@ def test_append_returns_a_new_history_and_keeps_the_ids() -> None:
     assert [c[:-1] for c in each.chats] == list(history.chats)
     nested = History.from_chats(GRID).append([[Message("user", f"{r}{c}") for c in range(3)] for r in range(2)])
     assert [c[-1].content for c in nested.chats] == ["00", "01", "02", "10", "11", "12"]
-
-
-def test_append_in_place() -> None:
-    history = History.from_chats(GRID[0])
-    before = history.clone(False)
-    assert history.append(HELLO, inplace=True) is history
-    assert history.to_chats() == [[*c, HELLO] for c in GRID[0]]
-    assert before.to_chats() == GRID[0]
-    single = History.from_chats([])
-    assert single.append(HELLO, inplace=True).to_chats() == []
 
 
 def test_extend() -> None:

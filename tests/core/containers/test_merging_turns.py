@@ -119,27 +119,6 @@ def test_conversations_of_different_numbers_of_turns_are_merged_one_by_one_and_s
     assert [len(versions) for versions in stacked["weight_versions"]] == [3, 1]
 
 
-def test_tokens_without_log_probs_can_be_merged(backend):
-    row = merge_turns(converse(LLMPolicy(backend, sampling_params=SAMPLING, return_log_probs=False), 2))
-    assert set(row.keys()) == {"tokens", "masks"}
-    assert sum(map(sum, rows(row, "masks", "all_assistant_mask"))) > 0
-
-
-def test_the_result_is_on_the_device_of_the_turns(backend):
-    results = converse(LLMPolicy(backend, sampling_params=SAMPLING, device="cpu"), 2)
-    row = merge_turns(results)
-    assert row.device == results[0].device == torch.device("cpu")
-
-
-def test_an_empty_batch_is_merged_to_an_empty_batch(backend):
-    policy = LLMPolicy(backend, sampling_params=SAMPLING, inplace=False)
-    row = merge_turns([policy(TensorDict(history=History.of([], (0,)))) for _ in range(2)])
-    assert tuple(row.batch_size) == (0,)
-
-
-# Errors --------------------------------------------------------------------------------------------------------------
-
-
 def test_turns_that_the_template_rewrites_are_refused(backend):
     options = {"chat_template": FORGETFUL, "prefer_tokens": False, "return_masks": False}
     results = converse(LLMPolicy(backend, sampling_params=SAMPLING, **options), 2)

@@ -1,7 +1,5 @@
 """`repad` and `collate`: from rows of their own length to dense tensors and back, exactly."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from importlib.util import find_spec
@@ -38,13 +36,6 @@ def test_every_layout_from_every_layout(shape: tuple[int, ...], rows: Any, pad_o
     made = corelm.repad(batch(shape, pad_output), pad_output=target)
     assert_holds(made, rows, target)
     assert made["finish_reason"] == batch(shape)["finish_reason"]
-
-
-@both_layouts
-def test_one_row(pad_output: bool) -> None:
-    made = corelm.repad(batch((4,), not pad_output)[1], pad_output=pad_output)
-    assert made.batch_size == () and made["tokens"].padded is pad_output
-    assert made["tokens"].full.tolist() == [4, 9, 10, 11] and made["text"].response == "b"
 
 
 def test_the_result_of_a_policy_is_what_pad_output_gives() -> None:
@@ -145,18 +136,6 @@ def test_dense_tokens_without_masks_get_them() -> None:
     assert dense["masks"].all_response_mask.sum().item() == sum(map(len, RESPONSES))
     lengths = [len(prompt) + len(response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     assert dense["masks"].all_attention_mask.sum(-1).tolist() == lengths
-
-
-@each("target", [False, True])
-@both_layouts
-def test_no_rows(pad_output: bool, target: bool) -> None:
-    made = corelm.repad(batch((4,), pad_output).exclude("finish_reason")[:0], pad_output=target)
-    assert made.batch_size == (0,) and len(made["tokens"].full) == 0
-
-
-def test_a_merged_conversation() -> None:
-    row = corelm.merge_turns([batch()[1:2].exclude("log_probs")])
-    assert corelm.repad(row)["masks"].all_assistant_mask.tolist() == [[False, True, True, True]]
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -270,13 +249,3 @@ def test_a_replay_buffer_of_torchrl_for_rows_and_any_widths(pad_output: bool, st
     buffer.extend(corelm.repad(batch((4,), True)[2:], pad_output=pad_output))
     for _ in range(4):
         sampled(buffer.sample())
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_replay_buffer_of_torchrl_with_one_tensor_per_field_takes_dense_rollouts_of_one_width() -> None:
-    torchrl = pytest.importorskip("torchrl.data", reason="TorchRL is not installed")
-    buffer = torchrl.ReplayBuffer(storage=torchrl.LazyTensorStorage(16), batch_size=3, collate_fn=corelm.collate)
-    buffer.extend(batch((4,), True))
-    sampled(buffer.sample())
-    with pytest.raises(RuntimeError):
-        buffer.extend(corelm.repad(batch((4,), True)[2:]))

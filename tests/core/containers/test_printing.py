@@ -1,16 +1,9 @@
 """The ``repr`` of containers and results: short, for people, and never an exception."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import torch
-from tensordict import TensorClass, TensorDict, lazy_stack
+from tensordict import TensorDict, lazy_stack
 
 from corelm import History
-from corelm.containers import Tokens
 from corelm.spec.message import Message
-from helpers.broken_containers import BROKEN
 from helpers.each import each
 from helpers.four_rows import batch, both_layouts
 
@@ -31,30 +24,3 @@ def test_a_result_can_be_printed_alone_nested_and_stacked(shape: tuple[int, ...]
         td["text"].response = ["\x1b[2J", "b", "c", "d"]
     for printed in (td, TensorDict({"next": td}), lazy_stack([td, td])):
         assert "\x1b" not in repr(printed) and "tokens" in repr(printed)
-
-
-@each("make", BROKEN.values())
-def test_no_repr_raises(make: Any) -> None:
-    for value in make().values():
-        assert repr(value).startswith(type(value).__name__)
-
-
-class Rollout(TensorClass):
-    """What a user may keep a container in."""
-
-    tokens: Tokens
-    reward: torch.Tensor
-
-
-class LongTokens(Tokens):
-    """A user's own container."""
-
-    extra: torch.Tensor | None = None
-
-
-def test_containers_print_inside_a_tensorclass_and_as_a_subclass() -> None:
-    td = batch()
-    rollout = Rollout(tokens=td["tokens"], reward=torch.zeros(4), batch_size=[4])
-    assert "tokens" in repr(rollout) and "tokens" in repr(TensorDict(rollout=rollout, batch_size=[4]))
-    own = LongTokens(full=torch.zeros(2, 3, dtype=torch.int64), extra=torch.zeros(2, 1), batch_size=[2])
-    assert "extra" in repr(own)

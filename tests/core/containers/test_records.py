@@ -1,9 +1,5 @@
 """`to_records`: what it holds for every layout and batch, and that the libraries it is for read it."""
 
-from __future__ import annotations
-
-import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +11,7 @@ import corelm
 from corelm import History, LLMPolicy
 from corelm.containers import LogProbs, Masks, PerToken, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError
-from helpers.each import each
-from helpers.four_rows import HOT, PROMPTS, RAW, RESPONSES, TEXTS, batch, both_layouts
+from helpers.four_rows import HOT, PROMPTS, RAW, RESPONSES, batch, both_layouts
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TOKENIZER, chat
 
@@ -69,13 +64,6 @@ def test_rows_come_in_c_order_with_their_index(pad_output: bool) -> None:
 def test_rows_without_scored_tokens_have_no_mean_and_no_sum() -> None:
     empty = corelm.to_records(batch())[2]
     assert empty["log_probs"] == [] and empty["log_probs_sum"] is None and empty["log_probs_mean"] is None
-
-
-def test_slices_stacks_and_rows_of_both_layouts_give_the_same_records() -> None:
-    whole = corelm.to_records(batch())
-    mixed = lazy_stack([batch((4,), row % 2 == 1)[row] for row in range(4)])
-    for td in (lazy_stack(list(batch().unbind(0))), torch.cat([batch()[:2], batch()[2:]]), mixed):
-        assert corelm.to_records(td) == whole
 
 
 def test_a_policys_result_and_a_scoring_under_another_key() -> None:
@@ -173,17 +161,6 @@ def test_unsplit_rows_have_one_list_of_ids() -> None:
     assert second["log_probs_mean"] == -3.0 and "backend" not in second
 
 
-@each("value", [math.nan, math.inf, -math.inf])
-def test_numbers_that_json_does_not_have_stay_numbers(value: float) -> None:
-    td = batch()
-    td["reward"] = torch.full((4,), value)
-    record = corelm.to_records(td)[0]
-    assert record["reward"] == value or math.isnan(record["reward"])
-    assert json.loads(json.dumps(record))["reward"] in (value, pytest.approx(value, nan_ok=True))
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        json.dumps(record, allow_nan=False)
-
-
 def test_mistakes_name_the_entry_and_say_what_to_type() -> None:
     td = batch((4,), True)
     with refused(InvalidRequestError, field="('masks',)"):
@@ -203,38 +180,10 @@ def test_mistakes_name_the_entry_and_say_what_to_type() -> None:
         corelm.to_records(td)
 
 
-# The libraries -------------------------------------------------------------------------------------------------------
-
-
 def everything() -> list[dict[str, Any]]:
     td = rewarded(False, (2, 2))
     td["errors"] = [["", "bad"], ["", ""]]
     return corelm.to_records(td)
-
-
-def test_jsonl() -> None:
-    lines = [json.dumps(record) for record in everything()]
-    assert [json.loads(line) for line in lines] == everything()
-    assert History.from_chats([json.loads(line)["messages"] for line in lines]).batch_size == (4,)
-
-
-def test_pandas() -> None:
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame(everything())
-    assert frame.groupby("row")["reward"].mean().tolist() == [0.5, 2.5]
-    assert frame["prompt"].tolist() == TEXTS
-
-
-def test_polars() -> None:
-    polars = pytest.importorskip("polars")
-    frame = polars.from_dicts(everything())
-    assert frame["log_probs"].to_list() == [record["log_probs"] for record in everything()]
-
-
-def test_datasets() -> None:
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_list(everything())
-    assert table["response_ids"][:] == RESPONSES and table[1]["messages"][0]["content"] == "b"
 
 
 def test_columns_of_parquet_become_containers(tmp_path: Path) -> None:

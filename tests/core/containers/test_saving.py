@@ -1,7 +1,5 @@
 """Containers that are saved and loaded. Saved files name them by ``corelm.containers``, never by one of its modules."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import re
@@ -51,9 +49,6 @@ def test_memmap_of_a_replayed_batch_and_of_an_empty_one(tmp_path: Path, pad_outp
     assert_holds(TensorDict.load_memmap(tmp_path / "some", allow_pickle=False), [2, 0], pad_output)
     td.exclude("finish_reason")[:0].memmap(tmp_path / "none")
     assert_holds(TensorDict.load_memmap(tmp_path / "none", allow_pickle=False), [], pad_output)
-
-
-# Names in saved files ------------------------------------------------------------------------------------------------
 
 
 def every_container() -> TensorDict:

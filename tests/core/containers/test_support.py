@@ -4,7 +4,6 @@ import pickle
 import tempfile
 from typing import Any
 
-import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
@@ -24,16 +23,8 @@ FULL = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 SETS = [[[], [], [], [7, 9]], [[], [8], [1, 2, 9], []], [[], []]]
 MASS = [[0.0, 0.0, 0.0, -0.25], [0.0, 0.0, -0.5, 0.0], [0.0, 0.0]]
 NO, GONE = -1, -torch.inf
-TOP_IDS = [
-    [[NO, NO]] * 3 + [[7, 9]],
-    [[NO, NO], [8, NO], [9, 2], [2, 4]],
-    [[NO, NO]] * 2,
-]
-TOP = [
-    [[0.0, 0.0]] * 3 + [[-0.5, -1.0]],
-    [[0.0, 0.0], [0.0, GONE], [-0.5, -1.5], [-0.25, -2.0]],
-    [[0.0, 0.0]] * 2,
-]
+TOP_IDS = [[[NO, NO]] * 3 + [[7, 9]], [[NO, NO], [8, NO], [9, 2], [2, 4]], [[NO, NO]] * 2]
+TOP = [[[0.0, 0.0]] * 3 + [[-0.5, -1.0]], [[0.0, 0.0], [0.0, GONE], [-0.5, -1.5], [-0.25, -2.0]], [[0.0, 0.0]] * 2]
 TAIL = [[0.0, 0.0, 0.0, -2.0], [0.0, GONE, -1.75, -2.5], [0.0, 0.0]]
 FIELDS = {"kept_log_mass": MASS, "top_ids": TOP_IDS, "top_log_probs": TOP, "tail_log_mass": TAIL}
 TRUNCATED = Provenance("toy", "tiny", "0", "processed", 0.7, "truncated")
@@ -127,12 +118,6 @@ def test_ids_in_every_batch_shape(pad, shape):
     assert read(rollout(pad, shape)) == expected()
 
 
-def test_ids_of_one_row_alone():
-    td = rollout(shape=(), rows=slice(1, 2))
-    assert read(td) == expected([1]) and td["log_probs"].top_ids.shape == (4, 2)
-    assert td["log_probs"].kept_ids.tolist() == [8, 1, 2, 9]
-
-
 def test_dense_fields_are_padded_with_ids_that_do_not_exist():
     log_probs = rollout(True)["log_probs"]
     assert log_probs.kept_ids.tolist() == [[7, 9, -1, -1], [8, 1, 2, 9], [-1, -1, -1, -1]]
@@ -142,13 +127,6 @@ def test_dense_fields_are_padded_with_ids_that_do_not_exist():
     assert log_probs.top_ids[pads].eq(-1).all()
     for values in (log_probs.top_log_probs, log_probs.tail_log_mass, log_probs.kept_log_mass):
         assert values[pads].eq(0.0).all() and values.dtype == torch.float32
-
-
-def test_dense_batches_of_other_widths_are_collated():
-    td = rollout(True)
-    narrow = corelm.repad(td[:1])
-    assert narrow["log_probs"].kept_ids.shape == (1, 2)
-    assert read(corelm.collate([*narrow, *td])) == expected([0, 0, 1, 2])
 
 
 @each("pad", [False, True])
@@ -188,14 +166,7 @@ def test_what_was_not_scored_has_no_ids():
 
 
 @each("pad", [False, True])
-@each(
-    "row, position, count",
-    [
-        (1, 2, 4),
-        (0, 3, 1),
-        (1, 2, -1),
-    ],
-)
+@each("row, position, count", [(1, 2, 4), (0, 3, 1), (1, 2, -1)])
 def test_counts_that_are_not_those_of_the_ids_are_refused_by_row(pad, row, position, count):
     td = rollout(pad)
     counts = td["log_probs"][row].kept_counts.clone()
@@ -208,15 +179,6 @@ def test_counts_that_are_not_those_of_the_ids_are_refused_by_row(pad, row, posit
     with refused(InvalidRequestError, field="log_probs.kept_counts") as caught:
         token_sets(td)
     assert caught.value.rows == (row,)
-
-
-def test_fields_that_are_absent_cost_no_keys():
-    td = rollout(kept_ids=None, kept_log_mass=None, top_ids=None, top_logprobs=None, tail_log_mass=None)
-    assert set(td["log_probs"].keys()) == {"prompt", "response", "full", "scored_mask", "provenance"}
-    with pytest.raises(MissingKeyError, match="return_support=True"):
-        token_sets(td)
-    with refused(MissingKeyError, field="ref_log_probs"):
-        token_sets(td, "ref_log_probs")
 
 
 @each("name", ["kept_ids", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass"])
@@ -286,11 +248,6 @@ def test_from_rows_refuses(changes, field):
 
 
 # What is shown -------------------------------------------------------------------------------------------------------
-
-
-@each("pad", [False, True])
-def test_what_is_printed(pad):
-    assert repr(rollout(pad)["log_probs"]).startswith("LogProbs(")
 
 
 @each("pad", [False, True])

@@ -1,11 +1,7 @@
 """Keys, stacks and saved batches of the KL modules, and batches without rows."""
 
-import pickle
-
-import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from tensordict.nn import TensorDictSequential
 
 from corelm import History
 from corelm.kl import KLComputation, KLRewardTransform, PerToken, RetrieveKL, RetrieveLogProb
@@ -46,12 +42,6 @@ def test_in_keys_and_out_keys_follow_the_key_arguments(gen, ref):
     torch.testing.assert_close(td["a", "r"], plain["reward"])
 
 
-def test_in_a_sequence_after_the_policy(gen, ref):
-    module = TensorDictSequential(gen.replace(inplace=True), RetrieveLogProb(ref), KLComputation(add_to_reward=False))
-    td = module(TensorDict(text=QUESTIONS[:2]))
-    assert_rows(rows_of(td, "kl_penalty"), by_hand(td))
-
-
 @LAYOUTS
 def test_rows_from_a_buffer_give_the_same_as_a_batch(gen, ref, pad):
     td = RetrieveLogProb(ref)(rollout(gen, (3,), pad))
@@ -75,15 +65,6 @@ def test_dense_batches_of_different_widths_stacked_are_read_row_by_row(gen, ref)
     both = lazy_stack([*RetrieveLogProb(ref)(one).unbind(0), *RetrieveLogProb(ref)(two).unbind(0)])
     KLComputation(add_to_reward=False)(both)
     assert_rows(both["kl_penalty"].full, by_hand(both))
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
-def test_values_of_rows_can_be_saved_and_sent(gen, ref, shape, tmp_path):
-    td = RetrieveKL(ref, add_to_reward=False)(rollout(gen, shape))
-    sent = pickle.loads(pickle.dumps(td))
-    td.memmap(tmp_path / "saved")
-    for again in (sent, TensorDict.load_memmap(tmp_path / "saved"), td.clone(), td.to(torch.device("cpu"))):
-        assert_rows(rows_of(again, "kl_penalty"), by_hand(td))
 
 
 @LAYOUTS

@@ -103,12 +103,7 @@ def test_the_gradient_is_that_of_finite_differences_and_of_the_plain_formula(kin
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(
-    vocab=st.integers(2, 12),
-    data=st.data(),
-    beta=st.floats(0.01, 0.99),
-    kind=st.sampled_from(KINDS),
-)
+@given(vocab=st.integers(2, 12), data=st.data(), beta=st.floats(0.01, 0.99), kind=st.sampled_from(KINDS))
 def test_bounds_hold_for_any_distributions_also_with_zeros(vocab, data, beta, kind):
     weights = st.lists(st.sampled_from([0.0, 1e-6, 0.1, 1.0, 3.0]), min_size=vocab, max_size=vocab)
     p, q = (torch.tensor(data.draw(weights.filter(any)), dtype=torch.float64) for _ in range(2))
@@ -144,14 +139,6 @@ def test_the_upper_bound_is_reached_by_tails_that_share_no_id():
     sides = [TopLogProbs(torch.tensor([0.5]).double().log(), torch.tensor(0.5).double().log()) for _ in range(2)]
     assert float(top_k_divergence(*sides, "js", beta=0.2)) == pytest.approx(0)
     assert float(js_upper_bound(*sides, beta=0.2)) == pytest.approx(by_definition(p, q, "js", 0.2))
-
-
-def test_js_tends_to_both_kls():
-    teacher, student = logits(0, 5), logits(1, 5)
-    sides = of_tables(teacher, student, top(teacher, 5))
-    for kind, beta in (("forward_kl", 1e-6), ("reverse_kl", 1 - 1e-6)):
-        limit = top_k_divergence(*sides, "js", beta=beta) / min(beta, 1 - beta)
-        torch.testing.assert_close(limit, top_k_divergence(*sides, kind), rtol=1e-4, atol=0)
 
 
 @each("kind", KINDS)
@@ -213,16 +200,6 @@ def test_precision_is_at_least_float32(dtype):
         found = top_k_divergence(*short, kind)
         assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         torch.testing.assert_close(found.double(), top_k_divergence(*sides, kind), rtol=0.05, atol=0.02)
-
-
-def test_shapes_without_positions():
-    empty = TopLogProbs(torch.zeros(0, 4), torch.zeros(0))
-    assert top_k_divergence(empty, empty).shape == (0,)
-    one = TopLogProbs(torch.tensor([0.5]).log(), torch.tensor(0.5).log())
-    assert top_k_divergence(one, one).shape == ()
-
-
-# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 def sound(shape=(2, 3), k=2):
@@ -292,18 +269,10 @@ def test_ids_that_differ_or_are_there_twice_are_refused_by_row_and_position():
         (TopLogProbs(torch.zeros(2, 3), torch.zeros(3)), sound(), "teacher.tail"),
         (TopLogProbs(torch.zeros(2, 0), torch.zeros(2)), sound(), "teacher.log_probs"),
         (TopLogProbs(torch.tensor(0.0), torch.tensor(0.0)), sound(), "teacher.log_probs"),
-        (
-            TopLogProbs(torch.zeros(2, 1).long(), torch.zeros(2)),
-            sound(),
-            "teacher.log_probs",
-        ),
+        (TopLogProbs(torch.zeros(2, 1).long(), torch.zeros(2)), sound(), "teacher.log_probs"),
         (TopLogProbs([[0.0]], torch.zeros(1)), sound(), "teacher.log_probs"),
         (sound(), sound().log_probs, "student"),
-        (
-            TopLogProbs(sound().log_probs, sound().tail, torch.zeros(2, 3, 2)),
-            sound(),
-            "teacher.ids",
-        ),
+        (TopLogProbs(sound().log_probs, sound().tail, torch.zeros(2, 3, 2)), sound(), "teacher.ids"),
         (TopLogProbs(sound().log_probs, sound().tail, sound().ids[0]), sound(), "teacher.ids"),
     ],
 )

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 
 from corelm import Ragged
 from corelm.errors import InvalidRequestError
-from corelm.kl import abs_kl, aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
+from corelm.kl import aggregate, exact, k1, k1_st, k2, k3, k3_st, top_k
 from corelm.kl.estimators import ESTIMATORS, MAX_K3, MAX_LOG_RATIO
 from helpers.each import each
 from helpers.refusals import refused
@@ -108,33 +108,6 @@ def test_in_the_reward_k3_subtracts_the_gradient_of_the_reverse_divergence(seed,
     torch.testing.assert_close(in_reward("k3", gen, ref), slope(closed_form(gen, ref), gen) - other_way)
 
 
-@each("name", sorted(UNBIASED_VALUE))
-def test_the_mean_over_sampled_tokens_converges_to_the_divergence(name):
-    gen, ref = pair(1, 0.5)
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.multinomial(gen.softmax(-1).detach(), 200_000, replacement=True, generator=generator)
-    values = ESTIMATORS[name](gen.log_softmax(-1).detach()[drawn], ref[drawn], None)
-    error = float(values.mean() - closed_form(gen, ref).detach()) / float(values.std() / len(values) ** 0.5)
-    assert abs(error) < 4, f"{error} standard errors off"
-
-
-def test_k3_varies_less_than_k1():
-    gen, ref = pair(1, 0.3)
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.multinomial(gen.softmax(-1).detach(), 50_000, replacement=True, generator=generator)
-    spread = {name: ESTIMATORS[name](gen.log_softmax(-1).detach()[drawn], ref[drawn], None).std() for name in NAMES}
-    assert 3 * spread["k3"] < spread["k1"]
-
-
-def test_values_against_formulas():
-    gen, ref = torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -1.0])
-    torch.testing.assert_close(k1(gen, ref), torch.tensor([1.0, -2.0]))
-    torch.testing.assert_close(k2(gen, ref), torch.tensor([0.5, 2.0]))
-    torch.testing.assert_close(k3(gen, ref), torch.tensor([-1.0, 2.0]).exp() - 1 - torch.tensor([-1.0, 2.0]))
-    torch.testing.assert_close(abs_kl(gen, ref), torch.tensor([1.0, 2.0]))
-    assert torch.equal(k1_st(gen, ref), k1(gen, ref)) and torch.equal(k3_st(gen, ref), k3(gen, ref))
-
-
 def test_straight_through_has_the_exact_value_and_the_gradient_of_k2():
     for scale in (1e-4, 1.0, 30.0):
         gen = (scale * torch.randn(50, generator=torch.Generator().manual_seed(0)) - scale).requires_grad_()
@@ -150,24 +123,6 @@ def test_autograd_agrees_with_finite_differences(name):
     mask = torch.arange(18).reshape(3, V) % 4 != 0
     if not name.endswith("_st"):
         assert gradcheck(lambda a, b: ESTIMATORS[name](a, b, mask), (gen, ref))
-
-
-@each("poison", [float("nan"), float("inf"), float("-inf"), 3e38])
-@each("name", NAMES)
-def test_masked_positions_affect_neither_value_nor_gradient(name, poison):
-    mask = torch.tensor([True, False, True, False])
-    clean = torch.tensor([-1.0, 0.0, -2.0, 0.0])
-    for which in ("gen", "ref", "both"):
-        gen, ref = (
-            torch.where(mask, clean, poison if which in (side, "both") else 0.0).requires_grad_()
-            for side in ("gen", "ref")
-        )
-        value = ESTIMATORS[name](gen, ref - 0.5, mask)
-        assert torch.equal(value[~mask], torch.zeros(2)) and bool(torch.isfinite(value).all())
-        assert not bool(value[~mask].signbit().any()), "0.0 and not -0.0"
-        value.sum().backward()
-        for grad in (gen.grad, ref.grad):
-            assert grad is None or (bool(torch.isfinite(grad).all()) and not bool(grad[~mask].any()))
 
 
 @each("name", NAMES)
@@ -247,19 +202,6 @@ def test_top_k_is_the_divergence_with_the_rest_in_one_bucket(seed, scale):
         torch.testing.assert_close(slope(value, gen), slope(true, gen))
 
 
-def test_logits_at_masked_positions_affect_nothing():
-    gen, ref = logits(0, shape=(2, 3)), logits(1, shape=(2, 3))
-    mask = torch.tensor([[True, False, True], [False, True, False]])
-    clean = exact(gen, ref)
-    gen = torch.where(mask[..., None], gen, torch.nan).requires_grad_()
-    for function in (exact, lambda *a: top_k(*a, k=2)):
-        value = function(gen, ref, mask)
-        assert value.shape == mask.shape and not bool(value[~mask].any())
-        assert bool(torch.isfinite(slope(value.sum(), gen)).all())
-    torch.testing.assert_close(exact(gen, ref, mask)[mask], clean[mask])
-    assert exact(gen[:0], ref[:0], mask[:0]).shape == (0, 3)
-
-
 def test_tokens_that_gen_excludes_add_nothing():
     gen, ref = logits(0).requires_grad_(), logits(1)
     barred = gen.index_fill(-1, torch.tensor([0, 4]), float("-inf"))
@@ -320,16 +262,6 @@ def test_an_aggregate_without_tokens_is_zero_with_a_gradient_of_zero(how):
             value = aggregate(given, mask, how)
             assert float(value.detach()) == 0.0
             assert not bool(slope(value, values).any())
-
-
-@each("how", EXPECTED)
-def test_masked_values_do_not_affect_an_aggregate(how):
-    poisoned = torch.where(MASK, VALUES, torch.nan).requires_grad_()
-    value = aggregate(poisoned, MASK, how)
-    assert float(value.detach()) == pytest.approx(EXPECTED[how])
-    value.backward()
-    assert bool(torch.isfinite(poisoned.grad).all()) and not bool(poisoned.grad[~MASK].any())
-    assert aggregate(VALUES.bfloat16(), MASK, how).dtype == torch.float32
 
 
 def test_without_a_mask_everything_counts():

@@ -218,8 +218,6 @@ def test_no_tensor_is_larger_than_a_tile_or_the_gradient_of_the_head(kind):
     assert seen.elements == TILE * TILE < POSITIONS * VOCAB
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
-
 T, TH, S, SH = sides(3, 9)
 
 
@@ -230,10 +228,7 @@ T, TH, S, SH = sides(3, 9)
         ((T[:2], TH, S, SH), "teacher_hidden"),
         ((T, SH, S, SH), "teacher_head"),
         ((T, TH, S, OutputHead(SH.weight, SH.bias[:4])), "student_head"),
-        (
-            (T, TH, S, SH.weight),
-            "student_head",
-        ),
+        ((T, TH, S, SH.weight), "student_head"),
         ((T, TH, S, OutputHead(SH.weight[0])), "student_head"),
         ((T.long(), TH, S, SH), "teacher_hidden"),
         ((T, TH, S[:, :0], SH), "student_hidden"),

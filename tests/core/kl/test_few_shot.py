@@ -1,7 +1,5 @@
 """The assistant's turns in a prompt are examples: they do not count, even if the rollout was scored in place."""
 
-from __future__ import annotations
-
 from tensordict import TensorDict
 
 import corelm

@@ -1,7 +1,5 @@
 """What NaN and infinity mean in every argument of `corelm.kl`: the docstring of the package, as one table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -113,9 +113,6 @@ def test_a_missing_assistant_mask_is_an_error_that_says_what_to_do(gen, ref):
     RetrieveKL(ref, add_to_reward=False, assistant_only=False)(td)
 
 
-# Gradients -----------------------------------------------------------------------------------------------------------
-
-
 def with_gradients(policy, td):
     """Add the policy's log-probs of the tokens, with gradients, in a `LogProbs` under ``current``."""
     if td["tokens"].padded:

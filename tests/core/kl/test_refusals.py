@@ -5,11 +5,11 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 import corelm
-from corelm import LogProbs, Masks, Ragged
+from corelm import LogProbs, Masks
 from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
-from corelm.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from corelm.kl import KLComputation, RetrieveKL, RetrieveLogProb
 from helpers.each import each
-from helpers.kl_cases import LAYOUTS, REF, assert_rows, by_hand, gen_policy, ref_policy, rollout, rows_of, said
+from helpers.kl_cases import LAYOUTS, gen_policy, ref_policy, rollout
 from helpers.refusals import refused
 
 gen, ref = gen_policy, ref_policy
@@ -29,30 +29,6 @@ def test_log_probs_that_are_not_finite_are_refused_by_row(gen, ref, pad, poison,
         container.full[1][0][last] = poison
     with refused(InvalidRequestError, field="log-probs", rows=(2,)):
         KLComputation(add_to_reward=False)(td)
-
-
-@each("module", [RetrieveKL, KLRewardTransform])
-def test_modules_that_score_refuse_log_probs_that_are_not_finite(gen, ref, module):
-    td = rollout(gen, pad=True)
-    td["reward"] = torch.zeros(3)
-    last = td["masks"].all_assistant_mask[1].nonzero()[-1, 0]
-    td["log_probs"].full[1, last] = float("nan")
-    options = {"add_to_reward": True} if module is RetrieveKL else {}
-    with refused(InvalidRequestError, field="log-probs", rows=(1,)):
-        module(ref, **options)(td)
-    assert "kl_penalty" not in td.keys() and not bool(td["reward"].any())
-
-
-@LAYOUTS
-def test_log_probs_need_not_be_finite_where_they_do_not_count(gen, ref, pad):
-    td = RetrieveLogProb(ref)(rollout(gen, pad=pad))
-    expected = by_hand(td)
-    for name in ("log_probs", "ref_log_probs"):
-        full = td[name].full
-        for row in full:
-            row[0] = float("nan")
-    KLComputation(add_to_reward=False)(td)
-    assert_rows(rows_of(td, "kl_penalty"), expected)
 
 
 @LAYOUTS
@@ -107,21 +83,6 @@ def test_layouts_that_differ_are_refused_by_row(gen, ref):
         KLComputation(add_to_reward=False)(td)
 
 
-def test_dense_log_probs_in_other_columns_are_noticed(gen, ref):
-    # As wide as the sampler's batch, but every row padded on the right.
-    td = rollout(gen, pad=True)
-    ids = corelm.ragged(td, ("tokens", "full"))
-    width = td["tokens"].full.shape[-1]
-    values = Ragged(torch.cat([said(REF, row).float() for row in ids.tolist()]), ids.lengths)
-    scored = Ragged(values.positions > 0, ids.lengths)
-    td["ref_log_probs"] = LogProbs(
-        full=values.to_padded(0.0, "right", width), scored_mask=scored.to_padded(False, "right", width), batch_size=3
-    )
-    with refused(InvalidRequestError, field="('ref_log_probs', 'full')", rows=(1,)) as caught:
-        KLComputation(add_to_reward=False)(td)
-    assert caught.value.rows
-
-
 def test_dense_log_probs_that_are_off_by_one_column_are_noticed(gen, ref):
     # One prompt is a token longer than the other, and both answers have the same length. Scoring the texts pads on the
     # right, so the second row moves by one column and the width stays the same.
@@ -147,11 +108,7 @@ def test_a_scored_mask_of_other_rows_is_refused(gen, ref):
 
 @each(
     "options, field",
-    [
-        ({"estimator": "k4"}, "estimator"),
-        ({"coeff": float("nan")}, "coeff"),
-        ({"coeff": "much"}, "coeff"),
-    ],
+    [({"estimator": "k4"}, "estimator"), ({"coeff": float("nan")}, "coeff"), ({"coeff": "much"}, "coeff")],
 )
 def test_invalid_arguments_are_refused_by_the_constructor(options, field):
     with refused(InvalidRequestError, field=field):

@@ -117,12 +117,6 @@ def test_an_estimator_function_may_ignore_the_mask(gen, ref, pad):
             KLComputation(wrong, add_to_reward=False)(td)
 
 
-def test_the_kl_of_a_policy_with_itself_is_zero(gen):
-    for pad in (False, True):
-        td = RetrieveKL(gen, add_to_reward=False)(rollout(gen, pad=pad))
-        assert all(float(row.abs().max()) < 1e-5 for row in rows_of(td, "kl_penalty"))
-
-
 @LAYOUTS
 def test_one_engine_samples_and_another_scores(gen, pad):
     from helpers.tiny_models import tiny_model

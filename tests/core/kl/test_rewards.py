@@ -91,23 +91,6 @@ def test_rewards_in_a_per_token_container_stay_in_one(gen, ref, shape, pad):
     assert_rows(rows_of(td, "reward"), [r - COEFF * k for r, k in zip(rewards, by_hand(td), strict=True)])
 
 
-@LAYOUTS
-@SHAPES
-def test_the_summed_kl_is_subtracted_from_single_rewards_in_a_container(gen, ref, shape, pad):
-    td = RetrieveKL(ref, add_to_reward=False)(rollout(gen, shape, False))
-    td["reward"] = td["kl_penalty"].clone()
-    for number, row in enumerate(flat_rows(td["reward"])):
-        row.set("full", torch.tensor([float(number)]))
-    given, sums = td["reward"], [row.sum() for row in by_hand(td)]
-    if pad:
-        td = RetrieveLogProb(ref)(rollout(gen, shape, True)).set("reward", given)
-    KLComputation("k1", COEFF)(td)
-    found = [row.get("full") for row in flat_rows(td["reward"])]
-    assert_rows(found, [number - COEFF * kl[None] for number, kl in enumerate(sums)])
-    numbers = [[float(number)] for number in range(len(sums))]
-    assert [row.get("full").tolist() for row in flat_rows(given)] == numbers, "the caller's rewards are unchanged"
-
-
 @each("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64])
 def test_float_rewards_keep_their_dtype_and_others_become_float32(gen, ref, dtype):
     td = RetrieveLogProb(ref)(rollout(gen))

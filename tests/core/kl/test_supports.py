@@ -9,7 +9,7 @@ from tensordict import TensorDict, lazy_stack
 
 import corelm
 from corelm import LogProbs, TokenSets, token_sets
-from corelm.errors import CapabilityError, InvalidRequestError, ProvenanceMismatchError
+from corelm.errors import ProvenanceMismatchError
 from corelm.kl import (
     ImportanceCorrection,
     KLComputation,
@@ -20,7 +20,6 @@ from corelm.kl import (
 )
 from helpers.each import each
 from helpers.kl_cases import GEN, LAYOUTS, REF, assert_rows, gen_policy, ref_policy, rollout, rows_of
-from helpers.refusals import refused
 
 gen, ref = gen_policy, ref_policy
 HEAT, K = 0.7, 4
@@ -190,35 +189,3 @@ def penalised(gen):
     for row in td["log_probs"]:
         row.set("provenance", {**row.provenance.to_dict(), "penalties": (("repetition_penalty", 1.2),)})
     return td
-
-
-def test_an_engine_that_scores_over_no_sets_says_what_to_type(gen, ref):
-    class Without:
-        def __init__(self, toy):
-            self.toy, self.tokenizer = toy, toy.tokenizer
-            self.capabilities = corelm.Capabilities(
-                vocab_size=toy.capabilities.vocab_size, max_context=None, score=True, score_temperature=True
-            )
-
-        @corelm.hookimpl
-        def score_logprobs(self, request):
-            return self.toy.score_logprobs(request)
-
-    plain = corelm.Backend.from_plugin(Without(ref.backend.engine.plugin), "plain")
-    td = truncated(gen)
-    policy = corelm.LLMPolicy(plain, input_mode="tokens", generate=False)
-    with refused(CapabilityError, capability="score_support"):
-        RetrieveKL(policy, add_to_reward=False)(td)
-    assert "ref_log_probs" not in td.keys()
-    RetrieveLogProb(policy, support_key=None)(td)
-    with refused(InvalidRequestError, field="top_k"):
-        RetrieveLogProb(ref.replace(top_k=2))(td)
-
-
-def test_nothing_of_the_sampler_is_replaced(gen, ref):
-    td = truncated(gen)
-    before = td["log_probs"].full[0].clone()
-    policy = corelm.LLMPolicy(corelm.Backend.from_plugin(ref.backend.engine.plugin, "other"), input_mode="tokens")
-    with refused(InvalidRequestError, field="log_probs", rows=(0, 1, 2)):
-        RetrieveLogProb(policy, log_probs_key="log_probs")(td)
-    assert torch.equal(td["log_probs"].full[0], before)

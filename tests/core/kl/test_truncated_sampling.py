@@ -9,10 +9,8 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import LLMPolicy, token_sets
-from corelm.errors import InvalidRequestError, ProvenanceMismatchError
-from corelm.kl import ImportanceCorrection, RetrieveLogProb, mismatch_report
+from corelm.kl import ImportanceCorrection, RetrieveLogProb
 from helpers.kl_cases import LAYOUTS, rows_of
-from helpers.refusals import refused
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 HEAT = 0.7
@@ -69,47 +67,3 @@ def test_weights_are_one_over_the_ids_of_the_sampler(model, backend, cut, pad):
 
 
 _SCORINGS = ("log_probs", "train_log_probs")
-
-
-@LAYOUTS
-@CASES
-def test_scoring_under_support_key_and_without_it(backend, cut, pad):
-    td = rollout(backend, cut, pad)
-    trainer = LLMPolicy(
-        backend,
-        input_mode="tokens",
-        generate=False,
-        log_probs_mode="processed",
-        sampling_params={"temperature": HEAT},
-        log_probs_key="train_log_probs",
-        pad_output=pad,
-    )
-    trainer.replace(support_key="log_probs")(td)
-    assert mismatch_report(td).max_abs < 5e-5
-    with torch.enable_grad():
-        full = trainer.replace(support_key="log_probs").log_prob(td)
-    values = full if pad else torch.cat(full)
-    assert values.requires_grad and torch.isfinite(values).all()
-    # Over the whole vocabulary, the ratio is the mass that was kept: refused, and biased if it is allowed.
-    del td["train_log_probs"]
-    trainer(td)
-    with pytest.raises(ProvenanceMismatchError, match=r"over the same ids \(support_key=…\)"):
-        ImportanceCorrection()(td)
-    ImportanceCorrection(high=None, allow_mismatch=True)(td)
-    said = corelm.ragged(td, ("log_probs", "scored_mask")).values
-    weights = torch.cat(list(rows_of(td, "importance_weights")))[said]
-    kept = corelm.ragged(td, ("log_probs", "kept_log_mass")).values[said].exp()
-    torch.testing.assert_close(weights, kept, atol=1e-4, rtol=0)
-    assert float(weights.mean()) < 0.99
-
-
-def test_sets_without_a_sampled_id_are_refused_by_row_and_position(backend):
-    td = rollout(backend, {"top_p": 0.8})
-    row = td["log_probs"][1]
-    at = int(row.scored_mask.nonzero()[0])
-    token = int(td["tokens"].full[1][at])
-    ids = row.kept_ids.clone()
-    ids[: row.kept_counts[at]] = torch.where(ids[: row.kept_counts[at]] == token, -7, ids[: row.kept_counts[at]])
-    row.set("kept_ids", ids)
-    with refused(InvalidRequestError, field="sequences", rows=(1,)):
-        RetrieveLogProb(LLMPolicy(backend, input_mode="text"))(td)

@@ -57,13 +57,6 @@ def test_an_open_backend_needs_no_name():
         corelm.get_backend(backend)
 
 
-@each("options", [{"options": Model()}, {"batching": Model()}, {"keys": Model()}])
-def test_an_option_of_another_kind_is_shown_in_one_line(options):
-    with corelm.get_backend("toy") as backend, pytest.raises(InvalidRequestError) as error:
-        LLMPolicy(backend, **options)
-    assert len(str(error.value)) < 200
-
-
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 @pytest.mark.parametrize("path", ["", "/v1", "/v1/"])
 def test_a_server_that_is_not_there_is_one_error_that_asks_whether_it_runs(name, path, caplog):

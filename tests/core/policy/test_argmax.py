@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 
 import corelm
 from corelm import LLMPolicy, Text, Tokens
 from corelm.containers import PerToken
-from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from corelm.errors import EngineError, InvalidRequestError
 from corelm_testing.toy import Bigram
 from helpers.each import each
 from helpers.refusals import refused
@@ -74,25 +74,6 @@ def test_other_layouts_keep_minus_one_where_nothing_is_scored(backend):
     assert corelm.repad(rows.clone().set("ranks", ranks))["ranks"][3].tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_an_argmax_that_is_not_laid_out_like_the_tokens_is_an_entry_like_others(backend):
-    td = scorer(backend, pad_output=True, return_argmax=False)(of_rows(ROWS))
-    for mine in (torch.zeros(4, 7, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)):
-        assert corelm.repad(td.set("argmax", mine), pad_output=False)["argmax"] is mine
-    with pytest.raises(InvalidRequestError, match=r"per_token=\['argmax'\]"):
-        corelm.repad(td.set("argmax", torch.zeros(4, 4)), pad_output=False)
-    assert corelm.to_records(td)[3]["argmax"] == [0.0] * 4
-
-
-@each("by", ["row", "token"])
-def test_records_of_both_layouts_have_the_argmax(backend, by):
-    rows, dense = (scorer(backend, pad_output=pad)(of_rows(ROWS)) for pad in (False, True))
-    records = corelm.to_records(dense, by=by)
-    wanted = BEST if by == "row" else [best for row in BEST for best in row]
-    assert [one["argmax"] for one in records] == wanted
-    mixed = lazy_stack([*corelm.repad(dense[:2]), *corelm.repad(dense[2:])])
-    assert records == corelm.to_records(rows, by=by) == corelm.to_records(mixed, by=by)
-
-
 def test_only_the_response_decides(backend):
     td = of_rows([[3, 0], [0, 1]], [[1, 2], [3]])
     assert scorer(backend)(td)["is_greedy"].tolist() == [True, False]
@@ -121,22 +102,9 @@ def test_nothing_in_place_is_replaced(backend):
     assert {"argmax", "is_greedy"} <= set(policy.out_keys)
 
 
-def test_what_has_no_argmax_is_refused(backend):
+def test_a_policy_that_samples_has_no_argmax(backend):
     with refused(InvalidRequestError, field="return_argmax"):
         LLMPolicy(backend, return_argmax=True)
-
-    class Without:
-        def __init__(self, toy):
-            self.toy, self.tokenizer = toy, toy.tokenizer
-            self.capabilities = corelm.Capabilities(vocab_size=5, max_context=None, score=True)
-
-        @corelm.hookimpl
-        def score_logprobs(self, request):
-            return self.toy.score_logprobs(request)
-
-    plain = corelm.Backend.from_plugin(Without(backend.engine.plugin), "plain")
-    with refused(CapabilityError, capability="argmax"):
-        plain.score_logprobs(ROWS, return_argmax=True)
 
 
 def test_callers_with_and_without_argmax_share_no_call(backend):

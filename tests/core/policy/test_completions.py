@@ -167,11 +167,6 @@ def test_a_response_that_merges_with_its_prompt_is_reported(bpe):
     assert bpe.detokenize(out["tokens"].response) == [rest]
 
 
-def test_no_rows(backend):
-    out = scorer(backend, inplace=False)(texts([], []))
-    assert out.batch_size == (0,)
-
-
 # Plain TensorDicts, and keys of data sets -----------------------------------------------------------------------------
 
 
@@ -276,11 +271,3 @@ def test_tokens_with_nothing_to_score_are_named(backend):
 def test_gradients_reach_the_model_from_the_responses_alone(backend):
     (row,) = scorer(backend).log_prob(texts(["The cat"], [" is"]))
     assert row.requires_grad and row.detach().ne(0).tolist() == [False] * 8 + [True] * 3
-
-
-def test_callers_that_share_a_call_get_their_own_responses(backend):
-    alone = scorer(backend, inplace=False)(texts())
-    with corelm.DynamicBatcher(backend) as batcher:
-        out = scorer(batcher, inplace=False)(texts())
-    for one, other in zip(alone["log_probs"].full, out["log_probs"].full, strict=True):
-        assert torch.equal(one, other)

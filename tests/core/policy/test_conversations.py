@@ -178,17 +178,6 @@ def test_an_empty_turn_is_begun_and_a_turn_that_calls_tools_is_refused(backend):
         policy(TensorDict(history=History.from_chats([calls])))
 
 
-def test_a_response_parser_reads_the_whole_turn(backend):
-    seen = []
-    policy = policy_of(
-        backend,
-        continue_final_message=True,
-        response_parser=lambda text: seen.append(text) or {"role": "assistant", "content": text},
-    )
-    policy(TensorDict(history=History.from_chats([BEGUN])))
-    assert seen[0].startswith("I am")
-
-
 def metaspace_tokenizer():
     """Return a tokenizer of transformers that drops the first space of a text, as those of SentencePiece do."""
     transformers = pytest.importorskip("transformers")
@@ -246,14 +235,6 @@ def test_a_character_that_was_cut_in_two_is_whole_in_the_continued_turn(backend)
         first = short(TensorDict(history=History.from_chats([chat("Which?")])))
         assert first["history"].full.chats[0][-1].content == "\ufffd"
         assert short(TensorDict(history=first["history"].full))["history"].full.chats[0][-1].content == "é"
-
-
-def test_a_skipped_row_keeps_the_turn_that_it_could_not_continue(backend):
-    illegal = [corelm.Message("user", "Hi"), corelm.Message("assistant", "I am", token_ids=(7, 99999))]
-    policy = policy_of(backend, continue_final_message=True, on_error="skip")
-    out = policy(TensorDict(history=History.of([illegal, BEGUN], (2,))), seed=1)
-    assert out["errors"][0] and not out["errors"][1]
-    assert out["history"].full.chats[0][-1].content == "I am"
 
 
 @each("name", ["continue_final_message", "add_generation_prompt", "chat_template"])
@@ -325,31 +306,3 @@ def test_tools_of_other_kinds_are_refused_with_what_to_type(backend, tools):
         out = policy.replace(on_error="skip")(td)
         assert "expected a list of dicts" in out["errors"][0] and out["errors"][1] == ""
         assert out["text"].prompt[1].startswith("[weather]")
-
-
-def test_a_tokenizer_that_cannot_be_referenced_weakly_renders_each_conversation_once(backend):
-    class Slotted:
-        __slots__ = ("inner", "rendered")
-
-        def __init__(self):
-            self.inner, self.rendered = ByteTokenizer(), 0
-
-        def __call__(self, *texts, **options):
-            return self.inner(*texts, **options)
-
-        def apply_chat_template(self, *chats, **options):
-            self.rendered += 1
-            return self.inner.apply_chat_template(*chats, **options)
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-    history = History.from_chats([chat("Who are you?")])
-    with corelm.get_backend("toy", tokenizer=(slotted := Slotted())) as other:
-        found = [
-            LLMPolicy(each, sampling_params=SAMPLING)(TensorDict(history=history), seed=1) for each in (backend, other)
-        ]
-        rendered = slotted.rendered
-        LLMPolicy(other, sampling_params=SAMPLING)(TensorDict(history=history), seed=1)
-    assert found[0]["text"].full == found[1]["text"].full
-    assert slotted.rendered == rendered > 0

@@ -6,7 +6,6 @@ from tensordict import TensorDict
 import corelm
 from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError
-from corelm_testing.toy import ByteTokenizer
 from helpers.each import each
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, TOKENIZER, chat
@@ -56,23 +55,6 @@ def test_log_prob_carries_gradients_and_equals_the_scores():
         assert backend.engine.plugin.model.table.grad.abs().sum() > 0
         with torch.no_grad():
             assert not policy.replace(pad_output=True).log_prob(td).requires_grad
-
-
-def test_return_masks_changes_no_distribution(backend):
-    told = [{"role": "user", "content": "Is the tea hot?"}, {"role": "assistant", "content": "The tea is hot."}]
-    td = TensorDict(history=History.from_chats([told]))
-    policy = LLMPolicy(backend, generate=False, inplace=False)
-    masks, none = (policy.replace(return_masks=wanted).get_dist(td, mask="assistant") for wanted in (True, False))
-    assert masks.mask.any() and torch.equal(masks.mask, none.mask)
-    # Without mask="assistant" a template from which the assistant's tokens cannot be told is accepted.
-
-    class NoPrefixes(ByteTokenizer):
-        def apply_chat_template(self, conversation, **options):
-            return f"{len(conversation)} {super().apply_chat_template(conversation, **options)}"
-
-    with corelm.get_backend("toy", tokenizer=NoPrefixes()) as opaque:
-        policy = LLMPolicy(opaque, generate=False, inplace=False)
-        assert len(policy.log_prob(td)) == 1 and policy.get_dist(td).mask.any()
 
 
 def test_a_mask_that_the_input_does_not_have_is_refused(backend):

@@ -1,21 +1,18 @@
 """Scoring in place joins what a rollout holds, and replaces nothing unless told."""
 
-import asyncio
-import threading
-
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
 import corelm
-from corelm import ChatHistory, History, Keys, LLMPolicy, Masks, PolicyOptions, Provenance, Text, Tokens
+from corelm import History, Keys, LLMPolicy, Masks, PolicyOptions, Provenance, Text, Tokens
 from corelm.errors import InvalidRequestError
 from corelm.kl import RetrieveKL, RetrieveLogProb
 from corelm_testing.toy import Bigram, ByteTokenizer
 from helpers.each import each
 from helpers.refusals import refused
 from helpers.rollouts import FIELDS, contents, plain, rollout
-from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat, flat
+from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat
 
 PADS = each("pad", [False, True])
 SHAPES = each("shape", [(), (3,), (2, 2)])
@@ -148,17 +145,6 @@ def test_what_a_user_keeps_under_the_key_of_a_container_is_not_replaced(backend,
     assert scorer.replace(overwrite=True)(td)["log_probs"].provenance
 
 
-def test_another_conversation_under_the_key_of_the_history_is_not_replaced(backend):
-    told = History.from_chats([chat(q) for q in QUESTIONS[:2]])
-    longer = ChatHistory(full=told.append(chat("And?")[0]), batch_size=[2])
-    td = TensorDict(messages=told, history=longer, batch_size=[2])
-    scorer = LLMPolicy(backend, generate=False, input_key="messages")
-    with refused(InvalidRequestError, field="history"):
-        scorer(td)
-    td["history"].full = told
-    assert scorer(td)["log_probs"].full is not None
-
-
 def test_a_plain_tensordict_keeps_what_its_container_would_lose(backend):
     ids = torch.tensor([[72, 105], [72, 111]])
     td = TensorDict(tokens=TensorDict(prompt=ids[:, :1], full=ids, batch_size=[2]), batch_size=[2])
@@ -189,13 +175,6 @@ def test_fields_that_are_missing_are_added(backend, pad):
     assert after["text", "prompt"] == expected["text", "prompt"] and after["text", "full"] is not None
 
 
-def test_scoring_in_place_takes_the_layout_of_the_tokens(backend, other):
-    for pad in (False, True):
-        td = rollout(backend, pad=pad)
-        LLMPolicy(other, generate=False, pad_output=not pad, log_probs_key="ref_log_probs")(td)
-        assert td["ref_log_probs"].padded is pad is td["tokens"].padded
-
-
 def test_bare_dense_tokens_with_masks_keep_their_columns(backend):
     ids = torch.tensor([[256, 72, 105], [72, 101, 108]])
     masks = {"all_attention_mask": ids != 256, "all_assistant_mask": ids == 105}
@@ -218,40 +197,12 @@ def test_messages_about_skipped_rows_are_kept(backend):
         scorer(td)
 
 
-@each("shape", [(0,), (2, 0)])
-def test_scoring_no_rows_in_place_keeps_every_key(backend, shape):
-    td = LLMPolicy(backend, sampling_params=SAMPLING)(TensorDict(history=History.of([], shape)))
-    keys = set(td.keys(include_nested=True))
-    scorer = LLMPolicy(backend, generate=False, log_probs_key="scores")
-    assert set(scorer(td).keys(include_nested=True)) >= keys
-
-
 def test_scoring_a_stack_of_rows_in_place_keeps_their_fields(backend):
     td = lazy_stack(list(rollout(backend).unbind(0)))
     before = contents(td)
     after = contents(LLMPolicy(backend, generate=False, log_probs_key="scores")(td))
     assert {key for key, value in before.items() if value is not None} <= {key for key, value in after.items() if value}
     assert after["tokens", "prompt"] == before["tokens", "prompt"]
-
-
-def test_scoring_in_place_from_many_threads_and_from_tasks(backend):
-    policy = LLMPolicy(backend, generate=False, batching=True, log_probs_key="scores")
-    tds = [rollout(backend) for _ in range(8)]
-    expected = contents(tds[0])
-    threads = [threading.Thread(target=policy, args=(td,)) for td in tds[:4]]
-    for thread in threads:
-        thread.start()
-
-    async def score():
-        await asyncio.gather(*map(policy.aforward, tds[4:]))
-
-    asyncio.run(score())
-    for thread in threads:
-        thread.join()
-    policy.cleanup_batching()
-    for td in tds:
-        assert contents(td)["text", "response"] == expected["text", "response"]
-        assert bool(corelm.ragged(td, ("scores", "scored_mask")).values.sum() > len(flat(td["tokens"].prompt)))
 
 
 # The key of the log-probs ---------------------------------------------------------------------------------------------
@@ -276,25 +227,6 @@ def test_log_probs_key_is_short_for_keys(backend):
 
 
 # corelm.kl -----------------------------------------------------------------------------------------------------------
-
-
-@PADS
-def test_retrieving_replaces_no_sampled_log_probs_of_another_provenance(backend, other, pad):
-    td = rollout(backend, pad=pad)
-    before = contents(td)
-    with pytest.raises(InvalidRequestError, match=r"log_probs: row 0.*overwrite=True"):
-        RetrieveLogProb(LLMPolicy(other), log_probs_key="log_probs")(td)
-    with refused(InvalidRequestError, field="log_probs", rows=(0, 1, 2)):
-        RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False)(td)
-    assert contents(td) == before
-    RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False, gen_log_probs_key=("now", "full"))(
-        td
-    )
-    assert contents(td) == before and td["now"].provenance == td["ref_log_probs"].provenance
-    RetrieveLogProb(LLMPolicy(backend))(td)  # replaces what was retrieved before
-    assert td["ref_log_probs"].provenance == td["log_probs"].provenance
-    RetrieveKL(LLMPolicy(other), gen_policy=LLMPolicy(other), add_to_reward=False, overwrite=True)(td)
-    assert td["log_probs"].provenance.model == "Bigram"
 
 
 @PADS

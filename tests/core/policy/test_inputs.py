@@ -33,12 +33,6 @@ def test_bare_and_nested_inputs_give_the_same_answers(backend):
         assert one["text"].response == two["text"].response
 
 
-def test_a_single_prompt_gives_an_output_without_batch_dimensions(backend):
-    out = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)(TensorDict(text=QUESTIONS[0]))
-    assert out.batch_size == () and isinstance(out["text"].response, str) and out["tokens"].response.ndim == 1
-    assert isinstance(out["finish_reason"], str)
-
-
 def test_an_attention_mask_removes_the_pads(backend):
     tokens = torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
@@ -48,16 +42,6 @@ def test_an_attention_mask_removes_the_pads(backend):
     assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
     assert torch.equal(out["masks"].all_attention_mask, mask)
     assert out["log_probs"].scored_mask.tolist() == [[False, False, False, True], [False, True, True, False]]
-
-
-def test_an_integer_mask_is_accepted_and_a_mask_of_another_shape_is_refused(backend):
-    tokens = torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]])
-    policy = LLMPolicy(backend, input_mode="tokens", generate=False, inplace=False)
-    whole = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
-    out = policy(TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): whole}, batch_size=[2]))
-    assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
-    with refused(InvalidRequestError, field="tokens.full"):
-        policy(TensorDict({"tokens": tokens, ("masks", "all_attention_mask"): whole[:, :3]}, batch_size=[2]))
 
 
 ROWS = [torch.tensor([72]), torch.tensor([72, 105, 111])]
@@ -88,25 +72,6 @@ def test_a_nested_tensor_has_one_row_per_sequence(backend, layout, generate):
 def test_a_nested_tensor_that_holds_no_rows_of_ids_is_refused_by_row(backend, nested):
     with refused(InvalidRequestError, field="tokens.prompt", rows=(0, 1)):
         LLMPolicy(backend, input_mode="tokens")(TensorDict(tokens=nested))
-
-
-def test_a_mask_of_rows_of_unequal_length_removes_the_pads(backend):
-    rows = [torch.tensor([256, 72]), torch.tensor([72, 105, 111])]
-    policy = LLMPolicy(backend, input_mode="tokens", generate=False, inplace=False)
-    shown = [torch.tensor([False, True]), torch.tensor([True, True, True])]
-    nested = TensorDict(
-        {
-            "tokens": torch.nested.nested_tensor(rows, layout=torch.jagged),
-            ("masks", "all_attention_mask"): torch.nested.nested_tensor(shown, layout=torch.jagged),
-        }
-    )
-    pairs = zip(rows, shown, strict=True)
-    stacked = lazy_stack([TensorDict({"tokens": ids, ("masks", "all_attention_mask"): mask}) for ids, mask in pairs])
-    for td in (nested, stacked):
-        assert corelm.ragged(policy(td), ("tokens", "full")).tolist() == [[72], [72, 105, 111]]
-    nested["masks", "all_attention_mask"] = torch.ones(2, 3, dtype=torch.bool)
-    with refused(InvalidRequestError, field="tokens.full", rows=(0,)):
-        policy(nested)
 
 
 @each("padded", [False, True])
@@ -142,23 +107,6 @@ def test_bare_rows_of_different_lengths_are_accepted(backend):
     assert tuple(out.batch_size) == (2,) and [len(p) for p in out["tokens"].prompt] == [1, 2]
     stacked = lazy_stack([TensorDict(tokens=torch.tensor(row)) for row in ([72], [72, 105])])
     assert corelm.ragged(policy(stacked), ("tokens", "prompt")).tolist() == [[72], [72, 105]]
-
-
-@each("mode", [torch.inference_mode, torch.no_grad])
-@each("generate", [True, False])
-def test_results_are_ordinary_tensors_in_the_callers_inference_mode(backend, mode, generate):
-    with mode():
-        out = LLMPolicy(backend, input_mode="text", generate=generate, sampling_params=SAMPLING)(
-            TensorDict(text=["Hi"])
-        )
-        batch = backend.score_logprobs([[72, 105], [999]], on_error="skip")
-    for tensor in (out["tokens"].full[0], out["log_probs"].full[0], out["masks"].all_attention_mask[0]):
-        assert not tensor.is_inference()
-        tensor.add_(1) if tensor.dtype != torch.bool else tensor.logical_not_()
-    assert not batch.logprobs.values.is_inference()
-
-
-# Keys ----------------------------------------------------------------------------------------------------------------
 
 
 def test_the_input_may_have_a_key_of_another_name_and_stays_there(backend):
@@ -231,12 +179,6 @@ def test_a_tokens_container_is_read_with_every_form_of_mask(backend, part, token
     assert tuple(policy(td[1]).batch_size) == ()
 
 
-def test_a_tokens_container_with_a_nested_tensor_needs_no_mask(backend):
-    policy = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING)
-    out = policy(TensorDict(tokens=Tokens(prompt=jagged(IDS), batch_size=[2])))
-    assert corelm.ragged(out, ("tokens", "prompt")).tolist() == [[72], [72, 105]]
-
-
 def test_a_mask_for_tokens_in_rows_of_unequal_length_is_refused(backend):
     policy = LLMPolicy(backend, input_mode="tokens", attention_mask_key="attention_mask")
     rows = lazy_stack([Tokens(prompt=row, padded=False) for row in ROWS])
@@ -276,20 +218,6 @@ def test_a_mask_in_rows_is_never_dropped(backend, container, generate):
     groups = policy(lazy_stack([masked_rows(True, container)] * 2))
     assert tuple(groups.batch_size) == (2, 2)
     assert corelm.ragged(groups, ("tokens", "prompt" if generate else "full")).tolist() == [[72], [72, 105, 111]] * 2
-
-
-def test_a_mask_of_a_row_that_is_too_long_is_refused(backend):
-    td = masked_rows(True)
-    td[0]["attention_mask"] = torch.tensor([0, 1, 1])
-    with refused(InvalidRequestError, field="attention_mask"):
-        LLMPolicy(backend, input_mode="tokens", generate=False, attention_mask_key="attention_mask")(td)
-
-
-def test_rows_that_come_with_a_mask_of_ones_are_read(backend):
-    tokens, masks = (lambda row: Tokens(prompt=row, padded=False)), (lambda row: Masks(all_attention_mask=row > 0))
-    td = lazy_stack([TensorDict({"tokens": tokens(row), "masks": masks(row)}) for row in ROWS])
-    out = LLMPolicy(backend, input_mode="tokens", sampling_params=SAMPLING)(td)
-    assert corelm.ragged(out, ("tokens", "prompt")).tolist() == [row.tolist() for row in ROWS]
 
 
 def test_an_assistant_mask_in_rows_is_kept(backend):

@@ -1,13 +1,11 @@
 """A policy with the parser of a format: what it passes to the parser, and that sampled ids survive."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 from tensordict import TensorDict
 
-from corelm import History, LLMPolicy, Message, PolicyOptions
+from corelm import History, LLMPolicy, Message
 from corelm.errors import InvalidRequestError, ResponseParserWarning
 from helpers import chat_templates as ct
 from helpers.each import each
@@ -149,41 +147,6 @@ def test_an_answer_that_continues_a_turn_is_read_with_it():
 def test_a_call_may_end_with_a_stop_string_that_is_its_mark():
     result = said(JSON_CALL, engine={"singly": True, "eos": False}, sampling_params={"stop": ["</tool_call>"]})
     assert not result["text"].response[0].endswith(">") and message(result).tool_calls == (ADD,)
-
-
-def test_several_samples_and_callers_are_read_alike():
-    backend, _ = scripted(lambda prompt: JSON_CALL)
-    options = {"chat_template": READS_TOOLS + HERMES, "template_kwargs": {"tools": TOOLS}, "batching": True}
-    with LLMPolicy(backend, response_parser="hermes", num_samples=2, **options) as policy:
-        out = policy(TensorDict(history=History.from_chats([[ASKED], [ASKED]])))
-        assert [chat[0].tool_calls for chat in out["history"].response.chats] == [(ADD,)] * 4
-
-
-# Options --------------------------------------------------------------------------------------------------------------
-
-
-def test_an_unknown_name_is_refused_before_an_engine_is_opened():
-    with pytest.raises(InvalidRequestError, match="did you mean 'hermes'") as caught:
-        PolicyOptions(response_parser="hermse")
-    assert caught.value.field == "response_parser"
-    with refused(InvalidRequestError, field="response_parser"):
-        PolicyOptions(response_parser=3)
-
-
-def test_a_policy_prints_the_name_and_keeps_it_in_its_options():
-    backend, _ = scripted(lambda prompt: "Hi")
-    policy = LLMPolicy(backend, response_parser="hermes")
-    assert "response_parser='hermes'" in repr(policy) and policy.options.response_parser == "hermes"
-    assert policy.replace(response_parser=None).options.response_parser is None
-    backend.close()
-
-
-def test_auto_needs_a_tokenizer_that_says_how():
-    backend, _ = scripted(lambda prompt: "Hi")
-    with refused(InvalidRequestError, field="response_parser"):
-        LLMPolicy(backend, response_parser="auto")
-    assert not backend.closed
-    backend.close()
 
 
 def test_an_engine_that_was_opened_for_nothing_is_closed(caplog):

@@ -2,19 +2,17 @@
 
 import asyncio
 
-import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictSequential
 
 import corelm
-from corelm import History, LLMPolicy, SamplingParams
-from corelm.errors import BackendClosedError, CapabilityError, InvalidRequestError
+from corelm import History, LLMPolicy
+from corelm.errors import InvalidRequestError
 from corelm.policy.options import Keys
 from corelm_testing.toy import Bigram
 from helpers.refusals import refused
 from helpers.sentencepiece import WHOLE, one_after_another, words_of_sentencepiece
-from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, TOKENIZER, chat
+from helpers.toy_prompts import QUESTIONS, SAMPLING, TOKENIZER, chat
 
 
 def test_outputs_leave_the_other_keys_of_the_input_unchanged(backend):
@@ -45,33 +43,6 @@ def test_keys_say_where_containers_are_read_and_written(backend):
     assert len(out["agent", "text"].response) == 2 and out["ref_log_probs"].scored_mask is not None
 
 
-def test_a_policy_works_in_a_tensordict_sequential(backend):
-    policy = LLMPolicy(backend, sampling_params=SAMPLING)
-    scorer = policy.replace(input_mode="tokens", generate=False, keys=Keys(log_probs="ref_log_probs"))
-    out = TensorDictSequential(policy, scorer)(
-        TensorDict(history=History.from_chats([chat(QUESTIONS[0])]), batch_size=[1])
-    )
-    assert {"log_probs", "ref_log_probs"} <= set(out.keys())
-    assert "LLMPolicy" in repr(policy)
-
-
-def test_replace_shares_the_engine_and_leaves_the_policy_unchanged(backend):
-    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 3}, num_samples=2)
-    other = policy.get_new_version(sampling_params={"max_new_tokens": 5, "n": 4})
-    assert other.backend is policy.backend
-    assert policy.options.sampling == SamplingParams(max_new_tokens=3, num_samples=2)
-    assert other.options.sampling == SamplingParams(max_new_tokens=5, num_samples=4)
-
-
-def test_closing_a_policy_closes_the_engine_for_all_policies_on_it():
-    policy = LLMPolicy("toy", input_mode="text", sampling_params=SAMPLING)
-    other = policy.replace(pad_output=True)
-    with policy:
-        other(TensorDict(text=["Hi"]))
-    with pytest.raises(BackendClosedError):
-        other(TensorDict(text=["Hi"]))
-
-
 def test_aforward_gives_the_same_answers_as_forward(backend):
     policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
 
@@ -92,17 +63,6 @@ def test_truncation_left_cuts_a_prompt_that_is_too_long(backend):
     prompt = corelm.ragged(out, ("tokens", "prompt")).tolist()
     assert len(prompt[0]) == limit - 12 and prompt[0] == list(text.encode())[-(limit - 12) :]
     assert out["text"].prompt == [text[-(limit - 12) :], "Hi"]
-
-
-def test_a_stop_string_ends_the_text_and_stays_in_the_ids(backend):
-    policy = LLMPolicy(backend, input_mode="text", sampling_params={"max_new_tokens": 60, "stop": "the"})
-    out = policy(TensorDict(text=["Where is "] * 8), seed=3)
-    stopped = [row for row in range(8) if "the" in TOKENIZER.decode(out["tokens"].response[row].tolist())]
-    assert stopped
-    for row in stopped:
-        whole = TOKENIZER.decode(out["tokens"].response[row].tolist())
-        assert whole.endswith("the") and out["text"].response[row] == whole[:-3]
-        assert out["finish_reason"][row] == "stop" and len(out["log_probs"].response[row]) == len(whole)
 
 
 def test_a_stop_string_cuts_no_text_that_eos_ended(backend):
@@ -135,40 +95,6 @@ def test_a_stop_string_that_can_never_match_is_refused(backend):
         policy(TensorDict(text=["a"]))
     allowed = {"max_new_tokens": 4, "stop": "<|im_start|>", "skip_special_tokens": False}
     assert policy.replace(sampling_params=allowed)(TensorDict(text=["a"]))["finish_reason"]
-
-
-def test_processed_log_probs_come_from_the_distribution_sampled_from(backend):
-    sampling = {"max_new_tokens": 8, "temperature": 0.5, "top_k": 3}
-    policy = LLMPolicy(backend, input_mode="text", sampling_params=sampling, log_probs_mode="processed")
-    out = policy(TensorDict(text=["Is"]), seed=1)
-    ids = out["tokens"].full[0].tolist()
-    for position, value in zip(range(len(ids) - 8, len(ids)), out["log_probs"].response[0].tolist(), strict=True):
-        best = (TABLE[ids[position - 1]] / 0.5).topk(3)
-        assert value == pytest.approx(float(best.values.log_softmax(-1)[best.indices == ids[position]]), abs=1e-5)
-    assert out["log_probs"].provenance.distribution == ("processed", 0.5, "truncated", ())
-
-
-def test_scoring_at_a_temperature_gives_processed_log_probs(backend):
-    policy = LLMPolicy(
-        backend, input_mode="text", generate=False, log_probs_mode="processed", sampling_params={"temperature": 2.0}
-    )
-    out = policy(TensorDict(text=["cat"]))
-    ids = out["tokens"].full[0]
-    expected = (TABLE[ids[:-1]] / 2).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-    torch.testing.assert_close(out["log_probs"].full[0][1:].double(), expected, atol=1e-5, rtol=0)
-    assert out["log_probs"].provenance.distribution == ("processed", 2.0, "full", ())
-    with refused(CapabilityError, capability="score"):
-        policy.replace(sampling_params={"top_k": 3})(TensorDict(text=["cat"]))
-
-
-def test_a_response_parser_turns_text_into_the_message(backend):
-    parser = lambda text: {"role": "assistant", "content": text.upper(), "tool_calls": [{"name": "look"}]}  # noqa: E731
-    out = LLMPolicy(backend, sampling_params=SAMPLING, response_parser=parser)(
-        TensorDict(history=History.from_chats([chat("Who?")]))
-    )
-    (message,) = out["history"].response.chats[0]
-    assert message.content == out["text"].response[0].upper() and message.tool_calls[0]["name"] == "look"
-    assert list(message.token_ids) == out["tokens"].response[0].tolist()
 
 
 def test_a_seed_fixes_each_answer_independently_of_the_other_rows(backend):

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 import corelm
-from corelm import LLMPolicy, Masks, Tokens
+from corelm import LLMPolicy, Tokens
 from corelm.errors import InvalidRequestError, MissingKeyError
 from corelm_testing.toy import ByteTokenizer
 from helpers.each import each
@@ -176,19 +176,6 @@ def test_a_backend_refuses_a_padded_tensor_and_takes_lists(backend):
     assert len(backend.generate(ROWS, SAMPLING).ids) == 2
 
 
-def test_pads_that_a_mask_of_the_container_hides_are_no_tokens(backend):
-    tokens = Tokens(prompt=LEFT["input_ids"], batch_size=[2])
-    masks = Masks(all_attention_mask=LEFT["attention_mask"].bool(), batch_size=[2])
-    out = tokens_policy(backend, True)(TensorDict(tokens=tokens, masks=masks))
-    assert corelm.ragged(out, ("tokens", "prompt")).tolist() == ROWS
-
-
-def test_a_mask_of_another_shape_next_to_the_ids_is_refused(backend):
-    td = TensorDict(input_ids=LEFT["input_ids"], attention_mask=torch.ones(2, 2))
-    with refused(InvalidRequestError, field="input_ids"):
-        tokens_policy(backend, True)(td)
-
-
 #: Rows whose first id is hidden, and is not the tokenizer's pad id.
 HIDDEN = torch.tensor([[1, 72, 105], ROWS[1]])
 FORMS = {
@@ -257,17 +244,3 @@ def test_the_mask_of_the_prompts_is_not_taken_for_that_of_their_answers(backend,
 def test_a_mask_that_is_not_numbers_is_refused_by_row(backend, mask):
     with refused(InvalidRequestError, field="tokens.prompt"):
         tokens_policy(backend, True)(TensorDict(tokens=[[72, 105], [87]], attention_mask=mask))
-
-
-@each("layout", [torch.strided, torch.jagged])
-def test_nested_tokens_next_to_a_text_are_compared(backend, layout):
-    ids = [backend.tokenize(text).ids.tolist()[0] for text in ("Hi", "Who")]
-    nested = torch.nested.nested_tensor([torch.tensor(row) for row in ids], layout=layout)
-    scorer = LLMPolicy(backend, input_mode="text", generate=False)
-    td = TensorDict(text=["Hi", "Who"], tokens=Tokens(full=nested, batch_size=[2]))
-    assert scorer.replace(inplace=False)(td)["tokens"].full[1].tolist() == ids[1]
-    with refused(InvalidRequestError, field="tokens"):
-        scorer(td)
-    td["text"] = ["Hi", "When"]
-    with refused(InvalidRequestError, field="tokens", rows=(1,)):
-        scorer(td)

@@ -1,7 +1,5 @@
 """A policy completes answers that it has returned before, whatever their layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -90,17 +88,6 @@ def test_what_does_not_belong_together_is_refused(backend: Any) -> None:
         policy(backend, 12).resume(prompts(), [1])  # type: ignore[arg-type]
     with refused(InvalidRequestError, field="generate"):
         policy(backend, 12, generate=False).resume(prompts(), part)
-
-
-@each("new", [{}, {"repetition_penalty": 1.1}])
-def test_answers_do_not_go_on_with_other_penalties(backend: Any, new: dict[str, float]) -> None:
-    """The label would name one set of penalties for tokens of both."""
-    old = {"temperature": 0.5, "repetition_penalty": 1.3}
-    options: dict[str, Any] = {"log_probs_mode": "processed"}
-    part = policy(backend, 5, sampling=old, **options)(prompts())
-    assert policy(backend, 12, sampling=old, **options).resume(prompts(), part)["log_probs"].provenance.penalties
-    with pytest.raises(ProvenanceMismatchError, match=r"penalties \{'repetition_penalty': 1\.3\}.* give the same"):
-        policy(backend, 12, sampling={"temperature": 0.5, **new}, **options).resume(prompts(), part)
 
 
 def test_answers_of_several_adapters_do_not_go_on_under_the_label_of_one(backend: Any) -> None:

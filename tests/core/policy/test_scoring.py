@@ -5,7 +5,6 @@ from tensordict import TensorDict
 
 import corelm
 from corelm import History, LLMPolicy
-from corelm.policy.options import Keys
 from helpers.each import each
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat, prompts
 
@@ -38,34 +37,6 @@ def test_scoring_sampled_rows_gives_the_same_ids_and_log_probs(backend, pad, sam
     )
     stale = policy.replace(generate=False, inplace=False)(out.copy().set("history", told))
     assert stale["log_probs"].prompt is None
-
-
-def test_scoring_in_place_keeps_what_generation_wrote(backend):
-    policy = LLMPolicy(backend, pad_output=True, sampling_params=SAMPLING)
-    out = policy(prompts("history", (3,))[0], seed=1)
-    before = out["tokens"].response.clone()
-    reference = policy.replace(generate=False, keys=Keys(log_probs="ref_log_probs"))(out)
-    assert reference is out and torch.equal(out["tokens"].response, before)
-    assert out["masks"].all_response_mask is not None
-    mask = out["log_probs"].scored_mask
-    torch.testing.assert_close(out["ref_log_probs"].full[mask], out["log_probs"].full[mask], atol=1e-5, rtol=0)
-    dist = policy.replace(generate=False).get_dist(out, mask="response")
-    assert torch.equal(dist.mask, out["masks"].all_response_mask)
-
-
-def test_ids_do_not_change_over_three_turns(backend):
-    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 20}, inplace=False)
-    history = History.from_chats([chat(q) for q in QUESTIONS])
-    before = [[]] * len(QUESTIONS)
-    for turn in range(3):
-        out = policy(TensorDict(history=history), seed=turn)
-        full = corelm.ragged(out, ("tokens", "full")).tolist()
-        for earlier, now in zip(before, corelm.ragged(out, ("tokens", "prompt")).tolist(), strict=True):
-            assert now[: len(earlier)] == earlier
-        scored = policy.replace(generate=False)(TensorDict(history=out["history"].full))
-        assert corelm.ragged(scored, ("tokens", "full")).tolist() == full
-        before = full
-        history = out["history"].full.append({"role": "user", "content": "And then?"})
 
 
 def test_prefer_tokens_false_reports_the_rows_rendered_from_text(backend):

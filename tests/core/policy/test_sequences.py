@@ -9,7 +9,6 @@ from tensordict import TensorDict, lazy_stack
 
 from corelm import History, LLMPolicy, Text, Tokens
 from corelm.errors import InvalidRequestError
-from helpers.each import each
 from helpers.refusals import refused
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
@@ -76,33 +75,6 @@ def test_texts_may_be_any_sequence(backend, kind, batch):
     assert backend.tokenize(texts).ids.tolist() == backend.tokenize(TEXTS).ids.tolist()
 
 
-@kinds(tuple, np.array, objects, Column)
-def test_a_field_of_text_reads_as_lists_however_it_was_set(kind):
-    text = Text(prompt=kind(TEXTS), batch_size=[2])
-    assert text.prompt == TEXTS and text[1].prompt == TEXTS[1]
-    text.response = kind(TEXTS)
-    td = TensorDict(text=text, batch_size=[2])
-    assert td["text"].response == TEXTS and td[0]["text"].response == TEXTS[0]
-    td["text", "full"] = kind(TEXTS)
-    assert td["text"].full == TEXTS
-    square = Text(prompt=kind([*TEXTS]), batch_size=[2])
-    assert torch.stack([square, square]).prompt == [TEXTS, TEXTS]
-
-
-def test_nested_sequences_of_texts_have_two_batch_dimensions(backend):
-    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
-    square = [TEXTS, TEXTS[::-1]]
-    for texts in (np.array(square), tuple(map(tuple, square)), [tuple(row) for row in square]):
-        assert policy(TensorDict(text=texts))["text"].prompt == square
-        assert Text(prompt=texts, batch_size=[2, 2]).prompt == square
-
-
-def test_a_single_text_of_numpy_is_a_text(backend):
-    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
-    for text in (np.str_("Who?"), np.array("Who?")):
-        assert policy(TensorDict(text=text))["text"].prompt == "Who?"
-
-
 @CHAT_SEQUENCES
 def test_chats_may_be_any_sequence(backend, kind):
     expected = History.from_chats(CHATS)
@@ -113,12 +85,6 @@ def test_chats_may_be_any_sequence(backend, kind):
     more = [{"role": "user", "content": "And?"}, {"role": "user", "content": "Who?"}]
     assert expected.append(kind(more)).to_chats() == expected.append(more).to_chats()
     assert expected.extend(kind([[one] for one in more])).to_chats() == expected.append(more).to_chats()
-
-
-def test_chatml_texts_may_be_any_sequence():
-    texts = ["<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>user\nWho?<|im_end|>\n"]
-    for given in (tuple(texts), np.array(texts), Column(texts)):
-        assert History.from_text(given).to_chats() == History.from_text(texts).to_chats()
 
 
 def test_what_can_be_read_only_once_is_refused_in_one_sentence(backend):
@@ -135,31 +101,12 @@ def test_what_can_be_read_only_once_is_refused_in_one_sentence(backend):
         LLMPolicy(backend, input_mode="tokens")(TensorDict(tokens=([1] for _ in range(2))))
 
 
-@each("given", [{"a": 1}, {"a", "b"}, b"bytes", 3, None])
-def test_what_is_no_sequence_of_texts_is_refused(backend, given):
-    with refused(InvalidRequestError, field="texts"):
-        backend.tokenize(given)
-
-
 def test_missing_values_are_named_by_row(backend):
     policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
     with refused(InvalidRequestError, field="text.prompt", rows=(1,)):
         policy(TensorDict(text=objects(["Who?", float("nan"), "Where?"])))
     out = policy.replace(on_error="skip", inplace=False)(TensorDict(text=objects(["Who?", None])))
     assert "expected a str" in out["errors"][1] and out["text"].response[0] is not None
-
-
-def test_texts_that_do_not_fill_their_container_are_refused(backend):
-    row = TensorDict({"text": TensorDict(prompt=tuple(TEXTS), batch_size=[2])}, batch_size=[2])[0]
-    text = Text.from_tensordict(row["text"])
-    with refused(InvalidRequestError, field="text.prompt"):
-        LLMPolicy(backend, input_mode="text")(TensorDict(text=text))
-
-
-def test_rows_of_ids_may_be_an_array_of_lists(backend):
-    rows = [[72, 105], [87, 104, 111]]
-    for given in (objects(rows), Column(rows), deque(rows)):
-        assert len(backend.generate(given, SAMPLING).ids) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32, torch.bool])

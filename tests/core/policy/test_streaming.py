@@ -1,7 +1,5 @@
 """`policy.stream` and `policy.astream`: text, ids and log-probs as they come, then what the policy returns."""
 
-from __future__ import annotations
-
 import asyncio
 
 import torch
@@ -28,16 +26,6 @@ def assert_equal(one: TensorDict, other: TensorDict) -> None:
     assert list(one["finish_reason"]) == list(other["finish_reason"])
 
 
-def test_a_chat_is_printed_as_it_is_written(backend, capsys):
-    policy = LLMPolicy(backend, sampling_params=SAMPLING)
-    with policy.stream(conversations(1), seed=7) as stream:
-        for chunk in stream:
-            print(chunk.text, end="", flush=True)
-    result = policy(conversations(1), seed=7)
-    assert capsys.readouterr().out == result["text"].response[0]
-    assert stream.result["history"].full.to_chats() == result["history"].full.to_chats()
-
-
 @each("batching", [False, True])
 def test_the_result_is_what_the_policy_returns(backend, batching):
     policy = LLMPolicy(backend, sampling_params=SAMPLING, batching=batching)
@@ -51,14 +39,6 @@ def test_the_result_is_what_the_policy_returns(backend, batching):
         assert [v for chunk in own for v in chunk.logprobs] == stream.result["log_probs"].response[row].tolist()
         assert own[-1].finish_reason == stream.result["finish_reason"][row]
     policy.cleanup_batching()
-
-
-def test_samples_are_rows_of_the_flattened_batch(backend):
-    policy = LLMPolicy(backend, sampling_params=SAMPLING, num_samples=2)
-    stream = policy.stream(conversations(2), seed=7)
-    chunks = list(stream)
-    texts = stream.result.reshape(-1)["text"].response
-    assert ["".join(c.text for c in chunks if c.row == row) for row in range(4)] == list(texts)
 
 
 def test_the_tensordict_is_written_when_the_stream_has_ended(backend):
@@ -103,9 +83,3 @@ def test_bad_rows_are_refused_at_once_or_skipped(backend):
     stream = policy.replace(on_error="skip").stream(td)
     assert [chunk.finish_reason for chunk in stream if chunk.row == 1] == ["error"]
     assert "vocabulary" in stream.result["errors"][1]
-
-
-def test_a_policy_that_scores_streams_nothing(backend):
-    policy = LLMPolicy(backend, input_mode="text", generate=False)
-    with refused(InvalidRequestError, field="generate"):
-        policy.stream(TensorDict(text=["a"]))

@@ -3,18 +3,19 @@
 The oracle is the table of the toy backend's bigram model: the logits after a token are a row of it.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
 import corelm
-from corelm import History, LLMPolicy, token_sets
-from corelm.errors import (
-    ProvenanceMismatchError,
-)
+from corelm import History, LLMPolicy, LogProbs, PolicyOptions, TokenSets, token_sets
+from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import RetrieveLogProb
 from corelm_testing.toy import Bigram
 from helpers.each import each
+from helpers.refusals import refused
 
 MODEL = Bigram.of_talk()
 TABLE = MODEL.table.detach().double()
@@ -109,23 +110,6 @@ def test_the_most_probable_ids(sampler, pad):
     torch.testing.assert_close(tail[answered].double().exp(), 1.0 - best.exp().sum(-1), atol=1e-5, rtol=0)
 
 
-def test_a_stream_of_answers_ends_with_the_same_containers(sampler):
-    plain = sampled(sampler)
-    with sampler.stream(TensorDict(text=TEXTS), seed=3) as stream:
-        chunks = list(stream)
-    assert token_sets(stream.result).tolist() == token_sets(plain).tolist() and chunks
-
-
-def test_a_batcher_gives_every_caller_their_own_sets(sampler):
-    batched = sampler.replace(batching=True)
-    assert token_sets(sampled(batched)).tolist() == token_sets(sampled(sampler)).tolist()
-    td = sampled(sampler)
-    again = scorer_of(batched, log_probs_key="again")(td.clone())["again"].full
-    batched.cleanup_batching()
-    for one, other in zip(again, scorer_of(sampler, log_probs_key="again")(td)["again"].full, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_conversations_carry_sets_too(backend):
     chats = History.from_chats([[{"role": "user", "content": "Who?"}], [{"role": "user", "content": "It is?"}]])
     policy = LLMPolicy(backend, sampling_params=SAMPLING, log_probs_mode="processed", return_support=True)
@@ -175,13 +159,6 @@ def test_scores_over_the_sampler_s_ids_are_the_sampler_s_numbers(sampler, pad, s
     assert set(map(str, scorer.out_keys)) <= set(map(str, td.keys(include_nested=True)))
 
 
-def test_a_sampling_policy_may_be_asked_to_score_as_it_is(sampler):
-    td = sampled(sampler)
-    scorer = sampler.replace(generate=False, input_mode="tokens", support_key="log_probs", inplace=False)
-    found = scorer(td)["log_probs"]
-    assert [row.tolist() for row in found.full] == [row.tolist() for row in scorer_of(sampler)(td)["log_probs"].full]
-
-
 @LAYOUTS
 def test_log_prob_and_get_dist_are_over_the_same_ids_with_gradients(sampler, pad):
     td = sampled(sampler, pad_output=pad)
@@ -199,19 +176,6 @@ def test_log_prob_and_get_dist_are_over_the_same_ids_with_gradients(sampler, pad
     assert torch.isfinite(entropy).all() and entropy.max() <= torch.tensor(float(K)).log() + 1e-5
 
 
-@LAYOUTS
-def test_the_most_probable_ids_of_scores(sampler, pad):
-    td = sampled(sampler, pad_output=pad)
-    options = {"support_key": None, "log_probs_key": "ref", "top_k": 5, "log_probs_mode": "raw", "inplace": True}
-    scorer_of(sampler, **options)(td)
-    scored = corelm.ragged(td, ("ref", "scored_mask")).values
-    before = corelm.ragged(td, ("tokens", "full")).values.roll(1)[scored]
-    best = best_of(before, corelm.ragged(td, ("ref", "top_ids")).values[scored], 5)
-    values = corelm.ragged(td, ("ref", "top_log_probs")).values[scored]
-    torch.testing.assert_close(values.double(), best, atol=1e-5, rtol=0)
-    assert td["ref"].kept_ids is None and td["ref"].tail_log_mass is not None
-
-
 def test_rows_without_sets_keep_the_label_of_full_support(sampler):
     whole = sampled(sampler, seed=5, sampling_params={"max_new_tokens": 6, "temperature": HEAT})
     both = lazy_stack([*sampled(sampler).unbind(0), *whole.unbind(0)])
@@ -221,8 +185,103 @@ def test_rows_without_sets_keep_the_label_of_full_support(sampler):
     assert_close(both, ("again", "full"), corelm.ragged(both, ("log_probs", "full")).tolist(), mask)
 
 
-def test_the_sampler_s_log_probs_may_be_under_next(sampler):
+# What does not belong together ---------------------------------------------------------------------------------------
+
+
+@each(
+    "options, field, what",
+    [
+        ({"generate": False, "return_support": True}, "return_support", "support_key"),
+        ({"generate": False, "top_logprobs": 2}, "top_logprobs", "top_k=2"),
+        ({"top_k": 5}, "top_k", 'sampling_params={"top_k": 5}'),
+        ({"support_key": "log_probs"}, "support_key", "generate=False"),
+        ({"return_support": True, "return_log_probs": False}, "return_support", "return_log_probs=False"),
+        ({"top_logprobs": -1}, "top_logprobs", "at least 0"),
+        ({"top_logprobs": True}, "top_logprobs", "whole number"),
+        ({"return_support": "yes"}, "return_support", "expected"),
+        ({"generate": False, "support_key": "log_probs", "top_k": 2}, "top_k", "support_key"),
+        ({"generate": False, "support_key": 5}, "support_key", "key"),
+    ],
+)
+def test_options_that_do_not_fit(options, field, what):
+    with pytest.raises(InvalidRequestError) as caught:
+        PolicyOptions(**options)
+    assert caught.value.field == field and what in str(caught.value)
+
+
+def broken(td, **changes):
+    out = td.clone()
+    out["log_probs"] = LogProbs.from_rows(
+        full=list(td["log_probs"].full), provenance=td["log_probs"].provenance, **changes
+    )
+    return out
+
+
+def test_sets_that_are_not_those_of_the_tokens(sampler):
     td = sampled(sampler)
-    nested = TensorDict({"tokens": td["tokens"], "next": {"log_probs": td["log_probs"]}}, batch_size=[3])
-    found = scorer_of(sampler, inplace=False)(nested)["log_probs"]
-    assert_close(TensorDict(log_probs=found, batch_size=[3]), ("log_probs", "full"), of_table(td)[1])
+    score = scorer_of(sampler, log_probs_key="again")
+    sets = token_sets(td).tolist()
+    start = len(td["tokens"].prompt[1])
+    sampled_id = int(td["tokens"].response[1][0])
+    without = [[[*ids] for ids in row] for row in sets]
+    without[1][start] = [token for token in without[1][start] if token != sampled_id]
+    twice = [[[*ids] for ids in row] for row in sets]
+    twice[1][start] = [*twice[1][start], twice[1][start][0]]
+    for wrong in (without, twice):
+        with refused(InvalidRequestError, field="sequences", rows=(1,)) as caught:
+            score(broken(td, kept_ids=TokenSets.from_list(wrong)))
+        assert f"position {start}" in str(caught.value)
+    skipped = score.replace(on_error="skip")(broken(td, kept_ids=TokenSets.from_list(without)))
+    assert [bool(error) for error in skipped["errors"]] == [False, True, False]
+    short = td.clone()
+    row = short["log_probs"][2]
+    row.set("full", row.full[:-1]), row.set("kept_counts", row.kept_counts[:-1])
+    row.set("kept_ids", row.kept_ids[:-K])
+    with refused(InvalidRequestError, field="log_probs", rows=(2,)) as caught:
+        score(short)
+    skipped = score.replace(on_error="skip")(short)
+    assert [bool(error) for error in skipped["errors"]] == [False, False, True]
+    with refused(InvalidRequestError, field="log_probs"):
+        score(TensorDict({"tokens": td["tokens"], "log_probs": td["log_probs"][:2]}))
+
+
+def test_sets_of_another_distribution(sampler):
+    td = sampled(sampler)
+    with pytest.raises(ProvenanceMismatchError, match=r'"temperature": 0.7') as caught:
+        scorer_of(sampler, log_probs_mode="raw")(td)
+    assert "row 0" in str(caught.value)
+    with pytest.raises(ProvenanceMismatchError, match="is raw"):
+        scorer_of(sampler)(sampled(sampler, log_probs_mode="raw"))
+    with pytest.raises(ProvenanceMismatchError):
+        scorer_of(sampler)(sampled(sampler, sampling_params={"temperature": 0.0, "max_new_tokens": 3}))
+    with refused(CapabilityError, capability="score"):
+        scorer_of(sampler, sampling_params={"temperature": HEAT, "repetition_penalty": 1.2})(td)
+    label = td["log_probs"].provenance
+    td["log_probs"].provenance = replace(label, penalties=(("repetition_penalty", 1.2),))
+    with pytest.raises(ProvenanceMismatchError, match="with penalties"):
+        scorer_of(sampler, log_probs_key="again")(td)
+
+
+def test_nothing_to_take_the_sets_from(sampler):
+    td = sampled(sampler, return_support=False)
+    score = scorer_of(sampler, log_probs_key="again")
+    with refused(MissingKeyError, field="log_probs.kept_ids"):
+        score(td)
+    with refused(MissingKeyError, field="log_probs"):
+        score(td.select("tokens"))
+    with refused(InvalidRequestError, field="log_probs"):
+        score(td.set("log_probs", td["tokens"]))
+
+
+def test_an_engine_that_knows_no_sets(backend, sampler):
+    engine = backend.engine.plugin
+    plain = type(engine)(engine.model, engine.tokenizer, engine.max_context)
+    plain.capabilities = replace(engine.capabilities, score_support=False)
+    scorer = scorer_of(sampler).options
+    with corelm.Backend.from_plugin(plain, "plain") as opened:
+        policy, td = LLMPolicy(opened, scorer), sampled(sampler)
+        with refused(CapabilityError, capability="score_support"):
+            policy(td)
+        # Where nothing was cut off, it can.
+        whole = sampled(sampler, sampling_params={"max_new_tokens": 6, "temperature": HEAT})
+        assert policy(whole)["log_probs"].provenance.support == "full"

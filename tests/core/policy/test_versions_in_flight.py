@@ -1,7 +1,5 @@
 """Answers of several weights in containers: the runs, what survives saving, and how old each token is."""
 
-from __future__ import annotations
-
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -159,9 +157,7 @@ def test_a_turn_that_sampled_nothing_is_of_no_weights(answers: Any, runs: Any, a
     for version, answer in enumerate(answers):
         sampled = [*[False] * len(prompt), *[True] * len(answer)]
         log_probs = LogProbs.from_rows(
-            full=[[-1.0 * on for on in sampled]],
-            scored_mask=[sampled],
-            provenance=Provenance("toy", "", str(version)),
+            full=[[-1.0 * on for on in sampled]], scored_mask=[sampled], provenance=Provenance("toy", "", str(version))
         )
         tokens = corelm.Tokens.from_rows(prompt=[prompt], response=[answer])
         turns.append(TensorDict(tokens=tokens, log_probs=log_probs, batch_size=[1]))
@@ -169,16 +165,3 @@ def test_a_turn_that_sampled_nothing_is_of_no_weights(answers: Any, runs: Any, a
     merged = corelm.merge_turns(turns)
     assert merged["log_probs"].provenance.version_runs == runs
     assert corelm.staleness(merged, str(len(answers) - 1)).full[0].tolist() == ages
-
-
-def test_runs_after_a_turn_that_sampled_nothing_begin_where_their_tokens_are() -> None:
-    provenance = Provenance("toy", "", "1", version_runs=(("1", 0), ("2", 1)))
-    turns = []
-    for prompt, answer, label in (([1, 2], [], Provenance("toy", "", "0")), ([1, 2, 9], [3, 4], provenance)):
-        sampled = [*[False] * len(prompt), *[True] * len(answer)]
-        log_probs = LogProbs.from_rows(full=[[0.0] * len(sampled)], scored_mask=[sampled], provenance=label)
-        tokens = corelm.Tokens.from_rows(prompt=[prompt], response=[answer])
-        turns.append(TensorDict(tokens=tokens, log_probs=log_probs, batch_size=[1]))
-    merged = corelm.merge_turns(turns)
-    assert merged["log_probs"].provenance.version_runs == (("1", 0), ("2", 2))
-    assert corelm.staleness(merged, "2").full[0].tolist() == [-1, -1, -1, 1, 0]

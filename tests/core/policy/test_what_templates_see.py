@@ -1,7 +1,5 @@
 """What happens between two turns: the template sees calls and reasoning, a turn ends once, and masks end with it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -311,14 +309,6 @@ def test_a_long_prompt_is_the_same_where_nothing_is_remembered(template: str, ge
     assert ("<think></think>" in warm[0]) == (template == SWITCHED)
     with opened(template) as (backend, _):
         assert read(backend, chat, generate=generate) == warm
-
-
-def test_given_turns_are_rendered_a_few_times_however_many_they_are() -> None:
-    chat = [QUESTION, {"role": "assistant", "content": "Yes."}] * 40
-    with opened(TURNS.replace("END", "<|end|>")) as (backend, _):
-        Counting.rendered = 0
-        _, trained = read(backend, chat, generate=False)
-        assert trained == "Yes.<|end|>" * 40 and Counting.rendered < 3 * len(chat)
 
 
 def test_nulls_of_a_data_sets_column_are_left_out() -> None:

@@ -1,8 +1,5 @@
 """`Encoder`, compared with the tokenizer's own `__call__`."""
 
-from __future__ import annotations
-
-import logging
 from typing import Any
 
 import pytest
@@ -102,37 +99,6 @@ def test_settings_left_by_another_call_are_reset() -> None:
     assert encoder(request(TEXTS)).ids.tolist() == wanted
 
 
-def test_a_token_added_later_is_one_token() -> None:
-    tokenizer = build()
-    encoder = Encoder(tokenizer)
-    encoder(request(["The fox"], offsets=True))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|née|>"]})
-    assert [4, 11] in encoder(request(["The <|née|> fox"], offsets=True)).offsets.tolist()
-
-
-def test_a_class_that_overrides_encoding_is_called() -> None:
-    class Shouting(PreTrainedTokenizerFast):
-        def __call__(self, text: Any, **options: Any) -> Any:
-            return super().__call__([one.upper() for one in text], **options)
-
-    shouting = Shouting(tokenizer_object=build().backend_tokenizer)
-    assert Encoder(shouting)(request(["ab"])).ids.tolist() == Encoder(build())(request(["AB"])).ids.tolist()
-
-
-def test_a_long_text_is_encoded_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = build()
-    tokenizer.model_max_length = 4
-    with caplog.filtering(lambda record: "longer than" in record.getMessage()):
-        logging.getLogger("transformers").addHandler(caplog.handler)
-        try:
-            assert len(Encoder(tokenizer)(request([TEXT])).ids.values) > 4
-            assert not caplog.records
-            tokenizer([TEXT])
-            assert caplog.records
-        finally:
-            logging.getLogger("transformers").removeHandler(caplog.handler)
-
-
 def test_any_callable_works_and_gets_only_the_requested_options() -> None:
     seen: list[dict[str, Any]] = []
 
@@ -144,9 +110,6 @@ def test_any_callable_works_and_gets_only_the_requested_options() -> None:
     assert batch.ids.tolist() == [[1, 2], []] and batch.ids.values.dtype == torch.int64
     assert seen == [{"add_special_tokens": True}]
     assert len(Encoder(words)(request([])).ids) == 0 and len(seen) == 1
-
-
-# A plugin's own `tokenize` -------------------------------------------------------------------------------------------
 
 
 class Tokenizing(Fake):

@@ -1,7 +1,5 @@
 """Generated chat templates, and conversations of any text: sampled ids survive, and masks cover what they should."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rendered conversations, compared with the tokenizer's own rendering, ids and assistant mask."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +23,6 @@ from helpers.rendering import (
     sampled,
     tokenize,
 )
-
-# Without sampled turns: the same as the tokenizer's own --------------------------------------------------------------
 
 contents = st.text(alphabet=st.sampled_from("ab 1?.\n\té🙂the"), max_size=12)
 
@@ -128,14 +124,6 @@ def test_rows_are_independent_and_texts_are_tokenized_in_one_call() -> None:
     assert together.texts == tuple(one.texts[0] for one in alone)
 
 
-def test_an_empty_batch_gives_empty_results() -> None:
-    none = rendered([], ct.CHATML)
-    assert (len(none.ids), len(none.assistant), none.texts) == (0, 0, ())
-
-
-# Sampled turns keep their ids ----------------------------------------------------------------------------------------
-
-
 @st.composite
 def answers(draw: st.DrawFn) -> list[int]:
     """Any ids, special ones included. Most end with an EOS, some were cut off, some are only an EOS."""
@@ -196,17 +184,6 @@ def test_an_eos_may_be_an_ordinary_token() -> None:
     newline = TOKENIZER("\n")["input_ids"]
     after = ids_of([QUESTION, sampled("Par\n"), MORE], ct.BARE, True, eos_ids=frozenset(newline))
     assert TOKENIZER.decode(after).endswith("assistant: Par\nuser: And of Italy?\nassistant: ")
-
-
-def test_the_thinking_of_a_sampled_turn_is_kept() -> None:
-    """The template itself drops past thinking, and adds an empty block to an answer without thinking."""
-    first, second = sampled("<think>\nhm\n</think>\n\nParis.<|im_end|>"), sampled("Rome.<|im_end|>")
-    ids = ids_of([QUESTION, first, MORE, second], ct.THINKING)
-    assert TOKENIZER.decode(ids) == (
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\nhm\n</think>\n\nParis.<|im_end|>\n"
-        "<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\nRome.<|im_end|>"
-    )
 
 
 @each("content", [None, "", "hm"])

@@ -1,7 +1,5 @@
 """Texts that look like special tokens or placeholders, and conversations that cannot be rendered."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,28 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corelm.containers.history import History
 from corelm.errors import CapabilityError, TemplateError
-from corelm.rendering.render import render
 from corelm.spec.records import TokenizeResult
 from helpers import chat_templates as ct
 from helpers.each import each, examples
 from helpers.refusals import refused
-from helpers.rendering import (
-    ANSWER,
-    EOS_IDS,
-    ID,
-    MORE,
-    QUESTION,
-    TOKENIZER,
-    ids_of,
-    own,
-    rendered,
-    sampled,
-    tokenize,
-)
-
-# Texts that look like special tokens or placeholders -----------------------------------------------------------------
+from helpers.rendering import ANSWER, ID, MORE, QUESTION, TOKENIZER, ids_of, own, rendered, sampled, tokenize
 
 hostile = st.lists(st.sampled_from([*ct.SPECIAL, "<|im_", "end|>", "a", " ", "\n", "user"]), max_size=8).map("".join)
 
@@ -97,9 +79,6 @@ def test_texts_that_look_like_placeholders_are_kept() -> None:
     assert ids_of([odd, turn], ct.CHATML) == expected
 
 
-# Conversations that cannot be rendered -------------------------------------------------------------------------------
-
-
 def test_the_ids_of_a_sampled_turn_replace_what_the_template_makes_of_its_text() -> None:
     template, turn = ct.SHOUTING, sampled("Paris.<|im_end|>")
     prompt = own([QUESTION], template, True)["input_ids"] + turn["token_ids"]
@@ -161,26 +140,6 @@ def test_a_template_that_raises_names_the_rows_and_keeps_the_cause() -> None:
     with refused(TemplateError, rows=(0,)) as caught:
         rendered([[QUESTION, ANSWER, QUESTION, QUESTION, ANSWER]], ct.STRICT)
     assert "message 3:" in str(caught.value)
-
-
-def test_generation_blocks_that_are_cut_up_are_refused() -> None:
-    cut = ct.CHATML_MARKED.replace("{% generation %}", "{% set x %}{% generation %}").replace(
-        "{% endgeneration %}", "{% endgeneration %}{% endset %}{{ x[2:] }}"
-    )
-    with refused(TemplateError, rows=(0,)):
-        rendered([[QUESTION, ANSWER]], cut)
-
-
-def test_a_template_is_required_and_may_be_named() -> None:
-    bare = ct.tokenizer.__wrapped__()
-    bare.chat_template = None
-    with pytest.raises(TemplateError):
-        render(History.from_chats([[QUESTION]]).chats, bare, tokenize, add_generation_prompt=True, eos_ids=EOS_IDS)
-    bare.chat_template = {"default": ct.CHATML, "short": ct.BARE}
-    for name, template in (("short", ct.BARE), (None, ct.CHATML)):
-        chats = History.from_chats([[QUESTION]]).chats
-        ours = render(chats, bare, tokenize, add_generation_prompt=True, eos_ids=EOS_IDS, chat_template=name)
-        assert ours.ids.tolist() == [own([QUESTION], template, True)["input_ids"]]
 
 
 def test_offsets_are_needed_only_for_masks_of_turns_that_were_not_sampled() -> None:

@@ -1,7 +1,5 @@
 """Capabilities: what a plugin declares, and mistakes in it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace
@@ -19,43 +17,26 @@ def declare(**given: Any) -> Capabilities:
     return Capabilities(**{"vocab_size": 7, "max_context": None, **given})
 
 
-@each(
-    "field, value",
-    [
-        ("sampling", {"top_k": None, "temprature": (0.0, 2.0)}),
-        ("sampling", {"topk": None}),
-        ("sampling", {"max_new_tokens": None}),
-        ("sampling", {"seed": None}),
-        ("sampling", ["top_k"]),
-        ("sampling", None),
-        ("sampling", {"temperature": 2.0}),
-        ("sampling", {"temperature": (2.0, 0.0)}),
-        ("sampling", {"temperature": (float("nan"), 2.0)}),
-        ("sampling", {"temperature": ("0", "2")}),
-        ("sampling", {"stop": (0, 4)}),
-        ("sampling", {"length_penalty": None}),
-        ("generation_modes", {"raww"}),
-        ("generation_modes", {"logits"}),
-        ("generation_modes", "raw"),
-        ("generation_modes", None),
-        ("vocab_size", 0),
-        ("vocab_size", 7.5),
-        ("vocab_size", True),
-        ("vocab_size", None),
-        ("max_context", 10**30),
-        ("max_context", 0),
-        ("max_context", "512"),
-        ("eos_token_ids", 2),
-        ("eos_token_ids", {7}),
-        ("eos_token_ids", {"</s>"}),
-        ("score", 1),
-        ("abort", None),
-        ("logits", True),
-        ("score_temperature", True),
-        ("gradients", True),
-        ("seeds_are_costly", True),
+NAN = float("nan")
+#: Field → values that it does not take.
+MISTAKES: dict[str, list[Any]] = {
+    "sampling": [
+        *({"top_k": None, "temprature": (0.0, 2.0)}, {"topk": None}, {"max_new_tokens": None}, {"seed": None}),
+        *({"temperature": limits} for limits in (2.0, (2.0, 0.0), (NAN, 2.0), ("0", "2"))),
+        *({"stop": (0, 4)}, {"length_penalty": None}, ["top_k"], None),
     ],
-)
+    "generation_modes": [{"raww"}, {"logits"}, "raw", None],
+    "vocab_size": [0, 7.5, True, None],
+    "max_context": [10**30, 0, "512"],
+    "eos_token_ids": [2, {7}, {"</s>"}],
+    "score": [1],
+    "abort": [None],
+    # Without what each of them needs.
+    **{name: [True] for name in ("logits", "score_temperature", "gradients", "seeds_are_costly")},
+}
+
+
+@each("field, value", [(field, value) for field, values in MISTAKES.items() for value in values])
 def test_a_mistake_is_refused_when_the_capabilities_are_made(field: str, value: Any):
     with refused(InvalidRequestError, field=field):
         declare(**{field: value})

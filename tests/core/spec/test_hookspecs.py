@@ -1,7 +1,5 @@
 """What a hook raises, and what its caller gets: the table in `corelm.spec.hookspecs`."""
 
-from __future__ import annotations
-
 import pytest
 
 from corelm.errors import (
@@ -32,10 +30,7 @@ def test_the_caller_gets_the_error_that_the_table_says(raised: Exception, kind: 
     def bend(result):
         raise raised
 
-    for call in (
-        lambda backend: backend.generate([[1], [3]], SHORT),
-        lambda backend: backend.score_logprobs([[1, 3]]),
-    ):
+    for call in (lambda backend: backend.generate([[1], [3]], SHORT), lambda backend: backend.score_logprobs([[1, 3]])):
         with pytest.raises(CoreLMError) as caught:
             call(fake(bend))
         if kind is None:

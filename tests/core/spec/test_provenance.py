@@ -1,7 +1,5 @@
 """`Provenance`: how log-probs are labelled, and which may be compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from corelm import Provenance, SamplingParams

@@ -121,13 +121,6 @@ def test_samples_follow_the_distribution():
     assert bool((chi_square < 27.9).all()), chi_square
 
 
-def test_zero_samples_have_the_right_shape():
-    logits, mask, _ = example()
-    for kind in (MaskedCategorical, Sliced):
-        assert kind(logits, mask).sample((0,)).shape == (0, 2, 4)
-        assert kind(logits, mask).log_prob(kind(logits, mask).sample((3, 0))).shape == (3, 0, 2, 4)
-
-
 @kinds
 def test_a_mask_without_true_positions_is_accepted(kind):
     logits, mask, ids = example(requires_grad=True)
@@ -196,8 +189,6 @@ def test_no_tensor_as_large_as_the_logits_is_made_or_kept():
     assert logits.grad.shape == logits.shape
 
 
-# Logits that are no distribution -------------------------------------------------------------------------------------
-
 NAN, INF = float("nan"), float("inf")
 
 
@@ -221,22 +212,3 @@ def test_logits_that_are_no_distribution_give_nan_or_an_error_that_names_the_pos
     for draw in (lambda: dist.mode, dist.sample, lambda: dist.sample((2,))):
         with refused(InvalidRequestError, field="logits", rows=(1,)):
             draw()
-
-
-@kinds
-def test_logits_where_a_position_does_not_count_may_be_anything(kind):
-    logits, mask, ids = example()
-    clean = kind(logits.clone(), mask)
-    logits[~mask] = torch.tensor([NAN, INF, *[-INF] * (V - 2)], dtype=logits.dtype)
-    dist = kind(logits.requires_grad_(), mask)
-    assert torch.equal(dist.log_prob(ids), clean.log_prob(ids)) and torch.equal(dist.entropy(), clean.entropy())
-    assert torch.equal(dist.mode, clean.mode) and bool((dist.sample()[~mask] == -100).all())
-    (grad,) = torch.autograd.grad((dist.log_prob(ids) + dist.entropy()).sum(), logits)
-    assert bool(torch.isfinite(grad).all()) and not bool(grad[~mask].any())
-
-
-def test_a_token_that_is_excluded_has_log_prob_minus_infinity():
-    logits = torch.tensor([[0.0, -INF]])
-    dist = MaskedCategorical(logits, torch.tensor([True]))
-    assert dist.log_prob(torch.tensor([1])).tolist() == [-INF] and dist.entropy().tolist() == [0.0]
-    assert dist.mode.tolist() == [0] and dist.sample().tolist() == [0]

@@ -1,16 +1,11 @@
 """Stacks whose rows are made when somebody asks for one: when that is, and that nobody sees a difference."""
 
-from __future__ import annotations
-
-import copy
-import gc
-import pickle
 import threading
 import weakref
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, NonTensorStack
 from torch.utils import _pytree as pytree
 
 from corelm.containers import Tokens, ragged
@@ -19,7 +14,7 @@ from corelm.containers.history import History
 from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
-from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_rows, non_tensors
+from corelm.tensors.lazy_rows import FlatObjects, FlatRows, lazy_rows
 from corelm.tensors.ragged import Ragged
 from helpers.each import each
 
@@ -43,109 +38,12 @@ def request(**changes: Any) -> ContainerRequest:
     return ContainerRequest(**given | changes)
 
 
-def stacks(td: TensorDict) -> dict[str, Any]:
-    """Every stack in `td` that may still be deferred."""
-    entries = dict(td.items())
-    return {
-        **{name: entries[name]._tensordict for name in ("tokens", "masks", "log_probs")},
-        "text": entries["text"]._tensordict.get("full"),
-        "history": entries["history"]._tensordict.get("full")._tensordict.get("conversation"),
-        "finish_reason": entries["finish_reason"],
-    }
-
-
-def waiting(td: TensorDict) -> set[str]:
-    return {name for name, stack in stacks(td).items() if flat_source(stack) is not None}
-
-
-EVERY = {"tokens", "masks", "log_probs", "text", "history", "finish_reason"}
-
-
-def test_what_needs_no_row_makes_none() -> None:
-    td = assemble(request())
-    outer = TensorDict({"next": td}, batch_size=[4])
-    assert td.batch_size == td["tokens"].batch_size == (4,)
-    assert ragged(outer, ("next", "tokens", "full"), masks=("next", "masks")).tolist() == ROWS
-    assert ragged(td, ("log_probs", "full")).tolist() == [[-float(i) for i in row] for row in ROWS]
-    assert td["log_probs"].provenance == RAW
-    assert not td["tokens"].padded and len(td["tokens"]) == 4
-    assert td["text"].full == ["a", "b", "c", "d"]
-    history = td["history"].full.append({"role": "assistant", "content": "x"})
-    assert [chat[0].content for chat in history.chats] == ["a", "b", "c", "d"]
-    other = TensorDict({}, batch_size=[4]).update(td.select("tokens", "log_probs"))
-    assert set(other.keys()) == {"tokens", "log_probs"}
-    assert waiting(td) == EVERY
-
-
-def test_a_row_makes_those_of_its_container_alone() -> None:
-    td = assemble(request())
-    assert [row.tolist() for row in td["tokens"].full] == ROWS
-    assert td["finish_reason"][2] == "length"
-    assert waiting(td) == EVERY - {"tokens", "finish_reason"}
-    assert type(stacks(td)["tokens"]) is LazyStackedTensorDict
-    assert type(stacks(td)["finish_reason"]) is NonTensorStack
-    assert stacks(td)["tokens"].__dict__.keys() == lazy_stack([TensorDict()]).__dict__.keys()
-
-
-FIRST_TOUCHES = {
-    "an index": lambda stack: stack[1],
-    "iteration": list,
-    "its rows": lambda stack: stack.tensordicts,
-    "a lock": lambda stack: stack.lock_(),
-    "a stack of two": lambda stack: torch.stack([stack, stack]),
-    "a lazy stack of two": lambda stack: lazy_stack([stack, stack]),
-    "a concatenation": lambda stack: torch.cat([stack, stack]),
-    "a clone": lambda stack: stack.clone(),
-    "a shallow clone": lambda stack: stack.clone(recurse=False),
-    "a pickle": pickle.dumps,
-    "a copy": copy.copy,
-    "a deep copy": copy.deepcopy,
-    "another shape": lambda stack: stack.reshape(2, 2),
-    "the device": lambda stack: stack.device,
-    "sharing": lambda stack: stack.is_shared(),
-    "names": lambda stack: setattr(stack, "names", ["sample"]),
-}
-
-
-@each("touch", FIRST_TOUCHES.values())
-@each("kind", ["rows", "objects"])
-def test_every_first_touch_finds_an_ordinary_stack(kind: str, touch: Any) -> None:
-    if kind == "rows":
-        stack = lazy_rows({"full": Ragged.from_list(ROWS), "name": tuple("abcd")}, (4,))
-    else:
-        stack = non_tensors(tuple("abcd"), (4,))
-    assert flat_source(stack) is not None
-    found = touch(stack)
-    assert flat_source(stack) is None
-    if isinstance(found, bytes):
-        found = pickle.loads(found)
-    ordinary = type(stack)
-    assert ordinary in (LazyStackedTensorDict, NonTensorStack)
-    for one in (stack, found if isinstance(found, ordinary) and found.batch_size == (4,) else stack):
-        assert type(one) is ordinary
-        values = one.tolist() if kind == "objects" else [row["full"].tolist() for row in one]
-        assert values == (list("abcd") if kind == "objects" else ROWS)
-    assert stack.is_locked == (touch is FIRST_TOUCHES["a lock"])
-
-
-def test_its_batch_size_can_be_set_as_that_of_an_ordinary_one() -> None:
-    stack = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))
-    stack.batch_size = torch.Size([4])
-    assert stack.batch_size == stack.shape == (4,) and [row["full"].tolist() for row in stack] == ROWS
-
-
 def test_a_pytree_has_the_leaves_of_its_rows() -> None:
     leaves, spec = pytree.tree_flatten({"rows": lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))})
     assert [leaf.tolist() for leaf in leaves] == ROWS
     doubled = pytree.tree_unflatten([2 * leaf for leaf in leaves], spec)["rows"]
     assert type(doubled) is LazyStackedTensorDict
     assert [row["full"].tolist() for row in doubled] == [[2 * token for token in row] for row in ROWS]
-
-
-def test_a_new_stack_of_its_type_is_an_ordinary_one() -> None:
-    stack = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))
-    assert type(type(stack)(TensorDict({}), TensorDict({}))) is LazyStackedTensorDict
-    assert flat_source(stack) is not None
 
 
 @each("context", [torch.no_grad, torch.inference_mode])
@@ -158,13 +56,6 @@ def test_gradients_do_not_ask_when_the_rows_are_made(context: Any) -> None:
     torch.cat(found).sum().backward()
     assert values.grad is not None and values.grad.tolist() == [1.0] * 7
     assert not any(row.is_inference() for row in tokens)
-
-
-def test_rows_made_without_gradients_stay_without() -> None:
-    values = torch.zeros(7, requires_grad=True)
-    with torch.no_grad():
-        td = assemble(request(logprobs=Ragged(values, Ragged.from_list(ROWS).lengths)))
-    assert not any(row.requires_grad for row in td["log_probs"].full)
 
 
 def test_what_is_written_to_flat_rows_does_not_show() -> None:
@@ -192,12 +83,7 @@ def test_chats_share_nothing_that_can_be_written_to() -> None:
             message.extra["notes"].append(2)
             message.tool_calls[0]["name"] = "g"
     assert history[1].to_chats() == [
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"name": "f", "arguments": {"x": 1}}],
-            "notes": [1],
-        }
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1}}], "notes": [1]}
     ]
 
 
@@ -218,18 +104,6 @@ def test_threads_that_ask_at_once_get_the_same_rows() -> None:
         assert len({tuple(map(id, rows)) for rows in found}) == 1
 
 
-@each("context", [torch.no_grad, torch.inference_mode])
-def test_making_rows_leaves_the_process_as_it_was(context: Any) -> None:
-    before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
-    with context():
-        assert len(lazy_rows({"full": Ragged.from_list(ROWS)}, (4,))[:2]) == 2
-        assert not torch.is_grad_enabled()
-    assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()) == before
-
-
-# What is needed from tensordict and torch ----------------------------------------------------------------------------
-
-
 class Plain:
     pass
 
@@ -245,11 +119,3 @@ def test_tensordict_has_what_lazy_rows_need() -> None:
         assert made.batch_size == made.shape == (2, 2) and made._has_names() is False
     assert set(rows.keys()) == {"full", "name"} and objects.tolist() == [["a", "b"], ["c", "d"]]
     assert pytree.SUPPORTED_NODES[LazyStackedTensorDict].flatten_fn(rows)[0]
-
-
-def test_a_tensordict_that_takes_in_a_stack_asks_only_for_what_is_answered() -> None:
-    rows, objects = lazy_rows({"full": Ragged.from_list(ROWS)}, (4,)), non_tensors(tuple("abcd"), (4,))
-    td = TensorDict({"rows": rows, "objects": objects}, batch_size=[4])
-    td["tokens"] = Tokens.from_tensordict(rows)
-    assert td.get("rows") is rows and td.get("objects") is objects and td.get("tokens")._tensordict is rows
-    assert flat_source(rows) is not None and flat_source(objects) is not None

@@ -1,7 +1,5 @@
 """`Ragged`, compared with plain Python lists."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 
@@ -10,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corelm.tensors.ragged import Ragged, Side
+from corelm.tensors.ragged import Ragged
 from helpers.each import each, examples
 
 Rows = list[list[int]]
@@ -18,12 +16,6 @@ Rows = list[list[int]]
 quick = settings(deadline=None, max_examples=examples(50))
 lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)
 some_lists = st.lists(st.lists(st.integers(-9, 9), max_size=5), min_size=1, max_size=6)
-sides = st.sampled_from(["left", "right"])
-
-
-def padded(row: list[int], width: int, side: Side, filler: int) -> list[int]:
-    pads = [filler] * (width - len(row))
-    return pads + row if side == "left" else row + pads
 
 
 @each("rows", [[[1, 2], [], [3]], [[4]], [[]]])
@@ -46,40 +38,6 @@ def test_an_array_of_floats_is_no_row_of_ids() -> None:
 
 
 @quick
-@given(lists)
-def test_lists_survive_a_round_trip(rows: Rows) -> None:
-    ragged = Ragged.from_list(rows)
-    assert ragged.tolist() == rows
-    assert [row.tolist() for row in ragged.split()] == rows
-    assert Ragged.from_list([torch.tensor(row, dtype=torch.int64) for row in rows]).tolist() == rows
-    assert len(ragged) == len(rows)
-    assert ragged.values.dtype == torch.int64
-
-
-@quick
-@given(lists)
-def test_offsets_row_index_and_positions(rows: Rows) -> None:
-    ragged = Ragged.from_list(rows)
-    assert ragged.offsets.tolist() == [sum(map(len, rows[:r])) for r in range(len(rows) + 1)]
-    assert ragged.row_index.tolist() == [r for r, row in enumerate(rows) for _ in row]
-    assert ragged.positions.tolist() == [t for row in rows for t, _ in enumerate(row)]
-
-
-@quick
-@given(lists, sides, st.none() | st.integers(5, 8), st.integers(-9, 9))
-def test_padding_survives_a_round_trip(rows: Rows, side: Side, width: int | None, filler: int) -> None:
-    ragged = Ragged.from_list(rows)
-    columns = max(map(len, rows), default=0) if width is None else width
-    dense = ragged.to_padded(filler, side, width)
-    assert dense.shape == (len(rows), columns)
-    assert dense.tolist() == [padded(row, columns, side, filler) for row in rows]
-    mask = ragged.mask(side, width)
-    assert mask.tolist() == [padded([True] * len(row), columns, side, False) for row in rows]
-    # Pads are told from values by the mask, even if the filler also occurs among the values.
-    assert Ragged.from_padded(dense, mask).tolist() == rows
-
-
-@quick
 @given(some_lists, st.data())
 def test_scatter_fills_any_mask_in_row_order(rows: Rows, data: st.DataObject) -> None:
     width = max(map(len, rows)) + 2
@@ -92,37 +50,6 @@ def test_scatter_fills_any_mask_in_row_order(rows: Rows, data: st.DataObject) ->
 
 
 @quick
-@given(some_lists, st.data())
-def test_select_and_repeat(rows: Rows, data: st.DataObject) -> None:
-    ragged = Ragged.from_list(rows)
-    picked = data.draw(st.lists(st.integers(-len(rows), len(rows) - 1), max_size=8))
-    assert ragged.select(picked).tolist() == [rows[r] for r in picked]
-    keep = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
-    assert ragged.select(torch.tensor(keep)).tolist() == [row for row, kept in zip(rows, keep, strict=True) if kept]
-    n = data.draw(st.integers(1, 3))
-    assert ragged.repeat(n).tolist() == [row for row in rows for _ in range(n)]
-
-
-@quick
-@given(st.lists(st.tuples(st.lists(st.integers(), max_size=5), st.integers(-2, 7), st.integers(0, 7)), max_size=6))
-def test_slice(cases: list[tuple[list[int], int, int]]) -> None:
-    rows = [[value % 100 for value in row] for row, _, _ in cases]
-    start, stop = (torch.tensor([case[i] for case in cases], dtype=torch.int64) for i in (1, 2))
-    expected = [row[max(a, 0) : b] for row, (_, a, b) in zip(rows, cases, strict=True)]
-    assert Ragged.from_list(rows).slice(start, stop).tolist() == expected
-
-
-@quick
-@given(
-    st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9), max_size=4)), max_size=6)
-)
-def test_cat_and_join(pairs: list[tuple[list[int], list[int]]]) -> None:
-    first, second = [a for a, _ in pairs], [b for _, b in pairs]
-    assert Ragged.cat([Ragged.from_list(first), Ragged.from_list(second)]).tolist() == first + second
-    assert Ragged.from_list(first).join(Ragged.from_list(second)).tolist() == [a + b for a, b in pairs]
-
-
-@quick
 @given(lists)
 def test_values_of_more_dimensions(rows: Rows) -> None:
     wide = [[[value, -value] for value in row] for row in rows]
@@ -132,12 +59,6 @@ def test_values_of_more_dimensions(rows: Rows) -> None:
     assert ragged.tolist() == wide
     assert ragged.to_padded(0, "left").tolist() == [[[0, 0]] * (longest - len(row)) + row for row in wide]
     assert ragged.repeat(2).tolist() == [row for row in wide for _ in range(2)]
-
-
-def test_full_repeats_one_value() -> None:
-    ragged = Ragged.full(torch.tensor([2, 0, 1]), True, torch.bool)
-    assert ragged.tolist() == [[True, True], [], [True]]
-    assert ragged.values.dtype == torch.bool
 
 
 @each(

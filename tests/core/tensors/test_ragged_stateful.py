@@ -1,7 +1,5 @@
 """`Ragged` against lists of lists: any sequence of its methods, so that what is cached is checked as well."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

@@ -1,14 +1,11 @@
 """Arrays that numpy calls read-only, as Parquet and memory maps give them, are taken without a warning of torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
 from corelm import Masks, Tokens
 from corelm.backend.arguments import rows_of_ids, seeds
-from corelm.tensors.ragged import as_tensor
 from helpers.each import each
 
 ROWS = [[5, 17], [300]]
@@ -51,15 +48,3 @@ def test_dense_ids_masks_and_seeds():
     masks = Masks.from_rows(all_attention_mask=[read_only([True, False])])
     assert masks.all_attention_mask[0].tolist() == [True, False]
     assert seeds(read_only([3, 4]), 2).tolist() == [3, 4]
-
-
-def test_writing_to_the_tensor_does_not_write_to_the_array():
-    array = read_only([1, 2])
-    as_tensor(array)[0] = 9
-    assert array.tolist() == [1, 2]
-
-
-def test_other_arrays_are_not_copied():
-    array = np.array([1, 2])
-    as_tensor(array)[0] = 9
-    assert array.tolist() == [9, 2]

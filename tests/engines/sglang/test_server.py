@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
-from corelm import Backend, LLMPolicy
-from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
+from corelm import Backend
+from corelm.errors import CapabilityError, EngineError
 from helpers import oracle
 from helpers.capability_tables import assert_page_says
 from helpers.silences import outlasts_silence
-from helpers.tiny_models import CONTEXT, VOCAB, random_rows
+from helpers.tiny_models import CONTEXT, random_rows
 
 # Probing and limits ---------------------------------------------------------------------------------------------------
 
@@ -54,56 +51,6 @@ def test_rows_may_be_as_long_as_max_context(shared: Backend, original: Backend, 
 # Bad requests ---------------------------------------------------------------------------------------------------------
 
 GOOD = [5, 17, 300]
-#: A row, sampling parameters, and the field at fault. A server that got these would end, hang or refuse.
-BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
-    "id-equal-to-vocab-size": ([5, VOCAB], {}, "prompts"),
-    "id-far-too-large": ([5, 2**40], {}, "prompts"),
-    "negative-id": ([5, -1], {}, "prompts"),
-    "no-ids": ([], {}, "prompts"),
-    "over-the-context": ([5] * 600, {}, "prompts"),
-    "answer-over-the-context": (GOOD, {"max_new_tokens": 510}, "prompts"),
-    "temperature-nan": (GOOD, {"temperature": math.nan}, "temperature"),
-    "temperature-infinite": (GOOD, {"temperature": math.inf}, "temperature"),
-    "temperature-negative": (GOOD, {"temperature": -1.0}, "temperature"),
-    "temperature-almost-0": (GOOD, {"temperature": 1e-9}, "temperature"),
-    "top-p-nan": (GOOD, {"top_p": math.nan}, "top_p"),
-    "top-p-0": (GOOD, {"top_p": 0.0}, "top_p"),
-    "min-p-over-1": (GOOD, {"min_p": 1.5}, "min_p"),
-    "presence-penalty-nan": (GOOD, {"presence_penalty": math.nan}, "presence_penalty"),
-    "presence-penalty-too-large": (GOOD, {"presence_penalty": 3.0}, "presence_penalty"),
-    "stop-id-outside-the-vocabulary": (GOOD, {"stop_token_ids": [VOCAB], "min_new_tokens": 1}, "stop_token_ids"),
-}
-
-
-@pytest.mark.parametrize("fault", BAD)
-def test_a_bad_request_is_refused_before_the_server_gets_it(shared: Backend, fault: str):
-    row, sampling, field = BAD[fault]
-    with pytest.raises(InvalidRequestError) as caught:
-        shared.generate([GOOD, row], {"max_new_tokens": 2, **sampling}, logprobs="none")
-    assert caught.value.field == field
-    _check_alive(shared)
-
-
-@pytest.mark.parametrize("fault", [name for name, (_, sampling, _) in BAD.items() if not sampling])
-def test_a_bad_row_leaves_the_others_alone(shared: Backend, fault: str, model):
-    row = BAD[fault][0]
-    batch = shared.generate([GOOD, row, GOOD], {"max_new_tokens": 2, "temperature": 0}, on_error="skip")
-    assert batch.finish_reasons == ("length", "error", "length") and batch.errors[1]
-    answer = batch.ids.tolist()[0]
-    torch.testing.assert_close(
-        batch.logprobs.split()[0], oracle.answer_logprobs(model, GOOD, answer), atol=1e-4, rtol=0
-    )
-    scores = shared.score_logprobs([GOOD, row, GOOD], on_error="skip")
-    assert [bool(error) for error in scores.errors] == [False, True, False]
-    torch.testing.assert_close(scores.logprobs.split()[2], oracle.logprobs(model, GOOD), atol=1e-4, rtol=0)
-    _check_alive(shared)
-
-
-def test_an_empty_text_is_refused(shared: Backend):
-    policy = LLMPolicy(shared, input_mode="text", sampling_params={"max_new_tokens": 2})
-    with pytest.raises(CoreLMError, match="row 1"):
-        policy(TensorDict(text=["Who?", ""]))
-    _check_alive(shared)
 
 
 def test_numbers_too_large_for_the_scheduler_are_harmless(shared: Backend):

@@ -12,9 +12,10 @@ import torch
 import corelm
 from corelm import Backend, SamplingParams
 from corelm.errors import InvalidRequestError
-from corelm.spec import GenerateRequest, Ragged
+from corelm.spec import Ragged
 from engines.vllm.distributions import distributions
 from helpers import oracle
+from helpers.requests import generation
 from helpers.tiny_models import random_rows, tiny_model
 
 Open = Callable[..., Backend]
@@ -59,16 +60,7 @@ def test_long_prompts_that_are_read_in_steps_have_one_set_a_token(open_vllm: Ope
     ) as small:
         # Without seeds, with which vLLM crashes here on a CPU; core always sends some.
         result = small.engine.plugin.generate(
-            GenerateRequest(
-                prompts=Ragged.from_list(prompts),
-                sampling=SamplingParams(max_new_tokens=5, top_k=4),
-                logprobs="raw",
-                seeds=None,
-                stop_ids=frozenset(),
-                request_ids=("a", "b", "c"),
-                timeout=60.0,
-                return_support=True,
-            )
+            generation(prompts, max_new_tokens=5, top_k=4, timeout=60.0, return_support=True)
         )
     model = tiny_model(hidden_size=128)
     for prompt, answer, sets in zip(prompts, result.ids.tolist(), result.kept_ids.tolist(), strict=True):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from vllm import SamplingParams as TheirSamplingParams
 
-from corelm import Backend, Ragged, SamplingParams
+from corelm import Backend, SamplingParams
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.spec import ScoreRequest
 from helpers import oracle
+from helpers.requests import scoring
 from helpers.tiny_models import CONTEXT, VOCAB, random_rows, tiny_model
 from vllm_backend.engine_async import AsyncEngine
 
@@ -47,19 +47,7 @@ def test_a_prompt_that_vllm_refuses_does_not_affect_the_others(shared: Backend) 
 def test_a_sequence_that_vllm_refuses_does_not_affect_the_others(engine: AsyncEngine) -> None:
     # The plugin is called directly, since core would refuse the second sequence.
     rows = [*random_rows(5), [3, VOCAB + 7, 4], *random_rows(6, seed=1)]
-    sequences = Ragged.from_list(rows)
-    result = engine.score_logprobs(
-        ScoreRequest(
-            sequences=sequences,
-            score_from=torch.tensor([1, 1, 3]),
-            temperature=1.0,
-            return_logits=False,
-            grad=False,
-            device=None,
-            request_ids=("a", "b", "c"),
-            timeout=None,
-        )
-    )
+    result = engine.score_logprobs(scoring(rows, [1, 1, 3]))
     assert result.errors is not None and [bool(text) for text in result.errors] == [False, True, False]
     found, scored = result.logprobs.split(), result.scored.split()
     assert not scored[1].any() and not found[1].any()
@@ -77,12 +65,6 @@ def test_scoring_only_the_last_id_or_some_of_the_last_ids(shared: Backend) -> No
     assert [int(scored.sum()) for scored in result.scored.split()] == [1, 50, 1, 1]
     for row, found, scored in zip(rows, result.logprobs.split(), result.scored.split(), strict=True):
         assert close(found[scored], oracle.logprobs(MODEL, row)[scored])
-
-
-def test_rows_with_nothing_to_score(shared: Backend) -> None:
-    result = shared.score_logprobs([[5], [6, 7]])
-    assert [scored.tolist() for scored in result.scored.split()] == [[False], [False, True]]
-    assert not shared.score_logprobs([[5], [6]]).scored.values.any()
 
 
 # Sampling -------------------------------------------------------------------------------------------------------------

@@ -21,11 +21,6 @@ LONG = {"max_new_tokens": CONTEXT - 9, "ignore_eos": True}
 Check = Callable[[Backend], None]
 
 
-@pytest.mark.parametrize("logprobs", ["none", "raw"])
-def test_streamed_answers_are_those_of_generate(shared: Backend, logprobs: str) -> None:
-    check_stream(shared, SAMPLING, logprobs)
-
-
 def test_streamed_text_ends_before_a_stop_string(shared: Backend) -> None:
     free = shared.generate(PROMPTS, SAMPLING, logprobs="none").ids.tolist()
     texts = [tiny_tokenizer().decode(ids, skip_special_tokens=True) for ids in free]

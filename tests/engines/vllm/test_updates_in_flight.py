@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from corelm import Backend
-from corelm.backend.prepared_call import prepare_generation
+from corelm.backend.arguments import prepare_generation
 from corelm.errors import InvalidRequestError
 from corelm.spec import GenerateResult, TokenChunk
 from helpers import oracle

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from corelm import SamplingParams
 from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
@@ -17,13 +17,13 @@ from corelm.spec import (
     Deadline,
     GenerateRequest,
     HealthRequest,
-    Ragged,
     RowAnswer,
     RowFailure,
 )
 from corelm_engine_kit import HttpEngine, HttpOptions, ReplyStreams, RowError, SoFar, takes_http_options
 from helpers.http_clients import KEY
 from helpers.http_server import Reply, Request, event_stream, held, json_reply, raw
+from helpers.requests import generation
 from helpers.tiny_models import tiny_tokenizer
 
 INFO = SimpleNamespace(capabilities=Capabilities(vocab_size=100, max_context=64), tokenizer=tiny_tokenizer())
@@ -69,13 +69,7 @@ def spell(request: Request) -> Reply:
 
 
 def request(count: int, **fields: Any) -> GenerateRequest:
-    known = {"logprobs": "raw", "seeds": None, "stop_ids": frozenset(), "timeout": None}
-    return GenerateRequest(
-        prompts=Ragged.from_list([[5]] * count),
-        sampling=SamplingParams(max_new_tokens=2),
-        request_ids=tuple(f"row-{number}" for number in range(count)),
-        **(known | fields),
-    )
+    return generation([[5]] * count, max_new_tokens=2, **fields)
 
 
 def test_rows_keep_their_numbers_and_fail_alone(connect, serve):
@@ -96,6 +90,19 @@ def test_a_server_that_does_not_serve_fails_the_call(connect, serve):
     with pytest.raises(EngineError, match="status 500"):
         engine.map_rows(request(1), {0: {"n": 7}}, parse)
     assert engine.health(HealthRequest()) is False
+
+
+@pytest.mark.parametrize(("status", "of_its_row"), [(400, True), (500, True), (401, False), (429, False), (503, False)])
+def test_what_a_healthy_server_refuses_each_time_is_a_failure_of_the_row_or_of_the_call(
+    connect, serve, status, of_its_row
+):
+    refuse = lambda request: raw(b"") if request.path == "/health" else json_reply({"error": "no"}, status)  # noqa: E731
+    engine = Engine(connect(serve(refuse), max_retries=0), INFO)
+    for payloads in ({0: {"n": 7}}, {0: {"n": 7}, 1: {"n": 8}}):
+        with nullcontext() if of_its_row else pytest.raises(EngineError, match=str(status)):
+            found = engine.map_rows(request(2), payloads, parse)
+            assert [*found] == [*payloads] and all(isinstance(each, RowFailure) for each in found.values())
+    assert engine.health(HealthRequest())
 
 
 def test_streams_hand_over_what_is_new_of_their_own_row(connect, serve):
@@ -130,7 +137,7 @@ def test_an_abort_ends_the_requests_of_that_name(connect, serve, told):
     call.start()
     assert arrived.wait(60)
     engine.abort(AbortRequest(request_ids=("another",)))
-    engine.abort(AbortRequest(request_ids=("row-0",)))
+    engine.abort(AbortRequest(request_ids=("0",)))
     call.join(60)
     gate.set()
     assert found == {0: parse(0, {"ids": [7]}, True) if told else RowFailure("the request was aborted", aborted=True)}

@@ -20,15 +20,13 @@ from corelm.spec import (
     AbortRequest,
     CloseRequest,
     Deadline,
-    GenerateRequest,
     GenerateResult,
-    Ragged,
-    SamplingParams,
     WeightUpdate,
 )
 from corelm_engine_kit import LogitsEngine, refuse_weights, shape_problems, shapes_of
 from corelm_testing.toy import ByteTokenizer
 from helpers.batching_fakes import wait_until
+from helpers.requests import generation
 from helpers.toy_conformance import TABLE, ToyConformance
 
 SIZE = len(TABLE)
@@ -94,15 +92,7 @@ class Stepwise(Table):
         assert self.begun.acquire(timeout=60)
 
     def submit(self, count: int, **sampling: Any) -> Future[GenerateResult]:
-        request = GenerateRequest(
-            prompts=Ragged.from_list([[5]] * count),
-            sampling=SamplingParams(ignore_eos=True, **sampling),
-            logprobs="raw",
-            seeds=torch.arange(count),
-            stop_ids=frozenset(),
-            request_ids=tuple(map(str, range(count))),
-            timeout=None,
-        )
+        request = generation([[5]] * count, ignore_eos=True, **sampling, seeds=torch.arange(count))
         calls = len(self._loop._stepping)
         future = in_thread(lambda: self.generate(request))
         wait_until(lambda: len(self._loop._stepping) > calls or future.done())

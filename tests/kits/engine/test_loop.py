@@ -10,18 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from corelm.spec import GenerateRequest, Ragged, SamplingParams
 from corelm_engine_kit.loop import Call, Loop
+from helpers.requests import generation
 
-REQUEST = GenerateRequest(
-    prompts=Ragged.from_list([[5]]),
-    sampling=SamplingParams(),
-    logprobs="raw",
-    seeds=torch.arange(1),
-    stop_ids=frozenset(),
-    request_ids=("0",),
-    timeout=None,
-)
+REQUEST = generation(seeds=torch.arange(1))
 Work = Callable[[], Generator[Any, Any, Any]]
 
 

@@ -18,40 +18,16 @@ from corelm.spec import (
     RowAnswer,
     RowFailure,
     RowScores,
-    ScoreRequest,
     TopIds,
     generate_result,
     score_result,
 )
 from corelm_engine_kit import ABORTED, AccessError, TransientError, raise_if_none_was_served, row_failure
+from helpers.requests import generation, scoring
 
 
-def generation(logprobs: Any = "raw", **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=Ragged.from_list([[5], [6, 7], [8]]),
-        sampling=SamplingParams(**sampling),
-        logprobs=logprobs,
-        seeds=None,
-        stop_ids=frozenset(),
-        request_ids=("a", "b", "c"),
-        timeout=None,
-    )
-
-
-def scoring(
-    rows: list[list[int]], score_from: list[int], temperature: float = 1.0, return_argmax: bool = False
-) -> ScoreRequest:
-    return ScoreRequest(
-        sequences=Ragged.from_list(rows),
-        score_from=torch.tensor(score_from),
-        temperature=temperature,
-        return_logits=False,
-        grad=False,
-        device=None,
-        request_ids=tuple(map(str, range(len(rows)))),
-        timeout=None,
-        return_argmax=return_argmax,
-    )
+def asked(logprobs: Any = "raw", **given: Any) -> GenerateRequest:
+    return generation([[5], [6, 7], [8]], logprobs, **given)
 
 
 def rounded(rows: Ragged | None) -> list[list[float]]:
@@ -64,20 +40,20 @@ def rounded(rows: Ragged | None) -> list[list[float]]:
 
 def test_answers_and_failures_keep_the_order_of_their_rows():
     rows = [RowAnswer([1, 2], [-0.5, -1.0], "stop"), RowFailure("too long"), RowAnswer([3], [-2.0], "length")]
-    result = generate_result(generation(), rows)
+    result = generate_result(asked(), rows)
     assert result.ids.tolist() == [[1, 2], [], [3]] and rounded(result.logprobs) == [[-0.5, -1.0], [], [-2.0]]
     assert result.finish_reasons == ("stop", "error", "length") and result.errors == ("", "too long", "")
 
 
 def test_an_aborted_row_is_not_an_error():
     rows = [RowFailure("aborted", aborted=True)] * 2 + [RowAnswer([3], [-2.0], "abort")]
-    result = generate_result(generation(), rows)
+    result = generate_result(asked(), rows)
     assert result.ids.tolist() == [[], [], [3]] and result.errors is None
     assert result.finish_reasons == ("abort",) * 3
 
 
 def test_without_log_probs_there_are_none_in_the_result():
-    result = generate_result(generation("none"), [RowAnswer([1], [], "length")] * 3)
+    result = generate_result(asked("none"), [RowAnswer([1], [], "length")] * 3)
     assert result.logprobs is None and result.ids.tolist() == [[1]] * 3
 
 
@@ -94,7 +70,7 @@ def test_log_probs_are_labelled_with_their_distribution():
     ]
     for logprobs, sampling, label in cases:
         assert tuple(Provenance.label(logprobs, SamplingParams(**sampling)).values()) == label, sampling
-        result = generate_result(generation(logprobs, **sampling), [RowAnswer([1], [-1.0], "length")] * 3)
+        result = generate_result(asked(logprobs, **sampling), [RowAnswer([1], [-1.0], "length")] * 3)
         assert (result.mode, result.temperature, result.support) == label, sampling
 
 
@@ -180,7 +156,7 @@ def test_kept_ids_are_sorted_and_flat() -> None:
         RowFailure("broken"),
         RowFailure("broken"),
     ]
-    result = generate_result(replace(generation(), return_support=True), rows)
+    result = generate_result(asked(return_support=True), rows)
     assert result.kept_ids.tolist() == [[[4, 7], [2]], [], []]
     assert result.kept_log_mass.lengths.tolist() == [2, 0, 0]
 
@@ -192,18 +168,18 @@ def test_an_answer_without_the_ids_that_were_asked_for_fails_alone() -> None:
         RowAnswer([4, 2], [-0.1, -0.2], "abort"),
         RowAnswer([], [], "abort"),
     ]
-    result = generate_result(replace(generation(), return_support=True, top_logprobs=2), rows)
+    result = generate_result(asked(return_support=True, top_logprobs=2), rows)
     assert result.ids.tolist() == [[4], [], []] and result.finish_reasons == ("abort", "error", "abort")
     assert result.errors == ("", "the engine returned the kept ids of 0 tokens, and 2 were sampled", "")
     assert result.kept_ids is not None and result.kept_ids.tolist() == [[[4, 7]], [], []]
-    only_top = generate_result(replace(generation(), top_logprobs=2), [*rows[:2], replace(rows[1], top=top)])
+    only_top = generate_result(asked(top_logprobs=2), [*rows[:2], replace(rows[1], top=top)])
     assert only_top.errors is not None and [bool(error) for error in only_top.errors] == [False, True, True]
 
 
 def test_the_tail_is_what_the_top_ids_leave() -> None:
     top = TopIds.of([{4: math.log(0.5), 7: math.log(0.25), 9: math.log(0.125)}, {2: 0.0}], 2)
     rows = [RowAnswer([4, 2], [-0.1, -0.2], "stop", top=top), RowFailure("broken"), RowFailure("broken")]
-    result = generate_result(replace(generation(), top_logprobs=2), rows)
+    result = generate_result(asked(top_logprobs=2), rows)
     assert result.top_ids.values.tolist() == [[4, 7], [2, -1]]
     assert result.top_logprobs.values[1].tolist() == [0.0, -math.inf]
     assert result.tail_log_mass.values.tolist() == pytest.approx([math.log(0.25), -math.inf])
@@ -211,7 +187,7 @@ def test_the_tail_is_what_the_top_ids_leave() -> None:
 
 
 def test_a_scored_row_without_all_of_its_top_ids_is_an_error_of_that_row() -> None:
-    request = replace(scoring([[1, 2, 3], [4, 5, 6]], [1, 1]), top_k=1)
+    request = scoring([[1, 2, 3], [4, 5, 6]], [1, 1], top_k=1)
     whole, short = TopIds.of([{2: -0.5}, {3: -0.25}], 1), TopIds.of([{5: -0.5}], 1)
     result = score_result(request, {0: RowScores([-0.5, -0.25], top=whole), 1: RowScores([-0.5, -1.0], top=short)})
     assert result.errors == ("", "the engine returned the most probable ids of 1 tokens for 2 log-probs")
@@ -222,8 +198,8 @@ def test_a_scored_row_without_all_of_its_top_ids_is_an_error_of_that_row() -> No
 def test_what_an_engine_says_of_its_cache_is_kept_where_it_is_a_count():
     said = [RowAnswer([1], [-1.0], "length", cached_tokens=count) for count in (1, 99, True)]
     # A request that the engine has interrupted finds its own answer in the cache as well.
-    assert generate_result(generation(), said).cached_tokens == (1, 2, None)
-    assert generate_result(generation(), [said[0], RowFailure("too long"), said[2]]).cached_tokens == (1, None, None)
+    assert generate_result(asked(), said).cached_tokens == (1, 2, None)
+    assert generate_result(asked(), [said[0], RowFailure("too long"), said[2]]).cached_tokens == (1, None, None)
     for none in (None, "3", -1, 2.0):
         rows = [RowAnswer([1], [-1.0], "length", cached_tokens=none)] * 3
-        assert generate_result(generation(), rows).cached_tokens is None
+        assert generate_result(asked(), rows).cached_tokens is None

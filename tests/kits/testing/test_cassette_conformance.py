@@ -1,7 +1,5 @@
 """The conformance kit passes on the replay of what it recorded of transformers, and says what was not recorded."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

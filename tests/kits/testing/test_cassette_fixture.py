@@ -1,7 +1,5 @@
 """The pytest fixture `cassette`: recorded on the first run, replayed from then on, next to the test file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -84,30 +82,6 @@ def test_a_test_that_failed_is_recorded_again(pytester: pytest.Pytester, monkeyp
     for _ in range(2):
         ran(pytester, passed=1)
         assert len(calls(pytester.path / "cassettes" / "test_mine" / "test_two_calls" / "0")) == 2
-
-
-@pytest.mark.process
-def test_an_interrupted_test_is_recorded_again(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytester.makepyfile(
-        test_mine="""
-        import os
-
-        def test_two_calls(cassette):
-            backend = cassette.open("toy")
-            backend.score_logprobs([[65, 66]])
-            if "STOPS" in os.environ:
-                raise KeyboardInterrupt
-            backend.score_logprobs([[67, 68]])
-        """
-    )
-    monkeypatch.setenv("STOPS", "1")
-    assert pytester.runpytest_subprocess("-p", "no:cacheprovider").ret == pytest.ExitCode.INTERRUPTED
-    cassette = pytester.path / "cassettes" / "test_mine" / "test_two_calls" / "0"
-    assert len(calls(cassette)) == 1
-    monkeypatch.delenv("STOPS")
-    for _ in range(2):
-        ran(pytester, passed=1)
-        assert len(calls(cassette)) == 2
 
 
 @pytest.mark.process

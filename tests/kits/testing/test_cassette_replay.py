@@ -1,7 +1,5 @@
 """A replay gives what the engine gave, bit for bit, and refuses what it did not give."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -10,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
-import corelm
-from corelm import Backend, DynamicBatcher, History, LLMPolicy, hookimpl
+from corelm import Backend, DynamicBatcher, hookimpl
 from corelm.batching import Limits
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import TokenSets
@@ -99,22 +95,6 @@ def test_a_replay_is_called_like_the_engine_and_needs_no_engine(tmp_path: Path) 
         assert backend.capabilities.sampling == declared.sampling and not backend.capabilities.gradients
         with pytest.raises(CapabilityError, match="gradients"):
             backend.score_logprobs(ROWS, grad=True)
-
-
-def test_a_policy_with_conversations_gives_the_same_containers(tmp_path: Path) -> None:
-    chats = History.from_chats(
-        [[{"role": "user", "content": "Is the tea hot?"}], [{"role": "user", "content": "Who?"}]]
-    )
-
-    def run(backend: Backend) -> list[Any]:
-        policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 12}, num_samples=2)
-        out = policy(TensorDict(history=chats), seed=3)
-        policy.replace(generate=False, num_samples=None, log_probs_key="again")
-        return [out["text"].response, [r.tolist() for r in corelm.ragged(out, ("log_probs", "response")).split()],
-                out["log_probs"].provenance]  # fmt: skip
-
-    one, other = both(tmp_path / "c", run)
-    assert one == other
 
 
 def test_streamed_tokens_come_back_in_their_order(tmp_path: Path) -> None:
@@ -307,25 +287,6 @@ def test_weights_are_told_apart(tmp_path: Path) -> None:
     with replayed(tmp_path / "c", match="content") as backend:
         # Without the update, the first answers are the only ones.
         assert [backend.generate(ROWS, SEEDED).ids.tolist() for _ in range(3)] == [one[0][0]] * 3
-
-
-def test_a_model_that_was_trained_in_place_keeps_its_labels(tmp_path: Path) -> None:
-    model = Bigram(torch.zeros(260, 260))
-
-    def run(backend: Backend, train: bool) -> list[Any]:
-        found = [backend.score_logprobs(ROWS)]
-        if train:
-            with torch.no_grad():
-                model.table.add_(torch.randn(260, 260))
-        found.append(backend.score_logprobs(ROWS))
-        return [(each.logprobs.tolist(), each.weight_versions) for each in found]
-
-    with recorded(tmp_path / "c", model=model) as backend:
-        one = run(backend, True)
-    assert one[0][1] == ("0",) * 3 and one[1][1] == ("1",) * 3
-    for match in ("strict", "content"):
-        with replayed(tmp_path / "c", match=match) as backend:
-            assert run(backend, False) == one
 
 
 def test_adapters_are_told_apart_and_carry_their_names(tmp_path: Path) -> None:

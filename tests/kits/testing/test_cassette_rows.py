@@ -2,10 +2,7 @@
 weights.
 """
 
-from __future__ import annotations
-
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import torch
 
 from corelm import Backend, DynamicBatcher, hookimpl
 from corelm.batching import Limits
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import EngineError
 from corelm_testing.cassette import CassetteRecorder
 from corelm_testing.toy import Bigram
 from helpers.cassettes import calls_of, recorded, replayed
@@ -34,33 +31,6 @@ def test_equal_rows_keep_their_own_answers(tmp_path: Path) -> None:
         assert backend.generate([[65], [65]], {**sampling, "seed": 1}).ids.tolist() == found
     with replayed(tmp_path / "c", match="content", match_seeds=False) as backend:
         assert [backend.generate([[65]], sampling).ids.tolist() for _ in range(2)] == [found[:3], found[3:]]
-
-
-def test_rows_of_two_calls_are_joined_where_only_one_says_what_was_cached(tmp_path: Path) -> None:
-    class Caching:
-        """Says of its first call alone what was cached."""
-
-        said = False
-
-        @hookimpl(wrapper=True)
-        def generate(self, request: Any) -> Any:
-            result = yield
-            cached = None if self.said else (len(request.prompts.tolist()[0]) - 1, None)
-            self.said = True
-            return replace(result, cached_tokens=cached)
-
-    with recorded(tmp_path / "c", wrappers=[Caching()]) as backend:
-        one = backend.generate([[65, 66, 67], [68]], {"max_new_tokens": 2, "seed": 1})
-        other = backend.generate([[69]], {"max_new_tokens": 2, "seed": 1})
-    assert (one.cached_tokens, other.cached_tokens) == ((2, None), None)
-    with replayed(tmp_path / "c") as backend:
-        assert backend.generate([[65, 66, 67], [68]], {"max_new_tokens": 2, "seed": 1}).cached_tokens == (2, None)
-        assert backend.generate([[69]], {"max_new_tokens": 2, "seed": 1}).cached_tokens is None
-    seeds = seeds_of(tmp_path / "c")
-    with replayed(tmp_path / "c", match="content") as backend:
-        joined = backend.generate([[69], [65, 66, 67]], {"max_new_tokens": 2}, seeds=[seeds[2], seeds[0]])
-    assert joined.cached_tokens == (None, 2)
-    assert joined.ids.tolist() == [other.ids.tolist()[0], one.ids.tolist()[0]]
 
 
 class NotTogether:
@@ -93,20 +63,6 @@ def test_a_shared_call_that_failed_does_not_hide_what_its_rows_got(tmp_path: Pat
     assert together(replayed(tmp_path / "c", match="content")) == found
     with replayed(tmp_path / "c", match="content") as backend, pytest.raises(EngineError, match="not together"):
         backend.generate([[65], [66]], {"max_new_tokens": 3}, seeds=seeds_of(tmp_path / "c")[:2])
-
-
-def test_a_row_that_only_failed_fails_again_under_each_of_its_numbers(tmp_path: Path) -> None:
-    class Refusing:
-        @hookimpl(wrapper=True)
-        def generate(self, request: Any) -> Any:
-            yield
-            raise InvalidRequestError("row 1 is odd", field="prompts", problems={1: "odd"})
-
-    with recorded(tmp_path / "c", wrappers=[Refusing()]) as backend, pytest.raises(InvalidRequestError):
-        backend.generate([[65], [66]], {"max_new_tokens": 2, "temperature": 0.0})
-    with replayed(tmp_path / "c", match="content") as backend, pytest.raises(InvalidRequestError) as error:
-        backend.generate([[66], [66], [65]], {"max_new_tokens": 2, "temperature": 0.0})
-    assert error.value.problems == {0: "odd", 1: "odd"}
 
 
 class UpdatedInTheMiddle(InFlight):

@@ -1,7 +1,5 @@
 """What the kit compares with an oracle: every number, and no fewer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

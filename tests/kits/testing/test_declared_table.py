@@ -1,7 +1,5 @@
 """What docs/write-a-backend.md says of capabilities, sampling parameters and rows is complete, and true of the kit."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

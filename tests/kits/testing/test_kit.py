@@ -1,34 +1,26 @@
 """The conformance kit itself, run by pytest in pytest: missing tests, tests that do not apply, and the report."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
 import pkgutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch  # noqa: F401  # so that the inner runs, which forget their imports, do not import it again
 
 import corelm
 import corelm_testing
-from corelm import Backend, Capabilities, SamplingParams
-from corelm.errors import BackendTimeoutError
+from corelm import SamplingParams
 from corelm.spec.sampling import FIELDS
 from corelm_testing import BackendConformance, ConformanceBase, trials
-from corelm_testing.lifecycle import LifecyclePromises
 from corelm_testing.plugin import META_TEST, standard_tests
 from corelm_testing.trials import DECLARABLE, HALF, TRIALS
 
 pytest_plugins = "pytester"
 
-ROOT = Path(__file__).parents[3]
 
 SUITE = """
 import pytest
@@ -94,14 +86,6 @@ def test_a_standard_test_cannot_be_left_out(meta: Run, lines: str, complaint: st
     result = meta(lines)
     assert result.parseoutcomes()["failed"] == 1
     result.stdout.fnmatch_lines([f"*{complaint}*"])
-
-
-def test_a_standard_test_left_out_by_a_parent_class_is_noticed(pytester: pytest.Pytester) -> None:
-    between = "\nclass TestMine(TestToy):\n    pass\n"
-    pytester.makepyfile(test_suite=SUITE + "    test_closing_twice_is_fine = None\n" + between)
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", f"TestMine and {META_TEST}")
-    outcomes = result.parseoutcomes()
-    assert outcomes["failed"] == 1 and "passed" not in outcomes
 
 
 def test_a_standard_test_may_be_an_xfail_with_a_reason(run: Run) -> None:
@@ -253,81 +237,6 @@ def test_what_is_declared_and_cannot_be_shown_needs_a_reason(run: Run) -> None:
     result.stdout.fnmatch_lines(["*declared and not shown: update_weights: the server is shared*"])
 
 
-def test_a_form_that_the_engine_refuses_is_not_shown(pytester: pytest.Pytester) -> None:
-    lines = """
-    def new_weights(self):
-        return {"table": TABLE.T}, lambda ids, temperature: of_table(TABLE.T, ids, temperature)
-"""
-    plugin = "corelm.Backend.from_plugin(PathsOnly.open(Bigram(TABLE.clone())), 'paths')"
-    suite = SUITE.replace('corelm.get_backend("toy", Bigram(TABLE.clone()))', plugin)
-    paths_only = """
-from corelm import hookimpl
-from corelm.errors import CapabilityError
-from corelm_testing.toy import ToyBackend
-
-class PathsOnly(ToyBackend):
-    @hookimpl
-    def update_weights(self, request):
-        raise CapabilityError("pass a path", capability="update_weights")
-"""
-    pytester.makepyfile(f"{paths_only}{suite}{lines}")
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "weights")
-    assert result.parseoutcomes()["errors"] == 6
-    result.stdout.fnmatch_lines(["*declared and not shown: update_weights. Return weights in a form*pass a path*"])
-
-
-TOKENIZER = """
-@pytest.fixture(scope="class")
-@classmethod
-def open_backend(cls):
-    from corelm_testing.toy import ByteTokenizer
-
-    class Other(ByteTokenizer):
-        {attribute}
-
-        def apply_chat_template(self, *given, **options):
-            raise ValueError("no such role")
-
-    return lambda: corelm.get_backend("toy", Bigram(TABLE.clone()), tokenizer=Other())
-"""
-
-
-def test_a_chat_template_that_fails_is_no_missing_one(run: Run) -> None:
-    result = run(TOKENIZER.format(attribute="own = True"), "-k", "later_turns_keep")
-    assert result.parseoutcomes()["errors"] == 1
-    result.stdout.fnmatch_lines(["*no such role*"])
-
-
-def test_the_reasons_of_tests_that_do_not_apply_are_counted(run: Run) -> None:
-    result = run(TOKENIZER.format(attribute="chat_template = None"), "-k", "turn_keep or turns_keep or adapter")
-    result.stdout.fnmatch_lines(["corelm conformance: *", "  * not applicable: adapters is not declared"])
-    result.stdout.fnmatch_lines(["  2 not applicable: the tokenizer has no chat template"])
-
-
-class Slow:
-    """A backend on a clock of its own, each of whose rows takes a second."""
-
-    capabilities = Capabilities(vocab_size=9, max_context=None)
-
-    def __init__(self) -> None:
-        self.now, self.sampled = 0.0, list[int]()
-
-    def generate(self, prompts: list[Any], sampling: dict[str, Any], timeout: float | None, **_: Any) -> None:
-        self.sampled.append(len(prompts))
-        self.now += timeout or 1.0 * len(prompts)
-        if timeout is not None:
-            raise BackendTimeoutError("too slow")
-
-
-def test_the_timeout_of_a_slow_engine_is_tested_with_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow()
-    monkeypatch.setattr("corelm_testing.lifecycle.time.monotonic", lambda: slow.now)
-    kit = LifecyclePromises()
-    monkeypatch.setattr(kit, "rows", lambda _, *lengths: [[0]] * len(lengths), raising=False)
-    kit.test_a_timeout_ends_the_wait_and_the_engine_if_it_declares_so(cast(Backend, slow))
-    assert slow.sampled == [1, 1, 1, 1]
-
-
 def test_an_engines_own_options_need_an_example(pytester: pytest.Pytester) -> None:
     plugin = "corelm.Backend.from_plugin(Reshaping.open(Bigram(TABLE.clone())), 'reshaping')"
     suite = SUITE.replace('corelm.get_backend("toy", Bigram(TABLE.clone()))', plugin)
@@ -335,25 +244,6 @@ def test_an_engines_own_options_need_an_example(pytester: pytest.Pytester) -> No
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "engine_kwargs")
     assert result.parseoutcomes()["failed"] == 3
     result.stdout.fnmatch_lines(["*declared and not shown: engine_kwargs. Define `engine_sampling(self)`*"])
-
-
-def test_a_parameter_whose_range_allows_only_its_default_is_declared_and_not_shown(pytester: pytest.Pytester) -> None:
-    narrow = """
-from corelm_testing.toy import ToyBackend
-
-class Narrow(ToyBackend):
-    def __init__(self, *given):
-        super().__init__(*given)
-        sampling = {"presence_penalty": (0.0, 0.0), "temperature": (0.0, 0.5)}
-        self.capabilities = dataclasses.replace(self.capabilities, sampling=sampling)
-"""
-    plugin = 'corelm.Backend.from_plugin(Narrow.open(Bigram(TABLE.clone())), "narrow")'
-    head, _, body = SUITE.replace('corelm.get_backend("toy", Bigram(TABLE.clone()))', plugin).partition("class TestToy")
-    pytester.makepyfile(f"import dataclasses\n{head}{narrow}\nclass TestToy{body}")
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "penalty or temperature and log_probs")
-    result.stdout.fnmatch_lines(["*declared and not shown: presence_penalty. Declare*"])
-    # The end of the range is used where none of the kit's own temperatures is legal.
-    result.stdout.no_fnmatch_line("*FAILED*_under?temperature?*")
 
 
 def test_a_token_that_is_not_the_likeliest_is_named_with_its_row_and_prompt(run: Run) -> None:
@@ -372,13 +262,6 @@ def test_a_large_vocabulary_needs_next_logprobs() -> None:
     case.vocab_size = 32_000
     with pytest.raises(NotImplementedError, match="define `next_logprobs"):
         case.next_logprobs([1, 2], 1.0)
-
-
-@pytest.mark.process
-def test_without_pytest_the_import_error_says_what_to_install() -> None:
-    code = "import sys; sys.modules['pytest'] = None; import corelm_testing"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 1 and "ImportError: the conformance kit runs on pytest: pip install" in result.stderr
 
 
 def test_a_sampling_parameter_that_the_kit_does_not_know_is_named_with_the_table(monkeypatch):

@@ -1,11 +1,8 @@
 """`python -m corelm_testing.tiny`: the model of the documentation, for users who have no checkout."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -79,7 +76,3 @@ def test_without_transformers_the_command_says_what_to_install(
         tiny.main(["made"])
     assert ended.value.code == 2 and 'pip install "transformers' in capsys.readouterr().err
     assert not (folder / "made").exists()
-
-
-def test_an_example_is_imported_from_the_package_only() -> None:
-    assert find_spec("tiny") is None

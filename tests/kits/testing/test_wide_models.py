@@ -1,7 +1,5 @@
 """`wide_model` saves a model with which a mistake is visible, and `PlainOracle` is its plain forward."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

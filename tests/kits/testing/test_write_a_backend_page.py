@@ -3,8 +3,6 @@
 So does the Python of docs/conformance.md.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap

@@ -12,9 +12,8 @@ import pytest
 import corelm
 from corelm import Backend
 from corelm.errors import BackendTimeoutError, CapabilityError, EngineError, InvalidRequestError
-from helpers.batching_fakes import LONG
 from helpers.fake_openai import PROTOCOL, FakeOpenAI
-from helpers.http_server import FaultServer, hang, json_reply, truncated
+from helpers.http_server import FaultServer, hang, json_reply
 from helpers.letters import letter_tokenizer, letters
 
 PROMPTS = [letters()[3:9], letters()[40:44], letters()[60:67]]
@@ -114,57 +113,6 @@ def test_a_bad_score_fails_its_row_alone(backend, fake):
         batch = backend.score_logprobs(PROMPTS, on_error="skip")
         assert why in batch.errors[1] and not batch.errors[0] and not batch.errors[2], fault
         assert batch.scored.lengths.tolist() == [6, 4, 7] and batch.scored.values.sum() == 5 + 6, fault
-
-
-def test_a_row_that_the_server_refuses_fails_alone_with_its_words(backend, fake):
-    refusal = json_reply({"error": {"message": f"no, {KEY}, not this one"}}, 400)
-    fake.change = lambda body, reply: refusal if body["prompt"] == BAD else None
-    batch = backend.generate(PROMPTS, FOUR, on_error="skip")
-    assert "no, ***, not this one" in batch.errors[1] and KEY not in str(batch.errors)
-
-
-def test_a_busy_server_is_asked_again(backend, server):
-    server.first += [json_reply({"error": "busy"}, 503, {"Retry-After": "0"}), truncated({"a": "b" * 100})]
-    assert backend.generate(PROMPTS, FOUR).finish_reasons == ("length",) * 3
-
-
-def test_a_timeout_ends_the_call_and_closes_the_connections(backend, server, fake):
-    gate = threading.Event()
-    fake.pause = lambda: gate.wait(LONG)
-    with pytest.raises(BackendTimeoutError):
-        backend.generate(PROMPTS, FOUR, timeout=0.3)
-    gate.set()
-    server.wait_for(lambda: server.in_flight == 0)
-    fake.pause = lambda: None
-    assert backend.generate(PROMPTS, FOUR).finish_reasons == ("length",) * 3
-
-
-def test_an_abort_closes_the_connection_of_its_request(backend, server):
-    server.first = [hang()]
-    given_up = server.given_up
-    done: list[Any] = []
-    options: dict[str, Any] = {"logprobs": "none", "request_ids": ["one"]}
-    thread = threading.Thread(target=lambda: done.append(backend.generate(PROMPTS[:1], FOUR, **options)))
-    thread.start()
-    server.wait_for(lambda: server.in_flight == 1)
-    backend.abort(["another"])
-    assert not done
-    backend.abort(["one"])
-    thread.join(LONG)
-    assert done[0].finish_reasons == ("abort",) and done[0].ids.lengths.tolist() == [0]
-    server.wait_for(lambda: server.given_up == given_up + 1)
-
-
-def test_health_is_that_of_the_server(backend, server):
-    assert backend.health()
-    answer, server.answer = server.answer, lambda request: json_reply({}, 503)
-    try:
-        assert not backend.health()
-        with pytest.raises(EngineError, match="status 503"):
-            backend.generate(PROMPTS, FOUR, logprobs="none")
-    finally:
-        server.answer = answer
-    assert backend.health()
 
 
 def test_a_wrong_key_is_said_without_the_key():

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corelm import SamplingParams
-from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
+from corelm.spec import Capabilities, GenerateRequest
 from corelm_engine_kit import RowError
 from helpers.canned_replies import answering
 from helpers.letters import EOS, bos_tokenizer, letter_tokenizer, letters
+from helpers.requests import generation, scoring
 from helpers.tiny_models import VOCAB, tiny_tokenizer
 from openai_backend import OpenAIBackend
 from openai_backend.protocol import generation_requests
@@ -36,15 +35,7 @@ def server(**known: Any) -> ServerInfo:
 
 
 def request(logprobs: str, *prompts: list[int], **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=Ragged.from_list(list(prompts)),
-        sampling=SamplingParams(**{"max_new_tokens": 3, **sampling}),
-        logprobs=logprobs,  # type: ignore[arg-type]
-        seeds=None,
-        stop_ids=frozenset({EOS}),
-        request_ids=tuple(map(str, range(len(prompts)))),
-        timeout=None,
-    )
+    return generation(prompts, logprobs, **{"max_new_tokens": 3, **sampling}, stop_ids=frozenset({EOS}))
 
 
 # Replies --------------------------------------------------------------------------------------------------------------
@@ -91,16 +82,7 @@ def test_a_reply_of_any_form_is_an_answer_or_fails_its_row(known, reply):
 
 @given(reply=REPLY)
 def test_a_score_of_any_form_is_a_score_or_fails_its_row(reply):
-    asked = ScoreRequest(
-        sequences=Ragged.from_list([[5, 6, 7]]),
-        score_from=torch.ones(1, dtype=torch.int64),
-        temperature=1.0,
-        return_logits=False,
-        grad=False,
-        device=None,
-        request_ids=("a",),
-        timeout=None,
-    )
+    asked = scoring([[5, 6, 7]])
     info = server(naming="id")
     batch = answering(OpenAIBackend, info, reply).score_logprobs(asked)
     assert bool(batch.errors) != bool(batch.scored.values.any())

@@ -30,8 +30,7 @@ from helpers.http_server import FaultServer
 from helpers.processes import all_end, free_port, group, read_line, runs, wait_until
 from sglang_backend import SGLangBackend, supervisor
 from sglang_backend.capabilities import ServerInfo
-from sglang_backend.launch import LaunchedServer
-from sglang_backend.listener import owner_of_port
+from sglang_backend.launch import LaunchedServer, owner_of_port
 
 SUPERVISOR = supervisor.__file__
 
@@ -249,7 +248,7 @@ def test_children_of_a_killed_server_are_ended(start):
 
 PARENT = """
     import os, signal, sys
-    from sglang_backend.launch import LaunchedServer
+    from sglang_backend.launch import LaunchedServer, owner_of_port
     from corelm_engine_kit import HttpClient
 
     launched = LaunchedServer("a-model", {{"children": 1}}, {env!r})

@@ -154,14 +154,3 @@ def test_opening_ends_at_its_timeout_even_if_the_server_sends_a_byte_now_and_the
     fake.fault = lambda request: drip() if request.path == page else None
     with pytest.raises(BackendTimeoutError):
         connect(open_timeout=0.5)
-
-
-# Code that comes with a model -----------------------------------------------------------------------------------------
-
-
-def test_the_error_says_that_a_configuration_with_code_is_not_trusted(fake, connect, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd"}}))
-    (tmp_path / "odd.py").write_text("raise AssertionError('it ran')")
-    fake.server_info["model_path"] = str(tmp_path)
-    with pytest.raises(InvalidRequestError, match="comes with Python code that is not trusted; pass vocab_size="):
-        connect(tokenizer=tiny_tokenizer())

@@ -12,7 +12,7 @@ import torch
 
 from corelm.errors import EngineError, InvalidRequestError
 from helpers.each import case
-from helpers.http_server import FaultServer, hang, held, json_reply, raw, reset, truncated
+from helpers.http_server import FaultServer, hang, held, json_reply, reset
 from helpers.tiny_models import VOCAB, tiny_tokenizer, tokenizer_that_names_only_eos
 
 Spoil = Callable[[dict[str, Any]], Any]
@@ -34,11 +34,6 @@ def test_sampled_tokens_come_with_their_log_probs(backend, fake):
     for prompt, ids, found in zip([5, 7], batch.ids.tolist(), batch.logprobs.split(), strict=True):
         expected = [fake.logprobs(a, 0.5)[b] for a, b in zip([prompt, *ids], ids, strict=False)]
         torch.testing.assert_close(found, torch.stack(expected))
-
-
-def test_log_probs_are_not_requested_if_not_wanted(backend, fake):
-    assert backend.generate([[5]], {"max_new_tokens": 2}, logprobs="none").logprobs is None
-    assert fake.requests[0]["return_logprob"] is False
 
 
 def test_without_a_limit_the_answer_may_fill_the_context(backend, fake):
@@ -172,19 +167,6 @@ def test_an_id_that_is_not_the_most_probable_one_is_an_error(backend, fake):
                 backend.score_logprobs([[5, 6, 7]], return_argmax=True)
 
 
-def test_a_failed_row_leaves_the_others_alone(backend, fake):
-    fake.fault = lambda request: (
-        json_reply({"error": {"message": "not this one"}}, 400)
-        if request.body and request.body.get("input_ids") == [7]
-        else None
-    )
-    batch = backend.generate([[5], [7], [9]], {"max_new_tokens": 2, "ignore_eos": True}, on_error="skip")
-    assert batch.finish_reasons == ("length", "error", "length") and "not this one" in batch.errors[1]
-    with pytest.raises(EngineError, match=r"row 1.*not this one") as caught:
-        backend.score_logprobs([[5, 6], [7]])
-    assert caught.value.rows == (1,)
-
-
 def test_a_stop_string_that_is_a_piece_of_a_special_token_does_not_stop_the_server(backend, fake):
     """SGLang looks for stop strings in a text that shows special tokens; the text of the answer does not."""
     (special,) = tiny_tokenizer().encode("<|im_start|>", add_special_tokens=False)
@@ -214,14 +196,6 @@ def test_no_message_repeats_a_key_that_a_reply_holds(connect, fake, other_folder
 # Failures of the server -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [raw(b"<html>"), truncated({"a": 1}), reset(), json_reply({}, 503)])
-def test_a_temporary_failure_is_retried(server: FaultServer, connect, fake, fault):
-    backend = connect(max_retries=1)
-    server.first.append(fault)
-    batch = backend.generate([[5]], {"max_new_tokens": 2, "ignore_eos": True})
-    assert batch.finish_reasons == ("length",)
-
-
 def test_a_request_refused_as_duplicate_is_sent_under_a_new_id(server: FaultServer, connect, fake):
     backend = connect()
     running: set[str] = set()
@@ -249,16 +223,6 @@ def test_a_server_that_is_gone_raises_and_is_not_healthy(fake, connect):
     assert caught.value.usable is False and not backend.health()
 
 
-@pytest.mark.parametrize("reply", [json_reply({"error": {"message": "it broke"}}, 500), reset()], ids=["500", "reset"])
-def test_a_prompt_that_always_fails_is_a_failure_of_its_row_also_if_it_is_the_only_one(fake, connect, reply):
-    backend = connect(max_retries=0)
-    fake.fault = lambda request: reply if request.path == "/generate" else None
-    for prompts in ([[5]], [[5], [6]]):
-        batch = backend.generate(prompts, {"max_new_tokens": 2}, on_error="skip")
-        assert set(batch.finish_reasons) == {"error"} and all(batch.errors)
-        assert all(backend.score_logprobs([[*prompt, 3] for prompt in prompts], on_error="skip").errors)
-
-
 def test_a_hung_scheduler_fails_the_call_although_the_server_answers(fake, connect, monkeypatch):
     monkeypatch.setattr("corelm_engine_kit.http_engine.HEALTH_TIMEOUT", 0.2)
     backend = connect(max_retries=0)
@@ -267,14 +231,6 @@ def test_a_hung_scheduler_fails_the_call_although_the_server_answers(fake, conne
     with pytest.raises(EngineError):
         backend.generate([[5], [6]], {"max_new_tokens": 2}, on_error="skip")
     assert backend.health()
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_server_fails_the_call_and_not_its_rows(fake, connect, status):
-    backend = connect(max_retries=0)
-    fake.fault = lambda request: json_reply({}, status) if request.path == "/generate" else None
-    with pytest.raises(EngineError, match=str(status)):
-        backend.generate([[5], [6]], {"max_new_tokens": 2}, on_error="skip")
 
 
 def test_a_bad_reply_fails_its_row_alone(backend, fake):
@@ -300,15 +256,6 @@ def test_the_answer_to_another_request_is_never_reported(connect, fake):
         backend.generate([[5]], {"max_new_tokens": 2})
     with pytest.raises(EngineError, match="does not name this request"):
         backend.score_logprobs([[5, 6]])
-
-
-def test_a_hung_server_raises_a_timeout(server: FaultServer, connect, fake):
-    backend = connect()
-    fake.fault = lambda request: hang() if request.path == "/generate" else None
-    with pytest.raises(TimeoutError):
-        backend.generate([[5], [6]], {"max_new_tokens": 2}, timeout=2.0)
-    # The connections were closed, so a real server would stop working on them.
-    server.wait_for(lambda: server.given_up == 2)
 
 
 def test_abort_uses_the_servers_ids_and_keeps_the_partial_answer(server: FaultServer, connect, fake):

@@ -45,14 +45,6 @@ def test_events_after_the_last_one_of_an_answer_add_nothing(connect, fake):
     servers.check_stream(connect(), "raw")
 
 
-def test_a_bar_changes_no_request(connect, server, monkeypatch):
-    servers.check_a_bar_changes_no_request(connect(), server, monkeypatch)
-
-
-def test_a_timeout_ends_a_stream(connect, fake):
-    servers.check_a_timeout(connect(), fake)
-
-
 def test_a_stream_that_breaks_off_fails_its_row_and_is_not_repeated(connect, fake):
     servers.check_a_stream_that_breaks_off(connect(), fake, GENERATE, event)
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from corelm.errors import CapabilityError
-from corelm.spec import GenerateRequest, GenerateResult, Ragged, SamplingParams
+from corelm.spec import GenerateRequest, GenerateResult
 from corelm_engine_kit import ABORTED
 from helpers.canned_replies import CannedClient
 from helpers.each import case
+from helpers.requests import generation
 from helpers.tiny_models import VOCAB
 from sglang_backend import SGLangBackend
 
@@ -26,14 +27,9 @@ TRUNCATIONS: list[dict[str, Any]] = [
 ]
 
 
-def request(sampling: dict[str, Any], **fields: Any) -> GenerateRequest:
-    known = {"logprobs": "processed", "seeds": None, "stop_ids": frozenset(), "timeout": None, "return_support": True}
-    return GenerateRequest(
-        prompts=Ragged.from_list(PROMPTS),
-        sampling=SamplingParams(**({"max_new_tokens": 4, "temperature": 0.7} | sampling)),
-        request_ids=("first", "second"),
-        **(known | fields),
-    )
+def request(sampling: dict[str, Any], logprobs: str = "processed", **fields: Any) -> GenerateRequest:
+    known = {"max_new_tokens": 4, "temperature": 0.7, "return_support": True}
+    return generation(PROMPTS, logprobs, **{**known, **sampling, **fields})
 
 
 def generated(backend: Any, sampling: dict[str, Any], **fields: Any) -> GenerateResult:

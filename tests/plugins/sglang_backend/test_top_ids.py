@@ -9,38 +9,23 @@ import pytest
 import torch
 
 from corelm.errors import EngineError
-from corelm.spec import Deadline, GenerateRequest, GenerateResult, Ragged, SamplingParams, ScoreRequest, ScoreResult
+from corelm.spec import Deadline, GenerateResult, Ragged, ScoreResult
 from corelm_engine_kit import HttpClient, ModelHints
 from helpers.each import case
+from helpers.requests import generation, scoring
 from helpers.tiny_models import VOCAB
 from sglang_backend.capabilities import read_server
 
 PROMPTS = [[5], [9, 300, VOCAB - 1]]
 
 
-def generated(backend: Any, k: int, logprobs: str = "raw", **options: Any) -> GenerateResult:
-    sampling = SamplingParams(**({"max_new_tokens": 4, "ignore_eos": True} | options))
-    return backend.engine.plugin.generate(request(sampling, top_logprobs=k, logprobs=logprobs))
-
-
-def request(sampling: SamplingParams, prompts: list[list[int]] = PROMPTS, **fields: Any) -> GenerateRequest:
-    known = {"logprobs": "raw", "seeds": None, "stop_ids": frozenset(), "timeout": None}
-    names = tuple(f"row-{number}" for number in range(len(prompts)))
-    return GenerateRequest(prompts=Ragged.from_list(prompts), sampling=sampling, request_ids=names, **(known | fields))
+def generated(backend: Any, k: int, logprobs: str = "raw", **given: Any) -> GenerateResult:
+    asked = {"max_new_tokens": 4, "ignore_eos": True, "top_logprobs": k, **given}
+    return backend.engine.plugin.generate(generation(PROMPTS, logprobs, **asked))
 
 
 def scored(backend: Any, k: int, rows: list[list[int]], starts: list[int], **fields: Any) -> ScoreResult:
-    known = {"temperature": 1.0, "return_logits": False, "grad": False, "device": None, "timeout": None}
-    names = tuple(f"row-{number}" for number in range(len(rows)))
-    return backend.engine.plugin.score_logprobs(
-        ScoreRequest(
-            sequences=Ragged.from_list(rows),
-            score_from=torch.tensor(starts),
-            request_ids=names,
-            top_k=k,
-            **(known | fields),
-        )
-    )
+    return backend.engine.plugin.score_logprobs(scoring(rows, starts, top_k=k, **fields))
 
 
 def check(found: Any, before: list[int], fake: Any, k: int, temperature: float = 1.0) -> None:
@@ -90,21 +75,15 @@ def test_answers_have_the_most_probable_ids_of_the_distribution_of_their_log_pro
 
 def test_an_answer_that_is_cut_has_no_most_probable_ids_behind_its_end(backend, fake):
     whole = generated(backend, 2, temperature=0.0).ids.tolist()
-    stopped = request(
-        SamplingParams(temperature=0.0, max_new_tokens=4), top_logprobs=2, stop_ids=frozenset({whole[0][1]})
-    )
-    found = backend.engine.plugin.generate(stopped)
+    stop_ids = frozenset({whole[0][1]})
+    found = generated(backend, 2, temperature=0.0, ignore_eos=False, stop_ids=stop_ids)
     assert found.ids.lengths.tolist()[0] == 2
     check(found, previous(PROMPTS, found.ids.tolist()), fake, 2)
 
 
 def test_a_stream_has_the_most_probable_ids_as_well(backend, fake):
     chunks: list[Any] = []
-    asked = request(SamplingParams(temperature=0.5, max_new_tokens=4), top_logprobs=3, logprobs="processed")
-    streamed = GenerateRequest(
-        **({name: getattr(asked, name) for name in asked.__slots__} | {"on_tokens": chunks.append})
-    )
-    found = backend.engine.plugin.generate(streamed)
+    found = generated(backend, 3, "processed", temperature=0.5, ignore_eos=False, on_tokens=chunks.append)
     check(found, previous(PROMPTS, found.ids.tolist()), fake, 3, 0.5)
     assert [token for chunk in chunks if chunk.row == 1 for token in chunk.ids] == found.ids.tolist()[1]
     # The server refuses arrays in a stream.

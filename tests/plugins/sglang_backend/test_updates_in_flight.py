@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from corelm.errors import CapabilityError, EngineError
-from corelm.spec import GenerateRequest, Ragged, SamplingParams, WeightUpdate
+from corelm.spec import GenerateRequest, WeightUpdate
 from corelm_engine_kit import RowError
 from helpers.http_server import json_reply
+from helpers.requests import generation
 from sglang_backend.weight_history import WeightHistory
 
 #: Seconds after which a test that hangs fails.
@@ -162,17 +163,7 @@ def test_a_server_that_does_not_go_on_is_not_usable(connect, fake, other_folder)
 
 
 def request(version: str = "core's", number: int = 0) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=Ragged.from_list([[5]]),
-        sampling=SamplingParams(),
-        logprobs="raw",
-        seeds=None,
-        stop_ids=frozenset(),
-        request_ids=("row",),
-        timeout=None,
-        weight_version=version,
-        weight_update=number,
-    )
+    return generation(weight_version=version, weight_update=number)
 
 
 def meta(*ends: tuple[str, int]) -> dict[str, Any]:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
-import torch
 
 from corelm.backend.arguments import answer_seeds
 from corelm.errors import InvalidRequestError
-from corelm.spec.sampling import SamplingParams
-from corelm.tensors.ragged import Ragged
-from corelm_engine_kit.ending import AnswerEnding
 from helpers.oracle import close, first_greedy_id
 from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import random_rows, tiny_model, tiny_tokenizer
@@ -65,43 +60,3 @@ def test_a_row_stops_at_its_stop_string_and_keeps_the_token_that_completes_it(op
             assert (cut, reason) == (whole[:end], "stop"), (first, row)
             close(out.logprobs.split()[row], free.logprobs.split()[row][:end])
         assert len(set(out.ids.lengths.tolist())) > 1
-
-
-def steps_until_stop(ids: list[int], **sampling: Any) -> int | None:
-    """Return how many of `ids` are sampled up to the stop; None if nothing stops them."""
-    ending = AnswerEnding(
-        SamplingParams(**sampling), frozenset(), torch.tensor([len(ids)]), tiny_tokenizer(), Ragged.from_list([[]])
-    )
-    for step, token in enumerate(ids, 1):
-        if ending([token]).get(0):
-            return step
-    return None
-
-
-def encode(text: str) -> list[int]:
-    return tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
-
-
-def test_a_stop_string_of_half_characters() -> None:
-    ids = encode("zwölf €")
-    assert len(encode("ö")) == 2 and len(encode("€")) == 3
-    assert steps_until_stop(ids, stop="ö") == len(encode("zwö"))
-    assert steps_until_stop(ids, stop="wölf €") == len(ids)
-    assert steps_until_stop(encode("😀" * 9 + "🙃"), stop="🙃") == len(encode("😀" * 9 + "🙃"))
-    assert steps_until_stop(ids, stop="x") is None
-
-
-def test_a_stop_string_is_found_across_hidden_tokens_and_in_shown_ones() -> None:
-    ids = [*encode("moo"), *[1] * 20, *encode("n"), *encode(" over")]
-    before = len(encode("moo"))
-    assert steps_until_stop(ids, stop="moon") == before + 21
-    assert steps_until_stop(ids, stop="<|im_start|>", skip_special_tokens=False) == before + 1
-    assert steps_until_stop(ids, stop="moon", skip_special_tokens=False) is None
-
-
-def test_a_stop_string_in_the_first_min_new_tokens_does_not_count() -> None:
-    ids = encode("abcabc")
-    first, both = steps_until_stop(ids, stop="abc"), len(ids)
-    assert first is not None and first < both
-    assert steps_until_stop(ids, stop="abc", min_new_tokens=first) == first
-    assert steps_until_stop(ids, stop="abc", min_new_tokens=first + 1) == both

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from corelm.errors import BackendTimeoutError, EngineError
 from helpers import oracle
 from helpers.plain_forward import Open, assert_scores, own_loss
-from helpers.tiny_models import CONTEXT, random_rows, tiny_model
+from helpers.tiny_models import random_rows, tiny_model
 
 ROWS = [*random_rows(30, 1, 200, 2, 57), [0, 0, 0, 0], [2, 0, 2]]
 
@@ -33,11 +33,6 @@ def test_every_token_but_the_first_is_scored(open_model: Open) -> None:
         assert (out.mode, out.temperature) == ("raw" if temperature == 1.0 else "processed", temperature)
         for ids, scored in zip(ROWS, out.scored.split(), strict=True):
             assert scored.tolist() == [False] + [True] * (len(ids) - 1)
-
-
-def test_a_row_may_fill_the_context(open_model: Open) -> None:
-    model, rows = tiny_model("gpt2"), random_rows(CONTEXT, 3)
-    close(open_model(model).score_logprobs(rows).logprobs.split()[0], oracle.logprobs(model, rows[0]))
 
 
 def test_a_call_with_nothing_to_score_does_not_run_the_model(open_model: Open) -> None:

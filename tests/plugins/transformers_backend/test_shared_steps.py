@@ -14,7 +14,7 @@ import torch
 
 from corelm import Backend
 from corelm.backend import futures
-from corelm.backend.prepared_call import prepare_generation
+from corelm.backend.arguments import prepare_generation
 from corelm.errors import EngineError
 from corelm.spec import GenerateResult, TokenChunk
 from helpers import oracle

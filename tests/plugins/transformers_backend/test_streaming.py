@@ -5,37 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from corelm import Backend, DynamicBatcher
+from corelm import DynamicBatcher
 from corelm.batching import Limits
 from corelm.errors import EngineError
 from helpers.plain_forward import Open, spoil_cache_after
-from helpers.tiny_models import DEVICE, random_rows, tiny_model, tiny_tokenizer
+from helpers.tiny_models import DEVICE, random_rows, tiny_model
 
 PROMPTS = random_rows(5, 33, 5, 12)
-
-
-def test_streamed_answers_are_those_of_generate(open_model: Open) -> None:
-    backend = open_model(tiny_model(), max_batch_tokens=120)
-    for logprobs in ("none", "raw", "processed"):
-        _check_streamed(backend, logprobs)
-
-
-def _check_streamed(backend: Backend, logprobs: str) -> None:
-    sampling = {"max_new_tokens": 12, "temperature": 0.7, "top_k": 40, "seed": 3, "num_samples": 2}
-    expected = backend.generate(PROMPTS, sampling, logprobs=logprobs)
-    stream = backend.stream(PROMPTS, sampling, logprobs=logprobs)
-    chunks = list(stream)
-    for row, ids in enumerate(expected.ids.tolist()):
-        own = [chunk for chunk in chunks if chunk.row == row]
-        assert [i for chunk in own for i in chunk.ids] == ids and len(own) == len(ids)
-        assert own[-1].finish_reason == expected.finish_reasons[row]
-        # What the answer adds to the text of its prompt, whose last character it may complete.
-        prompt = PROMPTS[row // 2]
-        before, whole = tiny_tokenizer().batch_decode([prompt, [*prompt, *ids]], skip_special_tokens=True)
-        assert "".join(chunk.text for chunk in own) == whole[len(before.rstrip("\ufffd")) :]
-        found = torch.tensor([value for chunk in own for value in chunk.logprobs])
-        wanted = torch.zeros(0) if expected.logprobs is None else expected.logprobs.split()[row]
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 def test_a_row_of_a_batch_ends_before_the_others(open_model: Open) -> None:

@@ -17,6 +17,7 @@ from corelm_engine_kit.sampling import Sampler
 from helpers import oracle
 from helpers.enumeration import Enumerated, enumerated
 from helpers.plain_forward import Open, spoil_cache_after
+from helpers.requests import generation
 from helpers.tiny_models import random_rows, tiny_model
 
 V, STEPS, TOP = 12, 4, 5
@@ -181,14 +182,12 @@ CUTS: dict[str, Any] = {"temperature": 0.8, "top_k": 7, "top_p": 0.85, "min_p": 
 
 
 def asked(logprobs: str, prompts: list[list[int]] = ROWS, stop_ids: set[int] | None = None, **given: Any) -> Any:
-    return GenerateRequest(
-        prompts=Ragged.from_list(prompts),
-        sampling=SamplingParams(**({"max_new_tokens": 9} | CUTS | given)),
-        logprobs=logprobs,  # type: ignore[arg-type]
+    return generation(
+        prompts,
+        logprobs,
+        **({"max_new_tokens": 9} | CUTS | given),
         seeds=torch.arange(len(prompts)) + 5,
         stop_ids=frozenset({4, 8, 10} if stop_ids is None else stop_ids),
-        request_ids=tuple(str(row) for row in range(len(prompts))),
-        timeout=None,
         return_support=True,
         top_logprobs=TOP,
     )

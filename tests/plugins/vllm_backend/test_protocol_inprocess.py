@@ -11,13 +11,11 @@ from itertools import accumulate, chain
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import torch
-
-from corelm import SamplingParams
-from corelm.spec import Capabilities, GenerateRequest, Ragged, ScoreRequest
+from corelm.spec import Capabilities, GenerateRequest
 from corelm_testing.toy import ByteTokenizer
 from helpers.each import case
 from helpers.half_characters import Pieces
+from helpers.requests import generation, scoring
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow
 from vllm_backend.protocol_inprocess import generation_result, on_output, scoring_result
@@ -39,29 +37,7 @@ def output(ids: list[int], values: list[float], reason: str = "length", prompt: 
 
 
 def request(logprobs: Literal["raw", "processed"] = "raw", **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=Ragged.from_list([[5], [6], [7]]),
-        sampling=SamplingParams(max_new_tokens=2, **sampling),
-        logprobs=logprobs,
-        seeds=None,
-        stop_ids=frozenset(),
-        request_ids=("a", "b", "c"),
-        timeout=None,
-    )
-
-
-def scoring(return_argmax: bool) -> ScoreRequest:
-    return ScoreRequest(
-        sequences=Ragged.from_list([[5, 6, 7], [5, 6, 8]]),
-        score_from=torch.tensor([1, 1]),
-        temperature=1.0,
-        return_logits=False,
-        grad=False,
-        device=None,
-        request_ids=("a", "b"),
-        timeout=None,
-        return_argmax=return_argmax,
-    )
+    return generation([[5], [6], [7]], logprobs, max_new_tokens=2, **sampling)
 
 
 def scored(last: Candidates, *prompt: Candidates) -> Any:
@@ -79,11 +55,12 @@ def scored(last: Candidates, *prompt: Candidates) -> Any:
 
 
 INFO = ModelInfo(Capabilities(vocab_size=512, max_context=64), tokenizer=None, checkpoint=None)
+SCORED = [[5, 6, 7], [5, 6, 8]]
 RAW, GREEDY = request(), request("processed", temperature=0.0)
 
 
 def test_a_log_prob_that_is_none_fails_its_row_alone() -> None:
-    for asked, value in itertools.product([RAW, GREEDY], [math.nan, -math.inf, math.inf, 0.5]):
+    for asked, value in itertools.product([RAW, GREEDY], [math.nan, 0.5]):
         with case(asked, value):
             good = output([8, 9], [-1.0, -2.0])
             result = generation_result(asked, [good, output([8, 9], [-1.0, value]), good], INFO)
@@ -116,7 +93,7 @@ def test_a_score_that_is_none_fails_its_row_alone() -> None:
     for value in [math.nan, -math.inf]:
         with case(value):
             rows = {n: output([7 + n], [-1.0], prompt=[0.0, found]) for n, found in enumerate((value, -2.0))}
-            result = scoring_result(scoring(return_argmax=False), rows, INFO)
+            result = scoring_result(scoring(SCORED, return_argmax=False), rows, INFO)
             assert result.scored.tolist() == [[False] * 3, [False, True, True]]
             assert result.logprobs.tolist()[1] == [0, -2, -1]
             assert result.errors is not None and [bool(error) for error in result.errors] == [True, False]
@@ -124,7 +101,7 @@ def test_a_score_that_is_none_fails_its_row_alone() -> None:
 
 def test_the_most_probable_ids_are_the_second_candidates() -> None:
     rows = {0: scored([(7, -2.0), (3, -0.7)], [(6, -1.5), (9, -0.3)]), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
-    result = scoring_result(scoring(return_argmax=True), rows, INFO)
+    result = scoring_result(scoring(SCORED, return_argmax=True), rows, INFO)
     assert result.errors is None and result.argmax is not None and result.argmax.tolist() == [[-1, 9, 3], [-1, 6, 8]]
     assert result.logprobs.tolist() == [[0, -1.5, -2], [0, -1, -1]]
 
@@ -140,7 +117,7 @@ def test_an_id_that_is_not_the_most_probable_one_fails_its_row_alone() -> None:
     ]:
         with case(last, prompt, message):
             rows = {0: scored(last, prompt), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
-            result = scoring_result(scoring(return_argmax=True), rows, INFO)
+            result = scoring_result(scoring(SCORED, return_argmax=True), rows, INFO)
             assert result.argmax is not None and result.argmax.tolist() == [[-1] * 3, [-1, 6, 8]]
             assert result.errors is not None and re.search(message, result.errors[0]) and not result.errors[1]
 
@@ -150,7 +127,7 @@ def test_a_row_whose_last_id_vllm_did_not_sample_fails_alone() -> None:
     for return_argmax, last in itertools.product([False, True], [[(3, -0.7)] * 2, [(3, -0.7), (7, -0.7)]]):
         with case(return_argmax, last):
             rows = {0: scored(last, [(6, -1.5), (9, -0.3)]), 1: scored([(8, -1.0)] * 2, [(6, -1.0)] * 2)}
-            result = scoring_result(scoring(return_argmax), rows, INFO)
+            result = scoring_result(scoring(SCORED, return_argmax=return_argmax), rows, INFO)
             assert result.scored.tolist() == [[False] * 3, [False, True, True]]
             assert result.errors is not None and "log-prob of id 7" in result.errors[0] and not result.errors[1]
 
@@ -159,7 +136,7 @@ def test_with_whole_prompts_every_score_is_one_of_the_prompt() -> None:
     row = scored([(2, -0.1)], [(6, -1.5), (9, -0.3)], [(7, -2.0), (3, -0.7)])
     row.outputs[0].logprobs = None
     other = scored([(2, -0.1)], [(6, -1.5), (9, -0.3)], [(8, -2.0), (3, -0.7)])
-    result = scoring_result(scoring(return_argmax=True), {0: row, 1: other}, replace(INFO, whole_prompts=True))
+    result = scoring_result(scoring(SCORED, return_argmax=True), {0: row, 1: other}, replace(INFO, whole_prompts=True))
     assert result.errors is None and result.logprobs.tolist()[0] == [0, -1.5, -2.0]
     assert result.argmax is not None and result.argmax.tolist()[0] == [-1, 9, 3]
 

@@ -9,8 +9,9 @@ import pytest
 
 from corelm import SamplingParams
 from corelm.errors import CapabilityError, InvalidRequestError
-from corelm.spec import GenerateRequest, Ragged
+from corelm.spec import GenerateRequest
 from helpers.each import case
+from helpers.requests import generation
 from vllm_backend.sampling import HONOURED, check_raw, parameters
 
 
@@ -109,12 +110,4 @@ def test_a_malformed_logit_bias_is_refused() -> None:
 
 
 def request(logprobs: Any, engine_kwargs: dict[str, Any]) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=Ragged.from_list([[5]]),
-        sampling=SamplingParams(engine_kwargs=engine_kwargs),
-        logprobs=logprobs,
-        seeds=None,
-        stop_ids=frozenset(),
-        request_ids=("a",),
-        timeout=None,
-    )
+    return generation(logprobs=logprobs, engine_kwargs=engine_kwargs)

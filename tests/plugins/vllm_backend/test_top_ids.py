@@ -12,39 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from corelm import SamplingParams
-from corelm.spec import GenerateRequest, Ragged, ScoreRequest
+from corelm.spec import GenerateRequest
 from corelm_engine_kit import RowError, checked_top_ids
 from helpers.each import case
 from helpers.fake_vllm import PROMPTS, VOCAB, Connect, FakeVLLM, next_logprobs
+from helpers.requests import generation, scoring
 from vllm_backend.top_ids import flat_candidates, limit, named_candidates, wanted
 
 
 def request(k: int, logprobs: Any = "raw", **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=Ragged.from_list(PROMPTS),
-        sampling=SamplingParams(**{"max_new_tokens": 4, **sampling}),
-        logprobs=logprobs,
+    return generation(
+        PROMPTS,
+        logprobs,
+        **{"max_new_tokens": 4, **sampling},
         seeds=torch.tensor([1, 2, 3]),
-        stop_ids=frozenset(),
-        request_ids=("a", "b", "c"),
         timeout=20.0,
         top_logprobs=k,
-    )
-
-
-def scoring(k: int, rows: list[list[int]]) -> ScoreRequest:
-    return ScoreRequest(
-        sequences=Ragged.from_list(rows),
-        score_from=torch.tensor([1] * len(rows)),
-        temperature=1.0,
-        return_logits=False,
-        grad=False,
-        device=None,
-        request_ids=tuple(map(str, range(len(rows)))),
-        timeout=20.0,
-        return_argmax=k > 0,
-        top_k=k,
     )
 
 
@@ -162,7 +145,7 @@ def test_answers_come_with_their_most_probable_ids(connect: Connect) -> None:
 
 def test_scores_come_with_the_most_probable_ids(connect: Connect) -> None:
     rows = [[5, 17, 300, 2], [8, 9]]
-    result = connect().engine.plugin.score_logprobs(scoring(4, rows))
+    result = connect().engine.plugin.score_logprobs(scoring(rows, timeout=20.0, return_argmax=True, top_k=4))
     assert result.errors is None and result.scored.tolist() == [[False, True, True, True], [False, True]]
     for row, own, ids, argmax in zip(
         rows, result.logprobs.tolist(), result.top_ids.tolist(), result.argmax.tolist(), strict=True
@@ -230,7 +213,7 @@ def test_an_aborted_row_of_a_stream_keeps_its_tokens_with_their_most_probable_id
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(backend.engine.plugin.generate, asked)
         assert all_told.wait(20)
-        backend.abort(["b"])
+        backend.abort(["1"])
         gone.set()
         found = future.result(20)
     assert found.finish_reasons == ("length", "abort", "length") and found.errors is None

@@ -7,25 +7,15 @@ from typing import Any
 
 import pytest
 
-from corelm import SamplingParams
-from corelm.spec import GenerateRequest, Ragged, WeightUpdate
+from corelm.spec import GenerateRequest, WeightUpdate
 from corelm_engine_kit import RowError
 from helpers.each import case
+from helpers.requests import generation
 from vllm_backend.versions import label_of, runs_of
 
 
 def request(version: str = "mine", update: int = 2) -> GenerateRequest:
-    return GenerateRequest(
-        prompts=Ragged.from_list([[5]]),
-        sampling=SamplingParams(),
-        logprobs="raw",
-        seeds=None,
-        stop_ids=frozenset(),
-        request_ids=("a",),
-        timeout=None,
-        weight_version=version,
-        weight_update=update,
-    )
+    return generation(weight_version=version, weight_update=update)
 
 
 def spans(*parts: tuple[str, int, int]) -> list[Any]:

@@ -30,9 +30,7 @@ class Lives:
     """The open engines of a fleet. Each job runs on a separate thread and reports to the state machine.
 
     Args:
-        members: how each replica is opened.
-        opened: the replicas that are open already: the first life of each.
-        canary: how canaries compare.
+        members, opened, canary: see `FleetRunner`.
         state: the state machine.
         lock: held around every event of the state machine.
         report: takes an event of the state machine and its arguments.

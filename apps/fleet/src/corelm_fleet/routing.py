@@ -10,7 +10,6 @@ gets is not known before, so `max_new_tokens` stands for it unless the caller kn
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
@@ -52,15 +51,13 @@ class Group:
 class Loads:
     """The outstanding work of each replica.
 
-    The least loaded one is found in O(log n): a heap holds an entry for each change, and outdated entries
-    are dropped when they come up.
+    Attributes:
+        takers: the replicas that take rows.
     """
 
     def __init__(self) -> None:
         self.takers: frozenset[str] = frozenset()
-        self.total = 0.0
         self._work: dict[str, float] = {}
-        self._heap: list[tuple[float, str]] = []
 
     def __getitem__(self, name: str) -> float:
         return self._work.get(name, 0.0)
@@ -68,45 +65,19 @@ class Loads:
     @property
     def mean(self) -> float:
         """The mean work of the replicas that take rows."""
-        return self.total / len(self.takers) if self.takers else 0.0
-
-    def offer(self, takers: frozenset[str]) -> None:
-        """Set which replicas take rows. It costs nothing if that is the same object as before."""
-        if takers is self.takers:
-            return
-        self.total -= sum(self[name] for name in self.takers - takers)
-        for name in takers - self.takers:
-            self.total += self[name]
-            heapq.heappush(self._heap, (self[name], name))
-        self.takers = takers
+        return sum(map(self.__getitem__, self.takers)) / len(self.takers) if self.takers else 0.0
 
     def add(self, name: str, work: float) -> None:
         """Add work to a replica, or remove it: `work` is negative then."""
-        if name in self.takers:
-            self.total += work
-        self._work[name] = now = self[name] + work
-        if name in self.takers:
-            heapq.heappush(self._heap, (now, name))
-            if len(self._heap) > 64 + 8 * len(self.takers):
-                self._rebuild()
+        self._work[name] = self[name] + work
 
     def forget(self, name: str) -> None:
         """Forget the work of a replica that has died or left: its rows went elsewhere."""
-        self.add(name, -self[name])
-        if name not in self.takers:
-            del self._work[name]
+        self._work.pop(name, None)
 
     def least(self) -> str | None:
         """Return the replica with the least work; None if none takes rows."""
-        heap = self._heap
-        while heap and (heap[0][1] not in self.takers or self[heap[0][1]] != heap[0][0]):
-            heapq.heappop(heap)
-        return heap[0][1] if heap else None
-
-    def _rebuild(self) -> None:
-        self._heap = [(self[name], name) for name in self.takers]
-        heapq.heapify(self._heap)
-        self.total = sum(work for work, _ in self._heap)
+        return min(self.takers, key=lambda name: (self[name], name), default=None)
 
 
 class Policy(Protocol):
@@ -160,7 +131,7 @@ def assign(groups: Iterable[Group], loads: Loads, policy: Policy) -> list[tuple[
     A group that is more than the share of one replica is split. Nothing is placed while no replica takes rows.
 
     >>> loads = Loads()
-    >>> loads.offer(frozenset({"a", "b"}))
+    >>> loads.takers = frozenset({"a", "b"})
     >>> for name, group in assign([Group(rows=tuple(range(16)), prompt=9, new=5)], loads, LeastWork()):
     ...     print(name, group.rows)
     a (0, 1, 2, 3, 4, 5, 6, 7)

@@ -129,7 +129,6 @@ class Rows:
         fresh: the rows that wait and may share a flight, in order.
         accused: the rows that wait to be tried alone, the likeliest cause of a loss first.
         trying: how many replicas have a row on trial.
-        changed: set to True when a replica may have got or lost room for rows.
     """
 
     def __init__(self, deaths: int) -> None:
@@ -139,7 +138,6 @@ class Rows:
         self.fresh: dict[int, None] = {}
         self.accused: dict[int, None] = {}
         self.trying = 0
-        self.changed = False
         self._numbers = itertools.count()
 
     def add(self, number: int) -> None:
@@ -157,7 +155,6 @@ class Rows:
         if on_trial:
             replica.trial = flight
             self.trying += 1
-        self.changed |= on_trial or not replica.room
         for row in rows:
             (self.accused if on_trial else self.fresh).pop(row)
             self.all[row].flight = flight
@@ -212,7 +209,6 @@ class Rows:
             return
         del flight.rows[number]
         if not flight.rows:
-            self.changed |= not flight.replica.room
             del self.flights[flight.number], flight.replica.flights[flight.number]
             self._end_trial(flight)
 
@@ -220,4 +216,3 @@ class Rows:
         if flight.replica.trial is flight:
             flight.replica.trial = None
             self.trying -= 1
-            self.changed = True

@@ -24,8 +24,7 @@
   ``open`` (needs the extra ``http``).
 - `ModelHints`, `model_config`, `generation_config`: what is known about a server's model (needs transformers).
 - `HttpClient`: requests to a server behind a URL (needs the extra ``http``).
-- `Decode`, `decoded`, `decoder_of`: what a body in JSON says, with a faster way for long replies (needs orjson, too).
-- `id_texts`: ids as texts, for replies that name ids so (needs the extra ``http``).
+- `decoded`: what a body in JSON says (needs the extra ``http``).
 - `SignOfWork`: how a server that takes long shows that it works.
 - `InFlight`: the ids by which an engine knows the requests in flight.
 - `Secrets`: masks keys in messages.

@@ -36,10 +36,7 @@ from .http_errors import AccessError as AccessError
 from .http_errors import PartialReply as PartialReply
 from .http_errors import TransientError as TransientError
 from .http_events import Streamed as Streamed
-from .http_json import Decode as Decode
 from .http_json import decoded as decoded
-from .http_json import decoder_of as decoder_of
-from .http_json import id_texts as id_texts
 from .http_watch import SignOfWork as SignOfWork
 from .hub import hub_options as hub_options
 from .in_flight import InFlight as InFlight

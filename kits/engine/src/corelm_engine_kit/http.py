@@ -26,7 +26,7 @@ from corelm_engine_kit.event_loop import EventLoopThread
 from corelm_engine_kit.http_errors import ABORTED, Aborted, PartialReply, ResponseReader, TransientError
 from corelm_engine_kit.http_events import Streamed, streamed_reply
 from corelm_engine_kit.http_exchange import Exchange, check_headers, check_key, checked_url
-from corelm_engine_kit.http_json import Decode, decoded, encoded
+from corelm_engine_kit.http_json import encoded
 from corelm_engine_kit.http_watch import SignOfWork
 from corelm_engine_kit.redaction import Secrets
 
@@ -193,7 +193,6 @@ class HttpClient:
         timeout: float | None,
         streamed: Streamed | None = None,
         answered: Answered | None = None,
-        decode: Decode = decoded,
     ) -> list[Entry]:
         """Send one request for every payload and return their answers, in order.
 
@@ -207,8 +206,6 @@ class HttpClient:
             timeout: seconds for all of them together, or None.
             streamed: what to do with the events of replies that are streamed; None for replies in one piece.
             answered: called with each reply as it comes, to show progress. Errors that it raises are dropped.
-            decode: returns the reply that a body holds, or raises a ValueError; see `decoder_of`. It does not decode
-                events.
 
         Returns:
             For every payload the decoded JSON, or a `PartialReply` with it if `abort` named the request, or `ABORTED`
@@ -223,7 +220,7 @@ class HttpClient:
         if len(payloads) != len(names):
             raise ValueError(f"{len(payloads)} payloads, but {len(names)} names")
         encoded = [_encoded(payload) for payload in payloads]
-        return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout, streamed, answered, decode))
+        return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout, streamed, answered))
 
     def abort(self, names: Iterable[str], *, tell: Callable[[], object] | None = None) -> None:
         """End the requests that have exactly these names now. Return when they have ended.
@@ -292,12 +289,9 @@ class HttpClient:
         timeout: float | None,
         streamed: Streamed | None,
         answered: Answered | None,
-        decode: Decode,
     ) -> list[Entry]:
         rows = [
-            asyncio.create_task(
-                self._row(path, body, partial(is_reply_to, payload), number, streamed, answered, decode)
-            )
+            asyncio.create_task(self._row(path, body, partial(is_reply_to, payload), number, streamed, answered))
             for number, (payload, body) in enumerate(zip(payloads, bodies, strict=True))
         ]
         for name, row in zip(names, rows, strict=True):
@@ -332,9 +326,8 @@ class HttpClient:
         number: int,
         streamed: Streamed | None,
         answered: Answered | None,
-        decode: Decode,
     ) -> Entry:
-        send = partial(self._exchange.send, "POST", path, body, decode=decode)
+        send: Send = partial(self._exchange.send, "POST", path, body)
         if streamed is not None:
             check = partial(self._check_reply, path, is_reply)
             send = partial(streamed_reply, partial(self._exchange.events, path, body), check, number, streamed)

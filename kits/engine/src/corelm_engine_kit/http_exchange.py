@@ -26,7 +26,7 @@ from corelm_engine_kit.http_watch import ServerWatch, SignOfWork, keep_alive
 try:
     import httpx2
 
-    from corelm_engine_kit.http_json import Decode, decoded
+    from corelm_engine_kit.http_json import decoded
 except ImportError as error:
     raise BackendNotInstalledError(
         f"an engine behind a URL needs httpx2 and orjson: {how_to_install('httpx2', 'orjson')}"
@@ -102,10 +102,8 @@ class Exchange:
         """Return how messages name a request."""
         return f"{method} {path} at {self._url}"
 
-    async def send(
-        self, method: str, path: str, body: bytes = b"", expect_json: bool = True, decode: Decode = decoded
-    ) -> Any:
-        """Send one request and return the reply: what `decode` makes of it, or text if `expect_json` is False.
+    async def send(self, method: str, path: str, body: bytes = b"", expect_json: bool = True) -> Any:
+        """Send one request and return the reply: decoded JSON, or text if `expect_json` is False.
 
         Raises:
             InvalidRequestError: the server refused the request.
@@ -114,7 +112,7 @@ class Exchange:
             EngineError: every other failure.
         """
         where = self.where(method, path)
-        reply = self._guarded(where, self._reply(where, method, path, body, decode if expect_json else _text))
+        reply = self._guarded(where, self._reply(where, method, path, body, decoded if expect_json else _text))
         if self._watch is not None and method == "POST":
             return await self._watch.over(where, path, reply)
         return await reply
@@ -166,7 +164,7 @@ class Exchange:
                 self._watch.note()
             yield piece
 
-    async def _reply(self, where: str, method: str, path: str, body: bytes, decode: Decode) -> Any:
+    async def _reply(self, where: str, method: str, path: str, body: bytes, decode: Callable[[bytearray], Any]) -> Any:
         headers = {"Content-Type": "application/json"} if body else {}
         async with self._stream(method, path, body or None, headers) as response:
             self._reached = True
@@ -254,7 +252,7 @@ class Exchange:
         return EngineError(told)
 
 
-def _text(content: bytes | bytearray) -> str:
+def _text(content: bytearray) -> str:
     return content.decode(errors="replace")
 
 

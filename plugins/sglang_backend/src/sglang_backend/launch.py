@@ -14,13 +14,15 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
+
+import psutil
 
 from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError, how_to_install
 from corelm_engine_kit import Secrets, refuse_unknown_arguments
-from sglang_backend.listener import owner_of_port
 
 HOST = "127.0.0.1"
 #: The server's arguments that the backend sets itself: where the server listens and which key it asks for.
@@ -226,6 +228,25 @@ def known_arguments() -> set[str]:
     names = {(field or option).replace("-", "_") for field, option in _ARGUMENT.findall(text)}
     # Some flags also have a negation.
     return {*names, *(f"no_{name}" for name in names)} if "model_path" in names else set()
+
+
+def owner_of_port(port: int, ancestor: int) -> Literal["none", "ours", "foreign", "unknown"]:
+    """Return whose the sockets are that listen on `port`, on any address.
+
+    Only Linux tells it without the rights of an administrator; it names no process of another user, which is foreign.
+
+    Args:
+        port: the port.
+        ancestor: a process id: sockets of this process and of its descendants are ours.
+    """
+    if not sys.platform.startswith("linux"):
+        return "unknown"
+    found = psutil.net_connections("tcp")
+    pids = {each.pid for each in found if each.status == psutil.CONN_LISTEN and each.laddr.port == port}
+    family = {ancestor}
+    with suppress(psutil.NoSuchProcess):
+        family |= {each.pid for each in psutil.Process(ancestor).children(recursive=True)}
+    return "none" if not pids else "ours" if pids <= family else "foreign"
 
 
 def _free_port() -> int:

@@ -34,7 +34,7 @@ from transformers_backend.self_test import TAIL, OwnRow, SelfTest, TailLogits
 #: How log-probs are made of the model's last hidden states: see `transformers_backend.fast.head`. The plain way is
 #: "whole": the model's own forward makes all logits of a batch.
 HeadPath = Literal["tiled", "sliced", "whole"]
-#: How rows share a forward pass, fastest first: one after another (see `transformers_backend.fast.reading`), attending
+#: How rows share a forward pass, fastest first: one after another (see `transformers_backend.fast.layouts`), attending
 #: many at once or each by itself; padded to the longest; with rows of the same length only; or not at all.
 RowLayout = Literal["fused", "packed", "padded", "equal", "alone"]
 

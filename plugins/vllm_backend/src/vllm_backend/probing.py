@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError
 from corelm.spec import Deadline
-from corelm_engine_kit import RowError, TransientError, decoded, only_choice
+from corelm_engine_kit import RowError, TransientError, only_choice
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
 from vllm_backend.protocol_http import NEUTRAL
@@ -63,7 +63,7 @@ def probe_server(server: HttpEngine, mode: LogprobsMode | None, deadline: Deadli
         if masks:
             requests = [sampling_masks.accepted({**NEUTRAL, **each}, info.capabilities.vocab_size) for each in requests]
         payloads = [{**NEUTRAL, **request, "model": info.name} for request in requests]
-        entries = server.post_rows(payloads, ["probe"] * len(payloads), deadline, decode=decoded)
+        entries = server.post_rows(payloads, ["probe"] * len(payloads), deadline)
         for payload, entry in zip(payloads, entries, strict=True):
             if isinstance(entry, CoreLMError):
                 raise _explained(server, payload, entry, deadline)

@@ -33,9 +33,18 @@ from corelm_engine_kit import (
 )
 from vllm_backend import sampling_masks
 from vllm_backend.capabilities_http import ServerInfo
-from vllm_backend.replies import PromptLogprobs, cached_tokens, labels, prompt_logprobs
 from vllm_backend.sampling import REPETITION, answer_end, check_raw, parameters, unspelt_stop
-from vllm_backend.top_ids import answer_top, by_id, by_label, named_candidates, of_scores, sampled, wanted, with_top
+from vllm_backend.top_ids import (
+    answer_top,
+    by_id,
+    by_label,
+    labels,
+    named_candidates,
+    of_scores,
+    sampled,
+    wanted,
+    with_top,
+)
 
 COMPLETIONS = "/v1/completions"
 #: What the server puts before the id of a request to name it.
@@ -188,7 +197,7 @@ def row_answer(
     count = payload.get("logprobs") or 0
     top = answer_top(choice, request, ids[:length], count, info.capabilities.vocab_size)
     kept, mass = sampling_masks.kept_of(choice, ids[:length]) if request.return_support else ([], [])
-    return RowAnswer(ids[:length], logprobs[:length], reason, kept, mass, top, cached_tokens(reply))
+    return RowAnswer(ids[:length], logprobs[:length], reason, kept, mass, top, _cached_tokens(reply))
 
 
 def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> Sequence[float]:
@@ -290,7 +299,7 @@ def row_scores(
     candidates = []
     if "prompt_logprobs" in payload:
         positions = _positions(choice, prompt)
-        found = prompt_logprobs(prompt[1:], positions)[start - 1 :]
+        found = _prompt_logprobs(prompt[1:], positions[1:])[start - 1 :]
         if count:
             candidates.append(named_candidates(by_id(positions[start:]), count))
     if "logprobs" in payload:
@@ -306,12 +315,40 @@ def row_scores(
 def _positions(choice: Any, prompt: list[int]) -> Any:
     """Return the ``prompt_logprobs`` of a choice, one entry for each token of the prompt."""
     positions = choice.get("prompt_logprobs")
-    if not isinstance(positions, (list, PromptLogprobs)) or len(positions) != len(prompt):
+    if not isinstance(positions, list) or len(positions) != len(prompt):
         raise RowError("it does not have prompt_logprobs for every token of the prompt")
     return positions
 
 
+def _prompt_logprobs(ids: list[int], positions: list[Any]) -> list[Any]:
+    """Return the log-prob that each of these positions of a prompt reports for its id.
+
+    Raises:
+        RowError: a position does not name its id.
+    """
+    try:
+        return [candidates[str(token)]["logprob"] for token, candidates in zip(ids, positions, strict=True)]
+    except (KeyError, TypeError):
+        pass
+    found = []
+    for token, candidates in zip(ids, positions, strict=True):
+        if not isinstance(candidates, dict) or str(token) not in candidates:
+            raise RowError(f"its prompt_logprobs do not name id {token} where the prompt has it")
+        found.append(candidates[str(token)].get("logprob"))
+    return found
+
+
 # Both -----------------------------------------------------------------------------------------------------------------
+
+
+def _cached_tokens(reply: Any) -> Any:
+    """Return how many ids of the prompt came from the prefix cache; None if the server does not say.
+
+    Servers say so that run with ``--enable-prompt-tokens-details``.
+    """
+    usage = reply.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    return details.get("cached_tokens") if isinstance(details, dict) else None
 
 
 def is_reply_to(payload: Payload, reply: Any) -> bool:

@@ -17,8 +17,8 @@ import torch
 from corelm.errors import BackendTimeoutError, CapabilityError, CoreLMError, EngineError
 from corelm.spec import Capabilities, GenerateRequest, Ragged, RowAnswer, RowFailure, ScoreRequest, ScoreResult
 from corelm_engine_kit import Payload, RowError, checked_logprobs
-from vllm_backend.replies import LABEL, labels
 from vllm_backend.sampling import COLDEST, HONOURED
+from vllm_backend.top_ids import LABEL, labels
 
 if TYPE_CHECKING:
     from corelm_engine_kit import HttpClient

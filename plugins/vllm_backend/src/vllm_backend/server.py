@@ -47,7 +47,7 @@ from corelm_engine_kit import (
     weights_folder,
 )
 from vllm_backend import protocol_http as protocol
-from vllm_backend import replies, sampling_masks
+from vllm_backend import sampling_masks
 from vllm_backend.adapters import server_adapters
 from vllm_backend.capabilities import at_a_time
 from vllm_backend.capabilities_http import ServerInfo, read_server
@@ -219,7 +219,6 @@ class VLLMServer(HttpEngine):
             payloads = [sampling_masks.accepted(payload, self.capabilities.vocab_size) for payload in payloads]
         alone = self.info.scores_alone and any("prompt_logprobs" in payload for payload in payloads)
         path = sampling_masks.ROUTE if payloads and sampling_masks.is_for_route(payloads[0]) else self.rows_path
-        options = {"decode": replies.decoder(payloads), **options}
         entries: list[Any] = []
         for rows in at_a_time(len(payloads), alone=alone):
             entries += super().post_rows(payloads[rows], names[rows], deadline, path, **options)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from corelm.spec import GenerateRequest, RowScores, ScoreRequest, TopIds
 from corelm_engine_kit import RowError, checked_argmax, checked_top_ids
-from vllm_backend.replies import LABEL
 
+#: What stands before an id where a server labels a token with it.
+LABEL = "token_id:"
 #: The most ids that callers may ask for.
 MOST_IDS = 1024
 #: The most candidates that an engine allows which this plugin opens; see `wanted`.
@@ -173,6 +174,11 @@ def answer_top(
     if count:
         candidates = named_candidates(by_label(choice, len(ids)), count)
     return top_of_answer(request, ids, candidates, vocab_size)
+
+
+def labels(ids: Sequence[int]) -> list[str]:
+    """Return how a server labels tokens with these ids."""
+    return [f"{LABEL}{token}" for token in ids]
 
 
 def by_label(choice: Mapping[str, Any], count: int) -> list[Mapping[int, Any]]:

@@ -67,13 +67,6 @@ def test_large_layers_of_the_body_are_computed_too(open_model: Open) -> None:
     assert_answers(made, model, prompts)
 
 
-def test_a_small_model_is_computed_as_it_is(open_model: Open) -> None:
-    backend = open_model(tiny_model())
-    with Operators() as called:
-        backend.generate(random_rows(5, 9), SAMPLING)
-    assert "mkldnn::_linear_pointwise" not in called.names
-
-
 class OwnLinear(nn.Linear):
     """Computes something other than its weights say."""
 

@@ -9,23 +9,19 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, chain
 from typing import Any
 
 import torch
 
-from corelm_fleet.hosting.packing import ALIGNMENT, pack, unpack
+from corelm_fleet.hosting.packing import pack, unpack
 
 #: Both sides must have the same. Count it up when frames or what is in them change.
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 _HEAD = struct.Struct("<4sBQQI")
 _MAGIC = b"clm1"
-#: The system refuses to send more pieces in one call.
-_MOST_PIECES = 512
 #: macOS refuses to send or receive more bytes in one call than a C int can count.
 _MOST_BYTES = 2**28
 
@@ -92,7 +88,9 @@ class Channel:
         sizes = struct.pack(f"<{len(buffers)}Q", *map(len, buffers))
         head = _HEAD.pack(_MAGIC, kind, call, len(pickled), len(buffers))
         with self._sending:
-            self._send_all(chain([head + sizes + pickled], chain.from_iterable(map(_aligned, buffers))))
+            for piece in (memoryview(head + sizes + pickled), *buffers):
+                for start in range(0, len(piece), _MOST_BYTES):
+                    self.end.sendall(piece[start : start + _MOST_BYTES])
 
     def receive(self) -> Frame | None:
         """Return the next frame; None if the other process has closed its end or has ended.
@@ -107,17 +105,16 @@ class Channel:
         magic, kind, call, length, count = _HEAD.unpack(head)
         if magic != _MAGIC:
             raise ValueError(f"expected a frame that begins with {_MAGIC!r}, got {magic!r}")
-        # Not read together with the tensors: these need an aligned place in memory.
         first = self._receive(8 * count + length)
         if first is None:
             return None
-        sizes = struct.unpack_from(f"<{count}Q", first)
-        starts = list(accumulate(map(_padded, sizes), initial=0))
-        data = self._receive(starts[-1])
-        if data is None:
-            return None
-        buffers = tuple(data[start : start + size] for start, size in zip(starts, sizes, strict=False))
-        return Frame(Kind(kind), call, first[8 * count :], buffers)
+        # One by one: a tensor needs an aligned place in memory.
+        buffers = []
+        for size in struct.unpack_from(f"<{count}Q", first):
+            if (data := self._receive(size)) is None:
+                return None
+            buffers.append(data)
+        return Frame(Kind(kind), call, first[8 * count :], tuple(buffers))
 
     def shut_down(self) -> None:
         """End the connection. The thread that receives here gets None, and threads that send get an error."""
@@ -129,18 +126,6 @@ class Channel:
         self.shut_down()
         with self._sending:
             self.end.close()
-
-    def _send_all(self, pieces: Iterable[bytes | memoryview]) -> None:
-        waiting = [memoryview(piece) for piece in pieces if len(piece)]
-        while waiting:
-            pieces = waiting[:_MOST_PIECES]
-            if sum(map(len, pieces)) > _MOST_BYTES:
-                pieces = [waiting[0][:_MOST_BYTES]]
-            sent = self.end.sendmsg(pieces)
-            while waiting and sent >= len(waiting[0]):
-                sent -= len(waiting.pop(0))
-            if sent:
-                waiting[0] = waiting[0][sent:]
 
     def _receive(self, size: int) -> memoryview | None:
         # Not a bytearray, which would be filled with zeros first.
@@ -155,15 +140,6 @@ class Channel:
                 return None
             have += count
         return data
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _aligned(data: memoryview) -> Iterator[bytes | memoryview]:
-    yield data
-    yield bytes(_padded(len(data)) - len(data))
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()

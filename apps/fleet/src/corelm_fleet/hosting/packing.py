@@ -24,8 +24,6 @@ Packed = tuple[bytes, list[pickle.PickleBuffer]]
 
 #: Bytes from which a tensor stays out of the pickle.
 _LARGE = 4096
-#: A tensor's bytes begin at a multiple of this.
-ALIGNMENT = 64
 
 
 def pack(value: Any) -> Packed:

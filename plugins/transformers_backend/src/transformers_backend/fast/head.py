@@ -7,28 +7,61 @@ whole    a slice gives other logits than the plain forward, so all logits are ma
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from transformers_backend.engine import CausalLM
-from transformers_backend.fast.head_state import HeadState
-from transformers_backend.fast.probing import HeadFormula, equal_but_for_rounding, head_products, probe_head, softcap
-from transformers_backend.fast.probing_queries import answers_alike
-from transformers_backend.fast.split import CannotSplit, SplitForward, autocast_dtype, is_bare
+from corelm.spec import Ragged
+from corelm_engine_kit.token_scores import TokenQuery, TokenScores, scores_of_logits
+from transformers_backend.engine import CausalLM, is_device_failure
+from transformers_backend.fast.split import SplitForward, autocast_dtype, is_bare
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.scoring import HeadPath
 from transformers_backend.self_test import SelfTest
 
-#: Number of ids on which products kept from an earlier call are compared. Comparing all would read the whole head.
-_SAMPLED = 8192
-#: Where the formula is compared at every call. With more than `_LARGE` weights that takes a millisecond or more. For
-#: `_FEW` positions or fewer, the model's own forward is cheaper.
+_log = logging.getLogger(__name__)
+
+#: A head of more than `_LARGE` weights takes a millisecond or more to compare its formula. For `_FEW` positions or
+#: fewer, the model's own forward is cheaper.
 _LARGE, _FEW = 2**21, 64
-#: How many states of the head are remembered.
-_REMEMBERED = 32
+#: Largest logits of the hidden states with which a head is tried. A cap bends the last ones; a scale shows in all.
+_MAGNITUDES = (1.0, 30.0, 1000.0)
+#: Number of positions tried at each magnitude.
+_TRIED = 2
+#: The witness of a formula has large logits; a state with small ones is tried as well.
+_SMALL = 1 / 30
+#: Number of ids in a set that is tried, and of most probable ones.
+_SET, _TOP = 24, 8
+_TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True, eq=False)
+class HeadFormula:
+    """How a model makes logits of its last hidden states.
+
+    Attributes:
+        path: see `transformers_backend.fast.head`; the other attributes are of use for "tiled" only.
+        dtype: of the head's matrix product; under autocast, hidden states and weights are cast to it.
+        scale: factor of the head's matrix product.
+        cap: logits are ``cap · tanh(scaled / cap)``; None without one.
+        witness: ``[1, hidden]``, a hidden state that shows the scale and bends at the cap.
+    """
+
+    path: HeadPath
+    dtype: torch.dtype = torch.float32
+    scale: float = 1.0
+    cap: float | None = None
+    witness: Tensor | None = None
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Return the logits for the bare products of hidden states with the head."""
+        scaled = self.scale * products
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
 class ScoringHead:
@@ -36,36 +69,26 @@ class ScoringHead:
         self._engine = engine
         self._split = split
         self._self_test = self_test
-        self._state = HeadState(engine)
         # By the dtype of the caller's autocast, None without: one may train under it and sample without.
         self._probed: dict[torch.dtype | None, tuple[Any, HeadFormula]] = {}
-        # The products of each formula's witness with the head, float64[1, V].
-        self._products: dict[torch.dtype | None, Tensor] = {}
-        # Whether tiles give the numbers of the model's own logits. The keys are autocast, whether several ids are
-        # asked for, and the layout of the head.
+        # Whether tiles give the numbers of the model's own logits, by autocast and the layout of the head.
         self._answers: dict[tuple[Any, ...], bool] = {}
-        # The states of the head, under which autocast, in which each formula held, without gradients and with them.
-        self._held: set[tuple[torch.dtype | None, bool, Hashable]] = set()
 
     def forget(self) -> None:
         """Probe again before the next use: with other weights another formula may show."""
         self._split.forget()
         self._probed.clear()
-        self._products.clear()
         self._answers.clear()
-        self._held.clear()
 
-    def path(self, positions: int, *, grad: bool = False, several: bool = False) -> HeadPath:
+    def path(self, positions: int, *, grad: bool = False) -> HeadPath:
         """Return how to make the log-probabilities of so many positions now.
 
-        A formula is compared with the model's own forward, on one state, before it is used: since it was found, a scale
-        may have been learned or a hook put on the body. The comparison costs as much as one position. It is made once
-        for each `HeadState`, and at every call where there is none.
+        A formula is compared with the model's own forward, on one state, before every use: since it was found, a scale
+        may have been learned or a hook put on the body. The comparison costs as much as two positions.
 
         Args:
             positions: how many positions are scored.
             grad: whether gradients are wanted.
-            several: whether log-probs over a set of ids, or of several ids at a position, are wanted.
         """
         for _ in range(2):
             formula = self._formula()
@@ -74,18 +97,12 @@ class ScoringHead:
             module = self._module()
             if module is None or not is_bare(module):
                 return "sliced"
-            state = self._present_state(module)
-            known = (autocast_dtype(self._engine.device), grad, state)
-            few = state is None and not grad and positions <= _FEW
-            if few and self._is_large(formula):
+            # Both ways must round alike: after a scale or a cap, the model rounds short floats once more.
+            alike = formula.dtype.itemsize >= 4 or (formula.scale == 1.0 and formula.cap is None)
+            if alike and positions <= _FEW and not grad and module.weight.numel() > _LARGE:
                 return "sliced"
-            if known in self._held or self._holds(formula, grad):
-                if state is not None:
-                    self._remember(known)
-                right = self._tiles_answer(module, formula) and (
-                    not several or self._tiles_answer(module, formula, several=True)
-                )
-                return "tiled" if right else "sliced"
+            if self._holds(formula, module, grad):
+                return "tiled" if self._tiles_answer(module, formula) else "sliced"
             self.forget()
         return "sliced"
 
@@ -102,90 +119,43 @@ class ScoringHead:
             return None
         return head
 
-    def _remember(self, known: tuple[torch.dtype | None, bool, Hashable]) -> None:
-        # A scale that is learned has another value at every call.
-        if len(self._held) >= _REMEMBERED:
-            self._held.clear()
-        self._held.add(known)
-
-    def _present_state(self, head: nn.Linear) -> Hashable | None:
-        try:
-            return self._state(self._split.body(), head)
-        except CannotSplit:
-            return None
-
-    def _is_large(self, formula: HeadFormula) -> bool:
-        """Return whether few positions are better left to the model's own forward.
-
-        The head must be large, and both ways must round alike: after a scale or a cap, the model rounds short floats
-        once more.
-        """
-        module = self._module()
-        assert module is not None
-        alike = formula.dtype.itemsize >= 4 or (formula.scale == 1.0 and formula.cap is None)
-        return alike and module.weight.numel() > _LARGE
-
-    def _holds(self, formula: HeadFormula, grad: bool) -> bool:
+    def _holds(self, formula: HeadFormula, module: nn.Linear, grad: bool) -> bool:
         """Return whether the formula gives what the model gives now; with `grad`, also whether gradients reach nothing
         but the hidden states and the head.
         """
-        engine, module = self._engine, self._module()
-        assert module is not None and formula.witness is not None
+        assert formula.witness is not None
         state = formula.witness.to(module.weight.device)
-        with engine.evaluating(), self._without_cache():
+        with self._engine.evaluating(), self._without_cache():
             with torch.set_grad_enabled(grad):
                 state = state.requires_grad_(grad)
                 logits = self._split.logits(state)
             known = (state, module.weight, module.bias)
             if grad and not all(any(leaf is one for one in known) for leaf in _leaves(logits)):
                 return False
-            made = formula.logits(self._products_of(state, module, formula.dtype))
-            return equal_but_for_rounding(made, logits.double(), formula.dtype)
+            made = formula.logits(_products(state, module, formula.dtype))
+            return _equal_but_for_rounding(made, logits.double(), formula.dtype)
 
-    def _tiles_answer(self, head: nn.Linear, formula: HeadFormula, *, several: bool = False) -> bool:
-        """Return whether tiles answer as the model's own logits do, found out once for each layout of the head.
-
-        Args:
-            several: whether several ids are asked for at a position.
-        """
+    def _tiles_answer(self, head: nn.Linear, formula: HeadFormula) -> bool:
+        """Return whether tiles answer as the model's own logits do, found out once for each layout of the head."""
         layouts = [(each.dtype, each.shape, each.stride()) for each in (head.weight, head.bias) if each is not None]
-        key = (autocast_dtype(self._engine.device), several, *layouts)
+        key = (autocast_dtype(self._engine.device), *layouts)
         if key not in self._answers:
             with self._engine.evaluating(), self._without_cache():
-                self._answers[key] = answers_alike(self.tiled(), self._split, formula, several=several)
+                self._answers[key] = _answers_alike(self.tiled(), self._split, formula)
         return self._answers[key]
-
-    def _products_of(self, state: Tensor, module: nn.Linear, dtype: torch.dtype) -> Tensor:
-        """Return the bare products of the witness with the head, float64[1, V].
-
-        Those of an earlier call are used if a sample of them is still right. If any of the rest is wrong, the model's
-        own logits do not fit them either.
-        """
-        autocast, some = autocast_dtype(self._engine.device), slice(None, None, max(1, len(module.weight) // _SAMPLED))
-        known = self._products.get(autocast)
-        if (
-            known is None
-            or known.shape[-1] != len(module.weight)
-            or known.device != state.device
-            or not equal_but_for_rounding(known[..., some], head_products(state, module, dtype, some), dtype)
-        ):
-            known = self._products[autocast] = head_products(state, module, dtype)
-        return known
 
     def _formula(self) -> HeadFormula:
         engine = self._engine
         # What may come between body and logits without being part of the head.
         around = [(tuple(part._forward_hooks), vars(part).get("forward")) for part in (engine.module, engine.base)]
         head, autocast = engine.base.get_output_embeddings(), autocast_dtype(engine.device)
-        state = (around, head, getattr(getattr(head, "weight", None), "dtype", None), softcap(engine))
+        state = (around, head, getattr(getattr(head, "weight", None), "dtype", None), _softcap(engine))
         known = self._probed.get(autocast)
         if known is None or known[0] != state:
-            self._products.pop(autocast, None)
             self._answers = {key: each for key, each in self._answers.items() if key[0] != autocast}
-            self._held = {each for each in self._held if each[0] != autocast}
             with engine.evaluating(), self._without_cache():
                 row, plain = self._self_test.row, None if autocast else self._self_test.plain
-                known = self._probed[autocast] = (state, probe_head(engine, self._split, self._module(), row, plain))
+                known = self._probed[autocast] = (state, _probe(engine, self._split, self._module(), row, plain))
         return known[1]
 
     def _without_cache(self) -> torch.autocast:
@@ -210,3 +180,163 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
         if hasattr(node, "variable"):
             yield node.variable
         nodes += [earlier for earlier, _ in node.next_functions]
+
+
+# What is found out --------------------------------------------------------------------------------------------------
+
+
+def _probe(
+    engine: CausalLM, split: SplitForward, module: nn.Linear | None, row: Tensor, known: Tensor | None
+) -> HeadFormula:
+    """Return how this model's logits can be computed in parts.
+
+    Args:
+        module: the head if it is a plain linear layer, else None.
+        row: int64[n], ids to try.
+        known: see `SplitForward.whole`.
+    """
+    hidden = _hidden_if_sliceable(engine, split, row, known)
+    if hidden is None:
+        return HeadFormula("whole")
+    if module is None or module.weight.shape[1] != hidden.shape[1]:
+        return HeadFormula("sliced")
+    # The model's own forward brings the states to the head if its layers are on several devices.
+    if module.weight.device != hidden.device:
+        return HeadFormula("sliced")
+    dtype = _product_dtype(hidden, module.weight, split.autocast)
+    return (dtype and _tiled_formula(engine, split, module, hidden[:_TRIED], dtype)) or HeadFormula("sliced")
+
+
+def _products(states: Tensor, module: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """Return float64[n, V]: the products of `states` with the head, rounded to `dtype`."""
+    bias = None if module.bias is None else module.bias.to(dtype)
+    return functional.linear(states.to(dtype), module.weight.to(dtype), bias).double()
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor, autocast: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which the model multiplies these two; None if it cannot. Autocast leaves float64 alone."""
+    if autocast is not None and torch.float64 not in (hidden.dtype, weight.dtype):
+        return autocast
+    return hidden.dtype if hidden.dtype == weight.dtype else None
+
+
+def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor, known: Tensor | None) -> Tensor | None:
+    """Return the hidden states ``[n, hidden]`` of `row`, or None if slices of them give other logits than the whole."""
+    try:
+        hidden, whole = split.whole(row, known)
+        parts, whole = torch.cat([split.logits(part).float() for part in hidden.split(5)]), whole.float()
+    except Exception as error:
+        if is_device_failure(error):
+            raise
+        # A forward that is not a body and a head may fail in any way when it is cut in two.
+        return None
+    eps = max(torch.finfo(dtype).eps for dtype in (engine.base.dtype, split.autocast) if dtype is not None)
+    # Neither ids that the model rules out nor logits that are no numbers say how large a difference may be.
+    finite = whole[whole.isfinite()].abs()
+    tolerance = eps**0.5 * float(finite.max() if len(finite) else 0.0)
+    return hidden if torch.allclose(parts, whole, rtol=0.0, atol=tolerance) else None
+
+
+def _tiled_formula(
+    engine: CausalLM, split: SplitForward, module: nn.Linear, hidden: Tensor, dtype: torch.dtype
+) -> HeadFormula | None:
+    """Return the scale and cap that turn the head's matrix product into the model's own logits, or None."""
+    largest = float(_products(hidden, module, dtype).abs().max())
+    if not 0.0 < largest < float("inf"):
+        # If all products are zero, for example, every formula would fit.
+        return None
+    states = torch.cat([hidden * (magnitude / largest) for magnitude in _MAGNITUDES])
+    products, logits = _products(states, module, dtype), split.logits(states).double()
+    if products.shape != logits.shape:
+        # The model cuts its logits, for example to the vocabulary without padding.
+        return None
+    for cap in dict.fromkeys((_softcap(engine), None)):
+        flat = logits[:_TRIED] if cap is None else torch.atanh(logits[:_TRIED] / cap) * cap
+        scale = float((flat * products[:_TRIED]).sum() / products[:_TRIED].square().sum())
+        scale = 1.0 if abs(scale - 1.0) < 1e-4 else scale
+        formula = HeadFormula("tiled", dtype, scale, cap, witness=states[_TRIED : _TRIED + 1])
+        if all(
+            _equal_but_for_rounding(made, wanted, dtype)
+            for made, wanted in zip(formula.logits(products).split(_TRIED), logits.split(_TRIED), strict=True)
+        ):
+            return formula
+    return None
+
+
+def _softcap(engine: CausalLM) -> float | None:
+    """Return the cap of the logits that the model's configuration states."""
+    cap = getattr(engine.base.config.get_text_config(), "final_logit_softcapping", None)
+    return float(cap) if cap else None
+
+
+def _equal_but_for_rounding(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether two sets of logits differ by rounding only.
+
+    In float32 that is the rounding of sums, in anything shorter the rounding of one logit.
+    """
+    steps = 64 if dtype.itemsize >= 4 else 4
+    # If an id is ruled out by minus infinity, a tolerance taken from it would let everything pass.
+    finite = found[found.isfinite()].abs()
+    tolerance = steps * torch.finfo(dtype).eps * float(finite.max() if len(finite) else 0.0)
+    return torch.allclose(found, wanted, rtol=0.0, atol=tolerance)
+
+
+def _answers_alike(head: TiledHead, split: SplitForward, formula: HeadFormula) -> bool:
+    """Return whether tiles answer all that may be asked of a position as the model's own logits do."""
+    assert formula.witness is not None
+    states = torch.cat([formula.witness, formula.witness * _SMALL] * 3).to(head.weight.device)
+    logits = split.logits(states).float()
+    for query in _queries(logits):
+        try:
+            alike = _alike(head.scores(states, query), logits, query, formula.dtype)
+        except Exception as error:
+            if is_device_failure(error):
+                raise
+            # A kernel may fail in any way on a device on which it was not tried.
+            _log.warning("the head is not used in tiles: %s: %s", type(error).__name__, error)
+            return False
+        if not alike:
+            _log.warning("the head is not used in tiles: its numbers differ from the model's own")
+            return False
+    return True
+
+
+def _queries(logits: Tensor) -> Iterator[TokenQuery]:
+    """Yield what is tried on two states, three times each."""
+    device, vocab_size, best = logits.device, logits.shape[1], logits[:2].argmax(-1)
+    ends = torch.tensor([0, vocab_size - 1], device=device)
+    plain = TokenQuery(torch.cat([best, logits[:2].argmin(-1), ends]), _TEMPERATURE)
+    yield plain
+    yield replace(plain, temperature=1.0, argmax=True)
+    spread = torch.arange(0, vocab_size, max(1, vocab_size // _SET))
+    # An empty set stands for the whole vocabulary; other sets have an id that matters.
+    some, other = (torch.cat([part, best.cpu()]).unique() for part in (spread, spread[::2]))
+    yield replace(plain, sets=Ragged.from_list([some, other, some, spread[:0], some, other]).to(device))
+    yield replace(plain, top_k=min(_TOP, vocab_size))
+    ids = some.repeat(len(logits), 1)
+    ids[1, 0] = -1
+    yield replace(plain, top_ids=ids.to(device))
+
+
+def _alike(found: TokenScores, logits: Tensor, query: TokenQuery, dtype: torch.dtype) -> bool:
+    wanted = scores_of_logits(logits, query)
+    pairs = [(found.logprobs, wanted.logprobs)]
+    if found.argmax is not None:
+        # Rounding may swap ids that are nearly as probable.
+        pairs.append((logits.gather(1, found.argmax[:, None]), logits.amax(1, keepdim=True)))
+    if found.top is not None and wanted.top is not None:
+        pairs.append((found.top.logprobs, wanted.top.logprobs))
+        # Rounding may swap ids that are nearly as probable; what is said of the ids that were found has to be right.
+        own = scores_of_logits(logits, replace(query, top_k=0, top_ids=found.top.ids)).top
+        assert own is not None
+        pairs += [(found.top.logprobs, own.logprobs), (found.top.tail, own.tail)]
+    # What is rounded are the logits, so their size says by how much.
+    tempered = logits / query.temperature
+    largest = tempered[tempered.isfinite()].abs().max().reshape(1)
+    return all(
+        torch.equal(one.isfinite(), other.isfinite())
+        and _equal_but_for_rounding(
+            torch.cat([one[one.isfinite()], largest]), torch.cat([other[other.isfinite()], largest]), dtype
+        )
+        for one, other in pairs
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corelm.spec import Ragged
-from transformers_backend.fast.segments import PackedSegment
+from transformers_backend.fast.attention import PackedSegment
 
 #: Given the lengths of a common start and of the rest of a row: whether reading the start only once pays.
 SharingPays = Callable[[int, int], bool]

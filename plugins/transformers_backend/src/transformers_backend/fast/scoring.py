@@ -19,14 +19,11 @@ from corelm_engine_kit.loop import Call
 from corelm_engine_kit.token_scores import ScoredTokens, TokenQuery, TokenScores
 from corelm_engine_kit.transfer import to_device
 from transformers_backend.engine import CausalLM
+from transformers_backend.fast.attention import VarlenAttention, attention_per_segment, may_pack, torch_varlen
 from transformers_backend.fast.head import ScoringHead
 from transformers_backend.fast.layouts import ReadBatch, SharingPays, packed_batches, padded_batches
-from transformers_backend.fast.packing import may_pack
-from transformers_backend.fast.probing import body_drops_out
-from transformers_backend.fast.reading import BodyReader
+from transformers_backend.fast.onednn import quick_products
 from transformers_backend.fast.split import SplitForward
-from transformers_backend.fast.tiled_scores import tiled_scores
-from transformers_backend.fast.varlen import JointAttention, TransformersFlash, torch_varlen
 from transformers_backend.protocol import SequenceBatch
 from transformers_backend.scoring import (
     PACKED,
@@ -44,8 +41,6 @@ from transformers_backend.self_test import TAIL, SelfTest, TailLogits
 _CPU_PACK = 1024
 #: A shorter common start is not worth the bookkeeping.
 _SHORTEST_START = 16
-#: Where transformers runs the model with one of these, rows are packed for it, and for nothing else.
-_FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 class FastScorer(Scorer):
@@ -61,7 +56,7 @@ class FastScorer(Scorer):
         engine: CausalLM,
         self_test: SelfTest,
         max_batch_tokens: int,
-        joint: Callable[[torch.device], JointAttention | None] = torch_varlen,
+        joint: Callable[[torch.device], VarlenAttention | None] = torch_varlen,
     ) -> None:
         super().__init__(engine, self_test, max_batch_tokens)
         # The object remembers what became of its trials.
@@ -70,27 +65,26 @@ class FastScorer(Scorer):
         # The head is tried on states of the forward that the self test makes anyway.
         self_test.read = self._split.plain_logits
         self._head = ScoringHead(engine, self._split, self_test)
-        self._reader = BodyReader(engine, self._split)
 
     def weights_changed(self) -> None:
         self._head.forget()
 
     def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, call: Call) -> Iterator[ScoredTokens]:
-        several = request.support is not None or request.top_k > 0 or request.top_ids is not None
-        head = self._head.path(int(batch.wanted.sum()), grad=request.grad, several=several)
+        head = self._head.path(int(batch.wanted.sum()), grad=request.grad)
         if head == "whole":
             yield from super()._score_batch(batch, request, call)
             return
         if head == "tiled" and request.return_logits:
             head = "sliced"
-        joint = self._joint_attention()
-        may = {"fused": joint is not None, "packed": self._packs_one_by_one()}
+        packs = self._engine.passes_positions and may_pack(self._engine.base)
+        joint = self._joint(self._engine.device) if packs else None
+        may: dict[RowLayout, bool] = {"fused": joint is not None, "packed": packs}
         layouts: tuple[RowLayout, ...] = (*(layout for layout in PACKED if may[layout]), *PLAIN_LAYOUTS)
 
         @cache
         def parts(layout: RowLayout) -> list[ReadBatch]:
             # Rows that share their start would also share its dropout.
-            drops_out = layout in PACKED and body_drops_out(self._engine, self._reader)
+            drops_out = layout in PACKED and self._drops_out()
             pays = _never if drops_out else self._sharing_pays
             # The widest first: it is compared with the plain forward before anything is handed over.
             return sorted(self._read_batches(batch.inputs, layout, pays), key=lambda part: -part.columns)
@@ -109,7 +103,7 @@ class FastScorer(Scorer):
             call.deadline.check()
             if len(call.aborted_among(batch.rows[part.rows])) == len(part.rows):
                 continue
-            read = partial(self._reader.read, batch.inputs, part, joint if layout == "fused" else None)
+            read = partial(self._read, batch.inputs, part, joint if layout == "fused" else None)
             states = read()
             rows = batch.inputs.select(part.rows)
             ends = partial(self._last_logits, part)
@@ -137,32 +131,53 @@ class FastScorer(Scorer):
             pairs, inverse = (slots * vocab_size + query.targets).unique(return_inverse=True)
             slots, query = pairs // vocab_size, replace(query, targets=pairs % vocab_size)
         if head == "tiled":
-            scores = tiled_scores(self._head.tiled(), _states_at(states, slots), query.to(states.device))
+            scores = self._head.tiled().scores(_states_at(states, slots), query.to(states.device))
         else:
             scores = self._scores(states, slots, query, self._split.logits)
         return scores if inverse is None else scores.select(inverse)
 
     # Packed or padded -------------------------------------------------------------------------------------------------
 
-    def _packs_one_by_one(self) -> bool:
-        return self._engine.passes_positions and may_pack(self._engine.base) == "sdpa"
+    def _read(self, rows: Ragged, batch: ReadBatch, joint: VarlenAttention | None = None) -> Tensor:
+        """Return the last hidden states of the body, ``[slots, hidden]``; ``batch.index`` says in which slots those of
+        its rows are.
 
-    def _joint_attention(self) -> JointAttention | None:
-        """Return what attends in many rows of a pack at once; None if nothing does in this model, on this device."""
-        if not self._engine.passes_positions:
-            return None
-        name = may_pack(self._engine.base)
-        if name in _FLASH:
-            return TransformersFlash(name)
-        return self._joint(self._engine.device) if name == "sdpa" else None
+        Args:
+            rows: the ids of all rows.
+            batch: those to read.
+            joint: attends in many rows of a pack at once, where it fits; None for one after another.
+        """
+        device, packed = self._engine.device, batch.packed
+        with quick_products(self._split.body()):
+            if packed is None:
+                return self._split.hidden(**self._engine.inputs(rows.select(batch.rows), "right")).flatten(0, 1)
+            with attention_per_segment(self._engine.base, packed.segments, joint):
+                ids, positions = (to_device(each[None], device) for each in (packed.ids, packed.positions))
+                return self._split.hidden(input_ids=ids, position_ids=positions, attention_mask=None)[0]
 
-    def _tails(self, layout: RowLayout, joint: JointAttention | None) -> TailLogits:
+    def _drops_out(self) -> bool:
+        """Return whether the model, in its present mode, reads the same ids twice with different results.
+
+        Dropout has a different name in every family, so reading twice is the only test.
+        """
+        if not (torch.is_grad_enabled() and any(part.training for part in self._engine.module.modules())):
+            return False
+        rows = Ragged(torch.arange(16) % self._engine.readable, torch.tensor([16]))
+        (batch,) = padded_batches(rows.lengths, [torch.tensor([0])])
+        device = self._engine.device
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
+        ):
+            return not torch.equal(self._read(rows, batch), self._read(rows, batch))
+
+    def _tails(self, layout: RowLayout, joint: VarlenAttention | None) -> TailLogits:
         """Return a function that makes the logits of short rows in that layout, from the body's hidden states."""
 
         def tails(rows: Ragged) -> Iterator[tuple[int, Tensor]]:
             # A row shares its start with a longer one, and equal rows are read twice.
             for part in self._read_batches(rows, layout, lambda shared, rest: rest > 0):
-                states = self._reader.read(rows, part, joint if layout == "fused" else None)
+                states = self._read(rows, part, joint if layout == "fused" else None)
                 for place, number in enumerate(part.rows.tolist()):
                     yield number, self._last_logits(part, states, place)
 

@@ -1,0 +1,341 @@
+"""Attention over rows that lie one after another in one row: each segment of it sees only what belongs to its own row.
+
+A segment is a run of tokens that attend to one another and to the tokens before them in their row, which may lie
+elsewhere in the pack: the answers to one prompt share the prompt's keys and values. transformers lets another function
+replace its attention (`AttentionInterface`); the one here hands every segment to transformers' own, or many of them at
+once to PyTorch's `varlen_attn`. That takes short floats on GPUs, and has run on an H100 (docs/verified.md).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corelm_engine_kit.transfer import to_device
+from transformers_backend.engine import runs_layers_again
+
+_log = logging.getLogger(__name__)
+
+#: The name under which the attention is registered with transformers.
+_NAME = "corelm_segments"
+#: Keys that are gathered for one call. A long start that many rows share would otherwise be copied for all of them at
+#: once; keys and values of 8 heads of 128 bfloat16 take 512 MiB.
+_KEYS = 2**17
+
+
+@dataclass(frozen=True)
+class PackedSegment:
+    """Tokens ``start <= t < stop`` of a pack.
+
+    Attributes:
+        before: where the earlier tokens of the same row are, as ranges of the same kind.
+    """
+
+    start: int
+    stop: int
+    before: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def keys(self) -> int:
+        """How many tokens its last token attends to, itself included."""
+        return self.stop - self.start + sum(stop - start for start, stop in self.before)
+
+
+@dataclass(frozen=True, eq=False)
+class VarlenCall:
+    """Segments that attend in one call.
+
+    Attributes:
+        start, stop: their tokens in the pack.
+        keys: int64[k], where their keys are in the pack, segment by segment; None if those are their own tokens.
+        cu_seq_q, cu_seq_k: int32[segments + 1], where the queries and keys of each begin, and where the last ones end.
+        max_q, max_k: the largest number of queries and keys of a segment.
+    """
+
+    start: int
+    stop: int
+    keys: Tensor | None
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+
+    def to(self, device: torch.device) -> VarlenCall:
+        keys = None if self.keys is None else to_device(self.keys, device)
+        starts_q, starts_k = (to_device(starts, device) for starts in (self.cu_seq_q, self.cu_seq_k))
+        return replace(self, keys=keys, cu_seq_q=starts_q, cu_seq_k=starts_k)
+
+    def of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the parts that these segments need of ``[1, heads, total, size]``."""
+        own = slice(self.start, self.stop)
+        keys, values = (
+            part[:, :, own] if self.keys is None else part.index_select(2, self.keys) for part in (key, value)
+        )
+        return query[:, :, own], keys, values
+
+
+def varlen_calls(segments: Sequence[PackedSegment], max_keys: int = _KEYS) -> Iterator[VarlenCall]:
+    """Yield the segments of a pack, in order, with at most `max_keys` keys in a call, or one segment that has more."""
+    some: list[PackedSegment] = []
+    keys = 0
+    for segment in segments:
+        own = segment.keys
+        if some and keys + own > max_keys:
+            yield _call(some)
+            some, keys = [], 0
+        some.append(segment)
+        keys += own
+    if some:
+        yield _call(some)
+
+
+def _call(segments: Sequence[PackedSegment]) -> VarlenCall:
+    queries, keys = [each.stop - each.start for each in segments], [each.keys for each in segments]
+    ranges = [(*each.before, (each.start, each.stop)) for each in segments]
+    alone = not any(each.before for each in segments)
+    gathered = None if alone else torch.cat([torch.arange(*some) for each in ranges for some in each])
+    starts_q, starts_k = (torch.tensor([*accumulate(each, initial=0)], dtype=torch.int32) for each in (queries, keys))
+    return VarlenCall(segments[0].start, segments[-1].stop, gathered, starts_q, starts_k, max(queries), max(keys))
+
+
+# PyTorch's kernel ---------------------------------------------------------------------------------------------------
+
+
+class VarlenAttention:
+    """Lets many segments attend in one call. A segment's queries are the last of its keys, so segments that follow a
+    common start have more keys than queries.
+
+    Args:
+        kernel: `torch.nn.attention.varlen.varlen_attn`.
+        dtypes: those that it takes.
+    """
+
+    def __init__(
+        self, kernel: Callable[..., Any], dtypes: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16})
+    ) -> None:
+        self._kernel = kernel
+        self._dtypes = dtypes
+
+    def fits(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> bool:
+        """Return whether it can do what transformers asks for; the arguments are those of its attention."""
+        # transformers' own SDPA refuses a cap, and knows no sinks.
+        odd = (kwargs.get("dropout") or None, kwargs.get("softcap") or None, kwargs.get("s_aux"))
+        size = query.shape[-1]
+        right = _dtype(query) in self._dtypes and size % 8 == 0 and size <= 256
+        return right and {key.shape[-1], value.shape[-1]} == {size} and all(each is None for each in odd)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, window: int | None, **kwargs: Any
+    ) -> Tensor:
+        """Return ``[1, queries, heads, size]``.
+
+        Args:
+            query, key, value: what ``call.of`` returned.
+            call: the segments.
+            window: the width of a sliding window.
+            kwargs: what transformers passes to its attention.
+        """
+        dtype = _dtype(query)
+        parts = [part[0].transpose(0, 1).to(dtype) for part in (query, key, value)]
+        out: Tensor = self._kernel(
+            *parts,
+            call.cu_seq_q,
+            call.cu_seq_k,
+            call.max_q,
+            call.max_k,
+            scale=kwargs.get("scaling"),
+            # transformers counts the token itself.
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out[None]
+
+
+def torch_varlen(device: torch.device) -> VarlenAttention | None:
+    """Return PyTorch's own `varlen_attn` where this PyTorch has it and the device can run it; None elsewhere."""
+    # On AMD's GPUs the kernel is another one, without windows.
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    known: Mapping[str, Any] = {}
+    with suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn
+
+        known = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= known.keys():
+        # The first version had no windows.
+        _log.warning(
+            "attention of several rows at once is not used, so packed rows take longer: torch %s has no "
+            "torch.nn.attention.varlen.varlen_attn that takes scale and window_size",
+            torch.__version__,
+        )
+        return None
+    return VarlenAttention(varlen_attn if "enable_gqa" in known else _sharing_unasked(varlen_attn))
+
+
+def _sharing_unasked(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `varlen_attn` of PyTorch 2.11 or older, which takes no `enable_gqa`: its heads share keys in any case."""
+
+    def run(*args: Any, enable_gqa: bool, **kwargs: Any) -> Any:
+        return kernel(*args, **kwargs)
+
+    return run
+
+
+def _dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype in which PyTorch's own attention would compute: autocast casts what it is given."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+# In the place of transformers' attention ----------------------------------------------------------------------------
+
+
+class CannotPack(Exception):
+    """The model's attention cannot run per segment."""
+
+
+class _SegmentAttention:
+    """Runs the segments of one pack.
+
+    Args:
+        segments: the segments.
+        attend: transformers' own attention for one of them.
+        joint: attends in many of them at once, where it fits; None for one after another.
+    """
+
+    def __init__(self, segments: Sequence[PackedSegment], attend: Any, joint: VarlenAttention | None) -> None:
+        self._segments = segments
+        self._attend = attend
+        self._joint = joint
+        # Every layer needs the same few masks, and the same places of segments.
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
+        self._calls: dict[torch.device, list[VarlenCall]] = {}
+
+    def __call__(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Attend as transformers asks for it: query ``[1, heads, total, size]``; `attention_mask` is what `_mask`
+        returned.
+        """
+        mask = attention_mask
+        if (mask is not None and mask.ndim) or kwargs.get("position_bias") is not None or query.shape[0] != 1:
+            raise CannotPack("the model adds a mask or a bias to its attention")
+        if not getattr(layer, "is_causal", True) or kwargs.get("is_causal") is False:
+            raise CannotPack("the model's attention is not causal")
+        window = int(mask) if mask is not None and int(mask) else None
+        if self._joint is not None and self._joint.fits(query, key, value, **kwargs):
+            calls = self._calls.get(query.device)
+            if calls is None:
+                calls = [call.to(query.device) for call in varlen_calls(self._segments)]
+                self._calls[query.device] = calls
+            together = [self._joint(*call.of(query, key, value), call, window, **kwargs) for call in calls]
+            return together[0] if len(together) == 1 else torch.cat(together, dim=1), None
+        outputs = []
+        for segment in self._segments:
+            own = (segment.start, segment.stop)
+            keys, values = (_gather(part, (*segment.before, own)) for part in (key, value))
+            queries = query[:, :, segment.start : segment.stop]
+            allowed = self._allowed(queries.shape[2], keys.shape[2], window, query.device)
+            outputs.append(self._attend(layer, queries, keys, values, allowed, **kwargs)[0])
+        # A copy of a long row's only output would be kept for gradients.
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+
+    def _allowed(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+        """Return bool[1, 1, queries, keys], where the queries are the last of the positions; None if plain causal
+        attention does the same.
+        """
+        if queries == keys and (window is None or keys <= window):
+            return None
+        name = (queries, keys, window, device)
+        if name not in self._masks:
+            seeing, seen = torch.arange(keys - queries, keys, device=device)[:, None], torch.arange(keys, device=device)
+            allowed = seen <= seeing
+            self._masks[name] = (allowed if window is None else allowed & (seeing - seen < window))[None, None]
+        return self._masks[name]
+
+
+def _gather(part: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    pieces = [part[:, :, start:stop] for start, stop in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+def _mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> Tensor:
+    """Return what transformers passes to the attention instead of a mask: the width of a sliding window, or 0.
+
+    Any other attention refuses such a mask, so a layer that runs again later fails instead of being silently wrong.
+    """
+    if use_vmap:
+        raise CannotPack("the model makes a mask that is not one of transformers' usual ones")
+    return torch.tensor(local_size or 0)
+
+
+_CURRENT: ContextVar[_SegmentAttention | None] = ContextVar("corelm_segments", default=None)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    current = _CURRENT.get()
+    if current is None:
+        raise RuntimeError(
+            "this model is scoring in another thread, which has replaced its attention; call it again afterwards"
+        )
+    return current(*args, **kwargs)
+
+
+@contextmanager
+def attention_per_segment(
+    base: Any, segments: Sequence[PackedSegment], joint: VarlenAttention | None = None
+) -> Iterator[None]:
+    """Let `base` read one row of ``[1, total]`` ids as these segments inside; restore it afterwards.
+
+    Args:
+        base: a transformers model.
+        segments: the segments.
+        joint: attends in many of them at once, where it fits; None for one after another.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _mask)
+    own = _implementation(base)
+    # Only those that have the attribute: setting it on another object would change no attention.
+    configs = [config for config in _configs(base) if getattr(config, "_attn_implementation_internal", None) == own]
+    if not configs:
+        raise CannotPack("the model's configuration has no attention that can be replaced")
+    token = _CURRENT.set(_SegmentAttention(segments, AttentionInterface()[own], joint))
+    try:
+        for config in configs:
+            config._attn_implementation_internal = _NAME
+        yield
+    finally:
+        for config in configs:
+            config._attn_implementation_internal = own
+        _CURRENT.reset(token)
+
+
+def _configs(base: Any) -> list[Any]:
+    """Return the distinct configurations that the model's parts look at."""
+    found = {id(config): config for module in base.modules() if (config := getattr(module, "config", None)) is not None}
+    return list(found.values())
+
+
+def _implementation(base: Any) -> str:
+    name: str = base.config.get_text_config()._attn_implementation
+    return name
+
+
+def may_pack(base: Any) -> bool:
+    """Return whether the model's attention may be replaced by this one, and no layer will run again later."""
+    # The mask of chunked attention looks like that of a window here.
+    chunked = getattr(base.config.get_text_config(), "attention_chunk_size", None)
+    runs_again = torch.is_grad_enabled() and runs_layers_again(base)
+    return _implementation(base) == "sdpa" and not chunked and not runs_again
