@@ -10,6 +10,8 @@ import json
 import re
 import runpy
 import shlex
+import signal
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -19,11 +21,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from packaging.requirements import Requirement
 
 from corelm.errors import how_to_install
 from helpers.pages import Page
+from helpers.processes import PATIENCE
 
 typer = pytest.importorskip("typer", reason="the command needs the extra cli")
 
@@ -31,6 +35,7 @@ from typer.core import TyperGroup  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from corelm_cli.app import app  # noqa: E402
+from helpers.serving import served  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -230,15 +235,24 @@ def test_advice_in_messages_can_be_typed():
 # Running them ---------------------------------------------------------------------------------------------------------
 
 #: What stands for something of the reader's, and what a test gives.
-FILLED_IN = {**dict.fromkeys(["PATH", "PATH_OF_A_MODEL"], "tiny-model"), "vllm": "transformers"}
+FILLED_IN = {**dict.fromkeys(["PATH", "PATH_OF_A_MODEL"], "tiny-model"), "vllm": "transformers", "NAME": "transformers"}
+FILLED_IN |= {"/envs/vllm": sys.executable}
+#: In blocks, and what makes a new backend. Left out is what needs a server, or another engine or its flags.
 RUN = [
-    pytest.param(line, id=line, marks=[pytest.mark.process] if re.search("/envs/|doctor", line) else [])
+    line
     for line, complete in SHOWN
-    if complete and re.match(r"corelm (generate|score|chat|backends|doctor|compare)", line) and "http:" not in line
+    if re.match(r"corelm (generate|score|chat|backends|doctor|compare|serve|conformance|new-backend)\b", line)
+    and (complete or "new-backend NAME" in line)
+    and not re.search("http:|llamacpp|max-model-len", line)
 ]
+#: Markers, each with a pattern of the commands that have it.
+MARKS = ((pytest.mark.process, "/envs/|doctor|serve|conformance"), (pytest.mark.nightly, "conformance"))
 
 
-@pytest.mark.parametrize("line", RUN)
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, id=line, marks=[mark for mark, of in MARKS if re.search(of, line)]) for line in RUN],
+)
 def test_a_command_for_a_tiny_model_runs(line, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CORELM_BACKENDS", "transformers")
@@ -248,12 +262,22 @@ def test_a_command_for_a_tiny_model_runs(line, tiny_model, tmp_path, monkeypatch
         json.dumps({"prompt": "Who are", "completions": [" you?", " they?"]}) + "\n"
     )
     (tmp_path / "book.txt").write_text("Who are you? " * 100)
-    arguments = [sys.executable if word == "/envs/vllm" else FILLED_IN.get(word, word) for word in words(line)[1:]]
-    done = CliRunner().invoke(app, arguments, input="Who are you?\n")
+    program, *arguments = (FILLED_IN.get(word, word) for word in words(line)[1:])
+    if program == "serve":
+        with served(*arguments) as server:
+            assert httpx2.get(f"{server.url}/health", timeout=PATIENCE, trust_env=False).status_code == 200
+            assert server.end(signal.SIGINT) == (130, "interrupted\n")
+        return
+    if program == "new-backend":
+        arguments[0] = "mine"
+    if program == "conformance":  # pytest does not run in itself
+        subprocess.run([sys.executable, "-m", "corelm_cli", program, *arguments], check=True)
+        return
+    done = CliRunner().invoke(app, [program, *arguments], input="Who are you?\n")
     assert done.exit_code == 0, done.output
     for option in {"--output", "--report"} & {*arguments}:
         assert Path(arguments[arguments.index(option) + 1]).read_text().strip()
-    assert done.stdout.strip() or "--output" in arguments
+    assert done.stdout.strip() or done.stderr.strip() or "--output" in arguments
 
 
 def test_python_that_is_not_run_compiles():

@@ -22,7 +22,7 @@ def test_notebooks_are_kept_with_what_they_show():
         assert not any(output["output_type"] == "error" for output in shown), path.name
         kinds = {kind for output in shown for kind in output.get("data", ())}
         # A result shows its texts, token by token.
-        assert {"text/html", "image/png"} <= kinds and path.stat().st_size < 150_000, path.name
+        assert {"text/html", "image/png"} <= kinds and path.stat().st_size < 80_000, path.name
         pages = ["".join(output["data"]["text/html"]) for output in shown if "text/html" in output.get("data", ())]
         assert any("What is your name?" in page for page in pages), path.name
         assert str(ROOT) not in path.read_text() and "/tmp/" not in path.read_text(), path.name

@@ -1,7 +1,12 @@
 """Servers for tests, the official clients for them, and a wrapper that sees what the engine sees."""
 
 import json
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +22,7 @@ from corelm import Backend, hookimpl
 from corelm.spec import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
 from corelm.spec.message import Chat
 from corelm_serve import ServerOptions, ServerThread, SessionStore
+from helpers.processes import heed_interrupts
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "Where is the cat?"}]
@@ -118,3 +124,47 @@ def told(
     with store.begin(messages, **options) as turn:
         turn.record(prompt_ids=[1, 2, 3], ids=ids, message=answer)
     return turn.session_id, turn.messages
+
+
+class Served:
+    """A server in a process.
+
+    Attributes:
+        process: the process.
+        url: where it is.
+        key: the key that it printed; None if it printed none.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], url: str, key: str | None) -> None:
+        self.process, self.url, self.key = process, url, key
+
+    def end(self, how: signal.Signals) -> tuple[int, str]:
+        """Send a signal; return the exit status and what was printed since."""
+        self.process.send_signal(how)
+        _, said = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, said
+
+
+@contextmanager
+def served(*more: str, env: Mapping[str, str] | None = None, key: bool = True) -> Iterator[Served]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "corelm_cli", "serve", "--port", "0", *more],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **(env or {})},
+        preexec_fn=heed_interrupts,
+    )
+    try:
+        assert process.stderr is not None
+        said = ""
+        while not (found := re.search(r"at (http://\S+)/v1\n" + (r"key: (\S+)\n" if key else ""), said)):
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        yield Served(process, found[1], found[2] if key else None)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        process.stderr.close()

@@ -10,16 +10,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import corelm
 from corelm.backend.registry import scan
-from corelm_cli.diagnosis import devices, engines, models
+from corelm_cli import progress
+from corelm_cli.diagnosis import ProbeError, devices, engines, models, probe
 from corelm_cli.diagnosis.devices import torch_findings
-from corelm_cli.diagnosis.probes import ProbeError, probe
 from corelm_cli.diagnosis.servers import ServerChoice, server_findings
 from helpers.command_line import corelm_command
 from helpers.serving import serving
@@ -347,3 +349,37 @@ def test_an_index_that_does_not_answer_is_no_problem(monkeypatch):
     monkeypatch.setattr(models.subprocess, "run", refuse)
     (finding,) = models._newest(None)
     assert finding.level == "ok" and "pip could not ask" in finding.text
+
+
+@pytest.mark.process
+def test_plugins_are_imported_in_one_process_and_one_that_crashes_is_named(distribution, monkeypatch):
+    path = distribution(
+        "crashing", points="[corelm.backends]\ncrashing = crashing:Engine\n", crashing="import os; os.abort()"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{path}{os.pathsep}{os.pathsep.join(sys.path)}")
+    asked: list[str] = []
+
+    def counted(lines: str) -> Any:
+        asked.append(lines)
+        return probe(lines)
+
+    monkeypatch.setattr(engines, "probe", counted)
+    for names, processes in ((["toy", "cassette"], 1), (["toy", "crashing"], 3)):
+        asked.clear()
+        monkeypatch.setenv("CORELM_BACKENDS", ",".join(names))
+        found = {each.about: each for each in engines.engines(scan())}
+        assert len(asked) == processes and found["backend 'toy'"].level == "ok"
+    assert "killed by signal 6" in found["backend 'crashing'"].text
+
+
+def test_a_bar_says_what_is_looked_at(monkeypatch):
+    monkeypatch.setattr(progress, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(progress, "LONG", 0.0)
+    monkeypatch.setattr(progress, "Console", partial(Console, force_terminal=True))
+    monkeypatch.setenv("CORELM_BACKENDS", "toy")
+    for module in (devices, engines):
+        monkeypatch.setattr(module, "probe", answered_here)
+    monkeypatch.setenv("TERM", "xterm")
+    result = corelm_command("doctor")
+    assert "looking at this interpreter" in result.stderr and "looking at" not in result.stdout
+    assert result.stdout.startswith("this interpreter:")

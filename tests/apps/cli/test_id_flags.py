@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from corelm_cli.completions import FROM_ANSWERS
-from corelm_cli.id_fields import ID_KEYS
+from corelm_cli.lines import FROM_ANSWERS
 from corelm_testing.toy import Bigram, ByteTokenizer
 from helpers.command_line import corelm_command, generate, rows, settings_of, write_prompts, write_rows
 
 TABLE = Bigram.of_talk().table.detach().double()
 CUT = ("--seed", 1, "--top-k", 3, "--temperature", 0.7, "--log-probs", "processed")
+ID_KEYS = ("kept_ids", "kept_log_mass", "top_ids", "top_log_probs", "tail_log_mass")
 ALL = ("--return-support", "--top-logprobs", 5, "--return-tokens")
 SCORE = ("score", "--backend", "toy")
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -19,55 +14,8 @@ import pytest
 from corelm.errors import InvalidRequestError
 from corelm_cli.engine import EngineChoice
 from helpers.command_line import corelm_command
-from helpers.processes import PATIENCE, children, heed_interrupts, runs
-from helpers.serving import CHAT
-
-#: Starting a process that imports torch takes long where other tests run.
-START = 120.0
-
-
-class Served:
-    """A server in a process.
-
-    Attributes:
-        process: the process.
-        url: where it is.
-        key: the key that it printed; None if it printed none.
-    """
-
-    def __init__(self, process: subprocess.Popen[str], url: str, key: str | None) -> None:
-        self.process, self.url, self.key = process, url, key
-
-    def end(self, how: signal.Signals) -> tuple[int, str]:
-        """Send a signal; return the exit status and what was printed since."""
-        self.process.send_signal(how)
-        _, said = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, said
-
-
-@contextmanager
-def served(*more: str, env: Mapping[str, str] | None = None, key: bool = True) -> Iterator[Served]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "corelm_cli", "serve", "--port", "0", *more],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, **(env or {})},
-        preexec_fn=heed_interrupts,
-    )
-    try:
-        assert process.stderr is not None
-        said = ""
-        while not (found := re.search(r"at (http://\S+)/v1\n" + (r"key: (\S+)\n" if key else ""), said)):
-            line = process.stderr.readline()
-            assert line, said
-            said += line
-        yield Served(process, found[1], found[2] if key else None)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        process.stderr.close()
+from helpers.processes import PATIENCE, children, runs
+from helpers.serving import CHAT, served
 
 
 @pytest.mark.process

@@ -17,15 +17,15 @@ import typer
 
 from corelm._version import __version__
 from corelm.spec import SamplingParams
-from corelm_cli import adapters, flags, id_flags, interrupt_ends_process, listing, timing_flag
+from corelm_cli import flags, interrupt_ends_process, listing
 from corelm_cli.commands import Commands
 from corelm_cli.compare import SidesCommand, compare
 from corelm_cli.doctor import doctor
 from corelm_cli.engine import EngineChoice
-from corelm_cli.exits import INTERRUPTED, SOME_FAILED, typed_exits
+from corelm_cli.exits import SOME_FAILED, typed_exits
 from corelm_cli.running import run
 from corelm_cli.serving import serve
-from corelm_cli.streams import Messages, standard_output, tell
+from corelm_cli.streams import Messages, standard_output
 
 if TYPE_CHECKING:
     from corelm_cli.job import Job
@@ -91,24 +91,23 @@ def generate(
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
     timeout: flags.Timeout = None,
-    adapter: adapters.Adapter = None,
+    adapter: flags.Adapter = None,
     batch_size: flags.BatchSize = 16,
     log_probs: Annotated[
         LogProbsOption,
-        typer.Option(
+        flags.of_files(
             help="Write the log-probability of every token: the model's own (raw), or the one it was sampled with "
-            "(processed).",
-            rich_help_panel=flags.FILES,
+            "(processed)."
         ),
     ] = LogProbsOption.none,
-    return_support: id_flags.ReturnSupport = False,
-    top_logprobs: id_flags.TopLogprobs = 0,
+    return_support: flags.ReturnSupport = False,
+    top_logprobs: flags.TopLogprobs = 0,
     overwrite: flags.Overwrite = False,
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
     quiet: flags.Quiet = False,
-    timing: timing_flag.Timed = False,
+    timing: flags.Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
@@ -130,7 +129,14 @@ def generate(
     Exit code 1: some lines failed; for the output answers.jsonl, they are listed in answers.errors.jsonl. 2: the
     command was refused, or a file could not be read or written. 3: the engine failed. 130: interrupted.
     """
-    other_ids = id_flags.asked_for(log_probs.value, return_support, top_logprobs)
+    given = {"return_support": return_support, "top_logprobs": top_logprobs}
+    other_ids = {name: value for name, value in given.items() if value}
+    if other_ids and log_probs is LogProbsOption.none:
+        raise typer.BadParameter(
+            "no log-probs are written, which say of which distribution it is; give --log-probs raw or processed as "
+            "well",
+            param_hint=f"--{next(iter(other_ids)).replace('_', '-')}",
+        )
     if response_parser is not None and continue_final_message:
         raise typer.BadParameter(
             "it reads whole turns; leave out --continue-final-message", param_hint="--response-parser"
@@ -139,7 +145,7 @@ def generate(
     with interrupt_ends_process():
         from corelm_cli.generating import Generator
         from corelm_cli.job import Job
-        from corelm_cli.prompts import Prompt, read_prompt
+        from corelm_cli.lines import Prompt, read_prompt
         from corelm_cli.settings import recorded_policy, recorded_sampling
 
     with typed_exits():
@@ -150,10 +156,13 @@ def generate(
             tokenizer_kwargs,
             truncation=truncation.value,
             continue_final_message=continue_final_message,
-            adapter=engine.adapter_name,
+            adapter=engine.adapter,
             response_parser=response_parser,
         )
-    written = {"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input, **other_ids}
+    written: dict[str, Any] = {
+        **{"log_probs": log_probs.value, "return_tokens": return_tokens, "copy_input": copy_input},
+        **other_ids,
+    }
     job: Job[Prompt] = Job(
         source=_file(input),
         target=_file(output),
@@ -166,16 +175,7 @@ def generate(
             **recorded_sampling(params),
         },
         read=read_prompt,
-        worker=lambda opened: Generator(
-            engine=opened,
-            options=options,
-            sampling=params,
-            log_probs=log_probs.value,
-            return_tokens=return_tokens,
-            return_support=return_support,
-            top_logprobs=top_logprobs,
-            copy_input=copy_input,
-        ),
+        worker=lambda opened: Generator(engine=opened, options=options, sampling=params, **written),
         samples=params.num_samples or 1,
         batch_size=batch_size,
         overwrite=overwrite,
@@ -201,47 +201,42 @@ def score(
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
     timeout: flags.Timeout = None,
-    adapter: adapters.Adapter = None,
+    adapter: flags.Adapter = None,
     batch_size: flags.BatchSize = 16,
-    temperature: Annotated[
-        float, typer.Option(help="The logits are divided by it; above 0.", rich_help_panel=flags.ENGINE)
-    ] = 1.0,
+    temperature: Annotated[float, flags.of_engine(help="The logits are divided by it; above 0.")] = 1.0,
     per_token: Annotated[
         bool,
-        typer.Option(
+        flags.of_files(
             "--per-token",
             help="Write `log_probs`, the log-probability of each token that is counted, as well as their sum.",
-            rich_help_panel=flags.FILES,
         ),
     ] = False,
     window: Annotated[
         int | None,
-        typer.Option(
+        flags.of_engine(
             min=2,
             metavar="<int>",
             help="Score a `text` in windows of so many tokens, and write its `perplexity`. Without --stride, all "
             "tokens of a window but the first count, after BOS (or EOS), as in lm-eval.",
-            rich_help_panel=flags.ENGINE,
         ),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(
+        flags.of_engine(
             min=1,
             metavar="<int>",
             help="Tokens from the beginning of one window to that of the next, fewer than --window. Only tokens that "
             "were in no window before count, so each has at least window - stride tokens before it.",
-            rich_help_panel=flags.ENGINE,
         ),
     ] = None,
     is_greedy: flags.IsGreedy = False,
-    top_k: id_flags.TopK = 0,
+    top_k: flags.TopK = 0,
     overwrite: flags.Overwrite = False,
     return_tokens: flags.ReturnTokens = False,
     copy_input: flags.CopyInput = False,
     as_json: flags.AsJson = False,
     quiet: flags.Quiet = False,
-    timing: timing_flag.Timed = False,
+    timing: flags.Timed = False,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     tokenizer_kwargs: flags.TokenizerKwargs = None,
@@ -270,8 +265,8 @@ def score(
         raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
     engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
     with interrupt_ends_process():
-        from corelm_cli.completions import ToScore, read_to_score
         from corelm_cli.job import Job
+        from corelm_cli.lines import ToScore, read_to_score
         from corelm_cli.scoring import Scorer
         from corelm_cli.settings import recorded_policy
 
@@ -282,9 +277,9 @@ def score(
             tokenizer_kwargs,
             generate=False,
             completion_boundary=completion_boundary.value,
-            adapter=engine.adapter_name,
+            adapter=engine.adapter,
         )
-    written = {
+    written: dict[str, Any] = {
         "per_token": per_token,
         "is_greedy": is_greedy,
         "return_tokens": return_tokens,
@@ -302,18 +297,7 @@ def score(
         engine=engine,
         settings={"command": "score", **_recorded(engine), **written, **recorded_policy(options)},
         read=read_to_score,
-        worker=lambda opened: Scorer(
-            engine=opened,
-            options=options,
-            temperature=temperature,
-            per_token=per_token,
-            is_greedy=is_greedy,
-            top_k=top_k,
-            window=window,
-            stride=stride,
-            return_tokens=return_tokens,
-            copy_input=copy_input,
-        ),
+        worker=lambda opened: Scorer(engine=opened, options=options, **written),
         batch_size=batch_size,
         overwrite=overwrite,
         quiet=quiet,
@@ -332,10 +316,10 @@ def chat(
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
     timeout: flags.Timeout = None,
-    adapter: adapters.Adapter = None,
+    adapter: flags.Adapter = None,
     system: Annotated[
         str | None,
-        typer.Option(help="System prompt: the first message of the conversation.", rich_help_panel=flags.PROMPTS),
+        flags.of_prompts(help="System prompt: the first message of the conversation."),
     ] = None,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
@@ -363,15 +347,14 @@ def chat(
         try:
             params = SamplingParams.make(sampling)
             options = flags.policy_options(
-                chat_template, template_kwargs, truncation=truncation.value, adapter=engine.adapter_name
+                chat_template, template_kwargs, truncation=truncation.value, adapter=engine.adapter
             )
             with engine.open() as opened:
                 policy = LLMPolicy(opened, options, sampling_params=params, return_log_probs=False, return_masks=False)
                 complete = converse(Conversation(policy=policy, system=system, seed=params.seed), stdout)
         except KeyboardInterrupt:
-            print(file=Messages())
-            tell("interrupted")
-            raise typer.Exit(INTERRUPTED) from None
+            print(file=Messages())  # after the ^C that the terminal shows
+            raise
     raise typer.Exit(0 if complete else SOME_FAILED)
 
 
@@ -383,7 +366,8 @@ def _recorded(engine: EngineChoice) -> dict[str, Any]:
     from corelm_cli.settings import recorded_options
 
     settings = {"backend": engine.backend, "model": engine.model, "options": recorded_options(engine.options)}
-    return settings if engine.adapter is None else {**settings, "adapter": str(engine.adapter)}
+    adapter = "=".join(filter(None, (engine.adapter, engine.adapter_folder)))
+    return {**settings, "adapter": adapter} if adapter else settings
 
 
 def _file(path: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, Generic
 from corelm import Backend, PolicyOptions
 from corelm.application import final_turns, render_chats
 from corelm.errors import CoreLMError, InvalidRequestError, Problems, TemplateError
-from corelm.spec import Chat, Message, Provenance
+from corelm.spec import Chat, GenerateResult, Message, Provenance, ScoreResult
 from corelm_cli.lines import L, LineError
 
 #: Output rows, and an error for each line that failed.
@@ -106,6 +107,36 @@ def _reason(error: Exception) -> str:
     # The messages for the rows of this call, without their numbers: all of them are about the line.
     problems = getattr(error, "problems", None)
     return "; ".join(dict.fromkeys(problems.values())) if problems else str(error)
+
+
+#: The fields of a result that hold other ids than those that were sampled or given, and their keys in a row.
+_ID_KEYS = {
+    "kept_ids": "kept_ids",
+    "kept_log_mass": "kept_log_mass",
+    "top_ids": "top_ids",
+    "top_logprobs": "top_log_probs",
+    "tail_log_mass": "tail_log_mass",
+}
+
+
+def id_fields(batch: GenerateResult | ScoreResult) -> list[dict[str, list[Any]]]:
+    """Return, for each row of a result, what was asked for of other ids, by key, with one value per token.
+
+    JSON has no minus infinity, so None stands for the log of a probability of 0.
+    """
+    rows: list[dict[str, list[Any]]] = [{} for _ in range(len(batch.logprobs or ()))]
+    for name, key in _ID_KEYS.items():
+        found = getattr(batch, name, None)
+        if found is not None:
+            for row, values in zip(rows, found.tolist(), strict=True):
+                row[key] = [_plain(value) for value in values]
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return None if value == -math.inf else value
 
 
 # Conversations to ids -------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ import typer
 
 from corelm.spec import SamplingParams
 from corelm_cli import flags, interrupt_ends_process
-from corelm_cli.adapters import AdapterChoice
-from corelm_cli.exits import INTERRUPTED, typed_exits
+from corelm_cli.engine import named_adapter
+from corelm_cli.exits import typed_exits
 from corelm_cli.progress import Bar
 from corelm_cli.streams import Messages, Stream, is_terminal, standard_output, tell
 from corelm_cli.wording import as_flags
@@ -81,10 +81,8 @@ def compare(
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option(
-            "--json",
-            help="Print everything as JSON to the standard output; the text goes to the standard error.",
-            rich_help_panel=flags.FILES,
+        flags.of_files(
+            "--json", help="Print everything as JSON to the standard output; the text goes to the standard error."
         ),
     ] = False,
     oracle: Annotated[
@@ -137,7 +135,7 @@ def compare(
         raise typer.BadParameter("there is no --input to read", param_hint="--max-prompts")
     given = {"backend": backend, "name": name, "model": model, "base_url": base_url, "python": python}
     with interrupt_ends_process():
-        from corelm_cli.compare_lines import read_all
+        from corelm_cli.lines import read_all
 
         sides = sides_of_flags(ctx, {**given, "option": option, "adapter": adapter})
     with typed_exits(), ExitStack() as stack:
@@ -153,11 +151,7 @@ def compare(
         if prompts is None and not quiet:
             tell("No --input is given: comparing with the prompts that core brings.")
         stdout = stack.enter_context(standard_output())
-        try:
-            found = _compared(sides, prompts, completions, settings, quiet)
-        except KeyboardInterrupt:
-            tell("interrupted")
-            raise typer.Exit(INTERRUPTED) from None
+        found = _compared(sides, prompts, completions, settings, quiet)
         _show(found, stdout, as_json)
         if report is not None:
             from corelm_compare import write_report
@@ -314,14 +308,14 @@ def _side(group: _Group, shared: _Group) -> SideSpec:
         if "python" in options:
             raise typer.BadParameter(f"{group} has it as an --option as well", param_hint="--python")
         options["python"] = found["python"]
-    adapter = AdapterChoice.of_flag(found.get("adapter"))
+    adapter, folder = named_adapter(found.get("adapter"))
     return SideSpec(
         backend=found["backend"],
         model=found.get("model"),
         options=options,
         name=own.get("name"),
-        adapter=None if adapter is None else adapter.name,
-        adapter_path=None if adapter is None else adapter.folder,
+        adapter=adapter,
+        adapter_path=folder,
     )
 
 

@@ -6,6 +6,7 @@ This module must not import torch, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,9 +19,11 @@ import typer
 from corelm.application import scan
 from corelm.errors import printable
 from corelm_cli import flags, interrupt_ends_process
-from corelm_cli.diagnosis.findings import Finding
+from corelm_cli.diagnosis import Finding
 from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import SOME_FAILED, typed_exits
+from corelm_cli.progress import Bar
+from corelm_cli.streams import is_terminal
 
 _MARKS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
 _INDENT = " " * 8
@@ -63,39 +66,44 @@ def doctor(
     """
     with typed_exits():
         options = flags.engine_options(option, None)
-        # Everything is read, and engines are imported in other processes: Ctrl-C may end this one at once.
         with interrupt_ends_process():
             from corelm_cli.diagnosis.interpreters import findings_of, local_findings
             from corelm_cli.diagnosis.models import model_findings
             from corelm_cli.diagnosis.servers import ServerChoice, server_findings
 
-            found = scan()
-            servers = [ServerChoice(url=url, backend=backend, model=model, options=options) for url in base_url or ()]
-            model_choice = EngineChoice(backend=backend or "transformers", model=path, options=options)
-            sections = chain(
-                [("this interpreter", local_findings())] if path is None else [],
-                [] if path is None else [(f"the model {path}", model_findings(model_choice, found))],
-                ((f"the interpreter {path}", findings_of(path)) for path in python or ()),
-                ((f"the server {each.url}", server_findings(each, found)) for each in servers),
-            )
-            levels = _printed_json(sections) if as_json else _printed(sections)
+        found = scan()
+        servers = [ServerChoice(url=url, backend=backend, model=model, options=options) for url in base_url or ()]
+        model_choice = EngineChoice(backend=backend or "transformers", model=path, options=options)
+        sections = chain(
+            [("this interpreter", local_findings())] if path is None else [],
+            [] if path is None else [(f"the model {path}", model_findings(model_choice, found))],
+            ((f"the interpreter {path}", findings_of(path)) for path in python or ()),
+            ((f"the server {each.url}", server_findings(each, found)) for each in servers),
+        )
+        with Bar("looking", quiet=False, counts=False, redirects=is_terminal(sys.stdout)) as bar:
+            levels = _printed(sections, as_json, bar)
     if levels["problem"]:
         raise typer.Exit(SOME_FAILED)
 
 
-def _printed(sections: Iterable[tuple[str, Iterator[Finding]]]) -> Counter[str]:
-    """Print the findings as they come, and return how many there are of each level."""
-    levels: Counter[str] = Counter()
+def _printed(sections: Iterable[tuple[str, Iterator[Finding]]], as_json: bool, bar: Bar) -> Counter[str]:
+    """Print the findings, as they come unless as JSON, and return how many there are of each level."""
+    found: list[dict[str, Any]] = []
+    say = (lambda text: None) if as_json else typer.echo
     for title, findings in sections:
-        typer.echo(f"{printable(title)}:")
+        bar.show(f"looking at {title}", refresh=True)
+        say(f"{printable(title)}:")
         for finding in findings:
-            levels[finding.level] += 1
-            typer.echo(_line(_MARKS[finding.level], f"{finding.about}: {finding.text}"))
+            found.append({"where": title, **asdict(finding)})
+            say(_line(_MARKS[finding.level], f"{finding.about}: {finding.text}"))
             if finding.remedy:
-                typer.echo(_line(_INDENT, f"→ {finding.remedy}"))
-        typer.echo()
+                say(_line(_INDENT, f"→ {finding.remedy}"))
+        say("")
+    levels = Counter(each["level"] for each in found)
     count = [f"{levels[level]} {level}{'' if levels[level] == 1 else 's'}" for level in ("problem", "warning")]
-    typer.echo(f"{', '.join(count)}; {levels['ok']} things are as they should be.")
+    say(f"{', '.join(count)}; {levels['ok']} things are as they should be.")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
     return levels
 
 
@@ -108,11 +116,3 @@ def _line(mark: str, text: str) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _printed_json(sections: Iterable[tuple[str, Iterator[Finding]]]) -> Counter[str]:
-    found: list[dict[str, Any]] = [
-        {"where": title, **asdict(finding)} for title, findings in sections for finding in findings
-    ]
-    typer.echo(json.dumps(found, indent=2))
-    return Counter(each["level"] for each in found)

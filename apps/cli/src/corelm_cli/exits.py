@@ -17,12 +17,15 @@ SOME_FAILED, REFUSED, ENGINE_FAILED, INTERRUPTED = 1, 2, 3, 130
 
 @contextmanager
 def typed_exits() -> Iterator[None]:
-    """Print an error as one message, and exit with its code."""
+    """Print an error, or that the command was interrupted, as one message, and exit with its code."""
     try:
         yield
     except (CoreLMError, OSError) as error:
         tell(f"error: {as_flags(str(error))}")
         raise typer.Exit(exit_code(error)) from error
+    except KeyboardInterrupt:
+        tell("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def exit_code(error: Exception) -> int:

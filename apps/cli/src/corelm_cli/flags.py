@@ -35,8 +35,8 @@ NOT_OPTIONS = {
     "retry": "use --retry",
     "timeout": "use --timeout",
 }
-ENGINE, FILES, PROMPTS, SAMPLING = "Engine", "Files", "Prompts", "Sampling"
-
+#: Sections of the help.
+PANELS = ENGINE, FILES, PROMPTS, SAMPLING = "Engine", "Files", "Prompts", "Sampling"
 
 #: The options that people use first, which the help lists first.
 _FIRST = frozenset(
@@ -71,83 +71,101 @@ def installed_backends() -> list[str]:
     return [info.name for info in scan().backends]
 
 
+#: What makes an option of each section of the help.
+of_engine, of_files, of_prompts = (functools.partial(typer.Option, rich_help_panel=each) for each in PANELS[:3])
 BackendName = Annotated[
-    str,
-    typer.Option(
-        help="Name of the backend, as listed by `corelm backends`.",
-        autocompletion=installed_backends,
-        rich_help_panel=ENGINE,
-    ),
+    str, of_engine(help="Name of the backend, as listed by `corelm backends`.", autocompletion=installed_backends)
 ]
-Model = Annotated[
-    str | None,
-    typer.Option(help="Path of the model, or a name that the engine knows.", rich_help_panel=ENGINE),
-]
-BaseURL = Annotated[
-    str | None, typer.Option(help="URL of a running server to use instead of a model.", rich_help_panel=ENGINE)
-]
+Model = Annotated[str | None, of_engine(help="Path of the model, or a name that the engine knows.")]
+BaseURL = Annotated[str | None, of_engine(help="URL of a running server to use instead of a model.")]
 EngineOptions = Annotated[
     list[str] | None,
-    typer.Option(
+    of_engine(
         metavar="KEY=VALUE",
         help="Option for the engine; VALUE is JSON or text. Can be repeated. Options are saved with the settings, "
         "without secrets: an option called a key, token, password or the like is left out, and texts inside JSON are "
         "saved as a fingerprint.",
-        rich_help_panel=ENGINE,
     ),
 ]
-Retry = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="<int>", help="Attempts per engine call, including the first.", rich_help_panel=ENGINE),
+Adapter = Annotated[
+    str | None,
+    of_engine(
+        metavar="NAME[=FOLDER]",
+        help="The adapter (LoRA, for example) that answers or scores: one that the engine has, or one that is loaded "
+        "from a folder that PEFT wrote, as in policy=runs/step-100.",
+    ),
 ]
+Retry = Annotated[int | None, of_engine(min=1, metavar="<int>", help="Attempts per engine call, including the first.")]
 Timeout = Annotated[
-    float | None,
-    typer.Option(
-        min=0, metavar="<seconds>", help="Time limit of each engine call, in seconds.", rich_help_panel=ENGINE
+    float | None, of_engine(min=0, metavar="<seconds>", help="Time limit of each engine call, in seconds.")
+]
+BatchSize = Annotated[int, of_engine(min=1, metavar="<int>", help="Number of lines to send to the engine at a time.")]
+Timed = Annotated[
+    bool,
+    of_engine(
+        "--timing",
+        help="Measure the calls of the engine: tokens per second, durations, waits, cache hits. The figures follow the "
+        "other lines at the end; with --json they are in `timing`.",
     ),
 ]
-_INPUT = typer.Option(
-    help="JSONL file to read, in the format described above; - is the standard input.", rich_help_panel=FILES
-)
+
+_INPUT = of_files(help="JSONL file to read, in the format described above; - is the standard input.")
 Input = Annotated[Path, _INPUT]
 OptionalInput = Annotated[Path | None, _INPUT]
 Output = Annotated[
     Path,
-    typer.Option(
-        help="JSONL file to append to. What it already has is not done again. - is the standard output.",
-        rich_help_panel=FILES,
-    ),
+    of_files(help="JSONL file to append to. What it already has is not done again. - is the standard output."),
 ]
-Overwrite = Annotated[
-    bool,
-    typer.Option("--overwrite", help="Replace the answers that the output has.", rich_help_panel=FILES),
-]
-CopyInput = Annotated[
-    bool,
-    typer.Option(
-        "--copy-input", help="Copy what each line asks, such as `prompt`, to the output.", rich_help_panel=FILES
-    ),
-]
+Overwrite = Annotated[bool, of_files("--overwrite", help="Replace the answers that the output has.")]
+CopyInput = Annotated[bool, of_files("--copy-input", help="Copy what each line asks, such as `prompt`, to the output.")]
 AsJson = Annotated[
     bool,
-    typer.Option(
+    of_files(
         "--json",
         help="Print a summary as one line of JSON to the standard output, or, if the answers go there, as the last "
         "line of the standard error.",
-        rich_help_panel=FILES,
     ),
 ]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print errors only: no progress, no summary.", rich_help_panel=FILES)
+Quiet = Annotated[bool, of_files("--quiet", "-q", help="Print errors only: no progress, no summary.")]
+ReturnTokens = Annotated[bool, of_files("--return-tokens", help="Write the token ids as well.")]
+ReturnSupport = Annotated[
+    bool,
+    of_files(
+        "--return-support",
+        help="Write `kept_ids`, the ids that top-k, top-p and min-p had left for each token (none: all ids), and "
+        "`kept_log_mass`, the log of their mass. With --log-probs.",
+    ),
 ]
-BatchSize = Annotated[
+TopLogprobs = Annotated[
     int,
-    typer.Option(
-        min=1, metavar="<int>", help="Number of lines to send to the engine at a time.", rich_help_panel=ENGINE
+    of_files(
+        min=0,
+        metavar="<int>",
+        help="Write this many of the most probable ids for each token, `top_ids`, with `top_log_probs`, and the log of "
+        "the mass of all others, `tail_log_mass`. With --log-probs.",
     ),
 ]
-ReturnTokens = Annotated[
-    bool, typer.Option("--return-tokens", help="Write the token ids as well.", rich_help_panel=FILES)
+TopK = Annotated[
+    int,
+    of_files(
+        min=0,
+        metavar="<int>",
+        help="Write this many of the most probable ids for each token that is counted, `top_ids`, with "
+        "`top_log_probs`, and the log of the mass of all others, `tail_log_mass`.",
+    ),
+]
+IsGreedy = Annotated[
+    bool,
+    of_files("--is-greedy", help="Write `is_greedy`: whether every token that is counted is the most probable one."),
+]
+ResponseParser = Annotated[
+    str | None,
+    of_files(
+        metavar="FORMAT",
+        help="Write the answer to a conversation as `message` as well, with its tool calls and reasoning. FORMAT is "
+        "hermes, qwen or another one, or auto for the tokenizer's own. For an answer that does not follow it, "
+        "`message` is null and `message_error` says why.",
+    ),
 ]
 
 
@@ -167,71 +185,45 @@ class Boundary(StrEnum):
 
 ChatTemplate = Annotated[
     str | None,
-    typer.Option(
+    of_prompts(
         help="Renders conversations: a jinja file, jinja text, the name of one of the tokenizer's templates, or "
-        "chatml. Default: the tokenizer's own.",
-        rich_help_panel=PROMPTS,
+        "chatml. Default: the tokenizer's own."
     ),
 ]
 TemplateKwargs = Annotated[
     list[str] | None,
-    typer.Option(
+    of_prompts(
         metavar="KEY=VALUE",
         help="Variable for the chat template, such as enable_thinking=false; VALUE is JSON or text. Can be repeated.",
-        rich_help_panel=PROMPTS,
     ),
 ]
 TokenizerKwargs = Annotated[
     list[str] | None,
-    typer.Option(
+    of_prompts(
         metavar="KEY=VALUE",
         help="How texts that are not conversations become tokens. add_special_tokens=false adds no BOS; "
         "parse_special=false reads the text of a special token as ordinary characters. Can be repeated.",
-        rich_help_panel=PROMPTS,
     ),
 ]
 Truncation = Annotated[
     Truncate,
-    typer.Option(
-        help="What happens to a prompt that does not fit the context: an error, or its first tokens are dropped "
-        "(left).",
-        rich_help_panel=PROMPTS,
+    of_prompts(
+        help="What happens to a prompt that does not fit the context: an error, or its first tokens are dropped (left)."
     ),
 ]
-
 ContinueFinalMessage = Annotated[
     bool,
-    typer.Option(
+    of_prompts(
         "--continue-final-message",
         help="Continue a conversation that ends with an assistant turn; `response` is what follows it. Otherwise such "
         "a line fails.",
-        rich_help_panel=PROMPTS,
-    ),
-]
-ResponseParser = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FORMAT",
-        help="Write the answer to a conversation as `message` as well, with its tool calls and reasoning. FORMAT is "
-        "hermes, qwen or another one, or auto for the tokenizer's own. For an answer that does not follow it, "
-        "`message` is null and `message_error` says why.",
-        rich_help_panel=FILES,
     ),
 ]
 CompletionBoundary = Annotated[
     Boundary,
-    typer.Option(
+    of_prompts(
         help="Tokenize `prompt` and completion as one text, as lm-eval does (joint), or each by itself, as TRL does "
-        "(separate).",
-        rich_help_panel=PROMPTS,
-    ),
-]
-IsGreedy = Annotated[
-    bool,
-    typer.Option(
-        "--is-greedy",
-        help="Write `is_greedy`: whether every token that is counted is the most probable one.",
-        rich_help_panel=FILES,
+        "(separate)."
     ),
 ]
 

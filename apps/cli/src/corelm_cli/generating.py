@@ -9,10 +9,8 @@ from corelm import NamedParser, Ragged, parser_named
 from corelm.application import answer_seeds, answer_texts, last_tokens, room_for_prompts, row_problems, whole_texts
 from corelm.errors import ResponseFormatError
 from corelm.spec import GenerateResult, Message, SamplingParams
-from corelm_cli.batch import Outcome, Worker, provenance_of_row, rendered_rows
-from corelm_cli.id_fields import id_fields
-from corelm_cli.lines import LineError
-from corelm_cli.prompts import Prompt
+from corelm_cli.batch import Outcome, Worker, id_fields, provenance_of_row, rendered_rows
+from corelm_cli.lines import LineError, Prompt
 
 #: Prompts that every working engine can answer.
 HARMLESS_TEXT = Prompt(line=0, id=0, digest="", asked={}, text="Hello")

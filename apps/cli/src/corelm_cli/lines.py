@@ -1,7 +1,4 @@
-"""The input of ``corelm generate`` and ``corelm score``: JSONL, read line by line into a `Line` or a `LineError`.
-
-`prompts` and `completions` say what a line of each command may hold.
-"""
+"""The input of the commands for files: JSONL, read line by line into a `Line` or a `LineError`."""
 
 from __future__ import annotations
 
@@ -13,13 +10,15 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import Chat, Message
-from corelm.validate import DEEPEST, nested_texts
+from corelm.validate import DEEPEST, invalid, nested_texts, token_ids
 from corelm_cli import strict_json
-from corelm_cli.streams import without_bom
+from corelm_cli.streams import opened_input, without_bom
 
 Id = str | int
 
@@ -117,29 +116,183 @@ def _parse(number: int, line: bytes, read: ReadLine[L]) -> L | LineError:
         return LineError(number, name, str(error))
 
 
-# What the commands read in the same way -------------------------------------------------------------------------------
+# What a line of each command may hold ---------------------------------------------------------------------------------
+
+#: The keys that hold one completion. `response` is what ``corelm generate`` writes.
+ONE = ("completion", "response")
+#: Other keys that ``corelm generate --copy-input`` writes, so that its output can be scored and compared.
+FROM_ANSWERS = (
+    *("line", "prompt_hash", "sample", "finish_reason", "tokens", "token_ids", "log_probs", "provenance", "settings"),
+    *("kept_ids", "kept_log_mass", "top_ids", "top_log_probs", "tail_log_mass"),
+)
+#: How many lines that are wrong a message names.
+_NAMED = 5
 
 
-def asked(row: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of a `Line` that describe what is asked: `digest` and `asked`, for these keys of the row."""
-    given = {key: row[key] for key in keys if key in row}
-    return {"digest": hashlib.sha256(_canonical(given)).hexdigest()[:16], "asked": given}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt(Line):
+    """A line to answer: either `text` or `chat` is given.
+
+    Attributes:
+        text: the prompt, if it is a text.
+        chat: the prompt, if it is a conversation.
+        tools: tools for the chat template.
+    """
+
+    text: str | None = None
+    chat: Chat | None = None
+    tools: list[Any] | None = None
 
 
-def check_keys(row: dict[str, Any], keys: Sequence[str], ignored: Sequence[str] = ()) -> None:
-    """Refuse a row with other keys than these."""
+def read_prompt(number: int, name: Id, row: dict[str, Any]) -> Prompt:
+    """Read a line with `prompt`, or with `messages` and optionally `tools`."""
+    always = _always(number, name, row, ("prompt", "messages", "tools"))
+    if ("prompt" in row) == ("messages" in row):
+        raise InvalidRequestError(f"expected either `prompt` or `messages`, got {', '.join(row) or 'neither'}")
+    return Prompt(text=_text(row, "prompt"), chat=_chat(row), tools=_tools(row), **always)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToScore(Prompt):
+    """A line to score.
+
+    Attributes:
+        text: a text to score as a whole.
+        prompt: the text that the completions continue.
+        chat: a conversation. Its assistant's turns are scored, or, with `completions`, those as its next turn.
+        completions: the completions, each scored by itself; empty if the line has none.
+        single: whether the line has one completion that is not in a list, or none.
+    """
+
+    prompt: str | None = None
+    completions: tuple[str, ...] = ()
+    single: bool = True
+
+
+def read_to_score(number: int, name: Id, row: dict[str, Any]) -> ToScore:
+    """Read a line with `text`, with `messages`, or with `prompt` or `messages` and completions."""
+    asked = ("text", "prompt", "messages", "tools", "completions", *ONE)
+    always = _always(number, name, row, asked, FROM_ANSWERS)
+    _one_of(row, "text", "prompt", "messages")
+    found = [key for key in ("completions", *ONE) if key in row]
+    if len(found) > 1:
+        raise InvalidRequestError(f"expected one of `completions`, `completion` and `response`, got {', '.join(found)}")
+    if "prompt" in row and not found:
+        raise InvalidRequestError("prompt: nothing to score; give `completion` or `completions`, or `text` instead")
+    if "text" in row and found:
+        raise InvalidRequestError(f"{found[0]}: a `text` is scored as a whole; give `prompt` instead of `text`")
+    single = found != ["completions"]
+    completions: Any = [_text(row, key) for key in found] if single else row["completions"] or None
+    if not isinstance(completions, list) or not all(isinstance(each, str) for each in completions):
+        raise InvalidRequestError("completions: expected a list of at least one string")
+    return ToScore(
+        text=_text(row, "text"),
+        prompt=_text(row, "prompt"),
+        chat=_chat(row),
+        tools=_tools(row),
+        completions=tuple(completions),
+        single=single,
+        **always,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared(Line):
+    """A line to compare.
+
+    Attributes:
+        prompt: a text, a list of messages, or ids.
+        completion: a text or ids; None if the line has none.
+    """
+
+    prompt: Any
+    completion: str | tuple[int, ...] | None
+
+
+def read_compared(number: int, name: Id, row: dict[str, Any]) -> Compared:
+    """Read a line with one of `prompt`, `messages` and `ids`, and perhaps `completion` or `response`.
+
+    The `token_ids` that ``corelm generate --return-tokens`` writes come before the text of a response: the text may
+    have other ids.
+    """
+    always = _always(number, name, row, ("prompt", "messages", "ids", *ONE), FROM_ANSWERS)
+    kind = _one_of(row, "prompt", "messages", "ids")
+    found = [key for key in ONE if key in row]
+    if len(found) > 1:
+        raise InvalidRequestError("expected `completion` or `response`, got both")
+    _chat(row)  # refuses what is no conversation
+    prompt = row["messages"] if kind == "messages" else _ids(row, kind) if kind == "ids" else _text(row, kind)
+    completion = _ids(row, "token_ids") if "token_ids" in row else _text(row, found[0]) if found else None
+    return Compared(prompt=prompt, completion=completion, **always)
+
+
+def read_all(path: Path | None, most: int | None) -> tuple[list[Any], list[Any] | None]:
+    """Return the prompts of a file, or of the standard input for None, and their completions; None if it has none.
+
+    Args:
+        most: how many lines to read; None for all.
+
+    Raises:
+        InvalidRequestError: a line is wrong, some lines have completions and others have not, or there are none.
+        OSError: the file cannot be read.
+    """
+    with opened_input(path) as (file, _):
+        found = list(islice(read_lines(file, read_compared), most))
+    wrong = [each for each in found if isinstance(each, LineError)]
+    if wrong:
+        named = "; ".join(f"line {each.line}: {each.error}" for each in wrong[:_NAMED])
+        more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise invalid("--input", f"{named}{more}")
+    read = [each for each in found if isinstance(each, Compared)]
+    if not read:
+        raise invalid("--input", "there is no line; leave the flag out to compare with the built-in prompts")
+    without = [each for each in read if each.completion is None]
+    if without and len(without) < len(read):
+        raise invalid(
+            "--input", f"line {without[0].line} has no completion, and others have one; give all lines one, or none"
+        )
+    return [each.prompt for each in read], None if without else [each.completion for each in read]
+
+
+def _always(
+    number: int, name: Id, row: dict[str, Any], asked: Sequence[str], ignored: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the fields that every line has. Refuse a row with other keys than those asked for and those ignored."""
+    keys = ("id", *asked, "metadata")
     if unknown := [key for key in row if key not in (*keys, *ignored)]:
         raise InvalidRequestError(f"unknown keys: {', '.join(unknown)}; a line may have {', '.join(keys)}")
+    sample = row.get("sample")
+    if sample is not None and (isinstance(sample, bool) or not isinstance(sample, int)):
+        raise InvalidRequestError(f"sample: expected an integer, got {sample!r}")
+    given = {key: row[key] for key in asked if key in row}
+    digest = hashlib.sha256(_canonical(given)).hexdigest()[:16]
+    always = {"line": number, "id": name, "digest": digest, "asked": given}
+    return {**always, "sample": sample, "metadata": row.get("metadata")}
 
 
-def text(row: dict[str, Any], key: str) -> str:
-    """Return the text under `key`."""
-    if not isinstance(row[key], str):
+def _one_of(row: dict[str, Any], *keys: str) -> str:
+    """Return the one of these keys that a row has."""
+    given = [key for key in keys if key in row]
+    if len(given) != 1:
+        names = f"{', '.join(f'`{key}`' for key in keys[:-1])} and `{keys[-1]}`"
+        raise InvalidRequestError(f"expected one of {names}, got {' and '.join(given) or 'none of them'}")
+    return given[0]
+
+
+def _text(row: dict[str, Any], key: str) -> str | None:
+    """Return the text under `key`; None if there is none."""
+    if key in row and not isinstance(row[key], str):
         raise InvalidRequestError(f"{key}: expected a string, got {type(row[key]).__name__}")
-    return str(row[key])
+    return row.get(key)
 
 
-def chat(row: dict[str, Any]) -> Chat | None:
+def _ids(row: dict[str, Any], key: str) -> tuple[int, ...]:
+    if not isinstance(row[key], list):
+        raise InvalidRequestError(f"{key}: expected a list of token ids, got {type(row[key]).__name__}")
+    return token_ids(key, row[key])
+
+
+def _chat(row: dict[str, Any]) -> Chat | None:
     """Return the conversation under `messages`; None if there is none."""
     if "messages" not in row:
         return None
@@ -152,7 +305,7 @@ def chat(row: dict[str, Any]) -> Chat | None:
         raise InvalidRequestError(f"messages: {error}") from error
 
 
-def tools(row: dict[str, Any]) -> list[Any] | None:
+def _tools(row: dict[str, Any]) -> list[Any] | None:
     """Return the tools of a conversation; None if there are none."""
     if "tools" not in row:
         return None

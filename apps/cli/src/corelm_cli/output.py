@@ -15,7 +15,7 @@ from typing import Any
 
 from corelm_cli.line_file import INSTEAD, LineFile, OutputError, locked
 from corelm_cli.lines import Id, L, Line, LineError
-from corelm_cli.settings_file import SettingsFile
+from corelm_cli.settings import SettingsFile
 from corelm_cli.streams import Stream
 
 #: Endings of files that this command does not write.

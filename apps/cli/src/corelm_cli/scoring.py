@@ -12,10 +12,8 @@ from corelm import Ragged
 from corelm.application import encode_completions, row_problems
 from corelm.errors import InvalidRequestError
 from corelm.spec import Chat, Message
-from corelm_cli.batch import Outcome, Worker, provenance_of_row, rendered_rows
-from corelm_cli.completions import ToScore
-from corelm_cli.id_fields import id_fields
-from corelm_cli.lines import LineError
+from corelm_cli.batch import Outcome, Worker, id_fields, provenance_of_row, rendered_rows
+from corelm_cli.lines import LineError, ToScore
 
 #: Lines that every working engine can score.
 HARMLESS_TEXT = ToScore(line=0, id=0, digest="", asked={}, text="Hello, hello")

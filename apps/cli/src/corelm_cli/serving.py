@@ -10,18 +10,19 @@ import signal
 import sys
 from contextlib import closing
 from enum import StrEnum
+from functools import partial
 from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from corelm.errors import how_to_install
-from corelm_cli import adapters, flags, interrupt_ends_process
+from corelm_cli import flags, interrupt_ends_process
 from corelm_cli.engine import EngineChoice
-from corelm_cli.exits import INTERRUPTED, REFUSED, typed_exits
+from corelm_cli.exits import REFUSED, typed_exits
 from corelm_cli.streams import tell
 
-SERVER = "Server"
+_of_server = partial(typer.Option, rich_help_panel="Server")
 #: The variable that holds the key of the server.
 KEY_VARIABLE = "CORELM_API_KEY"
 #: As a shell shows a program that SIGTERM has ended.
@@ -46,92 +47,64 @@ def serve(
     base_url: flags.BaseURL = None,
     option: flags.EngineOptions = None,
     retry: flags.Retry = None,
-    adapter: adapters.Adapter = None,
+    adapter: flags.Adapter = None,
     timeout: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="<seconds>", help="Time limit of each request, in seconds.", rich_help_panel=flags.ENGINE
-        ),
+        float, flags.of_engine(min=0, metavar="<seconds>", help="Time limit of each request, in seconds.")
     ] = 600.0,
     host: Annotated[
-        str,
-        typer.Option(help="Address to listen at. Any but 127.0.0.1 lets other machines in.", rich_help_panel=SERVER),
+        str, _of_server(help="Address to listen at. Any but 127.0.0.1 lets other machines in.")
     ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.", rich_help_panel=SERVER)
-    ] = 8000,
+    port: Annotated[int, _of_server(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(
+        _of_server(
             envvar=KEY_VARIABLE,
             help="Key that clients must send. Other users of this machine can read a command line, so set the "
             "variable instead. Without a key, one is made and printed.",
-            rich_help_panel=SERVER,
         ),
     ] = None,
-    no_api_key: Annotated[
-        bool,
-        typer.Option("--no-api-key", help="Answer everyone who reaches the port.", rich_help_panel=SERVER),
-    ] = False,
+    no_api_key: Annotated[bool, _of_server("--no-api-key", help="Answer everyone who reaches the port.")] = False,
     model_name: Annotated[
-        str | None,
-        typer.Option(help="Name of the model in requests. Default: what --model says.", rich_help_panel=SERVER),
+        str | None, _of_server(help="Name of the model in requests. Default: what --model says.")
     ] = None,
-    max_body: Annotated[
-        int, typer.Option(min=1, metavar="<bytes>", help="Largest request, in bytes.", rich_help_panel=SERVER)
-    ] = 16 * 2**20,
+    max_body: Annotated[int, _of_server(min=1, metavar="<bytes>", help="Largest request, in bytes.")] = 16 * 2**20,
     max_requests: Annotated[
         int,
-        typer.Option(
+        _of_server(
             min=1,
             metavar="<int>",
             help="Number of requests that are answered or wait at a time. A further one gets status 429.",
-            rich_help_panel=SERVER,
         ),
     ] = 1024,
     chat_template: flags.ChatTemplate = None,
     template_kwargs: flags.TemplateKwargs = None,
     response_parser: Annotated[
         str | None,
-        typer.Option(
+        flags.of_prompts(
             help="Makes tool calls and reasoning of what the model writes: hermes, qwen, llama3_json, deepseek_r1, …, "
-            "or auto for the tokenizer's own. Default: answers are texts.",
-            rich_help_panel=flags.PROMPTS,
+            "or auto for the tokenizer's own. Default: answers are texts."
         ),
     ] = None,
     log_probs: Annotated[
         RecordedLogProbs,
-        typer.Option(
+        _of_server(
             help="Log-probabilities to return and to record: the model's own (raw), or those a token was sampled with "
-            "(processed).",
-            rich_help_panel=SERVER,
+            "(processed)."
         ),
     ] = RecordedLogProbs.raw,
-    no_sessions: Annotated[
-        bool, typer.Option("--no-sessions", help="Record nothing of what clients say.", rich_help_panel=SERVER)
-    ] = False,
+    no_sessions: Annotated[bool, _of_server("--no-sessions", help="Record nothing of what clients say.")] = False,
     limit_sessions: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="<int>",
-            help="Number of sessions to keep; those used longest ago are dropped.",
-            rich_help_panel=SERVER,
-        ),
+        int, _of_server(min=1, metavar="<int>", help="Number of sessions to keep; those used longest ago are dropped.")
     ] = 1000,
     limit_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="<int>", help="Number of token ids to keep, in all sessions.", rich_help_panel=SERVER
-        ),
+        int, _of_server(min=1, metavar="<int>", help="Number of token ids to keep, in all sessions.")
     ] = 20_000_000,
     telemetry: Annotated[
         bool,
-        typer.Option(
+        _of_server(
             "--telemetry",
             help="Report the calls of the engine to OpenTelemetry. Start the command with opentelemetry-instrument, "
             "which sets up where reports go.",
-            rich_help_panel=SERVER,
         ),
     ] = False,
 ) -> None:
@@ -176,7 +149,6 @@ def serve(
 
     wrappers = _reporting() if telemetry else []
     key = None if no_api_key else new_key() if api_key is None else api_key
-    ended_by: int | None = signal.SIGINT
     with typed_exits():
         options = ServerOptions(
             api_key=key,
@@ -185,30 +157,26 @@ def serve(
             template_kwargs=flags.key_values(template_kwargs or [], "--template-kwargs"),
             response_parser=response_parser,
             log_probs=log_probs.value,
-            adapter=engine.adapter_name,
+            adapter=engine.adapter,
             sessions=not no_sessions,
             max_body=max_body,
             max_requests=max_requests,
             timeout=timeout or None,
         )
-        try:
-            # First, so that a port in use is reported before a model loads.
-            with closing(listening(host, port)) as listener, engine.open(wrappers) as opened:
-                store = SessionStore(limit_sessions=limit_sessions, limit_tokens=limit_tokens)
-                app = ServingApp(opened, options, store)
+        # First, so that a port in use is reported before a model loads.
+        with closing(listening(host, port)) as listener, engine.open(wrappers) as opened:
+            store = SessionStore(limit_sessions=limit_sessions, limit_tokens=limit_tokens)
+            app = ServingApp(opened, options, store)
 
-                def announce() -> None:
-                    tell(f"serving {app.service.name} at {url_of(listener)}/v1")
-                    if key is not None and api_key is None:
-                        tell(f"key: {key}")
-                    sys.stderr.flush()
+            def announce() -> None:
+                tell(f"serving {app.service.name} at {url_of(listener)}/v1")
+                if key is not None and api_key is None:
+                    tell(f"key: {key}")
+                sys.stderr.flush()
 
-                ended_by = run_server(app, listener, announce)
-        except KeyboardInterrupt:
-            pass
-    if ended_by == signal.SIGINT:
-        tell("interrupted")
-        raise typer.Exit(INTERRUPTED)
+            ended_by = run_server(app, listener, announce)
+        if ended_by == signal.SIGINT:
+            raise KeyboardInterrupt
     raise typer.Exit(_TERMINATED if ended_by == signal.SIGTERM else 0)
 
 

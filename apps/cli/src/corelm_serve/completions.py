@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any
 
 from corelm.spec import GenerateResult
@@ -13,7 +14,7 @@ from corelm_interop.openai_answers import Answer, ScoredPrompt, scored_prompts
 from corelm_interop.openai_logprobs import CompletionLogprobs
 from corelm_serve.completion_request import CompletionAsk
 from corelm_serve.exchange import Exchange
-from corelm_serve.generation import Generation, Scoring
+from corelm_serve.generation import Call, Generation
 from corelm_serve.replies import Heading, record, session_header, usage
 from corelm_serve.service import UnrecordedTurn
 
@@ -102,10 +103,9 @@ class _CompletionReply:
             # The answer may complete the last character of its prompt.
             self._echoed = [text.rstrip(HALF_CHARACTER) for text in self._echoed]
         if ask.logprobs is not None:
-            scoring = self._exchange.add(
-                Scoring(backend, self._prompts, top_k=ask.logprobs, **self._service.call_options)
-            )
-            self._scored = scored_prompts(self._prompts, await scoring.result())
+            options = {"top_k": ask.logprobs, **self._service.call_options}
+            scoring = Call(partial(backend.submit_score_logprobs, self._prompts, **options))
+            self._scored = scored_prompts(self._prompts, await self._exchange.add(scoring).result())
 
     async def _whole(self, answers: Sequence[Answer]) -> None:
         self._exchange.refuse_if_over()

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from corelm.spec import SamplingParams
 from corelm_serve.connection import ClientLeft, Connection
 from corelm_serve.fields import parsed
+from corelm_serve.generation import Call
 from corelm_serve.refusals import Refusal, refusal
 from corelm_serve.service import Service
 
@@ -32,13 +33,8 @@ class Ask(Protocol):
 NOT_RECORDED = ("X-Session-Record", "no")
 
 
-class Work(Protocol):
-    """A call to the engine that can be ended early."""
-
-    async def leave(self, *, at_once: bool = False) -> None: ...
-
-
 A = TypeVar("A", bound=Ask)
+C = TypeVar("C", bound=Call[Any])
 
 
 class Exchange:
@@ -58,13 +54,13 @@ class Exchange:
         self.session = connection.headers.get("x-session-id")
         recorded = connection.headers.get(NOT_RECORDED[0].lower()) != NOT_RECORDED[1]
         self.store = service.store if recorded else None
-        self._works: list[Work] = []
+        self._calls: list[Call[Any]] = []
 
-    def add(self, work: Any) -> Any:
+    def add(self, call: C) -> C:
         """Return a call, which from now on ends with the request."""
         self.refuse_if_over()
-        self._works.append(work)
-        return work
+        self._calls.append(call)
+        return call
 
     def refuse_if_over(self) -> None:
         """Stop here if the client has hung up, or the server ends.
@@ -77,7 +73,7 @@ class Exchange:
 
     async def leave(self, *, at_once: bool = False) -> None:
         """End the calls, because the client has hung up or the server ends."""
-        await asyncio.gather(*(work.leave(at_once=at_once) for work in self._works))
+        await asyncio.gather(*(call.leave(at_once=at_once) for call in self._calls))
 
 
 class Endpoint(Generic[A]):

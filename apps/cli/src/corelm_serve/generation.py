@@ -1,25 +1,69 @@
-"""`Generation` and `Scoring`: the calls of one client to the engine, and how they end when the client hangs up."""
+"""`Call` and `Generation`: the calls of one client to the engine, and how they end when the client hangs up."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from corelm import AnswerChunk, AsyncAnswerStream, Backend
 from corelm.errors import CoreLMError
-from corelm.spec import GenerateResult, SamplingParams, ScoreResult
+from corelm.spec import GenerateResult, SamplingParams
 from corelm_serve.connection import ClientLeft
 
+R = TypeVar("R")
 #: Seconds between two attempts to abort a request: the first may come before the engine knows it.
 _PAUSE = 0.25
 
 
-class Generation:
+class Call(Generic[R]):
+    """One call to the engine. When its client hangs up, it leaves the queue, or its result is dropped.
+
+    Args:
+        submit: makes the call.
+    """
+
+    def __init__(self, submit: Callable[[], Future[R]]) -> None:
+        self._submit = submit
+        self._future: Future[R] | None = None
+        self._dropped = False
+        self._over = asyncio.Event()
+
+    async def result(self) -> R:
+        """Return the result, when it is complete.
+
+        Raises:
+            CoreLMError: as the call.
+            ClientLeft: the request was dropped.
+        """
+        try:
+            self._future = await asyncio.to_thread(self._submit)
+            if self._dropped:
+                self._future.cancel()
+            return await asyncio.wrap_future(self._future)
+        except asyncio.CancelledError:
+            if self._dropped and self._future is not None and self._future.cancelled():
+                raise ClientLeft from None
+            raise
+        finally:
+            self._over.set()
+
+    async def leave(self, *, at_once: bool = False) -> None:
+        """End the request, because its client has hung up or the server ends.
+
+        Args:
+            at_once: whether to drop what an engine that cannot abort has begun to stream.
+        """
+        self._dropped = True
+        if self._future is not None:
+            self._future.cancel()
+
+
+class Generation(Call[GenerateResult]):
     """One call of ``backend.generate``.
 
     When its client hangs up, an engine that can abort ends the answers, and they come back with the finish reason
@@ -35,34 +79,13 @@ class Generation:
 
     def __init__(self, backend: Backend, prompts: Any, sampling: SamplingParams, **options: Any) -> None:
         self._backend = backend
-        rows = len(prompts) * (sampling.num_samples or 1)
-        call = uuid.uuid4().hex
+        rows, call = len(prompts) * (sampling.num_samples or 1), uuid.uuid4().hex
         self._names = tuple(f"serve-{call}-{row}" for row in range(rows))
-        self._asked = ((prompts, sampling), {**options, "request_ids": self._names})
-        self._future: Future[GenerateResult] | None = None
+        options["request_ids"] = self._names
+        super().__init__(partial(backend.submit_generate, prompts, sampling, **options))
+        self._open_stream = partial(backend.astream, prompts, sampling, **options)
         self._stream: AsyncAnswerStream[GenerateResult] | None = None
-        self._begun = self._dropped = False
-        self._over = asyncio.Event()
-
-    async def result(self) -> GenerateResult:
-        """Return the answers, when all are complete.
-
-        Raises:
-            CoreLMError: as ``backend.generate``.
-            ClientLeft: the request was dropped.
-        """
-        given, options = self._asked
-        try:
-            self._future = await asyncio.to_thread(self._backend.submit_generate, *given, **options)
-            if self._dropped:
-                self._future.cancel()
-            return await asyncio.wrap_future(self._future)
-        except asyncio.CancelledError:
-            if self._dropped and self._future is not None and self._future.cancelled():
-                raise ClientLeft from None
-            raise
-        finally:
-            self._over.set()
+        self._begun = False
 
     async def chunks(self) -> AsyncGenerator[AnswerChunk, None]:
         """Yield the tokens as they come. Afterwards `streamed` is the result.
@@ -71,8 +94,7 @@ class Generation:
             CoreLMError: as ``backend.generate``.
             ClientLeft: the request was dropped.
         """
-        given, options = self._asked
-        self._stream = self._backend.astream(*given, **options)
+        self._stream = self._open_stream()
         try:
             async with self._stream as stream:
                 async for chunk in stream:
@@ -94,11 +116,6 @@ class Generation:
         return self._stream.result
 
     async def leave(self, *, at_once: bool = False) -> None:
-        """End the request, because its client has hung up or the server ends.
-
-        Args:
-            at_once: whether to drop what an engine that cannot abort has begun to stream.
-        """
         if self._backend.capabilities.abort:
             while not self._over.is_set():
                 with suppress(CoreLMError):
@@ -109,43 +126,4 @@ class Generation:
             self._dropped = True
             if self._stream is not None:
                 await self._stream.aclose()
-            if self._future is not None:
-                self._future.cancel()
-
-
-class Scoring:
-    """One call of ``backend.score_logprobs``. When its client hangs up, it is cancelled.
-
-    Args:
-        backend: the engine.
-        sequences: one list of ids per sequence.
-        options: other arguments of ``backend.score_logprobs``.
-    """
-
-    def __init__(self, backend: Backend, sequences: Any, **options: Any) -> None:
-        self._submit = partial(backend.submit_score_logprobs, sequences, **options)
-        self._future: Future[ScoreResult] | None = None
-        self._dropped = False
-
-    async def result(self) -> ScoreResult:
-        """Return the scores.
-
-        Raises:
-            CoreLMError: as ``backend.score_logprobs``.
-            ClientLeft: the request was dropped.
-        """
-        try:
-            self._future = await asyncio.to_thread(self._submit)
-            if self._dropped:
-                self._future.cancel()
-            return await asyncio.wrap_future(self._future)
-        except asyncio.CancelledError:
-            if self._dropped and self._future is not None and self._future.cancelled():
-                raise ClientLeft from None
-            raise
-
-    async def leave(self, *, at_once: bool = False) -> None:
-        """End the request, because its client has hung up or the server ends."""
-        self._dropped = True
-        if self._future is not None:
-            self._future.cancel()
+            await super().leave()

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from corelm_cli.diagnosis.findings import Finding
-from corelm_cli.diagnosis.probes import ProbeError, probe
+from corelm_cli.diagnosis import Finding, ProbeError, probe
 
 #: Open files from which on several engines and thousands of requests in flight fit.
 _FILES = 4096

@@ -1,25 +1,24 @@
-"""Whether the installed plugins and their engines can be imported: each is tried in its own process."""
+"""Whether the installed plugins and their engines can be imported: plugins in one process, each engine in its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 from corelm import BackendInfo
 from corelm.application import Scan, install_line
-from corelm_cli.diagnosis.findings import Finding
+from corelm_cli.diagnosis import Finding, ProbeError, probe
 from corelm_cli.diagnosis.installation import unmet_requirements
-from corelm_cli.diagnosis.probes import ProbeError, probe
 
-_PLUGIN = """
+_PLUGINS = """
 from corelm.backend.registry import load_backend
 from corelm.errors import CoreLMError
-try:
-    load_backend({0!r})
-    found = ""
-except CoreLMError as error:
-    found = str(error)
+found = dict.fromkeys({0!r}, "")
+for name in found:
+    try:
+        load_backend(name)
+    except CoreLMError as error:
+        found[name] = str(error)
 """
 _ENGINE = """
 import importlib
@@ -33,23 +32,30 @@ def engines(found: Scan) -> Iterator[Finding]:
     """Yield what is found about each installed backend."""
     if not found.backends:
         yield Finding("backends", "problem", "no backend is installed", install_line("transformers") or "")
-    # Each waits for a process. Two at a time: an import of an engine takes a core for many seconds.
-    with ThreadPoolExecutor(2) as pool:
-        yield from pool.map(_backend, found.backends)
+    refused = _refusals([info.name for info in found.backends if info.problem is None])
+    yield from (_backend(info, refused.get(info.name, "")) for info in found.backends)
+
+
+def _refusals(names: Sequence[str]) -> dict[str, str]:
+    """Return why each plugin cannot be imported; "" if it can."""
+    try:
+        found: dict[str, str] = probe(_PLUGINS.format([*names])) if names else {}
+        return found
+    except ProbeError as error:
+        if len(names) == 1:
+            return {names[0]: f"importing it failed: {error}"}
+    # One of them crashes: each alone.
+    return {name: why for each in names for name, why in _refusals([each]).items()}
 
 
 def _newer(info: BackendInfo) -> str:
     return f"install a newer {info.distribution} from where you have it"
 
 
-def _backend(info: BackendInfo) -> Finding:
+def _backend(info: BackendInfo, refused: str) -> Finding:
     about = f"backend {info.name!r}"
     if info.problem is not None:
         return Finding(about, "problem", f"{info.label}: {info.problem}", _newer(info))
-    try:
-        refused = probe(_PLUGIN.format(info.name))
-    except ProbeError as error:
-        refused = f"importing {info.target} failed: {error}"
     if refused:
         return Finding(about, "problem", refused, _newer(info))
     module = info.engine_module

@@ -16,7 +16,7 @@ import corelm
 from corelm._version import __version__
 from corelm.application import ALLOW_LIST, DISTRIBUTION, Scan, allow_list
 from corelm.errors import how_to_install
-from corelm_cli.diagnosis.findings import Finding
+from corelm_cli.diagnosis import Finding
 
 #: Python versions that core is tested with.
 _OLDEST, _NEWEST = (3, 11), (3, 13)

@@ -9,11 +9,10 @@ from dataclasses import asdict
 
 from corelm.application import scan
 from corelm.errors import CoreLMError
+from corelm_cli.diagnosis import Finding, ProbeError, probe
 from corelm_cli.diagnosis.devices import devices
 from corelm_cli.diagnosis.engines import engines
-from corelm_cli.diagnosis.findings import Finding
 from corelm_cli.diagnosis.installation import installation
-from corelm_cli.diagnosis.probes import ProbeError, probe
 
 _REMOTE = "from corelm_cli.diagnosis.interpreters import as_json; found = as_json()"
 #: Seconds in which another interpreter has imported its engines, one after another.
@@ -50,4 +49,4 @@ def findings_of(python: str | os.PathLike[str]) -> Iterator[Finding]:
         yield Finding("interpreter", "problem", f"{host.python}: {error}", "install the core of this interpreter there")
         return
     yield Finding("interpreter", "ok", f"{host.python} can hold an engine for this interpreter")
-    yield from map(Finding.from_json, found)
+    yield from (Finding(**each) for each in found)

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from corelm.application import Scan
 from corelm.errors import CoreLMError, brief
-from corelm_cli.diagnosis.findings import Finding, Level
+from corelm_cli.diagnosis import Finding, Level
 from corelm_cli.engine import EngineChoice
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from corelm.application import Scan, install_line
 from corelm.errors import CoreLMError, InvalidRequestError
-from corelm_cli.diagnosis.findings import Finding
+from corelm_cli.diagnosis import Finding
 
 if TYPE_CHECKING:
     from corelm import Backend
