@@ -41,3 +41,10 @@ def choose_onednn_operator_again() -> None:
     from transformers_backend.fast import onednn
 
     onednn._operator.cache_clear()
+
+
+def use_onednn_on_any_cpu(monkeypatch: Any) -> None:
+    """Have the fast path take oneDNN's products also on a CPU on which they save nothing."""
+    from transformers_backend.fast import onednn
+
+    monkeypatch.setattr(onednn, "_pays_here", lambda: True)

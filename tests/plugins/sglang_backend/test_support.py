@@ -231,7 +231,7 @@ def test_a_server_whose_sets_have_another_mass_returns_none(fake, connect, caplo
         found[:] = [value / 2 for value in found]
 
     fake.spoil = shifted
-    assert not connect().capabilities.return_support and "are not used" in caplog.text
+    assert not connect().capabilities.return_support and "not the most probable ones" in caplog.text
 
 
 # Replies that do not fit ----------------------------------------------------------------------------------------------

@@ -31,10 +31,11 @@ from corelm.spec import (
 )
 from corelm.validate import invalid, shown
 from corelm.waiting import next_item
+from corelm_engine_kit.joining import Result
 from corelm_fleet.agreement import disagreement
 from corelm_fleet.canary import Canary
 from corelm_fleet.lives import open_replica
-from corelm_fleet.parts import Request, Result
+from corelm_fleet.parts import Request
 from corelm_fleet.pending import PendingCall
 from corelm_fleet.records import FleetLimits, State, UpdateFailed
 from corelm_fleet.replica import Member, OpenReplica

@@ -17,7 +17,8 @@ from corelm.errors import own
 from corelm.spec import GenerateRequest, GenerateResult, RowAnswer, RowFailure, TokenChunk
 from corelm.tensors.modes import CallerModes
 from corelm.waiting import next_item
-from corelm_fleet.parts import Part, Request, Result, result_of_parts, rows_of
+from corelm_engine_kit.joining import Part, Result
+from corelm_fleet.parts import Request, result_of_parts, rows_of
 from corelm_fleet.routing import Group
 
 T = TypeVar("T")

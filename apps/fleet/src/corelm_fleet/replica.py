@@ -16,10 +16,11 @@ from corelm import Backend
 from corelm.application import Aborts, Call
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.spec import GenerateRequest, WeightUpdate
+from corelm_engine_kit.joining import Result
 from corelm_fleet.agreement import require_plain
 from corelm_fleet.answers import Sampled
 from corelm_fleet.canary import Canary, Watch
-from corelm_fleet.parts import Request, Result
+from corelm_fleet.parts import Request
 from corelm_fleet.probes import Probe, ProbeScores
 
 #: Seconds that an engine has to finish its calls when it is closed, and seconds after which it is ended by force.

@@ -33,9 +33,10 @@ from corelm.errors import (
     message,
 )
 from corelm.spec import GenerateResult, WeightUpdate
+from corelm_engine_kit.joining import Result
 from corelm_fleet.canary import Canary
 from corelm_fleet.lives import Lives
-from corelm_fleet.parts import Result, request_of_rows
+from corelm_fleet.parts import request_of_rows
 from corelm_fleet.pending import PendingCall
 from corelm_fleet.records import (
     Abandon,

@@ -23,7 +23,7 @@ from corelm.spec import (
     SamplingParams,
     ScoreResult,
 )
-from corelm_engine_kit import trial_generation, trial_scoring, wrong_kept_ids
+from corelm_engine_kit import trial_generation, trial_scoring
 from sglang_backend import protocol
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ _DRAWS = 8
 #: The mode that explains the log-probs better must fit to within `_TOLERANCE` nats, and `_MARGIN` times better than the
 #: other. The log-probs of a 16-bit model, sampled and then scored, agree to a few hundredths.
 _TOLERANCE, _MARGIN = 0.5, 4.0
+#: The top_k with which the kept ids are tried, at a temperature at which it cuts off much.
+_KEPT = 4
+#: How far their mass may be from what the most probable ids have, in nats.
+_SAME_MASS = 0.02
 #: Long enough that two answers at the highest temperature are never equal by chance.
 _SEEDED_LENGTH = 8
 #: Parameters that change the distribution before SGLang takes "original" log-probs from it. A server that returns those
@@ -123,18 +127,26 @@ class ServerProbe:
         return frozenset()
 
     def returns_support(self) -> bool:
-        """Return whether the server returns the ids that truncation has left, with the mass that its scores imply."""
-        if self._info.support_limit < 2:
+        """Return whether the server returns the ids that truncation has left, and whether their mass is what it should
+        be: the most probable ids of the same replies, at the same temperature, say what they had.
+        """
+        top_k = min(_KEPT, self._info.capabilities.vocab_size)
+        if not 1 < top_k <= self._info.support_limit:
             return False
-        size, engine = self._info.capabilities.vocab_size, self._engine
         try:
-            why = wrong_kept_ids(engine.generate, engine.score_logprobs, size, self._deadline.left())
+            answers = self._generate(
+                _TEMPERATURES[0], range(_DRAWS), length=1, top_k=top_k, return_support=True, top_logprobs=top_k
+            )
         except (CapabilityError, InvalidRequestError, EngineError) as error:
-            why = str(error)
-        if why:
-            # Servers that do not know the field ignore it.
-            _log.warning("the ids that the server says truncation has left are not used: %s", why)
-        return not why
+            # Servers that do not know the field ignore it; others may refuse it.
+            _log.info("the server does not return the ids that truncation has left: %s", error)
+            return False
+        assert answers.kept_ids is not None and answers.kept_log_mass is not None and answers.top_logprobs is not None
+        masses = answers.top_logprobs.values.logsumexp(-1)
+        exact = bool(((masses - answers.kept_log_mass.values).abs() < _SAME_MASS).all())
+        if not exact:
+            _log.warning("the ids that the server says truncation has left are not the most probable ones")
+        return exact and bool((answers.kept_ids.counts.values >= top_k).all())
 
     def honours_seeds(self) -> bool:
         """Return whether equal seeds give equal answers and another seed gives another answer."""
@@ -149,15 +161,20 @@ class ServerProbe:
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    def _generate(self, temperature: float, seeds: Sequence[int], length: int) -> GenerateResult:
-        """Sample `length` tokens per seed, always after the same prompt."""
-        result: GenerateResult = self._engine.generate(self._request(temperature, seeds, length))
+    def _generate(
+        self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any
+    ) -> GenerateResult:
+        """Sample `length` tokens per seed, always after the same prompt. `details` are other fields of the request."""
+        result: GenerateResult = self._engine.generate(self._request(temperature, seeds, length, top_k, **details))
         return _without_errors(result)
 
-    def _request(self, temperature: float, seeds: Sequence[int], length: int) -> GenerateRequest:
+    def _request(
+        self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any
+    ) -> GenerateRequest:
         prompts = Ragged.from_list([self._prompt] * len(seeds))
-        sampling = SamplingParams(temperature=temperature, max_new_tokens=length, ignore_eos=True)
-        return trial_generation(prompts, sampling, seeds=torch.tensor(list(seeds)), timeout=self._deadline.left())
+        sampling = SamplingParams(temperature=temperature, max_new_tokens=length, ignore_eos=True, top_k=top_k)
+        seeded = torch.tensor(list(seeds))
+        return trial_generation(prompts, sampling, seeds=seeded, timeout=self._deadline.left(), **details)
 
     def _raw_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-prob of each of `tokens` after the prompt, as the server scores it: at temperature 1."""

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from corelm import Backend
 from corelm.backend.arguments import answer_seeds
-from helpers.insides import choose_onednn_operator_again
+from helpers.insides import choose_onednn_operator_again, use_onednn_on_any_cpu
 from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
 
@@ -24,6 +24,11 @@ pytestmark = pytest.mark.skipif(
 #: About the smallest vocabulary for which the change pays at a hidden size of 64.
 LARGE = 33_000
 PROMPTS, SAMPLING = random_rows(5, 30, 1, vocab=LARGE), {"max_new_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(autouse=True)
+def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_onednn_on_any_cpu(monkeypatch)
 
 
 class Operators(TorchDispatchMode):
