@@ -29,6 +29,7 @@ from corelm.containers.classes import (
     Text,
     Tokens,
     as_provenance,
+    is_padded,
     must_be_of_one_width,
     must_have_lengths,
     row_objects,
@@ -120,6 +121,15 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         return Ragged.cat(parts)
     mask = values >= 0 if name == SETS else _attention_columns(values, attention, name, masks)
     return Ragged(values[mask], mask.sum(-1).flatten())
+
+
+def has_rows(container: Any) -> bool:
+    """Return whether a container holds one tensor per row, and no dense one. Rows are not made for that.
+
+    Raises:
+        InvalidRequestError: some rows are dense and others are not.
+    """
+    return flat_source(container._tensordict) is not None or not is_padded(container)
 
 
 def ragged_rows(container: Any, name: str) -> Ragged:

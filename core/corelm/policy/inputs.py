@@ -28,7 +28,7 @@ from corelm.backend.skipping import ServedRows
 from corelm.containers.classes import Masks, Text, Tokens
 from corelm.containers.classes import rows as rows_of
 from corelm.containers.history import ChatHistory, History
-from corelm.containers.reading import key_parts, list_keys, ragged_rows
+from corelm.containers.reading import has_rows, key_parts, list_keys, ragged_rows
 from corelm.errors import (
     InvalidRequestError,
     MissingKeyError,
@@ -45,7 +45,6 @@ from corelm.policy.rows import InputRows
 from corelm.rendering.encoding import NO_COMPLETION, NO_PROMPT, encode_completions
 from corelm.spec.message import Message
 from corelm.spec.records import Columns, TokenizeResult
-from corelm.tensors.lazy_rows import flat_source
 from corelm.tensors.ragged import Ragged, as_mask, as_tensor, is_integer, not_a_mask, unreadable
 from corelm.validate import as_list, invalid, read_once, shown
 
@@ -600,7 +599,7 @@ def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bo
     value, shape = held, None
     if isinstance(held, Tokens):
         shape = tuple(held.batch_size)
-        if flat_source(held._tensordict) or not held.padded:
+        if has_rows(held):
             ids = ragged_rows(held, part)
             if ids.values.dtype != torch.int64 or ids.values.ndim != 1:
                 ids = rows_of_ids(ids, name)
@@ -631,11 +630,11 @@ def _fields_of_masks(masks: Any, names: Mapping[str, str], depth: int) -> dict[s
         names: the fields, and what is at fault if they are malformed.
         depth: how deep rows are in nested lists.
     """
-    in_rows, found = False, {}
+    are_rows, found = False, {}
     with suppress(InvalidRequestError):  # a stack of both layouts
-        in_rows = isinstance(masks, Masks) and bool(flat_source(masks._tensordict) or not masks.padded)
+        are_rows = isinstance(masks, Masks) and has_rows(masks)
     for which, name in names.items():
-        if in_rows:
+        if are_rows:
             rows = ragged_rows(masks, which)
             values = rows.values if rows.values.dtype == torch.bool else as_mask(rows.values, name)
             found[which] = rows.with_values(values.cpu())
