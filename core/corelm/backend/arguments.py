@@ -143,7 +143,7 @@ def prepare_generation(
         if on_error == "raise" and "error" in batch.finish_reasons:
             refuse_failed(batch, samples, engine.name)
         # The turn is still held, so these are the weights that have answered.
-        versions = batch.weight_versions or (weights.state.label,) * total
+        versions = tuple(batch.weight_versions or (weights.state.label,) * total)
         batch = replace(
             batch,
             mode=batch.mode if logprobs == "none" else logprobs,
@@ -291,7 +291,7 @@ def prepare_scoring(
     def finish(batch: ScoreResult) -> ScoreResult:
         if on_error == "raise" and batch.errors is not None:
             refuse_failed(batch, 1, engine.name)
-        versions = batch.weight_versions or (weights.state.label,) * len(names)
+        versions = tuple(batch.weight_versions or (weights.state.label,) * len(names))
         if adapter is not None:
             versions = tuple([weights.named(adapter, each) for each in versions])
         batch = replace(batch, weight_versions=versions, adapter=adapter)
@@ -468,7 +468,7 @@ def not_texts(values: Sequence[Any]) -> Problems:
 def names_of_requests(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
     """Return one unique name per row: the given names, or generated ones."""
     if given is None:
-        return tuple(map(f"{uuid.uuid4().hex}-{{}}".format, range(rows)))
+        return tuple(map(f"{uuid.uuid4().hex}-{{:08}}".format, range(rows)))
     names = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
     if not {*map(type, names)} <= {str} or not len(names) == len({*names}) == rows:
         raise invalid("request_ids", f"expected {rows} different names, got {shown(given)}")

@@ -400,8 +400,9 @@ class OpenEngine(OpenPlugin):
                 if told is error:
                     raise
                 raise told from error
-            if seen is not None and (weights.state is not state or self.ask("weights_state", _STATE) != seen):
-                weights.require_same(hook, seen, state)
+            changed = seen is not None and self.ask("weights_state", _STATE) != seen
+            if changed or (seen is not None and weights.state is not state):
+                weights.require_same(hook, state, changed)
             if result is None:
                 raise self.fault(hook)("returned None; a hook must return a result")
             try:
@@ -416,7 +417,7 @@ class OpenEngine(OpenPlugin):
                 raise self.fault(hook)(f"its result cannot be read: {described(error)}") from error
             # `finish` has labelled the numbers. Another thread may have noticed a change in the meantime.
             if seen is not None and weights.state is not state:
-                weights.require_same(hook, seen, state, ask=False)
+                weights.require_same(hook, state)
             return finished
         finally:
             # Ctrl-C may come between any two calls, so the first of them releases the lock.

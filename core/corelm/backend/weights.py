@@ -215,18 +215,17 @@ class Weights:
                 self.state = replace(state, label=label, known=dict(known[-_REMEMBERED:]))
             return seen, self.state
 
-    def require_same(self, hook: str, seen: Hashable, then: State, *, ask: bool = True) -> None:
+    def require_same(self, hook: str, then: State, changed: bool = False) -> None:
         """Refuse the numbers of a call during which the owner has changed the weights.
 
-        A change by core is none: a wrapper of the hook may update the weights during the call. Unless the engine is
-        asked (`ask`), only what another thread has noticed counts.
+        A change by core is none: a wrapper of the hook may update the weights during the call.
 
         Args:
-            seen, then: what `look` returned before the call.
+            then: the `State` before the call.
+            changed: whether the engine tells another state of its model now. If not, what another thread has noticed
+                counts.
         """
-        if self.state.changes != then.changes:
-            return
-        if self.state.label != then.label or (ask and self._engine.ask("weights_state", WeightsStateRequest()) != seen):
+        if self.state.changes == then.changes and (changed or self.state.label != then.label):
             raise self._engine.fault(hook)(_CHANGED)
 
     # Changing --------------------------------------------------------------------------------------------------------

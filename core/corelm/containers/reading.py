@@ -149,7 +149,12 @@ def ragged_rows(container: Any, name: str) -> Ragged:
         return Ragged(empty.new_empty((0, *empty.shape[td.batch_dims + 1 :])), torch.zeros(0, dtype=torch.int64))
     if name in WIDE:
         must_be_of_one_width(row_values, name)
-    return Ragged(torch.cat(row_values), torch.tensor(list(map(len, row_values)), dtype=torch.int64))
+    try:
+        values = torch.cat(row_values)
+    except RuntimeError:
+        must_be_of_one_width(row_values, name)
+        raise
+    return Ragged(values, torch.tensor(list(map(len, row_values)), dtype=torch.int64))
 
 
 def row_lengths(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Tensor:

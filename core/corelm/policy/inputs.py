@@ -352,7 +352,8 @@ class InputReader:
             return replace(rows, conflicts={0: f"tokens of batch {tuple(tokens.batch_size)} are there"})
         # The mask under attention_mask_key is that of the input.
         try:
-            own = read_ids(tokens, "full", find_value(td, self._masks_key))
+            mask_name = ".".join((*self._masks_key, "all_attention_mask"))
+            own = read_ids(tokens, "full", find_value(td, self._masks_key), mask_name=mask_name)
         except InvalidRequestError as error:
             return replace(rows, conflicts={0: str(error)})
         conflicts = _differing_rows(own.ids, rows.ids) or _differing_splits(own.prompt_lengths, rows.prompt_lengths)
@@ -537,7 +538,8 @@ def read_ids(
     names: dict[str, str] = {}
     if attention is None and "all_attention_mask" in theirs:
         names["all_attention_mask"] = at_fault
-    if part == "full" and "all_assistant_mask" in theirs and (attention is None or "all_attention_mask" not in theirs):
+    others = isinstance(masks, Masks) and attention is not None and "all_attention_mask" in theirs
+    if part == "full" and "all_assistant_mask" in theirs and not others:
         names["all_assistant_mask"] = "masks.all_assistant_mask"
     found = _fields_of_masks(masks, names, depth) if names else {}
     mask, said = found.get("all_attention_mask"), found.get("all_assistant_mask")
@@ -554,6 +556,7 @@ def read_ids(
         looked_at = {name: cells} if dense else {}
         if container is not None:
             parts = [each for each in ("prompt", "response", "full") if each in container.keys()]
+            parts = [each for each in parts if not _is_nested(container, each)]
             looked_at = {f"{top}.{each}": _cells(container, each, name)[0] for each in parts}
         for key, ids in looked_at.items():
             refuse_pads(ids, backend.tokenizer, backend.eos_token_ids, key, _PADS_ADVICE)
@@ -601,7 +604,7 @@ def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bo
         shape = tuple(held.batch_size)
         if has_rows(held):
             ids = ragged_rows(held, part)
-            if ids.values.dtype != torch.int64 or ids.values.ndim != 1:
+            if ids.values.dtype != torch.int64 or ids.values.ndim != 1 or ids.values.is_meta:
                 ids = rows_of_ids(ids, name)
             return ids.to("cpu"), shape, False, True
         try:
@@ -623,6 +626,12 @@ def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bo
     return ids, (len(ids),) if shape is None or isinstance(value, Tensor) else shape, False, False
 
 
+def _is_nested(container: Tokens, name: str) -> bool:
+    with suppress(InvalidRequestError):  # rows that are padded to different widths
+        return bool(getattr(getattr(container, name), "is_nested", False))
+    return False
+
+
 def _fields_of_masks(masks: Any, names: Mapping[str, str], depth: int) -> dict[str, Ragged]:
     """Return the rows of fields of `Masks`, or of a plain TensorDict, as bool and on the CPU.
 
@@ -636,7 +645,8 @@ def _fields_of_masks(masks: Any, names: Mapping[str, str], depth: int) -> dict[s
     for which, name in names.items():
         if are_rows:
             rows = ragged_rows(masks, which)
-            values = rows.values if rows.values.dtype == torch.bool else as_mask(rows.values, name)
+            is_bool = rows.values.dtype == torch.bool and not rows.values.is_meta
+            values = rows.values if is_bool else as_mask(rows.values, name)
             found[which] = rows.with_values(values.cpu())
             continue
         try:

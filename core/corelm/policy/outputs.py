@@ -18,7 +18,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from corelm.backend.backend import Backend
 from corelm.containers.classes import NO_ID, LogProbs, Masks, Text, Tokens, flat, objects
 from corelm.containers.history import ChatHistory
-from corelm.containers.reading import key_parts, list_keys, provenance_of_rows, ragged
+from corelm.containers.reading import has_rows, key_parts, list_keys, provenance_of_rows, ragged
 from corelm.containers.turns import REQUEST_FIELDS, log_prob_fields
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.policy.chats import AnswerReader
@@ -415,7 +415,12 @@ def lacking(rows: InputRows, options: PolicyOptions) -> dict[str, set[str]]:
             continue
         # Completions that get a `full` would be scored as whole sequences the next time.
         without = {"full"} if rows.only_response and _reads(name, options) else set()
-        if missing := made[name] - without - set(there.keys()):
+        missing = made[name] - without - set(there.keys())
+        looked_at = isinstance(there, Tokens) or (isinstance(there, Masks) and missing)
+        if looked_at and rows.columns is None and not has_rows(there):
+            # Scores are rows, which do not fit into nested tensors or dense ones of several widths: these are replaced.
+            found[name] = set()
+        elif missing:
             found[name] = missing
     return found
 

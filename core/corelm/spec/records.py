@@ -122,8 +122,8 @@ class GenerateRequest:
         timeout: seconds for the whole call; None for no limit.
         on_tokens: takes tokens as they are sampled; None unless the backend declares `streaming` and the caller reads
             along. It returns at once, raises nothing that concerns the engine, and may be called on any thread.
-        on_answer: for a progress bar: takes the row of a complete answer, and how many tokens it has. None if the
-            caller shows no bar. Calling it is optional. It never raises, may be called on any thread and again for the
+        on_answer: takes the row of a complete answer, and how many tokens it has. None if nobody counts them.
+            Calling it is optional. It never raises, may be called on any thread and again for the
             same row, and must not change how the request is served.
         adapter: the name of the adapter that answers, or False for none. None, the engine's default, unless the backend
             declares `adapters`.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 import corelm
 import corelm_interop
@@ -103,6 +103,21 @@ def test_the_summary_shows_errors_and_every_kind_of_log_probs() -> None:
     shown = str(corelm_interop.summary(td))
     assert "errors: 1, the first: the prompt has 9 tokens" in shown and "(the prompt" in shown
     assert "ref_log_probs: mean -10.500 over 6 scored tokens" in shown and "mean ref_log_probs" in shown
+
+
+def test_the_summary_is_a_text_in_a_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "4 rows" in str(corelm_interop.summary(batch()))
+
+
+def test_entries_of_others_and_results_without_texts_are_shown(backend: corelm.Backend) -> None:
+    bare = LLMPolicy(backend, sampling_params=SAMPLING, return_text=False, return_history=False)
+    chats = History.from_chats([chat(q) for q in QUESTIONS])
+    for td in (bare(TensorDict(history=chats)), batch()):
+        messages = [[{"role": "user", "content": "Hi"}]] * len(td)
+        td.set("prompt", NonTensorStack.from_list(messages), inplace=False)
+        shown = str(corelm_interop.summary(td))
+        assert "finish_reason" in shown and corelm_interop.summary(td)._repr_html_()
 
 
 def test_control_characters_and_wide_ones_do_not_break_the_table() -> None:

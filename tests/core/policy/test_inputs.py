@@ -62,6 +62,20 @@ def test_a_nested_tensor_has_one_row_per_sequence(backend, layout, generate):
         assert corelm.ragged(out, ("tokens", part)).tolist() == [[72], [72, 105, 111]]
 
 
+@each("layout", [torch.jagged, torch.strided])
+@each("parts", [("full",), ("prompt", "full")])
+def test_nested_tokens_may_hold_the_pad_id_and_are_rows_once_scores_join_them(backend, parts, layout):
+    rows = [[72, 105, backend.pad_id], [72, 105]]
+    held = {part: [row[:1] if part == "prompt" else row for row in rows] for part in parts}
+    nested = {
+        part: torch.nested.nested_tensor(list(map(torch.tensor, each)), layout=layout) for part, each in held.items()
+    }
+    td = TensorDict({"tokens": Tokens(**nested, batch_size=[2])}, batch_size=[2])
+    LLMPolicy(backend, input_mode="tokens", generate=False)(td)
+    assert corelm.ragged(td, ("tokens", "full")).tolist() == rows
+    assert corelm.ragged(td, ("log_probs", "full")).lengths.tolist() == [3, 2]
+
+
 @each(
     "nested",
     [
@@ -293,3 +307,12 @@ def test_a_text_that_begins_with_the_bos_gets_no_second_one():
         pairs = Text(prompt=["<|start|>Rome"], response=[" is"], batch_size=[1])
         both = policy(TensorDict(text=pairs, batch_size=[1]))
         assert both["tokens"].full[0].tolist().count(bos) == 1
+
+
+def test_the_assistants_mask_of_a_plain_tensordict_is_kept_beside_another_attention_mask(backend):
+    ids, attention = torch.tensor([[0, 72, 105], [72, 105, 111]]), torch.tensor([[0, 1, 1], [1, 1, 1]]).bool()
+    assistant = torch.tensor([[0, 0, 1], [0, 1, 1]]).bool()
+    masks = TensorDict(all_attention_mask=attention, all_assistant_mask=assistant, batch_size=[2])
+    td = TensorDict(tokens=ids, masks=masks, seen=attention, batch_size=[2])
+    scorer = LLMPolicy(backend, input_mode="tokens", generate=False, attention_mask_key="seen", inplace=False)
+    assert corelm.ragged(scorer(td), ("masks", "all_assistant_mask")).tolist() == [[False, True], [False, True, True]]

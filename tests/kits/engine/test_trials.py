@@ -38,6 +38,10 @@ SPOILS: dict[str, tuple[Spoil, str]] = {
     "failed": (lambda made: replace(made, errors=("it burns", "")), "it burns"),
     "another-mass": (lambda made: replace(made, kept_log_mass=made.ids.with_values(torch.full((8,), -0.9))), "scores"),
     "nan": (lambda made: replace(made, kept_log_mass=made.ids.with_values(torch.full((8,), torch.nan))), "scores"),
+    "more": (
+        lambda made: replace(made, kept_ids=TokenSets.from_list([[[0, 1, 2, 3, 4, 5]] * 4] * 2)),
+        "ids instead of 5",
+    ),
     "fewer": (lambda made: replace(made, kept_ids=TokenSets.from_list([[[0, 1, 2, 3]] * 4] * 2)), "ids instead of 5"),
     "not-the-token": (
         lambda made: replace(made, kept_ids=TokenSets.from_list([[[0, 1, 2, 4, 5]] * 4] * 2)),

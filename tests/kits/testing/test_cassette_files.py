@@ -127,6 +127,18 @@ RESULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+def test_a_program_may_change_its_folder_while_it_replays(
+    cassette: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with replayed(Path("c")) as backend:
+        monkeypatch.chdir("/")
+        backend.generate(ROWS, SEEDED)
+        cassette.rename(tmp_path / "moved")
+        with pytest.raises(CassetteError, match="cannot be read"):
+            backend.score_logprobs(ROWS, return_logits=True)
+
+
 def test_a_result_that_cannot_be_read_is_refused_when_it_is_played(cassette: Path) -> None:
     first, *rest = lines(cassette)
     for name, spoil in RESULTS.items():

@@ -215,6 +215,25 @@ def test_a_fault_is_raised_again(tmp_path: Path, fault: str) -> None:
         assert failure(backend) == one
 
 
+def test_a_call_that_failed_after_its_first_tokens_hands_them_over_again(tmp_path: Path) -> None:
+    class FailingLate:
+        @hookimpl(wrapper=True)
+        def generate(self, request: Any) -> Any:
+            yield
+            raise EngineError("too late")
+
+    def run(backend: Backend) -> list[Any]:
+        chunks = []
+        with backend.stream(ROWS, SEEDED) as stream, pytest.raises(EngineError, match="too late"):
+            chunks.extend((chunk.row, chunk.ids) for chunk in stream)
+        return chunks
+
+    with recorded(tmp_path / "c", wrappers=[FailingLate()]) as backend:
+        one = run(backend)
+    with replayed(tmp_path / "c") as backend:
+        assert run(backend) == one
+
+
 def test_a_row_that_failed_alone_fails_alone_again(tmp_path: Path) -> None:
     class Spoilt:
         @hookimpl(wrapper=True)

@@ -12,7 +12,7 @@ import torch
 from corelm import Backend, DynamicBatcher, hookimpl
 from corelm.batching import Limits
 from corelm.errors import EngineError
-from corelm_testing.cassette import CassetteRecorder
+from corelm_testing.cassette import CassetteRecorder, NotRecordedError
 from corelm_testing.toy import Bigram
 from helpers.cassettes import calls_of, recorded, replayed
 from helpers.in_flight_toys import InFlight
@@ -31,6 +31,11 @@ def test_equal_rows_keep_their_own_answers(tmp_path: Path) -> None:
         assert backend.generate([[65], [65]], {**sampling, "seed": 1}).ids.tolist() == found
     with replayed(tmp_path / "c", match_seeds=False) as backend:
         assert [backend.generate([[65]], sampling).ids.tolist() for _ in range(2)] == [found[:3], found[3:]]
+    with replayed(tmp_path / "c", match_seeds=False) as backend:
+        # A third sample was not drawn, and none of the others stands for it.
+        with pytest.raises(NotRecordedError) as error:
+            backend.generate([[65]] * 3, sampling)
+        assert list(error.value.problems) == [2]
 
 
 class NotTogether:

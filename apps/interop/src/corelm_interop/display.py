@@ -27,7 +27,7 @@ from torch import Tensor
 
 from corelm import to_records
 from corelm.application import CONTAINERS, Path, TokenColumns, entries, non_tensors
-from corelm.containers import LogProbs, Tokens
+from corelm.containers import LogProbs, Masks, Tokens
 from corelm.errors import printable
 from corelm.spec import Provenance
 from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_rows
@@ -57,14 +57,15 @@ class Summary:
 
     def __str__(self) -> str:
         width, height = shutil.get_terminal_size((80, 24))
-        out = Console(file=io.StringIO(), width=min(max(width, 60), _WIDEST), color_system=None)
+        # In a kernel of Jupyter, rich would display the lines by itself and write none.
+        out = Console(file=io.StringIO(), width=min(max(width, 60), _WIDEST), color_system=None, force_jupyter=False)
         facts = _facts(self._td)
         for fact in [*facts, ""]:
             out.print(Line(printable(fact)), no_wrap=True, overflow="ellipsis")
         # A prompt of a shell takes two lines, and the table three more than its rows.
         room = max(1, min(_LINES, height - len(facts) - 5))
         columns = {
-            title: cells if isinstance(cells[0], str) else [_decimal(cell) for cell in cells]
+            title: [_cell(cell) for cell in cells]
             for title, cells in _columns_to_show(self._td, _head(self._td, room)).items()
         }
         table = Table(box=None, pad_edge=False, expand=True, header_style="")
@@ -72,7 +73,7 @@ class Summary:
             is_text = title in ("prompt", "response")
             is_left = is_text or not title
             table.add_column(
-                title,
+                Line(printable(title)),
                 justify="left" if is_left else "right",
                 no_wrap=True,
                 overflow="ellipsis",
@@ -91,7 +92,7 @@ class Summary:
         facts = _facts(self._td)
         top = _head(self._td, _ROWS)
         columns: dict[str, Sequence[str]] = {
-            title: [_text_cell(cell if isinstance(cell, str) else _decimal(cell)) for cell in cells]
+            title: [_text_cell(_cell(cell)) for cell in cells]
             for title, cells in _columns_to_show(self._td, top).items()
         }
         with suppress(Exception):
@@ -197,11 +198,13 @@ def _columns_to_show(td: TensorDictBase, top: TensorDictBase) -> dict[str, Seque
     index = islice(product(*map(range, td.batch_size)), len(top))
     found: dict[str, Sequence[Any]] = {"": [", ".join(map(str, row)) or "0" for row in index]}
     chats = columns.get("prompt_messages") or [chat[:-1] for chat in columns.get("messages", ())]
-    asked = [chat[-1]["content"] or "" if chat else "" for chat in chats]
+    asked: list[str] = []
+    with suppress(Exception):  # messages of somebody else
+        asked = [chat[-1]["content"] or "" if chat else "" for chat in chats]
     found["prompt"] = asked if any(asked) else columns.get("prompt") or columns.get("text") or []
-    answers = columns.get("response", ())
-    errors = columns.get("errors", [""] * len(answers))
-    found["response"] = [f"({why})" if why else answer for answer, why in zip(answers, errors, strict=True)]
+    answers = columns.get("response", [])
+    errors = columns.get("errors") or [""] * len(answers)
+    found["response"] = [f"({why})" if why else answer for answer, why in zip(answers, errors, strict=False)]
     lengths = [columns[name] for name in ("prompt_length", "response_length", "length") if name in columns]
     found["tokens"] = [" + ".join(map(str, row)) for row in zip(*lengths, strict=True)]
     for path, value in _entries(top):
@@ -216,9 +219,10 @@ def _columns_to_show(td: TensorDictBase, top: TensorDictBase) -> dict[str, Seque
 def _columns(td: TensorDictBase) -> dict[str, list[Any]]:
     """Return the columns of `to_records` for every entry that can be read."""
     found: dict[str, list[Any]] = {}
+    masks = [path[0] for path, value in _entries(td) if isinstance(value, Masks) and len(path) == 1]
     for name in td.keys():
         with suppress(Exception):
-            given = {each: td.get(each) for each in dict.fromkeys((name, "masks")) if each in td.keys()}
+            given = {each: td.get(each) for each in dict.fromkeys((name, *masks))}
             given = {each: _without_ids(value) for each, value in given.items()}
             records = to_records(TensorDict(given, batch_size=td.batch_size))
             found |= {key: [record[key] for record in records] for key in records[0]}
@@ -266,6 +270,10 @@ def _span(numbers: Sequence[int]) -> str:
 
 def _decimal(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def _cell(value: Any) -> str:
+    return _decimal(value) if value is None or isinstance(value, (int, float)) else str(value)
 
 
 def _attempt(read: Callable[[Any], str], value: Any, otherwise: str) -> str:

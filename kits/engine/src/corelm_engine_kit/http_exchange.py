@@ -44,7 +44,7 @@ _ERROR_BYTES = 4096
 
 
 class Exchange:
-    """Sends requests to one server. See `HttpClient` for its arguments."""
+    """Sends requests to one server. `HttpClient` explains the arguments that it has as well."""
 
     def __init__(
         self,

@@ -125,6 +125,11 @@ class EngineActor:
         threading.Thread(target=self._watch_drivers, name="corelm-ray-drivers", daemon=True).start()
 
     @_method(concurrency_group="control")
+    def wait_until_open(self) -> None:
+        """Return once the engine is open, or did not open."""
+        self._opened.wait()
+
+    @_method(concurrency_group="control")
     def attach(self, driver: str, facts: dict[str, Any] | None) -> bytes:
         """Let a driver send frames once the engine is open, if it expects the facts of this engine.
 

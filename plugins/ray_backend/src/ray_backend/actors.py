@@ -125,6 +125,8 @@ class Actors:
             self._wait(actor.open.remote(pack(order)[0]), None)
         # An actor that is not shared has nothing to compare.
         expected = None if self._name is None else self._facts
+        # A driver that leaves while it waits has not joined yet.
+        self._wait(actor.wait_until_open.remote(), None)
         attached = self._wait(actor.attach.remote(host.driver, expected), None)
         found: tuple[dict[str, Any], Opened | Failure] = unpack(attached)
         has, result = found

@@ -71,7 +71,9 @@ def server_adapters(client: HttpClient, info: ServerInfo, healthy: Callable[[], 
             )
         if request.path.is_dir():
             checkpoint = local_checkpoint(info.files)
-            checked_adapter(request, checkpoint, largest_rank=None, option="--max-lora-rank", honoured=_HONOURED)
+            # A server may be an older one, which leaves out the ranks and scales of single layers without a word.
+            honoured = _HONOURED - {"rank_pattern", "alpha_pattern"}
+            checked_adapter(request, checkpoint, largest_rank=None, option="--max-lora-rank", honoured=honoured)
 
     def load(name: str, path: str) -> None:
         post("load", {"lora_name": name, "lora_path": path})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,11 +64,15 @@ class ContentPlayer:
 
         Raises:
             NotRecordedError: rows are not recorded; `problems` names them.
-            Exception: what the recorded call raised.
         """
         keys = row_keys(hook, request, self.weights.state(adapter), seeds=self._seeds)
         with self._mutex:
-            lacking = [row for row, key in enumerate(keys) if not self._has(key, hook, request)]
+            before = Counter[str]()
+            lacking = []
+            for row, key in enumerate(keys):
+                if not self._has(key, before[key], hook, request):
+                    lacking.append(row)
+                before[key] += 1
             if lacking:
                 raise self._not_recorded(hook, {row: self._why(hook, request, row) for row in lacking})
             places = [self._take(key, {*keys}) for key in keys]
@@ -77,17 +81,12 @@ class ContentPlayer:
             _, rows, wanted = found.setdefault(call.number, (call, [], []))
             rows.append(row)
             wanted.append(at)
-        played = []
-        for call, rows, wanted in found.values():
-            recorded = self._index.read(call)
-            if recorded.error is not None:
-                raise _for_rows(recorded.error, rows, wanted)
-            played.append(Played(recorded, rows, wanted))
-        return played
+        return [Played(self._index.read(call), rows, wanted) for call, rows, wanted in found.values()]
 
-    def _has(self, key: str, hook: str, request: Any) -> bool:
+    def _has(self, key: str, before: int, hook: str, request: Any) -> bool:
+        """Return whether there is an answer to a row, after those to as many equal rows `before` it."""
         places = self._places.get(key, [])
-        if self._played[key] < len(places):
+        if self._played[key] + before < len(places):
             return True
         if hook == "generate" and request["sampling"]["temperature"] and not (self._seeds and request["seeds"]):
             return False
@@ -162,7 +161,7 @@ def _of_row(form: Any, row: int) -> Any:
     return form
 
 
-def _for_rows(error: Exception, rows: Sequence[int], places: Sequence[int]) -> Exception:
+def for_rows(error: Exception, rows: Sequence[int], places: Sequence[int]) -> Exception:
     """Return a recorded error with the numbers of its rows in this request. One may occur twice."""
     made = own(error)
     problems = getattr(error, "problems", None)

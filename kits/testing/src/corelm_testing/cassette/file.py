@@ -108,6 +108,8 @@ class CassetteReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = read_header(path)
+        # The program may change its folder.
+        self._calls = (path / CALLS).absolute()
         self._offsets: list[int] = []
 
     def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -118,7 +120,7 @@ class CassetteReader:
         """
         offset = 0
         try:
-            with (self.path / CALLS).open("rb") as file:
+            with self._calls.open("rb") as file:
                 for number, text in enumerate(file, 1):
                     if text.endswith(b"\n"):
                         self._offsets.append(offset)
@@ -129,9 +131,12 @@ class CassetteReader:
 
     def read(self, number: int) -> dict[str, Any]:
         """Return the record of a line, which `records` has yielded."""
-        with (self.path / CALLS).open("rb") as file:
-            file.seek(self._offsets[number - 1])
-            return self._parsed(file.readline()[:-1], number)
+        try:
+            with self._calls.open("rb") as file:
+                file.seek(self._offsets[number - 1])
+                return self._parsed(file.readline()[:-1], number)
+        except OSError as error:
+            raise CassetteError(f"cassette {self.path}: {CALLS} cannot be read: {described(error)}") from error
 
     def _parsed(self, text: bytes, number: int) -> dict[str, Any]:
         where = f"line {number}"

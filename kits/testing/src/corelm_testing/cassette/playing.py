@@ -10,7 +10,8 @@ import torch
 from corelm import Ragged, TokenSets
 from corelm.spec import GenerateResult
 from corelm_engine_kit.joining import Part, joined, rows_of_result
-from corelm_testing.cassette.content import ContentPlayer
+from corelm_testing.cassette.content import ContentPlayer, for_rows
+from corelm_testing.cassette.errors import CassetteError
 from corelm_testing.cassette.index import RecordedCall, answers_per_row
 from corelm_testing.cassette.records import chunk_of, request_json
 
@@ -34,10 +35,14 @@ def answer(player: ContentPlayer, hook: str, request: Any, weights: str | None =
             [row * samples + sample for row in some for sample in range(samples)] for some in (each.rows, each.places)
         )
         _hand_over(each.call, rows, places, request)
+        if each.call.error is not None:
+            raise for_rows(each.call.error, each.rows, each.places)
         parts.append(Part(_labelled(each.call), rows, places))
     result: Any = parts[0].result
     if isinstance(result, bool):
         return result
+    if len({_names_weights(part.result) for part in parts}) > 1:
+        raise CassetteError("the recorded rows do not belong together: some name their weights; record them again")
     result = joined(parts, "")
     if isinstance(result, GenerateResult) and getattr(request, "on_answer", None) is not None:
         for row, tokens in enumerate(result.ids.lengths.tolist()):
@@ -49,10 +54,13 @@ def answer(player: ContentPlayer, hook: str, request: Any, weights: str | None =
 def _labelled(call: RecordedCall) -> Any:
     """Return the result of a call, with the label of the weights if nothing else tells a replay of it."""
     result, label = call.result, call.weight_version
-    said = ("weight_versions", "version_runs")
-    if label is None or any(getattr(result, name, None) is not None for name in said):
+    if label is None or _names_weights(result):
         return result
     return replace(result, weight_versions=(label,) * len(rows_of_result(result)))
+
+
+def _names_weights(result: Any) -> bool:
+    return any(getattr(result, name, None) is not None for name in ("weight_versions", "version_runs"))
 
 
 def _hand_over(call: RecordedCall, rows: list[int], places: list[int], request: Any) -> None:
