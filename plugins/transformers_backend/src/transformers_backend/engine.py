@@ -218,8 +218,8 @@ class CausalLM:
         """
         assert self._cache_name is not None
         if attention_mask is not None and all(getattr(layer, "keys", None) is None for layer in cache.layers):
-            # A recurrent state already holds the past, so its mask covers the new columns only. Prompts are padded on
-            # the left and read at once, so there is no padding in later columns.
+            # A recurrent state already holds the past, so its mask covers the new columns only. Prompts are
+            # padded on the left and read at once, so there is no padding in later columns.
             attention_mask = attention_mask if inputs["input_ids"].shape == attention_mask.shape else None
         keep = {"logits_to_keep": 1} if self.keeps_last_logits else {}
         inputs |= {self._cache_name: cache, "use_cache": True, **keep}

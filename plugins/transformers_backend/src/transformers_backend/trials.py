@@ -28,8 +28,8 @@ _ORDINARY_SPECIALS = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token
 def trial_rows(engine: CausalLM, tokenizer: Any, *, with_specials: bool = True) -> Ragged:
     """Return four rows of random ids: the first half of row 2, another row, row 2, and the first half again.
 
-    Row 2 is the longest. It has the padding id and the end of a text inside, as far as the tokenizer or the model names
-    them.
+    Row 2 is the longest. It has the padding id and the end of a text inside, as far as the tokenizer or the
+    model names them.
     """
     config = engine.base.config
     longest = min(LONGEST, engine.max_context or LONGEST, engine.rope_switch or LONGEST)
@@ -59,8 +59,8 @@ def random_states(device: torch.device) -> list[Tensor]:
 class LengthClasses:
     """Ranges of lengths within which a model may be expected to treat rows alike.
 
-    A window, a chunk or a scale begins at a number that the configuration holds, so every whole number in it ends a
-    range, and so does the number before it. Every power of two ends one too.
+    A window, a chunk or a scale begins at a number that the configuration holds, so every whole number in it
+    ends a range, and so does the number before it. Every power of two ends one too.
     """
 
     def __init__(self, config: Any) -> None:
@@ -104,8 +104,8 @@ def token_differences(found: Tensor, wanted: Tensor, tokens: Tensor) -> Tensor:
 def differences(found: Tensor, wanted: Tensor) -> Tensor:
     """Return how far two sets of logits ``[positions, vocab]`` are apart, float32[positions].
 
-    That is the root mean square, over the vocabulary, of the difference of their log-probabilities; infinity if one of
-    them rules out an id that the other allows.
+    That is the root mean square, over the vocabulary, of the difference of their log-probabilities; infinity
+    if one of them rules out an id that the other allows.
     """
     if found.shape != wanted.shape:
         return torch.tensor([float("inf")])

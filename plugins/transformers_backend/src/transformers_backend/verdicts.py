@@ -28,7 +28,7 @@ import torch
 
 from corelm.spec import Ragged
 from transformers_backend.engine import CausalLM
-from transformers_backend.fingerprint import fingerprint
+from transformers_backend.model_state import fingerprint
 
 VARIABLE = "CORELM_CACHE"
 #: The folder of the standard library. Installed packages may be inside.
@@ -56,8 +56,8 @@ class Verdict:
     records: defaultdict[str, Record] = field(default_factory=lambda: defaultdict(Record))  # by way
     examined: bool = False  # whether the cause of a way that failed was looked for
     scale: float = 0.0  # the standard deviation of its logits
-    # A dtype shorter than that of the weights to which all logits are rounded, because the forward turns autocast on,
-    # for example.
+    # A dtype shorter than that of the weights to which all logits are rounded, because the forward turns
+    # autocast on, for example.
     rounded: torch.dtype | None = None
     file: Path | None = None
 
@@ -94,12 +94,8 @@ class Verdict:
 
 
 def file_of(engine: CausalLM, rows: Ragged, *, fast: bool) -> Path | None:
-    """Return the file of the verdict on this model; None if there is no folder, or if code other than that of torch,
-    transformers and this plugin has a say.
-
-    Args:
-        rows: the trial rows.
-        fast: whether the accelerations run the model.
+    """Return the file of the verdict on this model, tried with these rows; None if there is no folder, or if code other
+    than that of torch, transformers and this plugin has a say.
     """
     base, device, folder = engine.base, engine.device, _folder()
     if folder is None or engine.module is not base or torch.is_autocast_enabled(device.type) or engine.is_quantized:

@@ -109,7 +109,8 @@ def rows_with_common_starts() -> list[list[int]]:
 
 
 def test_segments_have_the_keys_of_their_common_start_and_not_all_at_once() -> None:
-    segments = (PackedSegment(0, 3), PackedSegment(3, 4, ((0, 2),)), PackedSegment(4, 6, ((0, 2), (3, 4))))
+    keys = torch.tensor([0, 1, 3]), torch.tensor([0, 1, 3, 4, 5])
+    segments = (PackedSegment(0, 3), PackedSegment(3, 4, keys[0]), PackedSegment(4, 6, keys[1]))
     (call,) = varlen_calls(segments)
     assert (call.start, call.stop, call.max_q, call.max_k) == (0, 6, 3, 5)
     assert call.cu_seq_q.tolist() == [0, 3, 4, 6] and call.cu_seq_k.tolist() == [0, 3, 6, 11]

@@ -7,19 +7,18 @@ file              what it saves
 ================= =====================================================================================================
 `tiles.py`        log-probabilities without logits: no tensor is as wide as the vocabulary
 `triton_head.py`  on GPUs, kernels that reduce a tile to a number a row
-`head.py`         decides whether a model's head can be computed in tiles
-`split.py`        runs a model's body without its head, and its head without its body
-`layouts.py`      rows without padding; the start that rows have in common is read once
+`head.py`         runs a model's body without its head, and decides whether the head can be computed in tiles
+`scoring.py`      rows without padding; the start that rows have in common is read once
 `attention.py`    attention over such rows; on GPUs, in many of them by one kernel
 `cache.py`        decoding writes keys and values into buffers instead of copying all of them at every token
 `onednn.py`       matrix products on a CPU, with another library
 ================= =====================================================================================================
 
-Each acceleration of scoring is tried on the model and compared with the model's own forward. What does not agree is not
-used: that step then runs as in the plain backend.
+Each acceleration of scoring is tried on the model and compared with the model's own forward. What does not
+agree is not used: that step then runs as in the plain backend.
 """
 
-from transformers_backend.fast.decoding import FastDecoder
+from transformers_backend.fast.cache import FastDecoder
 from transformers_backend.fast.scoring import FastScorer
 
 __all__ = ["FastDecoder", "FastScorer"]

@@ -27,27 +27,22 @@ _log = logging.getLogger(__name__)
 
 #: The name under which the attention is registered with transformers.
 _NAME = "corelm_segments"
-#: Keys that are gathered for one call. A long start that many rows share would otherwise be copied for all of them at
-#: once; keys and values of 8 heads of 128 bfloat16 take 512 MiB.
+#: Keys that are gathered for one call. A long start that many rows share would otherwise be copied for all of
+#: them at once; keys and values of 8 heads of 128 bfloat16 take 512 MiB.
 _KEYS = 2**17
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedSegment:
     """Tokens ``start <= t < stop`` of a pack.
 
     Attributes:
-        before: where the earlier tokens of the same row are, as ranges of the same kind.
+        keys: int64[k], where the tokens of its row are in the pack, up to its last one; None if it begins with its own.
     """
 
     start: int
     stop: int
-    before: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def keys(self) -> int:
-        """How many tokens its last token attends to, itself included."""
-        return self.stop - self.start + sum(stop - start for start, stop in self.before)
+    keys: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +83,7 @@ def varlen_calls(segments: Sequence[PackedSegment], max_keys: int = _KEYS) -> It
     some: list[PackedSegment] = []
     keys = 0
     for segment in segments:
-        own = segment.keys
+        own = segment.stop - segment.start if segment.keys is None else len(segment.keys)
         if some and keys + own > max_keys:
             yield _call(some)
             some, keys = [], 0
@@ -99,12 +94,12 @@ def varlen_calls(segments: Sequence[PackedSegment], max_keys: int = _KEYS) -> It
 
 
 def _call(segments: Sequence[PackedSegment]) -> VarlenCall:
-    queries, keys = [each.stop - each.start for each in segments], [each.keys for each in segments]
-    ranges = [(*each.before, (each.start, each.stop)) for each in segments]
-    alone = not any(each.before for each in segments)
-    gathered = None if alone else torch.cat([torch.arange(*some) for each in ranges for some in each])
-    starts_q, starts_k = (torch.tensor([*accumulate(each, initial=0)], dtype=torch.int32) for each in (queries, keys))
-    return VarlenCall(segments[0].start, segments[-1].stop, gathered, starts_q, starts_k, max(queries), max(keys))
+    keys = [torch.arange(each.start, each.stop) if each.keys is None else each.keys for each in segments]
+    gathered = None if all(each.keys is None for each in segments) else torch.cat(keys)
+    counts = [each.stop - each.start for each in segments], [len(each) for each in keys]
+    starts_q, starts_k = (torch.tensor([*accumulate(each, initial=0)], dtype=torch.int32) for each in counts)
+    max_q, max_k = map(max, counts)
+    return VarlenCall(segments[0].start, segments[-1].stop, gathered, starts_q, starts_k, max_q, max_k)
 
 
 # PyTorch's kernel ---------------------------------------------------------------------------------------------------
@@ -113,10 +108,7 @@ def _call(segments: Sequence[PackedSegment]) -> VarlenCall:
 class VarlenAttention:
     """Lets many segments attend in one call. A segment's queries are the last of its keys, so segments that follow a
     common start have more keys than queries.
-
-    Args:
-        kernel: `torch.nn.attention.varlen.varlen_attn`.
-        dtypes: those that it takes.
+    `kernel` is `torch.nn.attention.varlen.varlen_attn`, and takes `dtypes`.
     """
 
     def __init__(
@@ -136,13 +128,8 @@ class VarlenAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, window: int | None, **kwargs: Any
     ) -> Tensor:
-        """Return ``[1, queries, heads, size]``.
-
-        Args:
-            query, key, value: what ``call.of`` returned.
-            call: the segments.
-            window: the width of a sliding window.
-            kwargs: what transformers passes to its attention.
+        """Return ``[1, queries, heads, size]`` for what ``call.of`` returned and transformers passes to its attention;
+        `window` is the width of a sliding window.
         """
         dtype = _dtype(query)
         parts = [part[0].transpose(0, 1).to(dtype) for part in (query, key, value)]
@@ -204,13 +191,7 @@ class CannotPack(Exception):
 
 
 class _SegmentAttention:
-    """Runs the segments of one pack.
-
-    Args:
-        segments: the segments.
-        attend: transformers' own attention for one of them.
-        joint: attends in many of them at once, where it fits; None for one after another.
-    """
+    """Runs the segments of one pack with transformers' own attention, or with `joint` where that fits."""
 
     def __init__(self, segments: Sequence[PackedSegment], attend: Any, joint: VarlenAttention | None) -> None:
         self._segments = segments
@@ -218,7 +199,7 @@ class _SegmentAttention:
         self._joint = joint
         # Every layer needs the same few masks, and the same places of segments.
         self._masks: dict[tuple[Any, ...], Tensor] = {}
-        self._calls: dict[torch.device, list[VarlenCall]] = {}
+        self._calls: dict[tuple[torch.device, bool], list[VarlenCall]] = {}
 
     def __call__(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -232,20 +213,19 @@ class _SegmentAttention:
         if not getattr(layer, "is_causal", True) or kwargs.get("is_causal") is False:
             raise CannotPack("the model's attention is not causal")
         window = int(mask) if mask is not None and int(mask) else None
-        if self._joint is not None and self._joint.fits(query, key, value, **kwargs):
-            calls = self._calls.get(query.device)
-            if calls is None:
-                calls = [call.to(query.device) for call in varlen_calls(self._segments)]
-                self._calls[query.device] = calls
-            together = [self._joint(*call.of(query, key, value), call, window, **kwargs) for call in calls]
-            return together[0] if len(together) == 1 else torch.cat(together, dim=1), None
+        joint = self._joint if self._joint is not None and self._joint.fits(query, key, value, **kwargs) else None
+        name = (query.device, joint is not None)
+        if name not in self._calls:
+            calls = varlen_calls(self._segments, 0 if joint is None else _KEYS)
+            self._calls[name] = [call.to(query.device) for call in calls]
         outputs = []
-        for segment in self._segments:
-            own = (segment.start, segment.stop)
-            keys, values = (_gather(part, (*segment.before, own)) for part in (key, value))
-            queries = query[:, :, segment.start : segment.stop]
-            allowed = self._allowed(queries.shape[2], keys.shape[2], window, query.device)
-            outputs.append(self._attend(layer, queries, keys, values, allowed, **kwargs)[0])
+        for call in self._calls[name]:
+            parts = call.of(query, key, value)
+            if joint is not None:
+                outputs.append(joint(*parts, call, window, **kwargs))
+            else:
+                allowed = self._allowed(parts[0].shape[2], parts[1].shape[2], window, query.device)
+                outputs.append(self._attend(layer, *parts, allowed, **kwargs)[0])
         # A copy of a long row's only output would be kept for gradients.
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
@@ -261,11 +241,6 @@ class _SegmentAttention:
             allowed = seen <= seeing
             self._masks[name] = (allowed if window is None else allowed & (seeing - seen < window))[None, None]
         return self._masks[name]
-
-
-def _gather(part: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    pieces = [part[:, :, start:stop] for start, stop in ranges]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
 def _mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> Tensor:
@@ -294,12 +269,9 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
 def attention_per_segment(
     base: Any, segments: Sequence[PackedSegment], joint: VarlenAttention | None = None
 ) -> Iterator[None]:
-    """Let `base` read one row of ``[1, total]`` ids as these segments inside; restore it afterwards.
+    """Let a model of transformers read one row of ``[1, total]`` ids as these segments inside; restore it afterwards.
 
-    Args:
-        base: a transformers model.
-        segments: the segments.
-        joint: attends in many of them at once, where it fits; None for one after another.
+    `joint` attends in many of them at once, where it fits; None for one after another.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -307,8 +279,9 @@ def attention_per_segment(
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
     own = _implementation(base)
+    found = {id(config): config for module in base.modules() if (config := getattr(module, "config", None)) is not None}
     # Only those that have the attribute: setting it on another object would change no attention.
-    configs = [config for config in _configs(base) if getattr(config, "_attn_implementation_internal", None) == own]
+    configs = [each for each in found.values() if getattr(each, "_attn_implementation_internal", None) == own]
     if not configs:
         raise CannotPack("the model's configuration has no attention that can be replaced")
     token = _CURRENT.set(_SegmentAttention(segments, AttentionInterface()[own], joint))
@@ -320,12 +293,6 @@ def attention_per_segment(
         for config in configs:
             config._attn_implementation_internal = own
         _CURRENT.reset(token)
-
-
-def _configs(base: Any) -> list[Any]:
-    """Return the distinct configurations that the model's parts look at."""
-    found = {id(config): config for module in base.modules() if (config := getattr(module, "config", None)) is not None}
-    return list(found.values())
 
 
 def _implementation(base: Any) -> str:

@@ -1,14 +1,19 @@
-"""`ScoringHead`: how this model's log-probabilities can be made of its last hidden states, found out by trying.
+"""`SplitForward`: a model's own forward, cut between its body and its head. `ScoringHead`: how this model's
+log-probabilities can be made of its last hidden states, found out by trying.
 
 tiled    one matrix product, at most scaled and capped: log-probabilities without logits (`tiles`)
 sliced   the model's own forward turns hidden states into logits, a slice of positions at a time
 whole    a slice gives other logits than the plain forward, so all logits are made at once
+
+Between the body's last hidden states and the logits a model may scale, cap or shift. So the model's own forward runs
+both halves: first with a head that sees one column only, then with a body that returns given hidden states.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,15 +24,14 @@ from torch.nn import functional
 from corelm.spec import Ragged
 from corelm_engine_kit.token_scores import TokenQuery, TokenScores, scores_of_logits
 from transformers_backend.engine import CausalLM, is_device_failure
-from transformers_backend.fast.split import SplitForward, autocast_dtype, is_bare
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.scoring import HeadPath
 from transformers_backend.self_test import SelfTest
 
 _log = logging.getLogger(__name__)
 
-#: A head of more than `_LARGE` weights takes a millisecond or more to compare its formula. For `_FEW` positions or
-#: fewer, the model's own forward is cheaper.
+#: A head of more than `_LARGE` weights takes a millisecond or more to compare its formula. For `_FEW`
+#: positions or fewer, the model's own forward is cheaper.
 _LARGE, _FEW = 2**21, 64
 #: Largest logits of the hidden states with which a head is tried. A cap bends the last ones; a scale shows in all.
 _MAGNITUDES = (1.0, 30.0, 1000.0)
@@ -38,6 +42,130 @@ _SMALL = 1 / 30
 #: Number of ids in a set that is tried, and of most probable ones.
 _SET, _TOP = 24, 8
 _TEMPERATURE = 0.7
+#: Where a module keeps the functions that run when it is called.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+# The two halves of a forward ----------------------------------------------------------------------------------------
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast casts here; None if it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _is_bare(head: Any) -> bool:
+    """Return whether `head` is torch's own linear layer, and calling it does nothing but a matrix product.
+
+    An adapter, a quantized layer or one whose weights are offloaded is something else.
+    """
+    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or head.weight.device.type == "meta":
+        return False
+    own = vars(head)
+    return "forward" not in own and not any(own.get(name) for name in _HOOKS)
+
+
+class CannotSplit(Exception):
+    """The model's forward is not one body followed by one head."""
+
+
+class SplitForward:
+    """Runs the two halves.
+
+    Attributes:
+        autocast: the dtype to which autocast cast inside the model's forward, in the latest call of `logits`; None
+            without. The model may turn it on itself, as one that was prepared by accelerate does.
+    """
+
+    def __init__(self, engine: CausalLM) -> None:
+        self.autocast: torch.dtype | None = None
+        self._engine = engine
+        self._output_class: Any = None
+
+    def hidden(self, **inputs: Any) -> Tensor:
+        """Return the body's last hidden states, ``[rows, width, hidden]``, for the inputs of `CausalLM.forward`.
+
+        Raises:
+            CannotSplit: the model has no body that can be told apart.
+        """
+        # The logits are thrown away, so the head gets one column only. A bare head takes none, and is not read.
+        columns = 0 if _is_bare(self._engine.base.get_output_embeddings()) else 1
+        with self._recorded(lambda out: type(out)(last_hidden_state=out.last_hidden_state[:, :columns])) as outputs:
+            self._engine.forward(use_cache=False, **inputs)
+        return self._states(outputs)
+
+    def whole(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the last hidden states ``[n, hidden]`` and the logits ``[n, vocab]`` of a row from one plain forward.
+
+        Raises:
+            CannotSplit: see `hidden`.
+        """
+        with self._recorded(lambda out: out) as outputs:
+            logits = self._engine.plain_logits(ids)
+        return self._states(outputs)[0], logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits ``[n, vocab]`` of hidden states ``[n, hidden]``, which this object has returned."""
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self._engine.device)
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            self.autocast = _autocast_dtype(self._engine.device)
+            return self._output_class(last_hidden_state=hidden[None])
+
+        with self._replaced(body):
+            logits: Tensor = self._engine.forward(None, torch.zeros_like(ids), input_ids=ids, use_cache=False).logits
+        return logits[0]
+
+    def body(self) -> Any:
+        """Return the module whose last hidden states the head turns into logits.
+
+        Raises:
+            CannotSplit: there is none.
+        """
+        base = self._engine.base
+        body = base.get_decoder()
+        # Some models call themselves, or a causal language model inside, their decoder.
+        while body is not None and (body is base or body.get_output_embeddings() is not None):
+            body = getattr(body, "model", None)
+        if body is None:
+            raise CannotSplit
+        return body
+
+    def _states(self, outputs: list[Any]) -> Tensor:
+        if len(outputs) != 1:
+            raise CannotSplit
+        self._output_class = type(outputs[0])
+        states: Tensor = outputs[0].last_hidden_state
+        return states
+
+    @contextmanager
+    def _recorded(self, shown: Callable[[Any], Any]) -> Iterator[list[Any]]:
+        """Yield what the body returns inside; the head sees what `shown` makes of it."""
+        outputs: list[Any] = []
+        read = self.body().forward
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(read(*args, **kwargs))
+            return shown(outputs[-1])
+
+        with self._replaced(body):
+            yield outputs
+
+    @contextmanager
+    def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Replace the body's forward inside. A `forward` set on the instance by someone else is restored afterwards."""
+        own = vars(self.body())
+        before = own.get("forward")
+        own["forward"] = forward
+        try:
+            yield
+        finally:
+            del own["forward"]
+            if before is not None:
+                own["forward"] = before
+
+
+# How logits are made ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +191,9 @@ class HeadFormula:
         scaled = self.scale * products
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
+    def head(self, module: nn.Linear) -> TiledHead:
+        return TiledHead(module.weight, module.bias, self.scale, self.cap, self.dtype)
+
 
 class ScoringHead:
     def __init__(self, engine: CausalLM, split: SplitForward, self_test: SelfTest) -> None:
@@ -71,46 +202,38 @@ class ScoringHead:
         self._self_test = self_test
         # By the dtype of the caller's autocast, None without: one may train under it and sample without.
         self._probed: dict[torch.dtype | None, tuple[Any, HeadFormula]] = {}
-        # Whether tiles give the numbers of the model's own logits, by autocast and the layout of the head.
-        self._answers: dict[tuple[Any, ...], bool] = {}
 
     def forget(self) -> None:
         """Probe again before the next use: with other weights another formula may show."""
-        self._split.forget()
         self._probed.clear()
-        self._answers.clear()
 
     def path(self, positions: int, *, grad: bool = False) -> HeadPath:
-        """Return how to make the log-probabilities of so many positions now.
+        """Return how to make the log-probabilities of so many positions now, with gradients if `grad` says so.
 
         A formula is compared with the model's own forward, on one state, before every use: since it was found, a scale
         may have been learned or a hook put on the body. The comparison costs as much as two positions.
-
-        Args:
-            positions: how many positions are scored.
-            grad: whether gradients are wanted.
         """
         for _ in range(2):
             formula = self._formula()
             if formula.path != "tiled":
                 return formula.path
             module = self._module()
-            if module is None or not is_bare(module):
+            if module is None or not _is_bare(module):
                 return "sliced"
             # Both ways must round alike: after a scale or a cap, the model rounds short floats once more.
             alike = formula.dtype.itemsize >= 4 or (formula.scale == 1.0 and formula.cap is None)
             if alike and positions <= _FEW and not grad and module.weight.numel() > _LARGE:
                 return "sliced"
             if self._holds(formula, module, grad):
-                return "tiled" if self._tiles_answer(module, formula) else "sliced"
+                return "tiled"
             self.forget()
         return "sliced"
 
     def tiled(self) -> TiledHead:
         """Return the head as one matrix product. Only for the path "tiled"."""
-        formula, module = self._formula(), self._module()
+        module = self._module()
         assert module is not None
-        return TiledHead(module.weight, module.bias, formula.scale, formula.cap, formula.dtype)
+        return self._formula().head(module)
 
     def _module(self) -> nn.Linear | None:
         """Return the head if it is torch's own linear layer: no adapter, no quantization, weights not offloaded."""
@@ -135,27 +258,19 @@ class ScoringHead:
             made = formula.logits(_products(state, module, formula.dtype))
             return _equal_but_for_rounding(made, logits.double(), formula.dtype)
 
-    def _tiles_answer(self, head: nn.Linear, formula: HeadFormula) -> bool:
-        """Return whether tiles answer as the model's own logits do, found out once for each layout of the head."""
-        layouts = [(each.dtype, each.shape, each.stride()) for each in (head.weight, head.bias) if each is not None]
-        key = (autocast_dtype(self._engine.device), *layouts)
-        if key not in self._answers:
-            with self._engine.evaluating(), self._without_cache():
-                self._answers[key] = _answers_alike(self.tiled(), self._split, formula)
-        return self._answers[key]
-
     def _formula(self) -> HeadFormula:
         engine = self._engine
         # What may come between body and logits without being part of the head.
         around = [(tuple(part._forward_hooks), vars(part).get("forward")) for part in (engine.module, engine.base)]
-        head, autocast = engine.base.get_output_embeddings(), autocast_dtype(engine.device)
-        state = (around, head, getattr(getattr(head, "weight", None), "dtype", None), _softcap(engine))
+        head, autocast = engine.base.get_output_embeddings(), _autocast_dtype(engine.device)
+        weights = (getattr(head, name, None) for name in ("weight", "bias"))
+        layouts = [(each.dtype, each.shape, each.stride()) for each in weights if isinstance(each, Tensor)]
+        state = (around, head, layouts, _softcap(engine))
         known = self._probed.get(autocast)
         if known is None or known[0] != state:
-            self._answers = {key: each for key, each in self._answers.items() if key[0] != autocast}
             with engine.evaluating(), self._without_cache():
-                row, plain = self._self_test.row, None if autocast else self._self_test.plain
-                known = self._probed[autocast] = (state, _probe(engine, self._split, self._module(), row, plain))
+                formula = _probe(engine, self._split, self._module(), self._self_test.row)
+            known = self._probed[autocast] = (state, formula)
         return known[1]
 
     def _without_cache(self) -> torch.autocast:
@@ -185,17 +300,9 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 # What is found out --------------------------------------------------------------------------------------------------
 
 
-def _probe(
-    engine: CausalLM, split: SplitForward, module: nn.Linear | None, row: Tensor, known: Tensor | None
-) -> HeadFormula:
-    """Return how this model's logits can be computed in parts.
-
-    Args:
-        module: the head if it is a plain linear layer, else None.
-        row: int64[n], ids to try.
-        known: see `SplitForward.whole`.
-    """
-    hidden = _hidden_if_sliceable(engine, split, row, known)
+def _probe(engine: CausalLM, split: SplitForward, module: nn.Linear | None, row: Tensor) -> HeadFormula:
+    """Return how this model's logits can be computed in parts, tried on a row of ids; `module` is a plain head."""
+    hidden = _hidden_if_sliceable(engine, split, row)
     if hidden is None:
         return HeadFormula("whole")
     if module is None or module.weight.shape[1] != hidden.shape[1]:
@@ -204,7 +311,8 @@ def _probe(
     if module.weight.device != hidden.device:
         return HeadFormula("sliced")
     dtype = _product_dtype(hidden, module.weight, split.autocast)
-    return (dtype and _tiled_formula(engine, split, module, hidden[:_TRIED], dtype)) or HeadFormula("sliced")
+    formula = dtype and _tiled_formula(engine, split, module, hidden[:_TRIED], dtype)
+    return formula if formula and _answers_alike(formula, module, split) else HeadFormula("sliced")
 
 
 def _products(states: Tensor, module: nn.Linear, dtype: torch.dtype) -> Tensor:
@@ -220,10 +328,10 @@ def _product_dtype(hidden: Tensor, weight: Tensor, autocast: torch.dtype | None)
     return hidden.dtype if hidden.dtype == weight.dtype else None
 
 
-def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor, known: Tensor | None) -> Tensor | None:
+def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor) -> Tensor | None:
     """Return the hidden states ``[n, hidden]`` of `row`, or None if slices of them give other logits than the whole."""
     try:
-        hidden, whole = split.whole(row, known)
+        hidden, whole = split.whole(row)
         parts, whole = torch.cat([split.logits(part).float() for part in hidden.split(5)]), whole.float()
     except Exception as error:
         if is_device_failure(error):
@@ -264,16 +372,12 @@ def _tiled_formula(
 
 
 def _softcap(engine: CausalLM) -> float | None:
-    """Return the cap of the logits that the model's configuration states."""
     cap = getattr(engine.base.config.get_text_config(), "final_logit_softcapping", None)
     return float(cap) if cap else None
 
 
 def _equal_but_for_rounding(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether two sets of logits differ by rounding only.
-
-    In float32 that is the rounding of sums, in anything shorter the rounding of one logit.
-    """
+    # In float32 that is the rounding of sums, in anything shorter the rounding of one logit.
     steps = 64 if dtype.itemsize >= 4 else 4
     # If an id is ruled out by minus infinity, a tolerance taken from it would let everything pass.
     finite = found[found.isfinite()].abs()
@@ -281,10 +385,10 @@ def _equal_but_for_rounding(found: Tensor, wanted: Tensor, dtype: torch.dtype) -
     return torch.allclose(found, wanted, rtol=0.0, atol=tolerance)
 
 
-def _answers_alike(head: TiledHead, split: SplitForward, formula: HeadFormula) -> bool:
+def _answers_alike(formula: HeadFormula, module: nn.Linear, split: SplitForward) -> bool:
     """Return whether tiles answer all that may be asked of a position as the model's own logits do."""
     assert formula.witness is not None
-    states = torch.cat([formula.witness, formula.witness * _SMALL] * 3).to(head.weight.device)
+    head, states = formula.head(module), torch.cat([formula.witness, formula.witness * _SMALL] * 3)
     logits = split.logits(states).float()
     for query in _queries(logits):
         try:

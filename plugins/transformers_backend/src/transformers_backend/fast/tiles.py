@@ -1,9 +1,9 @@
 """`TiledHead`: log-probabilities directly from hidden states, one tile of logits at a time.
 
-No tensor here is as wide as the vocabulary. A tile is the product of a block of hidden states and a range of the head's
-rows. All tiles use one buffer: the maximum and the sum of the softmax are updated tile by tile ("Online normalizer
-calculation for softmax", Milakov and Gimelshein 2018, algorithm 3), and the logits of given ids are taken from the
-tiles that hold them. The backward pass makes the tiles again.
+No tensor here is as wide as the vocabulary. A tile is the product of a block of hidden states and a range of
+the head's rows. All tiles use one buffer: the maximum and the sum of the softmax are updated tile by tile
+("Online normalizer calculation for softmax", Milakov and Gimelshein 2018, algorithm 3), and the logits of
+given ids are taken from the tiles that hold them. The backward pass makes the tiles again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from transformers_backend.fast import onednn
 
 _log = logging.getLogger(__name__)
 
-#: Tokens × vocabulary entries of a tile. On a CPU, 4 MiB of float32 stay in its cache; elsewhere 128 MiB give a GPU
-#: enough to do with each tile. With fewer tokens than that, a tile on a CPU is wider.
+#: Tokens × vocabulary entries of a tile. On a CPU, 4 MiB of float32 stay in its cache; elsewhere 128 MiB give
+#: a GPU enough to do with each tile. With fewer tokens than that, a tile on a CPU is wider.
 _CPU_TILE, _TILE = (1024, 1024), (2048, 16384)
 #: The most logits that are made at a time for sets: 4 MiB of float32 on a CPU.
 _CPU_ELEMENTS, _ELEMENTS = 2**20, 2**25
-#: More logits that wait to be ranked than this many times those wanted, in one row, are ranked at once.
-_WAITING = 4
 #: Set to 0 to leave out the kernels of `triton_head`.
 VARIABLE = "CORELM_TRITON_HEAD"
 #: How far kernels may be from the plain passes, as a share of the largest log-prob, and of the largest gradient.
@@ -45,9 +43,9 @@ _NEAR, _NEAR_GRADIENT = 1e-5, 0.02
 class TiledHead:
     """A head whose logits are ``scale · (hidden · weightᵀ + bias)``, or ``cap · tanh(logits / cap)`` of those.
 
-    In all methods, gradients flow to hidden, weight and bias, in their dtypes, but not gradients of gradients. Sums are
-    made in float32, or in float64 if `hidden` is float64. `hidden` is ``[n, hidden]``, `tokens` int64[n], and
-    `temperature` is what the logits are divided by.
+    In all methods, gradients flow to hidden, weight and bias, in their dtypes, but not gradients of
+    gradients. Sums are made in float32, or in float64 if `hidden` is float64. `hidden` is ``[n, hidden]``,
+    `tokens` int64[n], and `temperature` is what the logits are divided by.
 
     Attributes:
         weight: ``[vocab, hidden]``.
@@ -82,9 +80,7 @@ class TiledHead:
         """Return what `logprobs` returns, the log-probs of several ids at each position and of all others together, and
         int64[n], the id of the largest logit, if `argmax` asks for it.
 
-        Args:
-            hidden, tokens, temperature, argmax: see the class.
-            wanted: int64[n, k], the ids, -1 for none; or how many of the most probable ones.
+        `wanted` is int64[n, k], the ids, -1 for none; or how many of the most probable ones.
         """
         logprobs, ids, values, tail, best = self._apply(hidden, tokens, wanted, temperature, argmax=argmax)
         return logprobs, TopIds(ids, values, tail), best if argmax else None
@@ -92,11 +88,7 @@ class TiledHead:
     def logprobs_in_sets(self, hidden: Tensor, tokens: Tensor, sets: Ragged, temperature: float = 1.0) -> Tensor:
         """Return float32[n]: the log-softmax, at `tokens`, of the logits of the ids in each token's set.
 
-        Only the head's rows of ids that are in a set are read.
-
-        Args:
-            hidden, tokens, temperature: see the class.
-            sets: n rows of ids, none of them empty.
+        `sets` has n rows of ids, none of them empty. Only the head's rows of these ids are read.
         """
         logits = self.scale * _products_in_sets(self, hidden, sets)
         logits = logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
@@ -237,12 +229,7 @@ class _LogSum:
         self._largest = torch.full_like(self._total, torch.finfo(tiles.dtype).min)
 
     def add_(self, tile: Tensor, peak: Tensor | None = None) -> None:
-        """Add ``[rows, n]``, which is overwritten.
-
-        Args:
-            tile: what is added.
-            peak: ``[rows]``, the largest of each row, if it is known.
-        """
+        """Add ``[rows, n]``, which is overwritten. `peak`, ``[rows]``, is the largest of each row, if it is known."""
         larger = torch.maximum(self._largest, tile.amax(1) if peak is None else peak)
         added = self._tiles.exp_(tile.sub_(larger[:, None])).sum(1)
         self._total = added.addcmul_(self._total, self._largest.sub_(larger).exp_())
@@ -292,11 +279,11 @@ class _Logprobs(torch.autograd.Function):
             if tiles.kernels and not k and not wants_argmax:
                 total = torch.zeros_like(chosen[rows])
                 # Not minus infinity, which would turn a tile of minus infinities into NaN.
-                peak = torch.full_like(total, torch.finfo(tiles.dtype).min)
+                highest = torch.full_like(total, torch.finfo(tiles.dtype).min)
                 for entries in tiles.entries():
                     tile, missing = tiles.product(rows, entries)
-                    tiles.kernels.fold(tile, missing, tokens[rows] - entries.start, peak, total, chosen[rows])
-                rest[rows] = peak + total.log()
+                    tiles.kernels.fold(tile, missing, tokens[rows] - entries.start, highest, total, chosen[rows])
+                rest[rows] = highest + total.log()
                 continue
             own, others = _GivenLogits(tokens[rows, None], tiles), _LogSum(count, tiles)
             largest = _LargestLogit(count, tiles) if wants_argmax else None
@@ -305,17 +292,14 @@ class _Logprobs(torch.autograd.Function):
             for entries in tiles.entries():
                 tile = tiles(rows, entries)
                 own.read(tile, entries)
-                peak = tile.amax(1) if largest is not None or several is None else None
-                if largest is not None:
-                    assert peak is not None
-                    largest.read(tile, entries, peak)
+                peak = None if largest is None else largest.read(tile, entries)
                 if several is not None:
                     several.take_(tile, entries, others)
                     peak = None
                 others.add_(tile, peak)
             chosen[rows] = own.values[:, 0]
             if several is not None:
-                ids[rows], values[rows] = several.finish(others)
+                ids[rows], values[rows] = several.finish()
             rest[rows] = others.log()
             if largest is not None:
                 best[rows] = largest.ids
@@ -398,19 +382,16 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _LargestLogit:
-    """Finds the id of the largest logit of each row, the lowest of equal ones.
-
-    Attributes:
-        ids: int64[rows].
-    """
+    """Finds the id of the largest logit of each row, the lowest of equal ones: `ids`, int64[rows]."""
 
     def __init__(self, rows: int, tiles: LogitTiles) -> None:
         device = tiles.hidden.device
         self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._peak = torch.full((rows,), -torch.inf, dtype=tiles.dtype, device=device)
 
-    def read(self, tile: Tensor, entries: slice, peak: Tensor) -> None:
-        """Look into ``tile[rows, entries]``, whose largest logits are `peak`, ``[rows]``."""
+    def read(self, tile: Tensor, entries: slice) -> Tensor:
+        """Look into ``tile[rows, entries]``, and return the largest logit of each row, ``[rows]``."""
+        peak = tile.amax(1)
         larger = peak > self._peak
         if tile.device.type == "cpu":
             # Searching a tile takes many times as long as its maximum, and in few rows a later tile has a larger one.
@@ -420,14 +401,11 @@ class _LargestLogit:
         else:
             self.ids = torch.where(larger, tile.argmax(1) + entries.start, self.ids)
         self._peak = torch.maximum(self._peak, peak)
+        return peak
 
 
 class _GivenLogits:
-    """Collects the logits of given ids.
-
-    Args:
-        ids: int64[rows, k], -1 for no id.
-        tiles: makes the tiles.
+    """Collects the logits of given ids, int64[rows, k], -1 for no id.
 
     Attributes:
         values: ``[rows, k]``, the logits of the ids in the tiles so far, minus infinity for no id.
@@ -460,40 +438,20 @@ class _GivenLogits:
         return rows, columns
 
     def take_(self, tile: Tensor, entries: slice, others: _LogSum) -> None:
-        """Collect from ``tile[rows, entries]``, and put minus infinity in the places of what was collected."""
         tile[self.read(tile, entries)] = -torch.inf
 
-    def finish(self, others: _LogSum) -> tuple[Tensor, Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor]:
         """Return the ids, int64[rows, k], and their logits."""
         return self._ids, self.values
 
 
 class _LargestLogits:
-    """Collects the k largest logits of each row.
-
-    The largest so far give a threshold, and a later tile has few logits above it: in random order, k of those that
-    come while the vocabulary seen doubles. They wait, and are ranked when it has doubled, so that most tiles cost one
-    comparison. A comparison leaves a number of logits that is not known before, for which a GPU would be waited for, so
-    there the largest of every tile are ranked.
-
-    Args:
-        k: how many.
-        rows: the number of rows.
-        tiles: makes the tiles.
-    """
+    """Collects the k largest logits of each row."""
 
     def __init__(self, k: int, rows: int, tiles: LogitTiles) -> None:
-        device = tiles.hidden.device
-        self._k, self._on_cpu = k, tiles.on_cpu
+        self._k, device = k, tiles.hidden.device
         self._values = torch.full((rows, k), -torch.inf, dtype=tiles.dtype, device=device)
         self._ids = torch.full((rows, k), -1, dtype=torch.int64, device=device)
-        self._threshold = self._values[:, :1]
-        # How much of the vocabulary was seen, and how much of that is ranked.
-        self._seen = self._ranked = 0
-        # How many logits of each row wait.
-        self._counts = torch.zeros(rows, dtype=torch.int64)
-        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._above = torch.empty(rows * tiles.width if tiles.on_cpu else 0, dtype=torch.bool)
 
     def take_(self, tile: Tensor, entries: slice, others: _LogSum) -> None:
         """Collect from ``tile[rows, entries]``, and put minus infinity in the places of what was collected.
@@ -501,59 +459,17 @@ class _LargestLogits:
         Args:
             others: what was collected and is not wanted after all is added to it.
         """
-        width = tile.shape[1]
-        if self._on_cpu and self._seen >= self._k:
-            # One buffer for all tiles: new memory takes as long as the comparison.
-            above = self._above[: tile.numel()].view(tile.shape)
-            torch.gt(tile, self._threshold, out=above)
-            rows, columns = _true_places(above)
-            self._waiting.append((rows, columns + entries.start, tile[rows, columns]))
-            self._counts += rows.bincount(minlength=len(tile))
-            tile[rows, columns] = -torch.inf
-        else:
-            values, columns = tile.topk(min(self._k, width), 1, sorted=False)
-            tile.scatter_(1, columns, -torch.inf)
-            self._rank(values, columns + entries.start, others)
-            self._ranked = self._seen + width
-        self._seen += width
-        if self._seen >= 2 * self._ranked or int(self._counts.max()) > max(_WAITING * self._k, width):
-            self._rank_waiting(others)
-
-    def finish(self, others: _LogSum) -> tuple[Tensor, Tensor]:
-        """Return the ids, int64[rows, k], -1 where fewer have a probability, and their logits, the largest first."""
-        self._rank_waiting(others)
-        values, order = self._values.sort(1, descending=True)
-        return self._ids.gather(1, order).masked_fill_(values == -torch.inf, -1), values
-
-    def _rank_waiting(self, others: _LogSum) -> None:
-        self._ranked = self._seen
-        if not self._waiting:
-            return
-        rows, ids, values = (torch.cat(each) for each in zip(*self._waiting, strict=True))
-        self._waiting = []
-        rows, order = rows.sort(stable=True)
-        columns = torch.arange(len(rows)) - (self._counts.cumsum(0) - self._counts)[rows]
-        shape = (len(self._counts), int(self._counts.max()))
-        self._counts.zero_()
-        waiting = self._values.new_full(shape, -torch.inf).index_put_((rows, columns), values[order])
-        self._rank(waiting, self._ids.new_full(shape, -1).index_put_((rows, columns), ids[order]), others)
-
-    def _rank(self, values: Tensor, ids: Tensor, others: _LogSum) -> None:
-        """Keep the largest of those kept and these, ``[rows, n]``, and add the rest to the others."""
-        values, ids = torch.cat([self._values, values], 1), torch.cat([self._ids, ids], 1)
+        values, columns = tile.topk(min(self._k, tile.shape[1]), 1, sorted=False)
+        tile.scatter_(1, columns, -torch.inf)
+        values, ids = torch.cat([self._values, values], 1), torch.cat([self._ids, columns + entries.start], 1)
         self._values, columns = values.topk(self._k, 1, sorted=False)
-        self._ids, self._threshold = ids.gather(1, columns), self._values.amin(1, keepdim=True)
+        self._ids = ids.gather(1, columns)
         others.add_(values.scatter_(1, columns, -torch.inf))
 
-
-def _true_places(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int64[m] each: the rows and columns where a mask is True. Few are, so eight are looked at together."""
-    if mask.shape[1] % 8:
-        return tuple(mask.nonzero().T)  # type: ignore[return-value]
-    rows, columns = mask.view(torch.int64).nonzero().T
-    rows, columns = rows.repeat_interleave(8), (columns[:, None] * 8 + torch.arange(8)).flatten()
-    some = mask[rows, columns]
-    return rows[some], columns[some]
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Return the ids, int64[rows, k], -1 where fewer have a probability, and their logits, the largest first."""
+        values, order = self._values.sort(1, descending=True)
+        return self._ids.gather(1, order).masked_fill_(values == -torch.inf, -1), values
 
 
 # Sets of ids --------------------------------------------------------------------------------------------------------
@@ -563,16 +479,15 @@ def _products_in_sets(head: TiledHead, hidden: Tensor, sets: Ragged) -> Tensor:
     """Return float32[total] (float64 of float64): the bare product of a state and a row of the head, with the bias,
     rounded to the dtype of the head, for each value of `sets`.
 
-    One product makes those of some positions for every id in any set. That is more than is needed, but it is a matrix
-    product, whose sums are rounded like those of the whole head.
+    One product makes those of some positions for every id in any set. That is more than is needed, but it is
+    a matrix product, whose sums are rounded like those of the whole head.
     """
     dtype, device = head.dtype or hidden.dtype, hidden.device
     # A table of the vocabulary takes less time than sorting.
     table = torch.zeros(len(head.weight), dtype=torch.bool, device=device)
     table[sets.values] = True
     known, columns = table.nonzero()[:, 0], (table.cumsum(0) - 1)[sets.values]
-    weight, bias = (None if each is None else each[known].to(dtype) for each in (head.weight, head.bias))
-    assert weight is not None
+    weight, bias = head.weight[known].to(dtype), None if head.bias is None else head.bias[known].to(dtype)
     places, ends = sets.row_index.to(device) * len(known) + columns, sets.offsets.tolist()
     size = max(1, (_CPU_ELEMENTS if device.type == "cpu" else _ELEMENTS) // max(1, len(known)))
     made = []
@@ -590,8 +505,8 @@ def _products_in_sets(head: TiledHead, hidden: Tensor, sets: Ragged) -> Tensor:
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Any:
     """Return the kernels that reduce products of this dtype on a device; None for the plain passes.
 
-    On a GPU every plain pass over a tile costs a good part of its matrix product. Kernels are used where Triton is
-    installed and they agree with the plain passes.
+    On a GPU every plain pass over a tile costs a good part of its matrix product. Kernels are used where
+    Triton is installed and they agree with the plain passes.
     """
     # Nobody has run the kernels on an AMD GPU.
     if device.type != "cuda" or os.environ.get(VARIABLE) == "0" or dtype == torch.float64 or torch.version.hip:

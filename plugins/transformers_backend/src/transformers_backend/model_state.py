@@ -1,4 +1,4 @@
-"""`WeightsState`: a value by which core notices that the model's weights were changed in place."""
+"""`WeightsState` and `fingerprint`: by what core and the self test notice that somebody has changed the model."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_code
 
-#: Attributes of PEFT's layers: which adapters are active or merged into the weights, and how strongly. PEFT merges into
-#: ``weight.data``, which no version counter sees.
+#: Attributes of PEFT's layers: which adapters are active or merged into the weights, and how strongly. PEFT
+#: merges into ``weight.data``, which no version counter sees.
 _OF_ADAPTERS = ("merged_adapters", "_active_adapter", "_disable_adapters", "scaling")
-#: Number of weights that are looked into, and of elements that are read of each. A step of an optimizer may change one
-#: bfloat16 element in 250; of 4,096 elements, it then changes none once in ten million steps.
+#: Number of weights that are looked into, and of elements that are read of each. A step of an optimizer may
+#: change one bfloat16 element in 250; of 4,096 elements, it then changes none once in ten million steps.
 _SAMPLED, _ELEMENTS = 4, 1024
 #: By which integers the elements of a dtype are read, by their size in bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: What a module's own dictionary may hold that changes what its forward does: hooks, a replaced or compiled
+#: forward, and the adapters of PEFT that are switched on; X-LoRA as a whole is "disabled".
+_SWITCHES = ("_active_adapter", "_disable_adapters", "disabled")
+_WATCHED = ("_forward_hooks", "_forward_pre_hooks", "forward", "_compiled_call_impl", "is_causal", *_SWITCHES)
 
 
 class WeightsState:
     """Call it for the state of a model's weights. Where it is equal, the weights are.
 
-    It tells where each parameter is stored and how often it was modified, and samples a few elements: a change through
-    ``weight.data`` is seen in nothing else. It also tells which adapters are in force. It does not read buffers: some
-    models write to them in their forward.
+    It tells where each parameter is stored and how often it was modified, and samples a few elements: a
+    change through ``weight.data`` is seen in nothing else. It also tells which adapters are in force. It does
+    not read buffers: some models write to them in their forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -159,3 +164,36 @@ def _sampled(weights: Sequence[Tensor]) -> list[int]:
     alike = [number for number in alike if weights[number].requires_grad] or alike
     count = min(_SAMPLED, len(alike))
     return [alike[(2 * place + 1) * len(alike) // (2 * count)] for place in range(count)]
+
+
+def fingerprint(module: nn.Module) -> tuple[Any, int]:
+    """Return the structure of a model, and a number that grows when one of its weights is changed in place.
+
+    The structure differs from an earlier one if a part of the model was replaced, hooked, patched or switched since.
+    Every call of the backend computes this, so it reads attributes only: about two microseconds for each part.
+    """
+    parts: list[int] = []
+    special: list[Any] = []
+    kinds: dict[type, Any] = {}
+    attention: set[Any] = set()
+    changes = 0
+    waiting = [module]
+    while waiting:
+        part = waiting.pop()
+        own = vars(part)
+        parts.append(id(part))
+        for name in _WATCHED:
+            if value := own.get(name):
+                # Hooks are known by their numbers, which torch never gives twice.
+                special.append((len(parts), name, tuple(value) if isinstance(value, (dict, list)) else value))
+        kind = type(part)
+        if kind not in kinds:
+            kinds[kind] = kind.forward
+        if "config" in own:
+            attention.add(getattr(own["config"], "_attn_implementation", None))
+        for weight in own["_parameters"].values():
+            if weight is not None and not weight.is_inference():
+                changes += weight._version
+        waiting += [child for child in own["_modules"].values() if child is not None]
+    everywhere = tuple(module_code._global_forward_hooks), tuple(module_code._global_forward_pre_hooks)
+    return (hash(tuple(parts)), special, kinds, attention, everywhere), changes
