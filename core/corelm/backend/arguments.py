@@ -2,7 +2,7 @@
 
 Arguments are read and checked here, on the caller's thread, before a hook is called; one that is wrong is refused with
 its name, so no plugin has to check its requests. The engine may then serve the call later, on another thread, or
-together with other calls (`corelm.batching`). Functions that end in `_problems` return ``{row: what is wrong}``, so
+together with other calls (`corelm.batching`). Functions named `…_problems` return ``{row: what is wrong}``, so
 that the caller can refuse all bad rows together, or skip them.
 """
 
@@ -189,7 +189,7 @@ def _prepare_continuation(
     problems: Mapping[int, str],
     **options: Any,
 ) -> PreparedCall[GenerateResult]:
-    """Return a call for the answers that go on, whose result is all answers, whole.
+    """Return a call that continues the unfinished answers. Its result holds every answer from its first token on.
 
     Args:
         seeds, names: those of all answers.

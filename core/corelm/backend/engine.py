@@ -1,4 +1,4 @@
-"""`OpenEngine`: an engine that is open, and `call`, the one way into it, with the lock that says whose turn it is.
+"""`OpenEngine`: an open engine. Every call enters it through `OpenEngine.call`, when `EngineLock` lets it.
 
 `PreparedCall` is a call that is ready to be made.
 """
@@ -69,7 +69,7 @@ _REMINDER = 0.1
 _LOOK_AGAIN = 0.25
 _STATE = WeightsStateRequest()
 
-# Whose turn it is -----------------------------------------------------------------------------------------------------
+# The engine's lock ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)

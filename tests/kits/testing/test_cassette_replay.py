@@ -230,6 +230,7 @@ def test_a_call_that_failed_after_its_first_tokens_hands_them_over_again(tmp_pat
 
     with recorded(tmp_path / "c", wrappers=[FailingLate()]) as backend:
         one = run(backend)
+    assert one
     with replayed(tmp_path / "c") as backend:
         assert run(backend) == one
 

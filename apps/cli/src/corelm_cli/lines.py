@@ -220,7 +220,7 @@ def read_compared(number: int, name: Id, row: dict[str, Any]) -> Compared:
     found = [key for key in ONE if key in row]
     if len(found) > 1:
         raise InvalidRequestError("expected `completion` or `response`, got both")
-    _chat(row)  # refuses what is no conversation
+    _chat(row)  # raises if `messages` is not a conversation
     prompt = row["messages"] if kind == "messages" else _ids(row, kind) if kind == "ids" else _text(row, kind)
     completion = _ids(row, "token_ids") if "token_ids" in row else _text(row, found[0]) if found else None
     return Compared(prompt=prompt, completion=completion, **always)

@@ -257,7 +257,7 @@ class FleetRunner:
             ]
 
     def look_around(self) -> None:
-        """Check the health of every engine, and do what is due: a thread calls this every second."""
+        """Check the health of every engine and run the work that is due. A thread calls this every second."""
         now = time.monotonic()
         for life, replica in list(self.lives.running.items()):
             since = self._checks.setdefault(life, now)

@@ -199,7 +199,7 @@ def _columns_to_show(td: TensorDictBase, top: TensorDictBase) -> dict[str, Seque
     found: dict[str, Sequence[Any]] = {"": [", ".join(map(str, row)) or "0" for row in index]}
     chats = columns.get("prompt_messages") or [chat[:-1] for chat in columns.get("messages", ())]
     asked: list[str] = []
-    with suppress(Exception):  # messages of somebody else
+    with suppress(Exception):  # an entry of another library may hold messages in another format
         asked = [chat[-1]["content"] or "" if chat else "" for chat in chats]
     found["prompt"] = asked if any(asked) else columns.get("prompt") or columns.get("text") or []
     answers = columns.get("response", [])
@@ -417,5 +417,5 @@ def _text_cell(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return text as HTML, with escape sequences for what is not printable, except newlines and tabs."""
+    """Escape text for HTML. Unprintable characters other than newlines and tabs become escape sequences."""
     return escape(printable(text, keep="\n\t"))

@@ -33,7 +33,7 @@ class Finding:
     remedy: str = ""
 
 
-#: Stands before the answer: what is imported may print, too.
+#: Prefix of the line with the answer. Imported modules may print lines of their own.
 _MARK = "corelm-doctor:"
 #: Python would find modules in the current folder first: a checkout of an engine, for example.
 _PROGRAM = """

@@ -49,4 +49,5 @@ def findings_of(python: str | os.PathLike[str]) -> Iterator[Finding]:
         yield Finding("interpreter", "problem", f"{host.python}: {error}", "install the core of this interpreter there")
         return
     yield Finding("interpreter", "ok", f"{host.python} can hold an engine for this interpreter")
-    yield from (Finding(**each) for each in found)
+    # The core there may be newer, and say more of a finding.
+    yield from (Finding(each["about"], each["level"], each["text"], each["remedy"]) for each in found)

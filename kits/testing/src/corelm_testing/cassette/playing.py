@@ -24,8 +24,8 @@ def answer(player: ContentPlayer, hook: str, request: Any, weights: str | None =
 
     Raises:
         NotRecordedError: it is not recorded.
-        CassetteError: the cassette is damaged.
-        EngineError: the recorded rows do not belong together.
+        CassetteError: the cassette is damaged, or only some of the recorded rows name their weights.
+        EngineError: the recorded rows are of different distributions.
         Exception: what was raised when it was recorded.
     """
     form = request_json(hook, request, weights)
