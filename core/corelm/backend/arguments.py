@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import uuid
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -62,7 +62,6 @@ def prepare_generation(
     top_logprobs: int = 0,
     continue_from: GenerateResult | None = None,
     on_tokens: Listener | None = None,
-    on_answer: Callable[[int, int], None] | None = None,
     new_turn: bool = False,
 ) -> PreparedCall[GenerateResult]:
     """Check the arguments of `Backend.generate`, which documents them and the errors.
@@ -71,8 +70,6 @@ def prepare_generation(
         problems: rows that are known to be bad, and why.
         read: whether the rows are int64 already, as a policy reads them; the engine is given a copy.
         on_tokens: takes the tokens of the answers as they come.
-        on_answer: takes the row and the number of tokens of each answer that is complete, if the engine says
-            so. Rows are those of the engine's result.
         new_turn: whether the streamed text of an answer is a message, and does not continue the text of its prompt.
     """
     engine.require_open()
@@ -102,7 +99,6 @@ def prepare_generation(
             timeout=timeout,
             on_error=on_error,
             adapter=adapter,
-            on_answer=on_answer,
             **label,
         )
     top_logprobs = 0 if top_logprobs == 0 else more_ids.top_of_answers(top_logprobs, mode, engine)
@@ -130,7 +126,6 @@ def prepare_generation(
         request_ids=names,
         timeout=engine.timeout if timeout is None else validate.seconds("timeout", timeout),
         on_tokens=delivery if capabilities.streaming else None,
-        on_answer=on_answer,
         adapter=adapter,
         return_support=support_from_engine,
         top_logprobs=top_logprobs,

@@ -164,15 +164,15 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
         elif isinstance(values[0], torch.Tensor):
             joined[each.name] = torch.cat(values)
     if isinstance(first, GenerateRequest):
-        joined |= {"on_tokens": _shared_listener(requests), "on_answer": _shared_count(requests)}
-        joined["sampling"] = _unseeded(first.sampling)
+        joined |= {"on_tokens": _shared_listener(requests), "sampling": _unseeded(first.sampling)}
     return replace(first, **joined)
 
 
 def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChunk], None] | None:
     """Return a function that takes the chunks of the joined request and hands each to the request of its row."""
     # By number: in a list, the row -1 would be another caller's.
-    owners = dict(enumerate(_owners(requests)))
+    rows = [(request, row) for request in requests for row in range(len(request.prompts))]
+    owners = dict(enumerate(rows))
 
     def deliver(chunk: TokenChunk) -> None:
         request, row = owners[chunk.row]
@@ -180,25 +180,6 @@ def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChun
             request.on_tokens(replace(chunk, row=row))
 
     return deliver if any(request.on_tokens for request in requests) else None
-
-
-def _shared_count(requests: Sequence[GenerateRequest]) -> Callable[[int, int], None] | None:
-    """Return a function that tells the request of each row that its answer is complete."""
-    owners = _owners(requests)
-
-    def count(number: int, tokens: int) -> None:
-        # A plugin that names a wrong row must not lose the call for that.
-        if 0 <= number < len(owners):
-            request, row = owners[number]
-            if request.on_answer is not None:
-                request.on_answer(row, tokens)
-
-    return count if any(request.on_answer for request in requests) else None
-
-
-def _owners(requests: Sequence[GenerateRequest]) -> list[tuple[GenerateRequest, int]]:
-    """Return the request and its own row for each row of the joined request."""
-    return [(request, row) for request in requests for row in range(len(request.prompts))]
 
 
 def _finished(call: PreparedCall[Any], part: Any) -> Result:
