@@ -87,7 +87,9 @@ def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[s
         calls[hook] = function
         if (caller := getattr(manager.hook, hook)).get_hookimpls():
             # Wrappers see it, and an implementation that returns None leaves the request to it.
-            manager.register(SimpleNamespace(**{hook: hookimpl(trylast=True)(_as_method(function))}))
+            # pluggy passes `request` by its name; the second parameter has a default and is not one of the hook.
+            last = hookimpl(trylast=True)(lambda request, call=function: call(request))
+            manager.register(SimpleNamespace(**{hook: last}))
             calls[hook] = _resolved(caller)
     for capability, hook in _NEEDED:
         if getattr(capabilities, capability) and hook not in calls:
@@ -100,11 +102,6 @@ def _resolved(caller: pluggy.HookCaller) -> Hook:
     if not others and implementation.argnames == ("request",):
         return implementation.function
     return lambda request: caller(request=request)
-
-
-def _as_method(function: Hook) -> Hook:
-    """Return the function with the one parameter, `request`, by which pluggy calls it."""
-    return lambda request: function(request)
 
 
 def to_containers(request: ContainerRequest) -> TensorDict:
