@@ -582,7 +582,7 @@ def container_of_rows(
     for name, value in given.items():
         if value is not None:
             wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
-            fields[name], shapes[name] = _read(value, wanted, f"{cls.__name__}.{name}", name)
+            fields[name], shapes[name] = read_rows(value, wanted, f"{cls.__name__}.{name}", name)
     if not fields:
         raise InvalidRequestError(f"{cls.__name__}: pass the rows of a field: {', '.join(given)}", field="full")
     if len({*shapes.values()}) > 1:
@@ -614,7 +614,7 @@ def _complete(container: str, fields: dict[str, Ragged]) -> None:
         must_have_lengths(fields[name].lengths, fields[first].lengths, name, f"in {first}")
 
 
-def _read(given: Any, dtype: torch.dtype, what: str, field: str) -> tuple[Ragged, Shape]:
+def read_rows(given: Any, dtype: torch.dtype, what: str, field: str) -> tuple[Ragged, Shape]:
     """Return the rows of a field, and the batch shape. A row has one value a token, or in a field of `WIDE` a row."""
     dims = 2 if field in WIDE else 1
     if isinstance(given, Tensor) and given.is_nested:
@@ -679,7 +679,7 @@ def _row(row: Any, dtype: torch.dtype, dims: int) -> Tensor:
     floats, bools = tensor.dtype.is_floating_point, tensor.dtype == torch.bool
     if dtype == torch.int64 and (floats or bools):
         raise TypeError("expected token ids")
-    if dtype == torch.bool and not bools and (floats or bool(((tensor != 0) & (tensor != 1)).any())):
+    if dtype == torch.bool and not bools and bool(((tensor != 0) & (tensor != 1)).any()):
         raise TypeError("expected True and False, or 1 and 0")
     if tensor.ndim != dims or tensor.dtype.is_complex or (dtype == torch.float32 and bools):
         raise TypeError("expected numbers")

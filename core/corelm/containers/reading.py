@@ -381,10 +381,11 @@ class TokenColumns:
         Raises:
             InvalidRequestError: rows of a container have other lengths than the tokens, or dense tokens have no masks.
         """
-        path = tokens_path(td)
-        if path is None:
-            return None
         found, held = scan(td)
+        paths = [path for path, value in found.items() if isinstance(value, Tokens)]
+        if not paths:
+            return None
+        path = ("tokens",) if ("tokens",) in paths else paths[0]
         ids, prompt_lengths = token_ids(held, path)
         made, assistant = cls(ids=ids, prompt_lengths=prompt_lengths), None
         for other, value in found.items():
@@ -423,36 +424,19 @@ class TokenColumns:
         return values.with_values(self.in_response())
 
 
-def tokens_path(td: TensorDictBase) -> Path | None:
-    """Return the path of the `Tokens` of `td`: "tokens", else the first. None if there are none."""
-    found = [path for path, value in entries(td) if isinstance(value, Tokens)]
-    return ("tokens",) if ("tokens",) in found else next(iter(found), None)
-
-
-def token_lengths(td: TensorDictBase, path: Path) -> tuple[Tensor, Tensor | None]:
-    """Return the lengths of the rows of the `Tokens` at `path`, and of their prompts if the rows are split. int64."""
-    masks = masks_of(td, path)
-    parts = {name: row_lengths(td, (*path, name), masks=masks) for name in _parts(td, path)}
-    if {"prompt", "response"} <= parts.keys():
-        return parts.get("full", parts["prompt"] + parts["response"]), parts["prompt"]
-    if "full" in parts and len(parts) > 1:
-        return parts["full"], parts["prompt"] if "prompt" in parts else parts["full"] - parts["response"]
-    return next(iter(parts.values())), None
-
-
 def token_ids(td: TensorDictBase, path: Path) -> tuple[Ragged, Tensor | None]:
     """Return the ids of the `Tokens` at `path`, on the CPU, and the lengths of the prompts if the rows are split."""
-    masks, (_, prompt_lengths) = masks_of(td, path), token_lengths(td, path)
-    names = [name for name in _parts(td, path) if name != "full"]
-    if "full" in td.get(path).keys():
-        names = ["full"]
-    first, *last = (ragged(td, (*path, name), masks=masks).to("cpu") for name in names)
-    return first.join(last[0]) if last else first, prompt_lengths
-
-
-def _parts(td: TensorDictBase, path: Path) -> list[str]:
-    """Return which parts the `Tokens` at `path` hold."""
-    names = [name for name in ("prompt", "response", "full") if name in td.get(path).keys()]
-    if not names:
+    held, masks = td.get(path), masks_of(td, path)
+    parts = {
+        name: ragged(td, (*path, name), masks=masks).to("cpu")
+        for name in ("prompt", "response", "full")
+        if name in held.keys()
+    }
+    if not parts:
         raise InvalidRequestError(f"{'.'.join(path)} holds no ids", field=".".join(path))
-    return names
+    prompt, response, full = (parts.get(name) for name in ("prompt", "response", "full"))
+    if full is None:
+        full = prompt.join(response) if prompt is not None and response is not None else next(iter(parts.values()))
+    if len(parts) == 1:
+        return full, None
+    return full, prompt.lengths if prompt is not None else full.lengths - parts["response"].lengths

@@ -14,7 +14,7 @@ from torch import Tensor
 from corelm.containers.assemble import ABOUT_IDS, assemble
 from corelm.containers.classes import SETS, LogProbs, Tokens
 from corelm.containers.reading import Path, about_ids, list_keys, provenance_of_rows, ragged
-from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
+from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.lazy_rows import non_tensors
@@ -198,31 +198,22 @@ def _picked(parts: Sequence[Any], index: Tensor, full: Ragged) -> Any:
 
 def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:
     """Refuse rows that a turn skipped, and rows whose prompt does not begin with the tokens of the turn before."""
-    skipped, differing = {}, {}
+    skipped, differing = Problems(), Problems()
     prompts = later.full.slice(torch.zeros_like(later.prompt_lengths), later.prompt_lengths)
     for row, (before, prompt) in enumerate(zip(earlier.full.split(), prompts.split(), strict=True)):
         same = min(len(before), len(prompt))
         if bool(len(before)) is not bool(len(prompt)):
-            skipped[row] = f"turn {number + bool(len(before))} has no tokens"
+            skipped[row] = (
+                f"turn {number + bool(len(before))} has no tokens, because the policy skipped the row (see its "
+                "`errors`); leave the conversation out of all turns, or merge only the turns before"
+            )
         elif len(prompt) < len(before) or not torch.equal(before, prompt[:same]):
             at = next(iter((before[:same] != prompt[:same]).nonzero().flatten().tolist()), same)
             differing[row] = (
-                f"the prompt of turn {number + 1} differs from the tokens of turn {number} at position {at}"
+                f"the prompt of turn {number + 1} differs from the tokens of turn {number} at position {at}: the chat "
+                "template rewrites earlier turns, or the prompt was changed; train on these turns as separate rows"
             )
-    for problems, why in (
-        (
-            skipped,
-            "The policy skipped these rows (see their `errors`); leave these conversations out of all turns, or merge "
-            "only the turns before",
-        ),
-        (
-            differing,
-            "The chat template rewrites earlier turns, or a prompt was cut or changed; train on these turns as "
-            "separate rows",
-        ),
-    ):
-        if problems:
-            raise InvalidRequestError(f"turns: {spelled_out(problems)}. {why}", field="turns", problems=problems)
+    refuse(skipped or differing, "turns")
 
 
 def _common_provenance(turns: Sequence[_Turn]) -> tuple[Provenance, ...] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol
 
@@ -22,11 +22,10 @@ from corelm.containers.reading import (
     next_or_root,
     provenance_of_rows,
 )
-from corelm.errors import InvalidRequestError, MissingKeyError, Problems, level_of_caller, refuse
+from corelm.errors import InvalidRequestError, MissingKeyError, Problems, level_of_caller, refuse, spelled_out
 from corelm.kl.estimators import ESTIMATORS, Estimator, shape_of
 from corelm.kl.pairs import PairKeys, TokenLayout, container_key, read_pair
 from corelm.policy.options import Keys
-from corelm.policy.outputs import refuse_other_provenance
 from corelm.policy.policy import LLMPolicy
 from corelm.spec.provenance import Provenance
 from corelm.validate import flag, invalid, number, one_of, positive, shown
@@ -386,7 +385,7 @@ class RetrieveLogProb(TensorDictModuleBase):
         target = next_or_root(tensordict)
         sampled, label = self._truncated(tensordict)
         if label is None:
-            self._refuse_other(target, scorer.score_provenance)
+            self._refuse_other(target, (scorer.score_provenance,) * tokens.batch_size.numel())
         else:
             view["sampled"] = sampled
             sampling = {"temperature": label.temperature}
@@ -414,21 +413,33 @@ class RetrieveLogProb(TensorDictModuleBase):
         labels = provenance_of_rows(found, found.batch_size.numel())
         return found, next((one for one in labels if one is not None and one.support == "truncated"), None)
 
-    def _refuse_other(self, target: TensorDictBase, new: Provenance | tuple[Provenance | None, ...]) -> None:
-        """Refuse to replace log-probs of sampling, which cannot be computed again, by those of another provenance."""
-        if self.overwrite or self.log_probs_key not in target.keys(include_nested=True):
+    def _refuse_other(self, target: TensorDictBase, new: Sequence[Provenance | None]) -> None:
+        """Refuse to replace log-probs of sampling, which cannot be computed again, by those of another provenance.
+
+        Args:
+            new: the provenance of the scores, one for each row.
+        """
+        there = target.get(self.log_probs_key, None)
+        if self.overwrite or not isinstance(there, LogProbs):
             return
-        there = target.get(self.log_probs_key)
-        if key_parts(self.log_probs_key) in self._sampled_keys or _score_responses_alone(there):
-            refuse_other_provenance(there, new, self.log_probs_key, _ADVICE)
+        if key_parts(self.log_probs_key) not in self._sampled_keys and not _score_responses_alone(there):
+            return
+        olds = provenance_of_rows(there, there.batch_size.numel())
+        problems = {
+            row: f"the log-probs that are there come from {old or 'an unknown source'}, the new ones from {one}"
+            for row, (old, one) in enumerate(zip(olds, new, strict=False))
+            if old != one
+        }
+        if problems:
+            field = ".".join(key_parts(self.log_probs_key))
+            raise InvalidRequestError(f"{field}: {spelled_out(problems)}. {_ADVICE}", field=field, problems=problems)
 
 
-def _score_responses_alone(there: Any) -> bool:
-    """Return whether these are `LogProbs` in which no token of a prompt is scored, as in those of sampling."""
-    fields = set(there.keys()) if isinstance(there, LogProbs) else set()
-    if "full" not in fields:
-        return "response" in fields
-    return {"prompt", "scored_mask"} <= fields and not any(
+def _score_responses_alone(there: LogProbs) -> bool:
+    """Return whether no token of a prompt is scored, as in log-probs of sampling."""
+    if "full" not in there.keys():
+        return "response" in there.keys()
+    return {"prompt", "scored_mask"} <= set(there.keys()) and not any(
         bool(row.scored_mask[: row.prompt.shape[-1]].any()) for row in rows(there)
     )
 

@@ -66,13 +66,10 @@ class Ragged:
             TypeError: a value does not fit `dtype`: a float among integers, which would be cut off.
         """
         rows = list(rows)
-        if not {*map(type, rows)} <= {list, tuple, array}:
-            rows = [_of_array(row) if isinstance(row, array) else row for row in rows]
-            # A list and no generator: Ctrl-C while a generator that is not exhausted is closed would be lost.
-            if any([isinstance(row, Tensor) for row in rows]):  # noqa: C419
-                lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-                return cls(torch.cat([_made(row, dtype).reshape(-1) for row in rows]), lengths)
         lengths, values = torch.tensor(list(map(len, rows)), dtype=torch.int64), None
+        # A list and no generator: Ctrl-C while a generator that is not exhausted is closed would be lost.
+        if not {*map(type, rows)} <= {list, tuple, array} and any([isinstance(row, Tensor) for row in rows]):  # noqa: C419
+            return cls(torch.cat([_made(row, dtype).reshape(-1) for row in rows]), lengths)
         if code := {torch.int64: "q", torch.float32: "f"}.get(dtype):
             # Takes a tenth of the time of torch.tensor, which handles everything that fails here.
             with suppress(TypeError, OverflowError):
@@ -83,9 +80,7 @@ class Ragged:
                     else:
                         flat.fromlist(row if isinstance(row, list) else list(row))
                 values = torch.frombuffer(flat, dtype=dtype) if flat else None
-        made = object.__new__(cls)
-        made.__dict__.update(values=_joined(rows, dtype) if values is None else values, lengths=lengths)
-        return made
+        return _unchecked(_made([one for row in rows for one in row], dtype) if values is None else values, lengths)
 
     @classmethod
     def from_padded(cls, padded: Tensor, mask: Tensor) -> Ragged:
@@ -354,17 +349,6 @@ def unreadable(values: Any) -> str:
     return ""
 
 
-def _joined(rows: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    return _made([value for row in rows for value in row], dtype)
-
-
-def _of_array(row: array[Any]) -> Sequence[Any] | Tensor:
-    """Return an array as a tensor on the same memory, or its values as a list."""
-    dtype = {"q": torch.int64, "f": torch.float32, "d": torch.float64}.get(row.typecode)
-    # An empty buffer has no tensor.
-    return torch.frombuffer(row, dtype=dtype) if dtype and row else row.tolist()
-
-
 def _made(given: Any, dtype: torch.dtype) -> Tensor:
     """Return the values as `dtype`; an integer `dtype` takes no floats, which torch would cut off in silence."""
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
@@ -376,28 +360,19 @@ def _made(given: Any, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def not_a_mask(given: Any) -> str:
-    """Return why a value cannot be read as a mask; "" if it can.
-
-    An additive mask, 0 for tokens and −inf for pads, would mean the opposite as bool, and NaN would be True.
-
-    >>> not_a_mask(torch.tensor([1, 0])), not_a_mask(torch.tensor([0.0, -torch.inf]))
-    ('', 'a mask that holds -inf')
-    """
-    why = unreadable(given)
-    if why or given.dtype == torch.bool:
-        return why
-    odd = given[(given != 0) & (given != 1)]
-    return f"a mask that holds {odd[0].item()}" if odd.numel() else ""
-
-
 def as_mask(given: Any, field: str) -> Tensor:
     """Return a mask as bool. It may hold zeros and ones, as transformers writes masks.
+
+    An additive mask, 0 for tokens and −inf for pads, would mean the opposite as bool, and NaN would be True.
 
     Raises:
         InvalidRequestError: it is not a plain tensor, has no values, or holds something else; the error names `field`.
     """
-    if why := not_a_mask(given):
+    why = unreadable(given)
+    if not why and given.dtype != torch.bool:
+        odd = given[(given != 0) & (given != 1)]
+        why = f"a mask that holds {odd[0].item()}" if odd.numel() else ""
+    if why:
         raise invalid(field, f"expected True and False, or 1 and 0; got {why}")
     mask: Tensor = given.to(torch.bool)
     return mask
