@@ -38,8 +38,7 @@ from torch import Tensor
 
 from corelm.errors import InvalidRequestError, Problems, refuse, spelled_out
 from corelm.spec.provenance import Provenance
-from corelm.tensors.lazy_rows import FlatRows, Shape, flat_source, lazy_rows
-from corelm.tensors.ragged import Ragged, as_tensor, unreadable
+from corelm.tensors.ragged import FlatRows, Ragged, Shape, as_tensor, flat_source, lazy_rows, unreadable
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import as_list, read_once, shown
 
@@ -155,7 +154,7 @@ def as_stored(container: Any, name: str) -> Any:
 
 
 def is_padded(container: Any, name: str = "padded") -> bool:
-    """Return whether the rows are dense. Without rows, as they were stored.
+    """Return whether the rows are dense. Without rows, as they were stored. No rows are made for that.
 
     Raises:
         InvalidRequestError: some rows are dense and others are not.
@@ -258,6 +257,31 @@ def unnested(
             f"{what}: all lists on one level must have the same shape, but these have batch shapes {found}", field=field
         )
     return [leaf for leaves, _ in parts for leaf in leaves], (len(items), *(shapes.pop() if shapes else ()))
+
+
+def ragged_rows(container: Any, name: str) -> Ragged:
+    """Return the rows of a field of a container that is not padded, in C order. Errors are those of `ragged`.
+
+    Do not modify them: rows that were not made yet are made from the same values.
+    """
+    td = container._tensordict
+    if isinstance(source := flat_source(td), FlatRows):
+        return source.fields[name]  # type: ignore[return-value]
+    row_values: list[Tensor] = []
+    for row in rows(td):
+        row_values.append(row.get(name))
+    if not row_values:
+        # The stored tensor still has their dtype and device.
+        empty = td.get(name)
+        return Ragged(empty.new_empty((0, *empty.shape[td.batch_dims + 1 :])), torch.zeros(0, dtype=torch.int64))
+    if name in WIDE:
+        must_be_of_one_width(row_values, name)
+    try:
+        values = torch.cat(row_values)
+    except RuntimeError:
+        must_be_of_one_width(row_values, name)
+        raise
+    return Ragged(values, torch.tensor(list(map(len, row_values)), dtype=torch.int64))
 
 
 def row_objects(td: TensorDictBase, name: str) -> list[Any]:

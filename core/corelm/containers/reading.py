@@ -29,17 +29,16 @@ from corelm.containers.classes import (
     Text,
     Tokens,
     as_provenance,
-    is_padded,
     must_be_of_one_width,
     must_have_lengths,
+    ragged_rows,
     row_objects,
     rows,
 )
 from corelm.containers.history import ChatHistory, History
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.spec.provenance import Provenance
-from corelm.tensors.lazy_rows import FlatRows, flat_source
-from corelm.tensors.ragged import Ragged, as_mask, is_integer
+from corelm.tensors.ragged import Ragged, as_mask, flat_source, is_integer
 from corelm.tensors.token_sets import TokenSets
 
 Path = tuple[str, ...]
@@ -123,48 +122,6 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
     return Ragged(values[mask], mask.sum(-1).flatten())
 
 
-def has_rows(container: Any) -> bool:
-    """Return whether a container holds one tensor per row, and no dense one. Rows are not made for that.
-
-    Raises:
-        InvalidRequestError: some rows are dense and others are not.
-    """
-    return flat_source(container._tensordict) is not None or not is_padded(container)
-
-
-def ragged_rows(container: Any, name: str) -> Ragged:
-    """Return the rows of a field of a container that is not padded, in C order. Errors are those of `ragged`.
-
-    Do not modify them: rows that were not made yet are made from the same values.
-    """
-    td = container._tensordict
-    if isinstance(source := flat_source(td), FlatRows):
-        return source.fields[name]  # type: ignore[return-value]
-    row_values: list[Tensor] = []
-    for row in rows(td):
-        row_values.append(row.get(name))
-    if not row_values:
-        # The stored tensor still has their dtype and device.
-        empty = td.get(name)
-        return Ragged(empty.new_empty((0, *empty.shape[td.batch_dims + 1 :])), torch.zeros(0, dtype=torch.int64))
-    if name in WIDE:
-        must_be_of_one_width(row_values, name)
-    try:
-        values = torch.cat(row_values)
-    except RuntimeError:
-        must_be_of_one_width(row_values, name)
-        raise
-    return Ragged(values, torch.tensor(list(map(len, row_values)), dtype=torch.int64))
-
-
-def row_lengths(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Tensor:
-    """Return ``ragged(td, key, masks=masks).lengths``, on the CPU."""
-    *path, name = (key,) if isinstance(key, str) else key
-    container = td.get(tuple(path))
-    unmade = flat_source(container._tensordict)
-    return (ragged_rows(container, name) if unmade else ragged(td, key, masks=masks)).lengths
-
-
 def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tensor:
     """Return the columns of the attention mask that belong to a dense field: prompts come first, responses last."""
     shape = values.shape[:-1] if name in WIDE else values.shape
@@ -222,7 +179,7 @@ def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: Neste
     return TokenSets.from_flat(ids, counts)
 
 
-def about_ids(td: TensorDictBase, path: Path, masks: Path) -> dict[str, Ragged | TokenSets]:
+def about_ids(td: TensorDictBase, path: Path, masks: NestedKey) -> dict[str, Ragged | TokenSets]:
     """Return what the log-probs at `path` say about ids, by field and as long as the tokens."""
     held = td.get(path)
     found: dict[str, Any] = {SETS: token_sets(td, path, masks=masks)} if carries_sets(held) else {}

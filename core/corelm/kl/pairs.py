@@ -24,7 +24,6 @@ from corelm.containers.reading import (
     key_parts,
     provenance_of_rows,
     ragged,
-    row_lengths,
     token_sets,
 )
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
@@ -110,7 +109,7 @@ class TokenLayout:
     @cached_property
     def lengths(self) -> Tensor:
         """int64[rows], on the CPU: the number of tokens in each row, in C order."""
-        return self.columns.sum(-1).cpu() if self.padded else row_lengths(self.view(self.log_probs), ("own", "full"))
+        return self.columns.sum(-1).cpu() if self.padded else ragged(self.view(self.log_probs), ("own", "full")).lengths
 
     @cached_property
     def columns(self) -> Tensor:

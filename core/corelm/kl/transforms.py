@@ -22,7 +22,7 @@ from corelm.containers.reading import (
     next_or_root,
     provenance_of_rows,
 )
-from corelm.errors import InvalidRequestError, MissingKeyError, Problems, level_of_caller, refuse, spelled_out
+from corelm.errors import InvalidRequestError, MissingKeyError, level_of_caller, refuse, spelled_out
 from corelm.kl.estimators import ESTIMATORS, Estimator, shape_of
 from corelm.kl.pairs import PairKeys, TokenLayout, container_key, read_pair
 from corelm.policy.options import Keys
@@ -255,48 +255,40 @@ def _penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: Toke
         reward = td.get(key)
     except RuntimeError:
         # Bare rows of different lengths, which only a lazy stack can hold.
-        return _penalised_rows([row.get(key) for row in rows(td)], key, penalty, layout)
+        return _less([row.get(key) for row in rows(td)], key, penalty, layout)
     if not isinstance(reward, PerToken):
-        return _penalised_dense(reward, key, penalty, layout)
+        return _less(reward, key, penalty, layout)
     given, reduced = reward.full, reward.clone(False)
     dense = isinstance(given, Tensor) and reward.padded
-    subtract = _penalised_dense if dense else _penalised_rows
-    reduced.full = subtract(given if dense else flat(given), key, penalty, layout)
+    reduced.full = _less(given if dense else flat(given), key, penalty, layout)
     return reduced
 
 
-def _penalised_dense(reward: Any, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Tensor:
-    if not isinstance(reward, Tensor):
-        raise InvalidRequestError(f"{key!r}: expected a tensor, got {type(reward).__name__}", field=str(key))
-    batch, shape = layout.batch, tuple(reward.shape)
+def _less(reward: Any, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Any:
+    """Return a dense reward, or a list of rows, minus the flat `penalty`."""
+    if isinstance(reward, list):
+        parts = layout.ragged(penalty).split()
+        if len(reward) != len(parts):
+            raise invalid(str(key), f"got {len(reward)} rows of rewards for {len(parts)} rows of tokens")
+        pairs = list(zip(reward, parts, strict=True))
+        problems = {
+            row: f"expected {len(part)} rewards, one per token of tokens.full, or a single one; got {list(one.shape)}"
+            for row, (one, part) in enumerate(pairs)
+            if one.numel() not in (1, len(part)) or one.ndim > 2
+        }
+        refuse(problems, str(key))
+        return [_minus(one, part if one.numel() == len(part) else part.sum()) for one, part in pairs]
+    batch, width = layout.batch, layout.columns.shape[-1]
+    shape = tuple(reward.shape) if isinstance(reward, Tensor) else (-1,)
     if shape[: len(batch)] == batch and math.prod(shape[len(batch) :]) == 1:
         return _minus(reward, layout.row_sums(penalty))
-    width = layout.columns.shape[-1]
     if shape in ((*batch, width), (*batch, width, 1)):
         return _minus(reward, layout.dense(penalty))
-    raise InvalidRequestError(
-        f"{key!r}: expected one reward per sequence, {list(batch)} or {[*batch, 1]}, or one per token of tokens.full, "
-        f"{[*batch, width]} or {[*batch, width, 1]}; got {list(shape)}",
-        field=str(key),
+    raise invalid(
+        str(key),
+        f"expected one reward per sequence, {list(batch)} or {[*batch, 1]}, or one per token of tokens.full, "
+        f"{[*batch, width]} or {[*batch, width, 1]}; got {shape_of(reward)}",
     )
-
-
-def _penalised_rows(given: list[Tensor], key: NestedKey, penalty: Tensor, layout: TokenLayout) -> list[Tensor]:
-    parts = layout.ragged(penalty).split()
-    if len(given) != len(parts):
-        raise InvalidRequestError(
-            f"{key!r}: got {len(given)} rows of rewards for {len(parts)} rows of tokens", field=str(key)
-        )
-    problems: Problems = {
-        row: f"expected {len(part)} rewards, one per token of tokens.full, or a single one; got {list(reward.shape)}"
-        for row, (reward, part) in enumerate(zip(given, parts, strict=True))
-        if reward.numel() not in (1, len(part)) or reward.ndim > 2
-    }
-    refuse(problems, str(key))
-    return [
-        _minus(reward, part if reward.numel() == len(part) else part.sum())
-        for reward, part in zip(given, parts, strict=True)
-    ]
 
 
 def _minus(reward: Tensor, penalty: Tensor) -> Tensor:

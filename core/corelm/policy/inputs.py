@@ -25,10 +25,10 @@ from torch import Tensor
 from corelm.backend.arguments import not_texts, refuse_pads, rows_of_ids
 from corelm.backend.backend import Backend
 from corelm.backend.skipping import ServedRows
-from corelm.containers.classes import Masks, Text, Tokens, read_rows
+from corelm.containers.classes import Masks, Text, Tokens, is_padded, ragged_rows, read_rows
 from corelm.containers.classes import rows as rows_of
 from corelm.containers.history import ChatHistory, History
-from corelm.containers.reading import has_rows, key_parts, list_keys, ragged_rows
+from corelm.containers.reading import key_parts, list_keys
 from corelm.errors import (
     InvalidRequestError,
     MissingKeyError,
@@ -204,8 +204,8 @@ class InputReader:
         fields = {*held.keys()} if isinstance(held, (Text, TensorDictBase)) else set()
         if part == "full" and "full" not in fields and fields >= {"prompt", "response"}:
             return self._completions(td, held, backend)
-        texts: list[Any] = held
-        if type(held) is list and {*map(type, held)} == {str}:
+        if isinstance(held, list) and {*map(type, held)} == {str}:
+            texts: list[Any] = list(held)
             shape: tuple[int, ...] = (len(held),)
         else:
             texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
@@ -548,7 +548,7 @@ def _cells(held: Any, part: str, name: str) -> _Cells:
                 raise invalid(f"{key}.response", f"prompts are {first.shape}, responses {rest.shape}; {_REPEAT}")
             width = None if first.width is None or rest.width is None else first.width + rest.width
             return replace(first, ids=first.ids.join(rest.ids), width=width)
-        shape, in_rows = tuple(container.batch_size), has_rows(container)
+        shape, in_rows = tuple(container.batch_size), not is_padded(container)
         if in_rows:
             ids = ragged_rows(container, part)
             if ids.values.dtype != torch.int64 or ids.values.ndim != 1 or ids.values.is_meta:
@@ -612,7 +612,7 @@ def read_ids(
     in_rows, others = False, attention is not None and isinstance(masks, Masks) and "all_attention_mask" in theirs
     if isinstance(masks, Masks):
         with suppress(InvalidRequestError):  # a stack of both layouts
-            in_rows = has_rows(masks)
+            in_rows = not is_padded(masks)
     if attention is not None:
         mask = _mask_rows(attention, at_fault)
     elif "all_attention_mask" in theirs:
@@ -641,11 +641,14 @@ def read_ids(
         _must_be_as_long(ids, mask, at_fault)
     width, lengths, prompt_width = cells.width, None, None
     if container is not None and part == "full" and "prompt" in container.keys():
-        prompts = _cells(container, "prompt", f"{top}.prompt")
-        lengths, prompt_width = prompts.ids.lengths, prompts.width
-        if mask is not None:
-            lengths = mask.sums(mask.values & (mask.positions < lengths[mask.row_index]))
-        width, prompt_width = (None, None) if width is None or prompt_width is None else (width, prompt_width)
+        if cells.in_rows:
+            lengths = ragged_rows(container, "prompt").lengths
+        else:
+            prompts = _cells(container, "prompt", f"{top}.prompt")
+            lengths, prompt_width = prompts.ids.lengths, prompts.width
+            width = None if prompt_width is None else width
+            if mask is not None:
+                lengths = mask.sums(mask.values & (mask.positions < lengths[mask.row_index]))
     columns = None
     if width is not None:
         marks = torch.ones_like(ids.values, dtype=torch.bool) if mask is None else mask.values

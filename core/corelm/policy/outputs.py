@@ -16,10 +16,10 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from corelm.backend.backend import Backend
-from corelm.containers.classes import NO_ID, LogProbs, Masks, Text, Tokens, flat, objects
+from corelm.containers.classes import NO_ID, LogProbs, Masks, Text, Tokens, flat, is_padded, objects
 from corelm.containers.history import ChatHistory
-from corelm.containers.reading import has_rows, key_parts, list_keys, provenance_of_rows, ragged
-from corelm.containers.turns import REQUEST_FIELDS, log_prob_fields
+from corelm.containers.reading import key_parts
+from corelm.containers.turns import REQUEST_FIELDS, SampledRows
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.policy.chats import AnswerReader
 from corelm.policy.inputs import find_value
@@ -131,7 +131,11 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
         there = find_value(td, getattr(options.keys, name))
         if there is None:
             continue
-        if name in options.fields and not options.overwrite and not _kept(name, there, rows, options):
+        read = name == options.input_mode and options.input_key is None
+        # Containers that are read, or belong to the tokens that are there, say the same.
+        same = isinstance(there, _CONTAINERS[name]) and name != "log_probs" and (read or rows.conflicts == {})
+        looked_at = name in options.fields and not options.overwrite and not same
+        if looked_at and not _kept(name, there, rows, read):
             elsewhere = 'log_probs_key="ref_log_probs"' if name == "log_probs" else f"keys=Keys({name}=…)"
             leave_out = "" if name == "log_probs" else f" or return_{name}=False"
             kind = "list" if isinstance(there, list) else type(there).__name__
@@ -141,7 +145,7 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
                 "it",
                 field=name,
             )
-        if name != "log_probs" and (joins or _reads(name, options)):
+        if name != "log_probs" and (joins or read):
             found[name] = there
     if options.overwrite:
         return found
@@ -158,13 +162,12 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
     return found
 
 
-def _kept(name: str, there: Any, rows: InputRows, options: PolicyOptions) -> bool:
+def _kept(name: str, there: Any, rows: InputRows, read: bool) -> bool:
     """Return whether what is there under the key of a container stays, or says the same as what is written.
 
     The ids decide, if there are any: the text of an answer lacks the special tokens and the stop string that its ids
     have.
     """
-    read = _reads(name, options)
     if name == "log_probs":
         return False
     if isinstance(there, TensorDictBase):
@@ -368,7 +371,7 @@ def lacking(rows: InputRows, options: PolicyOptions) -> dict[str, set[str]]:
         without = {"full"} if rows.only_response and _reads(name, options) else set()
         missing = made[name] - without - set(there.keys())
         looked_at = isinstance(there, Tokens) or (isinstance(there, Masks) and missing)
-        if looked_at and rows.columns is None and not has_rows(there):
+        if looked_at and rows.columns is None and is_padded(there):
             # Scores are rows, which do not fit into nested tensors or dense ones of several widths: these are replaced.
             found[name] = set()
         elif missing:
@@ -439,29 +442,28 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
     if not isinstance(found, TensorDictBase):
         kind = type(found).__name__
         raise invalid("continue_from", f"expected the TensorDict that a policy returned, got a {kind}")
-    tokens, masks = found.get(options.keys.tokens, None), options.keys.masks
-    if not isinstance(tokens, Tokens) or not {"prompt", "full"} <= set(tokens.keys()):
-        has = list_keys(found)
-        raise MissingKeyError(
-            f"continue_from: there are no tokens.prompt and tokens.full; it has: {has}", field="continue_from"
-        )
     if "finish_reason" not in found.keys():
         raise MissingKeyError("continue_from: it has no finish_reason, as answers do", field="continue_from")
-    prompt, full = (ragged(found, (options.keys.tokens, name), masks=masks).to("cpu") for name in ("prompt", "full"))
-    _must_be_the_prompts(prompt, rows.ids.to("cpu"), options.num_samples or 1)
-    start, stop = prompt.lengths, full.lengths
+    keys = options.keys
+    name = "continue_from"
+    sampled = SampledRows.read(found, name, name, tokens=keys.tokens, log_probs=keys.log_probs, masks=keys.masks)
+    start, stop = sampled.prompt_lengths, sampled.full.lengths
+    prompts = sampled.full.slice(torch.zeros_like(start), start)
+    wanted = rows.ids.repeat(options.num_samples or 1)
+    if len(prompts) != len(wanted):
+        raise invalid(name, f"has {len(prompts)} answers, but the policy is asked for {len(wanted)}")
+    pairs = enumerate(zip(prompts.tolist(), wanted.tolist(), strict=True))
+    refuse({row: "answers another prompt" for row, (one, other) in pairs if one != other}, name)
     answers: dict[str, Any] = {
-        "ids": full.slice(start, stop),
+        "ids": sampled.full.slice(start, stop),
         "logprobs": None,
         "finish_reasons": tuple(objects(found.get("finish_reason"), len(found.batch_size))),
         "adapter": options.adapter,
     }
-    held = found.get(options.keys.log_probs, None)
-    if not isinstance(held, LogProbs):
+    if not sampled.values:
         return GenerateResult(**answers)
-    for name, values in log_prob_fields(found, key_parts(options.keys.log_probs), key_parts(masks)).items():
-        answers[REQUEST_FIELDS[name]] = values.slice(start, stop)
-    labels = provenance_of_rows(held, len(full))
+    answers |= {REQUEST_FIELDS[name]: values.slice(start, stop) for name, values in sampled.values.items()}
+    labels = sampled.provenances
     refuse({row: "its provenance is not known" for row, one in enumerate(labels) if one is None}, "continue_from")
     known = [one for one in labels if one is not None]
     if len({(one.distribution, one.adapter) for one in known}) > 1:
@@ -477,14 +479,3 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
         }
     runs = [one.version_runs or ((one.weight_version, 0),) for one in known]
     return with_runs(GenerateResult(**answers), runs)
-
-
-def _must_be_the_prompts(found: Ragged, wanted: Ragged, samples: int) -> None:
-    wanted = wanted.repeat(samples) if samples > 1 else wanted
-    if len(found) != len(wanted):
-        raise invalid("continue_from", f"has {len(found)} answers, but the policy is asked for {len(wanted)}")
-    pairs = zip(found.split(), wanted.split(), strict=True)
-    refuse(
-        {row: "answers another prompt" for row, (one, other) in enumerate(pairs) if not torch.equal(one, other)},
-        "continue_from",
-    )
