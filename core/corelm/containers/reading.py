@@ -29,8 +29,8 @@ from corelm.containers.classes import (
     Text,
     Tokens,
     as_provenance,
-    must_be_of_one_width,
     must_have_lengths,
+    of_one_width,
     ragged_rows,
     row_objects,
     rows,
@@ -116,8 +116,8 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         # `td` may have fewer batch dimensions than the container, or none.
         held = {tuple(path): container, **({masks: td.get(masks)} if td.get(masks, None) is not None else {})}
         parts = [ragged(row, key, masks=masks) for row in rows(TensorDict(held, batch_size=container.batch_size))]
-        must_be_of_one_width([part.values for part in parts], key)
-        return Ragged.cat(parts)
+        values = of_one_width([part.values for part in parts], key)
+        return Ragged.cat([part.with_values(one) for part, one in zip(parts, values, strict=True)])
     mask = values >= 0 if name == SETS else _attention_columns(values, attention, name, masks)
     return Ragged(values[mask], mask.sum(-1).flatten())
 

@@ -678,7 +678,7 @@ def _mask_rows(held: Any, name: str, field: str | None = None, in_rows: bool = F
     if isinstance(value, Tensor) and value.ndim and not value.is_nested:
         mask = as_mask(value, name).cpu()
         return Ragged(mask.reshape(-1), torch.full((math.prod(mask.shape[:-1]),), mask.shape[-1]))
-    return read_rows(value, torch.bool, name, name)[0]
+    return read_rows(value, torch.bool, name)[0]
 
 
 def _must_be_as_long(cells: Ragged, mask: Ragged, name: str) -> None:
@@ -757,5 +757,5 @@ def _lengths(value: Any, dtype: torch.dtype) -> list[int] | None:
     if isinstance(value, Tensor) and value.ndim and not value.is_nested:
         return [value.shape[-1]] * math.prod(value.shape[:-1])
     with suppress(InvalidRequestError):
-        return read_rows(value, dtype, "", "")[0].lengths.tolist()
+        return read_rows(value, dtype, "")[0].lengths.tolist()
     return None
