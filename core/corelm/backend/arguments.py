@@ -172,7 +172,7 @@ def prepare_generation(
         rows=total,
         tokens=max(given, most),
         deliveries=() if delivery is None else (delivery,),
-        origin=Origin(total, {} if delivery is None else delivery.arrivals) if engine.wrapped else None,
+        origins=(Origin(total, {} if delivery is None else delivery.arrivals),) if engine.wrapped else (),
     )
 
 
@@ -304,7 +304,7 @@ def prepare_scoring(
         rows=len(names),
         tokens=rows.values.shape[0],
         on_caller_thread=grad or return_logits,
-        origin=Origin(len(names)) if engine.wrapped else None,
+        origins=(Origin(len(names)),) if engine.wrapped else (),
     )
 
 
