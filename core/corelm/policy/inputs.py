@@ -147,13 +147,11 @@ class InputReader:
         problems: Problems = {}
         if options.tools_key is not None and (given := find_value(td, options.tools_key)) is not None:
             tools, problems = tools_of(given, ".".join(key_parts(options.tools_key)), shape)
-            if problems and not self._skips:
-                refuse(problems, ".".join(key_parts(options.tools_key)))
+            self._refuse_unless_skipped(problems, ".".join(key_parts(options.tools_key)))
         if part == "prompt" and options.continue_final_message is not None:
             eos_ids = backend.engine.eos_token_ids if options.prefer_tokens else None
             begun, bad = final_turns(chats, options.continue_final_message, eos_ids)
-            if bad and not self._skips:
-                refuse(bad, name)
+            self._refuse_unless_skipped(bad, name)
             problems = bad | problems
             begun = begun if any(begun) else None
         rendered = None
@@ -219,8 +217,7 @@ class InputReader:
         if not (problems := not_texts(texts)):
             ids = _with_one_bos(backend, backend.tokenize(texts, **self._tokenizing)).ids
             return InputRows(batch_size=shape, ids=ids, texts=tuple(texts))
-        if not self._skips:
-            refuse(problems, name)
+        self._refuse_unless_skipped(problems, name)
         read = ServedRows.without(problems, len(texts))
         good = [text for row, text in enumerate(texts) if row not in problems]
         return InputRows(
@@ -258,8 +255,7 @@ class InputReader:
 
         encoded = encode_completions(tokenize, first, rest, boundary, self._tokenizing)
         problems |= {number[row]: what for row, what in encoded.problems.items()}
-        if not self._skips:
-            refuse(problems, name)
+        self._refuse_unless_skipped(problems, name)
         if encoded.merged:
             rows = first_few([str(number[row]) for row in encoded.merged])
             warnings.warn(
@@ -299,7 +295,7 @@ class InputReader:
                 found = Tokens.from_rows(**{each: list(ids) for each, ids in parts.items()})
             else:
                 found = Tokens(**parts, batch_size=held.batch_size or parts["prompt"].shape[:-1])
-        elif not isinstance(held, Tokens) or not (completions or part in fields):
+        elif not isinstance(held, Tensor) and not (isinstance(held, Tokens) and (completions or part in fields)):
             found = self._value(holder, held, part, name, bare=(Tensor, list))
         cells = _cells(found, part, name)
         masks, mask_key = find_value(holder, self._masks_key), self._given_mask
@@ -348,8 +344,7 @@ class InputReader:
         assert prompts is not None
         problems: Problems = dict.fromkeys((rows.ids.lengths <= prompts).nonzero().flatten().tolist(), NO_COMPLETION)
         problems |= dict.fromkeys((prompts == 0).nonzero().flatten().tolist(), NO_PROMPT)
-        if not self._skips:
-            refuse(problems, ".".join((*self._top, "response")))
+        self._refuse_unless_skipped(problems, ".".join((*self._top, "response")))
         return replace(rows, only_response=True, problems=problems)
 
     def _joining_tokens(self, td: TensorDictBase, rows: InputRows, backend: Backend) -> InputRows:
@@ -415,6 +410,10 @@ class InputReader:
         )
         spellings = zip(*decoded, strict=True)
         return all(response in found for response, found in zip(responses, spellings, strict=True))
+
+    def _refuse_unless_skipped(self, problems: Problems, field: str) -> None:
+        if problems and not self._skips:
+            refuse(problems, field)
 
     # Values ----------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from corelm.errors import InvalidRequestError, MissingKeyError, Problems, Proven
 from corelm.policy.chats import AnswerReader
 from corelm.policy.inputs import find_value
 from corelm.policy.options import Keys, PolicyOptions
-from corelm.policy.rows import InputRows
+from corelm.policy.rows import InputRows, labelled
 from corelm.rendering.encoding import answer_texts, decoded
 from corelm.spec.answer_text import HALF_CHARACTER
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
@@ -311,13 +311,13 @@ def scored(
         chats=None if rows.chats is None else Parts(None, None, rows.chats),
         logprobs=batch.logprobs,
         scored=batch.scored,
-        kept_ids=None if support is None else support.sets,
+        kept_ids=support,
         top_ids=batch.top_ids,
         top_logprobs=batch.top_logprobs,
         tail_log_mass=batch.tail_log_mass,
         argmax=batch.argmax,
         greedy=None if batch.argmax is None else _greedy(rows, batch.scored, batch.argmax),
-        provenance=provenance if support is None else support.label(provenance),
+        provenance=provenance if support is None else labelled(provenance, support, batch.temperature),
         assistant=rows.assistant,
         errors=errors,
         retokenized=rows.retokenized,

@@ -432,7 +432,12 @@ class FlatRows:
         its batch along. Gradients reach the fields even when the caller has turned them off.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            columns = [_copies(one) if isinstance(one, Ragged) else _carriers(one) for one in self.fields.values()]
+            columns: list[Any] = [
+                torch.split_with_sizes_copy(one.values, one.lengths.tolist())  # type: ignore[func-returns-value]
+                if isinstance(one, Ragged)
+                else _carriers(one)
+                for one in self.fields.values()
+            ]
         each = (dict(zip(self.fields, row, strict=True)) for row in zip(*columns, strict=True))
         return _stacked([TensorDict(row, batch_size=()) for row in each], self.shape, LazyStackedTensorDict)
 
@@ -545,10 +550,6 @@ def _stacked(rows: Sequence[Any], shape: Shape, stack: Any) -> Any:
     for width in reversed(shape):
         level = [stack(*level[at : at + width]) for at in range(0, len(level), width)]
     return level[0]
-
-
-def _copies(rows: Ragged) -> Sequence[Tensor]:
-    return torch.split_with_sizes_copy(rows.values, rows.lengths.tolist())  # type: ignore[func-returns-value,return-value]
 
 
 def _carriers(values: Sequence[Any]) -> Sequence[NonTensorData]:
