@@ -21,7 +21,7 @@ from corelm import History, LLMPolicy
 ROOT = Path(__file__).parents[1]
 #: Name → the most that is allowed.
 BUDGETS = {
-    "kernel, lines": 21_019,
+    "kernel, lines": 20_984,
     "kernel, files": 75,
     "Backend.generate, calls": 37,
     "Backend.generate, functions": 30,

@@ -111,9 +111,7 @@ class InputReader:
         empty and added to `problems` if such rows are skipped.
 
         Args:
-            td: the TensorDict to read.
             part: "prompt" to generate, "full" to score.
-            backend: tokenizes and knows the special tokens.
             want_assistant: whether the mask of the assistant's tokens is needed.
 
         Raises:
@@ -381,14 +379,8 @@ class InputReader:
     def _spelled_by(self, held: Any, read: InputRows, own: InputRows, at: Collection[int], backend: Backend) -> bool:
         """Return whether a text was sampled as these ids: its prompt's own ids, and ids that decode to its response.
 
-        Tokenized again, a response may become other ids: the text has no EOS, and one text has many spellings.
-
-        Args:
-            held: the value that is read; only a `Text` with a prompt and a response can tell.
-            read: the whole texts, tokenized.
-            own: the ids, split into prompts and responses.
-            at: the rows to look at.
-            backend: tokenizes and decodes.
+        Tokenized again, a response may become other ids: the text has no EOS, and one text has many spellings. Only a
+        `Text` with a prompt and a response can tell; the rows `at` are looked at.
         """
         parts = own.tokens
         if not isinstance(held, Text) or not {"prompt", "response"} <= set(held.keys()) or parts.prompt is None:
@@ -596,9 +588,6 @@ def read_ids(
         part: what the ids are; "full" reads the mask of the assistant's tokens as well.
         masks: what is under the key of the masks: `Masks` or a plain TensorDict, or nothing that is read.
         attention: an attention mask that is read instead of theirs; None reads theirs.
-        top: the key of the ids or of their container, for errors.
-        name: the key of the field, for errors.
-        mask_name: that of the attention mask.
         backend: refuses dense ids without a mask that begin or end with its pad id; None looks for no pads.
 
     Raises:
@@ -721,8 +710,6 @@ def _mask_next_to(
     it has theirs.
 
     Args:
-        td: holds the ids.
-        top: the key of the ids, or of the container that holds them.
         lengths: those of the rows of ids, with their pads.
         plain: whether a plain TensorDict holds the ids.
         unsure: why no mask may be applied; None if one may.

@@ -427,12 +427,7 @@ def deliver(
 
 
 def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> GenerateResult:
-    """Return the answers in what a policy has returned, as `generate(continue_from=)` takes them.
-
-    Args:
-        found: the TensorDict.
-        rows: the prompts that the policy reads now.
-        options: those of the policy.
+    """Return the answers to `rows` in what a policy has returned, as `generate(continue_from=)` takes them.
 
     Raises:
         MissingKeyError: it has no tokens, or no finish reasons.
@@ -442,10 +437,9 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
     if not isinstance(found, TensorDictBase):
         kind = type(found).__name__
         raise invalid("continue_from", f"expected the TensorDict that a policy returned, got a {kind}")
+    keys, name = options.keys, "continue_from"
     if "finish_reason" not in found.keys():
-        raise MissingKeyError("continue_from: it has no finish_reason, as answers do", field="continue_from")
-    keys = options.keys
-    name = "continue_from"
+        raise MissingKeyError("continue_from: it has no finish_reason, as answers do", field=name)
     sampled = SampledRows.read(found, name, name, tokens=keys.tokens, log_probs=keys.log_probs, masks=keys.masks)
     start, stop = sampled.prompt_lengths, sampled.full.lengths
     prompts = sampled.full.slice(torch.zeros_like(start), start)

@@ -144,11 +144,7 @@ def with_support(td: TensorDictBase, rows: InputRows, options: PolicyOptions, te
 
     Rows whose sets are not those of their tokens are added to their problems if such rows are skipped.
 
-    Args:
-        td: holds the `LogProbs`, at the root or under ``next``.
-        rows: the sequences.
-        options: those of the policy that scores.
-        temperature: that of the scores. The sets were made at one temperature, which has to be the same.
+    The sets were made at one temperature, which must be that of the scores.
 
     Raises:
         MissingKeyError: there are no such log-probs, or they carry no sets.
