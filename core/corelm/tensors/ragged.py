@@ -265,7 +265,7 @@ class Ragged:
         lengths = self.lengths
         start = torch.minimum(start.clamp_min(0), lengths)
         stop = torch.maximum(torch.minimum(stop, lengths), start)
-        keep = runs((False, True, False), (start, stop - start, lengths - stop))
+        keep = runs(MIDDLE, (start, stop - start, lengths - stop))
         return _unchecked(self.values[keep.to(self.values.device)], stop - start)
 
     def join_mask(self, other: Ragged) -> Ragged:
@@ -276,7 +276,7 @@ class Ragged:
         """
         if self.lengths.shape != other.lengths.shape:
             raise ValueError(f"cannot join {len(self)} rows with {len(other)} rows; the numbers must be equal")
-        return _unchecked(runs((False, True), (self.lengths, other.lengths)), self.lengths + other.lengths)
+        return _unchecked(runs(SECOND, (self.lengths, other.lengths)), self.lengths + other.lengths)
 
     def join(self, other: Ragged, join_mask: Ragged | None = None) -> Ragged:
         """Return the rows ``self[r] + other[r]``.
@@ -311,13 +311,13 @@ def _unchecked(values: Tensor, lengths: Tensor) -> Ragged:
     return rows
 
 
-def runs(flags: Sequence[bool], counts: Sequence[Tensor]) -> Tensor:
-    """Return bool[total]: for each row in turn, each flag repeated ``counts[flag][row]`` times.
+#: Which of the runs of a row are marked: the second, or the one in the middle.
+SECOND, MIDDLE = torch.tensor([False, True]), torch.tensor([False, True, False])
 
-    >>> runs((False, True), (torch.tensor([1, 2]), torch.tensor([2, 0]))).tolist()
-    [False, True, True, False, False]
-    """
-    each = torch.tensor(flags).expand(len(counts[0]), len(flags)).flatten()
+
+def runs(flags: Tensor, counts: Sequence[Tensor]) -> Tensor:
+    """Return bool[total]: for each row in turn, each flag repeated ``counts[flag][row]`` times."""
+    each = flags.expand(len(counts[0]), len(flags)).flatten()
     return each.repeat_interleave(torch.stack(tuple(counts), -1).flatten())
 
 
