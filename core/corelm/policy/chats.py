@@ -346,8 +346,6 @@ def warn_unparsed(problems: Problems) -> None:
 
     This never raises, not even where warnings are errors: the answers have been paid for, and `errors` says the same.
     """
-    if not problems:
-        return
     try:
         warnings.warn(
             f"response_parser: {spelled_out(problems)}. The message of such an answer holds its plain text, and "
