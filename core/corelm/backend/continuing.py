@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from corelm.backend.check_results import set_problems
-from corelm.backend.engine import OpenEngine
 from corelm.backend.skipping import spread
 from corelm.errors import Problems, ProvenanceMismatchError, refuse
 from corelm.spec.answer_text import StopStrings
+from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import GenerateResult, fields_of_rows
 from corelm.spec.sampling import SamplingParams
@@ -35,7 +35,7 @@ class PartialAnswers:
     """Answers of an earlier call for the same prompts. Those that have not ended go on.
 
     Args:
-        engine: the engine that is to continue them.
+        capabilities, tokenizer: those of the engine that is to continue them.
         old: the argument `continue_from`. A caller may have saved them, cut them, or put them together.
         prompts: the prompts of this call.
         sampling: how this call samples.
@@ -57,7 +57,8 @@ class PartialAnswers:
 
     def __init__(
         self,
-        engine: OpenEngine,
+        capabilities: Capabilities,
+        tokenizer: Any,
         old: Any,
         prompts: Ragged,
         sampling: SamplingParams,
@@ -74,9 +75,9 @@ class PartialAnswers:
             )
         _must_agree(old, sampling, **asked)
         self._old, self._sampling = old, sampling
-        strings = StopStrings.of(sampling, engine.tokenizer)
+        strings = StopStrings.of(sampling, tokenizer)
         self._stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(self.samples)]
-        wrong = _field_problems(old, engine.capabilities.vocab_size)
+        wrong = _field_problems(old, capabilities.vocab_size)
         # Why each answer has ended; "" for those that go on.
         self._reasons: list[str] = []
         rows = zip(old.ids.tolist(), old.finish_reasons, _runs_of(old), self._stops, strict=True)
@@ -126,7 +127,7 @@ class PartialAnswers:
         self.joined_prompts = repeated.join(old.ids.to(prompts.values.device)).select(self.index)
         if limit is not None and len(self.index):
             # One limit for all rows, that of the row that needs most; none if some would not fit the context then.
-            limit, context = limit - int(self.lengths.min()), engine.capabilities.max_context
+            limit, context = limit - int(self.lengths.min()), capabilities.max_context
             if context is not None and int(self.joined_prompts.lengths.max()) + limit > context:
                 limit = None
         self.sampling_of_rest = SamplingParams.make(sampling, num_samples=None, min_new_tokens=0, max_new_tokens=limit)

@@ -673,7 +673,6 @@ class PreparedCall(Call, Generic[R]):
         caller_rows: int64: the caller's row for each row of the request.
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
         on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.
-        origin: who made the call and when; None if the engine has no wrappers, which could measure it.
     """
 
     engine: OpenEngine
@@ -683,13 +682,9 @@ class PreparedCall(Call, Generic[R]):
     caller_rows: Tensor
     rows: int
     tokens: int
-    origin: Origin | None
+    origins: Sequence[Origin] = ()
     deliveries: Sequence[Delivery] = ()
     on_caller_thread: bool = False
-
-    @property
-    def origins(self) -> Sequence[Origin]:
-        return () if self.origin is None else (self.origin,)
 
     def nothing(self) -> R:
         if isinstance(self.request, GenerateRequest):

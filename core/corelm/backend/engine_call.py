@@ -29,6 +29,7 @@ class Call:
         request: its request.
         rows: number of rows. No engine is asked for a call without rows.
         callers: how many users' calls it serves.
+        origins: these calls, if the engine has wrappers, which measure them.
         deliveries: hand tokens to those of these callers that read along.
     """
 
@@ -36,15 +37,11 @@ class Call:
     request: Any
     rows: int = 1
     callers: int = 1
+    origins: Sequence[Origin] = ()
     deliveries: Sequence[Delivery] = ()
 
     def __init__(self, hook: str, request: Any) -> None:
         self.hook, self.request = hook, request
-
-    @property
-    def origins(self) -> Sequence[Origin]:
-        """The users' calls that it serves, for wrappers that measure."""
-        return ()
 
     def nothing(self) -> Any:
         """Return the result of a call without rows."""

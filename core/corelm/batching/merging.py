@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from corelm.backend.engine import PreparedCall
-from corelm.backend.engine_call import Call, Origin
+from corelm.backend.engine_call import Call
 from corelm.errors import CoreLMError, EngineError, own
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk, fields_of_rows
 from corelm.spec.sampling import SamplingParams
@@ -54,11 +54,8 @@ class SharedCall(Call):
         request = replace(_joined([call.request for call in calls]), timeout=None)
         super().__init__(calls[0].hook, request)
         self._calls, self.callers = calls, len(calls)
+        self.origins = [each for call in calls for each in call.origins]
         self.deliveries = [each for call in calls for each in call.deliveries]
-
-    @property
-    def origins(self) -> list[Origin]:
-        return [origin for call in self._calls for origin in call.origins]
 
     def finish(self, result: Any) -> list[Result]:
         parts = _parts(result, [call.rows for call in self._calls])

@@ -210,15 +210,15 @@ class TicketQueue(Generic[T]):
 
     def wait(self, now: float) -> float | None:
         """Return the seconds after which `take` may return something else even if nothing happens; None for never."""
-        groups = self._groups(self.inside) if self._shares_calls else {}
-        ends = [self._until if self._expecting(each, now) else self._due(each[0]) for each in groups.values()]
+        batches = self._batches() if self._shares_calls else ()
+        ends = [self._until if self._expecting(batch, now) else self._due(batch[0]) for batch, _ in batches]
         return max(0.0, min(ends) - now) if ends else None
 
     def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
         """Note that the engine has answered these tickets, in `took` seconds. Their callers do not know yet."""
         if self._shares_calls:
             group = _group(batch[0])
-            self._last.append((group, len(self._groups(self.inside).get(group, ())) + len(batch)))
+            self._last.append((group, len(self._batch(group, self.inside)[0]) + len(batch)))
             self._took, self._patience = took, min(PATIENCE * took, LONGEST_PATIENCE)
             self._await(group, now)
 
@@ -227,31 +227,37 @@ class TicketQueue(Generic[T]):
             for ticket in self._tickets.values():
                 alone = ticket.barrier or not self.limits.fits(rows + ticket.rows, tokens + ticket.tokens)
                 return [] if rows and alone else [ticket]
-        inside = [] if rows else self.inside
-        before_barrier = [*itertools.takewhile(lambda ticket: not ticket.barrier, inside)]
-        for group in self._groups(before_barrier).values():
-            batch, complete = self._batch(group)
-            enough = sum(ticket.rows for ticket in batch) >= self.limits.min_batch_size or now >= self._due(group[0])
-            if complete or len(before_barrier) < len(inside) or group[0].number < self._rushed:
+        for batch, complete in () if rows else self._batches():
+            enough = sum(ticket.rows for ticket in batch) >= self.limits.min_batch_size or now >= self._due(batch[0])
+            if complete or batch[0].number < self._rushed or (enough and not self._expecting(batch, now)):
                 return batch
-            if enough and not self._expecting(group, now):
-                return batch
-        return inside[:1] if not before_barrier else []
+        return []
 
-    def _groups(self, tickets: Iterable[T]) -> dict[Hashable, list[T]]:
-        groups: dict[Hashable, list[T]] = {}
-        for ticket in tickets:
-            groups.setdefault(_group(ticket), []).append(ticket)
-        return groups
+    def _batches(self) -> Iterator[tuple[list[T], bool]]:
+        """Yield for each group, the oldest first, the tickets that can go together, and whether no more could."""
+        inside, seen = self.inside, set[Hashable]()
+        for at, head in enumerate(inside):
+            if (group := _group(head)) not in seen:
+                seen.add(group)
+                yield self._batch(group, itertools.islice(inside, at, None))
+            if head.barrier:
+                return
 
-    def _batch(self, group: list[T]) -> tuple[list[T], bool]:
-        """Return the first tickets of a group that can go together, and whether no further ticket could be added."""
+    def _batch(self, group: Hashable, tickets: Iterable[T]) -> tuple[list[T], bool]:
+        batch: list[T] = []
         rows = tokens = 0
-        for number, ticket in enumerate(group):
+        for ticket in tickets:
+            if batch and ticket.barrier:
+                return batch, True
+            if _group(ticket) != group:
+                continue
             rows, tokens = rows + ticket.rows, tokens + ticket.tokens
-            if number and not self.limits.fits(rows, tokens):
-                return group[:number], True
-        return group, group[0].key is None or not self.limits.fits(rows + 1, tokens + 1)
+            if batch and not self.limits.fits(rows, tokens):
+                return batch, True
+            batch.append(ticket)
+            if ticket.key is None or not self.limits.fits(rows + 1, tokens + 1):
+                return batch, True
+        return batch, False
 
     def _due(self, head: T) -> float:
         return head.arrived + self._timeout

@@ -222,9 +222,7 @@ def _read_chats(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[
             except InvalidRequestError as error:
                 problems.setdefault(row, f"message {position}: {error}")
         read.append(tuple(messages))
-    if problems:
-        listing = "; ".join(f"conversation {row}, {what}" for row, what in problems.items())
-        raise InvalidRequestError(listing, field="history", problems=problems)
+    refuse(problems, "history")
     return read
 
 

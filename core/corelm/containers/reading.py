@@ -233,21 +233,15 @@ def scan(td: TensorDictBase) -> tuple[dict[Path, Any], TensorDict]:
             held.set(path, value)
     for path, value in found.items():
         masks = held.get(masks_of(held, path), None) if path[-1] == "argmax" else None
-        if isinstance(masks, Masks) and "all_attention_mask" in masks.keys() and _fits(value, masks):
-            found[path] = as_per_token(value, masks)
-            held.set(path, found[path])
+        if not isinstance(masks, Masks) or not (isinstance(value, list) or dense_mask(masks) is not None):
+            continue
+        ids = all(
+            isinstance(one, Tensor) and is_integer(one) for one in (value if isinstance(value, list) else [value])
+        )
+        if ids and (made := as_per_token(value, masks)) is not None:
+            found[path] = made
+            held.set(path, made)
     return found, held
-
-
-def _fits(value: Any, masks: Masks) -> bool:
-    """Return whether these are integers, in one tensor or one a row, shaped like the attention mask."""
-    parts = value if isinstance(value, list) else [value]
-    if not all(isinstance(one, Tensor) and is_integer(one) for one in parts):
-        return False
-    mask = dense_mask(masks)
-    if isinstance(value, Tensor):
-        return mask is not None and value.shape == mask.shape
-    return all(one.shape == row.all_attention_mask.shape for one, row in zip(value, rows(masks), strict=True))
 
 
 def as_per_token(value: Tensor | list[Tensor], beside: Any) -> PerToken | None:

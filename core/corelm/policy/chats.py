@@ -130,11 +130,9 @@ def render_chats(
     """Render conversations, as many at a time as are rendered in the same way.
 
     Args:
-        backend: tokenizes and knows the special tokens.
         tools: the tools of each conversation; None if no conversation has its own.
         begun: for each conversation the turn that the answer continues, as `final_turns` returned it, or None.
         prompt: whether the assistant's next turn, or the rest of its last one, is to be sampled.
-        template_kwargs: variables for the template, for all conversations.
         options: the other arguments of `render`.
 
     Raises:
@@ -196,10 +194,7 @@ class AnswerReader:
     def of(cls, parser: ResponseParser | str | None, tools: Any, backend: Backend) -> AnswerReader:
         """Return the reader for a policy's options.
 
-        Args:
-            parser: the name of a format, for one thing.
-            tools: those in the policy's `template_kwargs`, for which anything may have been given.
-            backend: has the tokenizer.
+        `tools` are those in the policy's `template_kwargs`, for which anything may have been given.
 
         Raises:
             InvalidRequestError: the tokenizer does not say how to parse answers.
@@ -223,15 +218,8 @@ class AnswerReader:
     ) -> tuple[tuple[Message, ...], Problems]:
         """Return one message per answer, with its ids, and the problems of answers that did not parse.
 
-        The message of an answer that did not parse holds its plain text.
-
-        Args:
-            rows: the conversations, one for each answer.
-            asked: the texts of the prompts.
-            said: the texts of the answers.
-            batch: the answers.
-            sampling: how they were sampled.
-            backend: decodes them.
+        The message of an answer that did not parse holds its plain text. `asked` are the texts of the prompts, `said`
+        those of the answers.
         """
         turns = _turns(rows, said, batch)
         parser = self.parser
@@ -358,8 +346,6 @@ def warn_unparsed(problems: Problems) -> None:
 
     This never raises, not even where warnings are errors: the answers have been paid for, and `errors` says the same.
     """
-    if not problems:
-        return
     try:
         warnings.warn(
             f"response_parser: {spelled_out(problems)}. The message of such an answer holds its plain text, and "

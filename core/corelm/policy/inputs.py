@@ -111,9 +111,7 @@ class InputReader:
         empty and added to `problems` if such rows are skipped.
 
         Args:
-            td: the TensorDict to read.
             part: "prompt" to generate, "full" to score.
-            backend: tokenizes and knows the special tokens.
             want_assistant: whether the mask of the assistant's tokens is needed.
 
         Raises:
@@ -147,13 +145,11 @@ class InputReader:
         problems: Problems = {}
         if options.tools_key is not None and (given := find_value(td, options.tools_key)) is not None:
             tools, problems = tools_of(given, ".".join(key_parts(options.tools_key)), shape)
-            if problems and not self._skips:
-                refuse(problems, ".".join(key_parts(options.tools_key)))
+            self._refuse_unless_skipped(problems, ".".join(key_parts(options.tools_key)))
         if part == "prompt" and options.continue_final_message is not None:
             eos_ids = backend.engine.eos_token_ids if options.prefer_tokens else None
             begun, bad = final_turns(chats, options.continue_final_message, eos_ids)
-            if bad and not self._skips:
-                refuse(bad, name)
+            self._refuse_unless_skipped(bad, name)
             problems = bad | problems
             begun = begun if any(begun) else None
         rendered = None
@@ -219,8 +215,7 @@ class InputReader:
         if not (problems := not_texts(texts)):
             ids = _with_one_bos(backend, backend.tokenize(texts, **self._tokenizing)).ids
             return InputRows(batch_size=shape, ids=ids, texts=tuple(texts))
-        if not self._skips:
-            refuse(problems, name)
+        self._refuse_unless_skipped(problems, name)
         read = ServedRows.without(problems, len(texts))
         good = [text for row, text in enumerate(texts) if row not in problems]
         return InputRows(
@@ -258,8 +253,7 @@ class InputReader:
 
         encoded = encode_completions(tokenize, first, rest, boundary, self._tokenizing)
         problems |= {number[row]: what for row, what in encoded.problems.items()}
-        if not self._skips:
-            refuse(problems, name)
+        self._refuse_unless_skipped(problems, name)
         if encoded.merged:
             rows = first_few([str(number[row]) for row in encoded.merged])
             warnings.warn(
@@ -299,7 +293,7 @@ class InputReader:
                 found = Tokens.from_rows(**{each: list(ids) for each, ids in parts.items()})
             else:
                 found = Tokens(**parts, batch_size=held.batch_size or parts["prompt"].shape[:-1])
-        elif not isinstance(held, Tokens) or not (completions or part in fields):
+        elif not isinstance(held, Tensor) and not (isinstance(held, Tokens) and (completions or part in fields)):
             found = self._value(holder, held, part, name, bare=(Tensor, list))
         cells = _cells(found, part, name)
         masks, mask_key = find_value(holder, self._masks_key), self._given_mask
@@ -348,8 +342,7 @@ class InputReader:
         assert prompts is not None
         problems: Problems = dict.fromkeys((rows.ids.lengths <= prompts).nonzero().flatten().tolist(), NO_COMPLETION)
         problems |= dict.fromkeys((prompts == 0).nonzero().flatten().tolist(), NO_PROMPT)
-        if not self._skips:
-            refuse(problems, ".".join((*self._top, "response")))
+        self._refuse_unless_skipped(problems, ".".join((*self._top, "response")))
         return replace(rows, only_response=True, problems=problems)
 
     def _joining_tokens(self, td: TensorDictBase, rows: InputRows, backend: Backend) -> InputRows:
@@ -386,14 +379,8 @@ class InputReader:
     def _spelled_by(self, held: Any, read: InputRows, own: InputRows, at: Collection[int], backend: Backend) -> bool:
         """Return whether a text was sampled as these ids: its prompt's own ids, and ids that decode to its response.
 
-        Tokenized again, a response may become other ids: the text has no EOS, and one text has many spellings.
-
-        Args:
-            held: the value that is read; only a `Text` with a prompt and a response can tell.
-            read: the whole texts, tokenized.
-            own: the ids, split into prompts and responses.
-            at: the rows to look at.
-            backend: tokenizes and decodes.
+        Tokenized again, a response may become other ids: the text has no EOS, and one text has many spellings. Only a
+        `Text` with a prompt and a response can tell; the rows `at` are looked at.
         """
         parts = own.tokens
         if not isinstance(held, Text) or not {"prompt", "response"} <= set(held.keys()) or parts.prompt is None:
@@ -415,6 +402,10 @@ class InputReader:
         )
         spellings = zip(*decoded, strict=True)
         return all(response in found for response, found in zip(responses, spellings, strict=True))
+
+    def _refuse_unless_skipped(self, problems: Problems, field: str) -> None:
+        if problems and not self._skips:
+            refuse(problems, field)
 
     # Values ----------------------------------------------------------------------------------------------------------
 
@@ -597,9 +588,6 @@ def read_ids(
         part: what the ids are; "full" reads the mask of the assistant's tokens as well.
         masks: what is under the key of the masks: `Masks` or a plain TensorDict, or nothing that is read.
         attention: an attention mask that is read instead of theirs; None reads theirs.
-        top: the key of the ids or of their container, for errors.
-        name: the key of the field, for errors.
-        mask_name: that of the attention mask.
         backend: refuses dense ids without a mask that begin or end with its pad id; None looks for no pads.
 
     Raises:
@@ -722,8 +710,6 @@ def _mask_next_to(
     it has theirs.
 
     Args:
-        td: holds the ids.
-        top: the key of the ids, or of the container that holds them.
         lengths: those of the rows of ids, with their pads.
         plain: whether a plain TensorDict holds the ids.
         unsure: why no mask may be applied; None if one may.

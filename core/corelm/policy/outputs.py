@@ -24,7 +24,7 @@ from corelm.errors import InvalidRequestError, MissingKeyError, Problems, Proven
 from corelm.policy.chats import AnswerReader
 from corelm.policy.inputs import find_value
 from corelm.policy.options import Keys, PolicyOptions
-from corelm.policy.rows import InputRows
+from corelm.policy.rows import InputRows, labelled
 from corelm.rendering.encoding import answer_texts, decoded
 from corelm.spec.answer_text import HALF_CHARACTER
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
@@ -311,13 +311,13 @@ def scored(
         chats=None if rows.chats is None else Parts(None, None, rows.chats),
         logprobs=batch.logprobs,
         scored=batch.scored,
-        kept_ids=None if support is None else support.sets,
+        kept_ids=support,
         top_ids=batch.top_ids,
         top_logprobs=batch.top_logprobs,
         tail_log_mass=batch.tail_log_mass,
         argmax=batch.argmax,
         greedy=None if batch.argmax is None else _greedy(rows, batch.scored, batch.argmax),
-        provenance=provenance if support is None else support.label(provenance),
+        provenance=provenance if support is None else labelled(provenance, support, batch.temperature),
         assistant=rows.assistant,
         errors=errors,
         retokenized=rows.retokenized,
@@ -427,12 +427,7 @@ def deliver(
 
 
 def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> GenerateResult:
-    """Return the answers in what a policy has returned, as `generate(continue_from=)` takes them.
-
-    Args:
-        found: the TensorDict.
-        rows: the prompts that the policy reads now.
-        options: those of the policy.
+    """Return the answers to `rows` in what a policy has returned, as `generate(continue_from=)` takes them.
 
     Raises:
         MissingKeyError: it has no tokens, or no finish reasons.
@@ -442,10 +437,9 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
     if not isinstance(found, TensorDictBase):
         kind = type(found).__name__
         raise invalid("continue_from", f"expected the TensorDict that a policy returned, got a {kind}")
+    keys, name = options.keys, "continue_from"
     if "finish_reason" not in found.keys():
-        raise MissingKeyError("continue_from: it has no finish_reason, as answers do", field="continue_from")
-    keys = options.keys
-    name = "continue_from"
+        raise MissingKeyError("continue_from: it has no finish_reason, as answers do", field=name)
     sampled = SampledRows.read(found, name, name, tokens=keys.tokens, log_probs=keys.log_probs, masks=keys.masks)
     start, stop = sampled.prompt_lengths, sampled.full.lengths
     prompts = sampled.full.slice(torch.zeros_like(start), start)

@@ -27,7 +27,7 @@ from corelm.policy.chats import AnswerReader, warn_unparsed
 from corelm.policy.inputs import PASSED, InputReader
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import deliver, generated, lacking, must_have_room, partial_answers, scored
-from corelm.policy.rows import InputRows, room_for_prompts, truncate_left, with_support
+from corelm.policy.rows import InputRows, restricted, room_for_prompts, truncate_left, with_support
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
@@ -321,7 +321,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             problems=rows.problems,
             read=True,
             adapter=options.adapter,
-            support=None if support is None else support.for_engine,
+            # An engine that knows no sets can score rows without any.
+            support=None if support is None or not len(support.ids.values) else support,
             **asked,
         )
 
@@ -364,8 +365,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         assert batch.logits is not None
         columns = rows.columns or dense_columns(rows.tokens)
         shape = (*rows.batch_size, columns.mask.shape[-1])
-        restricted = batch.logits if rows.support is None else rows.support.restrict(batch.logits)
-        logits = restricted.scatter(columns.mask, 0.0)
+        kept = batch.logits if rows.support is None else restricted(batch.logits, rows.support)
+        logits = kept.scatter(columns.mask, 0.0)
         if batch.temperature != 1.0:
             logits = logits / batch.temperature
         counts = batch.scored.scatter(columns.mask, False)

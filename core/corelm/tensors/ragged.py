@@ -265,7 +265,7 @@ class Ragged:
         lengths = self.lengths
         start = torch.minimum(start.clamp_min(0), lengths)
         stop = torch.maximum(torch.minimum(stop, lengths), start)
-        keep = runs((False, True, False), (start, stop - start, lengths - stop))
+        keep = runs(MIDDLE, (start, stop - start, lengths - stop))
         return _unchecked(self.values[keep.to(self.values.device)], stop - start)
 
     def join_mask(self, other: Ragged) -> Ragged:
@@ -276,7 +276,7 @@ class Ragged:
         """
         if self.lengths.shape != other.lengths.shape:
             raise ValueError(f"cannot join {len(self)} rows with {len(other)} rows; the numbers must be equal")
-        return _unchecked(runs((False, True), (self.lengths, other.lengths)), self.lengths + other.lengths)
+        return _unchecked(runs(SECOND, (self.lengths, other.lengths)), self.lengths + other.lengths)
 
     def join(self, other: Ragged, join_mask: Ragged | None = None) -> Ragged:
         """Return the rows ``self[r] + other[r]``.
@@ -311,13 +311,13 @@ def _unchecked(values: Tensor, lengths: Tensor) -> Ragged:
     return rows
 
 
-def runs(flags: Sequence[bool], counts: Sequence[Tensor]) -> Tensor:
-    """Return bool[total]: for each row in turn, each flag repeated ``counts[flag][row]`` times.
+#: Which of the runs of a row are marked: the second, or the one in the middle.
+SECOND, MIDDLE = torch.tensor([False, True]), torch.tensor([False, True, False])
 
-    >>> runs((False, True), (torch.tensor([1, 2]), torch.tensor([2, 0]))).tolist()
-    [False, True, True, False, False]
-    """
-    each = torch.tensor(flags).expand(len(counts[0]), len(flags)).flatten()
+
+def runs(flags: Tensor, counts: Sequence[Tensor]) -> Tensor:
+    """Return bool[total]: for each row in turn, each flag repeated ``counts[flag][row]`` times."""
+    each = flags.expand(len(counts[0]), len(flags)).flatten()
     return each.repeat_interleave(torch.stack(tuple(counts), -1).flatten())
 
 
@@ -432,7 +432,12 @@ class FlatRows:
         its batch along. Gradients reach the fields even when the caller has turned them off.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            columns = [_copies(one) if isinstance(one, Ragged) else _carriers(one) for one in self.fields.values()]
+            columns: list[Any] = [
+                torch.split_with_sizes_copy(one.values, one.lengths.tolist())  # type: ignore[func-returns-value]
+                if isinstance(one, Ragged)
+                else _carriers(one)
+                for one in self.fields.values()
+            ]
         each = (dict(zip(self.fields, row, strict=True)) for row in zip(*columns, strict=True))
         return _stacked([TensorDict(row, batch_size=()) for row in each], self.shape, LazyStackedTensorDict)
 
@@ -545,10 +550,6 @@ def _stacked(rows: Sequence[Any], shape: Shape, stack: Any) -> Any:
     for width in reversed(shape):
         level = [stack(*level[at : at + width]) for at in range(0, len(level), width)]
     return level[0]
-
-
-def _copies(rows: Ragged) -> Sequence[Tensor]:
-    return torch.split_with_sizes_copy(rows.values, rows.lengths.tolist())  # type: ignore[func-returns-value,return-value]
 
 
 def _carriers(values: Sequence[Any]) -> Sequence[NonTensorData]:
