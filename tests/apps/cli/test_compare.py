@@ -235,7 +235,7 @@ def test_a_line_that_is_wrong_is_named_before_an_engine_opens(tmp_path):
 
 def test_a_missing_file_is_named(tmp_path):
     result = corelm_command("compare", *TWO, "--input", tmp_path / "none.jsonl")
-    assert result.exit_code == 2 and "No such file" in result.stderr and "none.jsonl" in result.stderr
+    assert result.exit_code == 2 and "there is no file" in result.stderr and "none.jsonl" in result.stderr
 
 
 def test_only_so_many_lines_are_read():
