@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import uuid
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from corelm import validate
-from corelm.backend import more_ids
-from corelm.backend.check_results import refuse_failed
+from corelm.backend.check_results import refuse_failed, set_problems
 from corelm.backend.continuing import PartialAnswers
 from corelm.backend.engine import OpenEngine, PreparedCall
 from corelm.backend.engine_call import Delivery, Listener, Origin
 from corelm.backend.given_weights import checked_adapter
-from corelm.backend.more_ids import refuse_unreadable
 from corelm.backend.skipping import OnError, admitted, renumbering, spread
 from corelm.errors import CapabilityError, InvalidRequestError, Problems, described, refuse, spelled_out
 from corelm.spec.answer_text import skipped_texts
@@ -38,7 +36,8 @@ from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, S
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.version_runs import renamed, with_runs
 from corelm.tensors.ragged import Ragged, as_tensor, is_integer, unreadable
-from corelm.validate import as_list, invalid, is_bool, is_index, one_of, read_once, shown, unencodable
+from corelm.tensors.token_sets import TokenSets, ascending
+from corelm.validate import as_list, count, flag, invalid, is_bool, is_index, one_of, read_once, shown, unencodable
 
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
 _WITHOUT_PADS = "pass a list with the ids of each row, without pads"
@@ -62,7 +61,6 @@ def prepare_generation(
     top_logprobs: int = 0,
     continue_from: GenerateResult | None = None,
     on_tokens: Listener | None = None,
-    on_answer: Callable[[int, int], None] | None = None,
     new_turn: bool = False,
 ) -> PreparedCall[GenerateResult]:
     """Check the arguments of `Backend.generate`, which documents them and the errors.
@@ -71,17 +69,13 @@ def prepare_generation(
         problems: rows that are known to be bad, and why.
         read: whether the rows are int64 already, as a policy reads them; the engine is given a copy.
         on_tokens: takes the tokens of the answers as they come.
-        on_answer: takes the row and the number of tokens of each answer that is complete, if the engine says
-            so. Rows are those of the engine's result.
         new_turn: whether the streamed text of an answer is a message, and does not continue the text of its prompt.
     """
     engine.require_open()
     capabilities, weights, sampling = engine.capabilities, engine.weights, SamplingParams.make(sampling)
     rows = prompts.clone() if read else rows_of_ids(prompts, "prompts", engine, copy=True)
     sampling_is_honoured(sampling, engine)
-    support_from_engine = return_support is not False and more_ids.support_comes_from_engine(
-        return_support, sampling, engine
-    )
+    support_from_engine = return_support is not False and _support_comes_from_engine(return_support, sampling, engine)
     mode = generation_mode(logprobs, sampling, capabilities, engine.name, support_from_engine)
     if adapter is not None:
         adapter = _adapter(engine, adapter)
@@ -95,17 +89,26 @@ def prepare_generation(
         version = weights.version_with(adapter)
         return _prepare_continuation(
             engine,
-            PartialAnswers(engine, continue_from, rows, sampling, stop_ids, version, adapter=adapter, **label),
+            PartialAnswers(
+                capabilities,
+                engine.tokenizer,
+                continue_from,
+                rows,
+                sampling,
+                stop_ids,
+                version,
+                adapter=adapter,
+                **label,
+            ),
             seeds_of_call(engine, sampling, count, seeds),
             names,
             problems or {},
             timeout=timeout,
             on_error=on_error,
             adapter=adapter,
-            on_answer=on_answer,
             **label,
         )
-    top_logprobs = 0 if top_logprobs == 0 else more_ids.top_of_answers(top_logprobs, mode, engine)
+    top_logprobs = 0 if top_logprobs == 0 else _top_of_answers(top_logprobs, mode, engine)
     problems = {**row_problems(rows, capabilities, sampling), **(problems or {})}
     served = torch.arange(count)
     if problems or on_error != "raise":
@@ -130,7 +133,6 @@ def prepare_generation(
         request_ids=names,
         timeout=engine.timeout if timeout is None else validate.seconds("timeout", timeout),
         on_tokens=delivery if capabilities.streaming else None,
-        on_answer=on_answer,
         adapter=adapter,
         return_support=support_from_engine,
         top_logprobs=top_logprobs,
@@ -156,7 +158,7 @@ def prepare_generation(
             name = partial(weights.named, adapter)
             batch = with_runs(batch, [renamed(runs, name) for runs in batch.version_runs])
         if return_support and not support_from_engine:
-            batch = more_ids.with_known_support(batch, greedy=sampling.greedy)
+            batch = _with_known_support(batch, greedy=sampling.greedy)
         if problems:
             skipped = {row * samples + sample: why for row, why in problems.items() for sample in range(samples)}
             lengths = torch.zeros(count * samples, dtype=torch.int64).index_copy(0, answers, batch.ids.lengths)
@@ -176,8 +178,8 @@ def prepare_generation(
         caller_rows=answers // samples,
         rows=total,
         tokens=max(given, most),
-        delivery=delivery,
-        origin=Origin(total, {} if delivery is None else delivery.arrivals) if engine.wrapped else None,
+        deliveries=() if delivery is None else (delivery,),
+        origins=(Origin(total, {} if delivery is None else delivery.arrivals),) if engine.wrapped else (),
     )
 
 
@@ -260,11 +262,14 @@ def prepare_scoring(
     if adapter is not None:
         adapter = _adapter(engine, adapter)
     lengths, count = rows.lengths, rows.lengths.shape[0]
-    starts = first_scored(score_from, count)
+    starts = torch.ones(count, dtype=torch.int64)
+    if score_from is not None:
+        given = [score_from] * count if is_index(score_from) else score_from
+        starts = _integers(given, count, "score_from").clamp_min(1)
     named: dict[str, Any] = {}
     wrong: Problems = {}
     if support is not None or top_ids is not None or type(top_k) is not int or top_k:
-        named, wrong = more_ids.ids_at_positions(engine, rows, starts, support, top_k, top_ids)
+        named, wrong = _ids_at_positions(engine, rows, starts, support, top_k, top_ids)
     problems = {**wrong, **row_problems(rows, capabilities), **(problems or {})}
     served = torch.arange(count)
     if problems or on_error != "raise":
@@ -306,7 +311,7 @@ def prepare_scoring(
         rows=len(names),
         tokens=rows.values.shape[0],
         on_caller_thread=grad or return_logits,
-        origin=Origin(len(names)) if engine.wrapped else None,
+        origins=(Origin(len(names)),) if engine.wrapped else (),
     )
 
 
@@ -337,13 +342,16 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None, *, copy:
         with suppress(OverflowError, RuntimeError, ValueError):
             return Ragged.from_list(ids)
     if hasattr(ids, "__array__") and not isinstance(ids, Tensor):
-        # The elements of a Series of lists are no numbers.
-        numbers = getattr(getattr(ids, "dtype", None), "kind", "O") in "biufc"
-        ids = _tensor(ids, field) if numbers else as_list(ids)
+        try:
+            # The elements of a Series of lists are no numbers.
+            numbers = getattr(getattr(ids, "dtype", None), "kind", "O") in "biufc"
+            ids = as_tensor(ids) if numbers else as_list(ids)
+        except TypeError as error:  # NumPy has types that torch lacks
+            raise invalid(field, f"expected an array of integers: {error}") from error
     if isinstance(ids, Tensor) and ids.is_nested:
         ids = ids.unbind()
     if isinstance(ids, Tensor):
-        refuse_unreadable(ids, field)
+        _refuse_unreadable(ids, field)
         if ids.ndim != 2:
             raise invalid(field, f"expected one row per sequence, got a tensor of shape {tuple(ids.shape)}")
         ids = Ragged(ids.reshape(-1), torch.full((ids.shape[0],), ids.shape[1]))
@@ -402,13 +410,7 @@ def _from_rows(rows: Any, field: str) -> Ragged:
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise invalid(field, f"expected rows of token ids, got {shown(rows)}; backend.tokenize turns texts into ids")
     if type(rows) is not list:
-        try:
-            read = list(rows)
-        except Exception as error:
-            raise invalid(
-                field, f"expected rows of token ids, got {shown(rows)}, which fails: {described(error)}"
-            ) from error
-        return rows_of_ids(read, field)
+        return rows_of_ids(list(rows), field)
     found: list[Tensor | array[int]] = []
     problems: Problems = {}
     for index, row in enumerate(rows):
@@ -429,13 +431,6 @@ def _row(row: Any) -> Tensor | array[int]:
     if not isinstance(row, (list, tuple)):
         raise TypeError
     return array("q", map(_index, row))
-
-
-def _tensor(array: Any, field: str) -> Tensor:
-    try:
-        return as_tensor(array)
-    except TypeError as error:  # NumPy has types that torch lacks
-        raise invalid(field, f"expected an array of integers: {error}") from error
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
@@ -473,17 +468,6 @@ def names_of_requests(given: Sequence[str] | None, rows: int) -> tuple[str, ...]
     if not {*map(type, names)} <= {str} or not len(names) == len({*names}) == rows:
         raise invalid("request_ids", f"expected {rows} different names, got {shown(given)}")
     return tuple(names)
-
-
-def first_scored(given: Any, rows: int) -> Tensor:
-    """Return int64[rows], each at least 1: the position where scoring starts. Position 0 is never scored.
-
-    Args:
-        given: one position for all rows, or one per row; None scores every position from 1 on.
-    """
-    if given is None:
-        return torch.ones(rows, dtype=torch.int64)
-    return _integers([given] * rows if is_index(given) else given, rows, "score_from").clamp_min(1)
 
 
 def _integers(given: Any, count: int, field: str) -> Tensor:
@@ -723,3 +707,213 @@ def _scaled_is(mode: Mode, sampling: SamplingParams, with_support: bool) -> bool
     if mode == "raw":
         return sampling.temperature in (0.0, 1.0)
     return sampling.temperature > 0.0 and (with_support or not sampling.truncates)
+
+
+# Kept ids and the most probable ids -----------------------------------------------------------------------------------
+
+
+def _refuse_unreadable(values: Any, field: str) -> None:
+    """Refuse what is not a plain tensor with values in memory."""
+    if why := unreadable(values):
+        raise invalid(field, f"expected a dense tensor, got {why}")
+
+
+def _support_comes_from_engine(return_support: Any, sampling: SamplingParams, engine: OpenEngine) -> bool:
+    """Check the argument `return_support` of `generate`. Return whether only the engine knows the support.
+
+    Otherwise core does: in greedy decoding it is the sampled id, and without truncation the whole vocabulary.
+    """
+    if not flag("return_support", return_support):
+        return False
+    if sampling.num_beams > 1:
+        raise CapabilityError(
+            "beam search does not sample token by token, so no token was drawn from a set of ids; leave out "
+            "return_support=True",
+            capability="num_beams",
+        )
+    if sampling.greedy:
+        return False
+    if sampling.engine_kwargs:
+        raise invalid(
+            "return_support",
+            "core does not know how engine_kwargs change the distribution, so the ids that are left would not say "
+            "what a log-prob is of; leave out engine_kwargs or return_support=True",
+        )
+    if sampling.truncates_support and not sampling.truncates:
+        raise invalid(
+            "return_support",
+            "min_new_tokens leaves nearly the whole vocabulary, and that would be returned for every token; give "
+            "top_k, top_p or min_p as well, or leave out return_support=True",
+        )
+    if sampling.truncates:
+        why = "it does not say which ids truncation has left; leave out return_support=True"
+        engine.require("return_support", why)
+    return sampling.truncates
+
+
+def _with_known_support(batch: GenerateResult, *, greedy: bool) -> GenerateResult:
+    """Return the engine's result with the support that core knows; see `_support_comes_from_engine`."""
+    ids = batch.ids
+    kept = TokenSets.empty(ids.lengths).to(ids.values.device)
+    if greedy:
+        ones = torch.ones(ids.values.shape[0], dtype=torch.int64)
+        kept = TokenSets(Ragged(ids.values.clone(), ones), ids.lengths)
+    mass = torch.zeros(ids.values.shape, dtype=torch.float32, device=ids.values.device)
+    return replace(batch, kept_ids=kept, kept_log_mass=ids.with_values(mass))
+
+
+def _top_of_answers(given: Any, mode: Literal["none", "raw", "processed"], engine: OpenEngine) -> int:
+    """Check the argument `top_logprobs` of `generate`."""
+    k = _most("top_logprobs", given, "top_logprobs", engine)
+    if k and mode == "none":
+        raise invalid("top_logprobs", "no log-probs were asked for; give logprobs='raw' or 'processed' as well")
+    return k
+
+
+def _ids_at_positions(
+    engine: OpenEngine, sequences: Ragged, starts: Tensor, support: Any, top_k: Any, top_ids: Any
+) -> tuple[dict[str, Any], Problems]:
+    """Check the arguments of `score_logprobs` of these names, of which only one may be given.
+
+    Returns:
+        The fields of a `ScoreRequest` that they make, and the rows whose ids are wrong.
+    """
+    k = _most("top_k", top_k, "score_top_k", engine)
+    given = [name for name, one in (("support", support), ("top_ids", top_ids)) if one is not None]
+    given += ["top_k"] if k else []
+    if len(given) > 1:
+        raise invalid(given[-1], f"give only one of {' and '.join(given)} in a call")
+    vocab = engine.capabilities.vocab_size
+    if support is not None:
+        engine.require("score_support", "it normalises over the whole vocabulary; leave out support")
+        sets, problems = _given_support(support, sequences, starts, vocab)
+        return {"support": sets}, problems
+    if top_ids is not None:
+        engine.require("score_top_ids", "it returns no log-probs of other ids than those given; leave out top_ids")
+        ids, problems = _given_top_ids(top_ids, sequences, starts, vocab)
+        return {"top_ids": ids}, problems
+    return {"top_k": k}, {}
+
+
+def _most(field: str, given: Any, capability: str, engine: OpenEngine) -> int:
+    """Return how many ids to return at each position, at most as many as the engine can."""
+    k = count(field, given)
+    if k:
+        engine.require(capability, f"it returns no log-probs of the most probable ids; leave out {field}={k}")
+        most = min(getattr(engine.capabilities, capability), engine.capabilities.vocab_size)
+        if k > most:
+            raise invalid(field, f"this engine returns at most {most} ids at each position, got {k}")
+    return k
+
+
+def _given_support(given: Any, sequences: Ragged, starts: Tensor, vocab_size: int) -> tuple[TokenSets, Problems]:
+    """Return one set for each position of the sequences, its ids ascending, and the rows whose sets are wrong.
+
+    Args:
+        given: `TokenSets` or nested lists, one set a position: as many as the sequence has, or as many as are scored.
+        starts: int64[rows]: where scoring starts.
+    """
+    sets = _token_sets(given)
+    sets = TokenSets(ascending(sets.ids.to("cpu")), sets.lengths)
+    if len(sets) != len(sequences):
+        raise invalid("support", f"expected sets for {len(sequences)} rows, got {len(sets)}")
+    whole, scored = sequences.lengths, (sequences.lengths - starts).clamp_min(0)
+    found = sets.lengths
+    fits = (found == whole) | (found == scored)
+    problems: Problems = {
+        row: f"support: has sets for {int(found[row])} positions; expected one for each of its {int(whole[row])} ids, "
+        f"or for the {int(scored[row])} that are scored"
+        for row in (~fits).nonzero().flatten().tolist()
+    }
+    # Empty sets fill the positions before those that are scored, and the rows at fault, which are refused or skipped.
+    kept = torch.where(fits, found, 0)
+    if problems:
+        sets = sets.slice(torch.zeros_like(kept), kept)
+    if not torch.equal(kept, whole):
+        sets = TokenSets.empty(whole - kept).join(sets)
+    checked = sequences.positions >= starts[sequences.row_index]
+    wrong = set_problems(sets, sequences, vocab_size, checked, empty=True)
+    problems |= {row: f"support, position {position}: {what}" for row, (position, what) in wrong.items()}
+    return sets, problems
+
+
+def _given_top_ids(given: Any, sequences: Ragged, starts: Tensor, vocab_size: int) -> tuple[Ragged, Problems]:
+    """Return ids ``[total, k]`` as long as the sequences, -1 where nothing is scored, and the rows that are wrong.
+
+    Args:
+        given: a `Ragged` with ``values[total, k]``, a tensor ``[rows, time, k]``, or a list of tensors ``[time, k]``.
+            A row has as many positions as its sequence, or as many as are scored; -1 stands for no id.
+        starts: int64[rows]: where scoring starts.
+    """
+    rows = _rows_of_top_ids(given)
+    if len(rows) != len(sequences):
+        raise invalid("top_ids", f"expected ids for {len(sequences)} rows, got {len(rows)}")
+    k = rows[0].shape[1] if rows else 1
+    problems: Problems = {}
+    out = torch.full((sequences.values.shape[0], k), -1)
+    for row, (ids, first, end, start) in enumerate(
+        zip(rows, sequences.offsets[:-1].tolist(), sequences.offsets[1:].tolist(), starts.tolist(), strict=True)
+    ):
+        whole, scored = end - first, max(0, end - first - start)
+        if ids.shape[1] != k:
+            problems[row] = f"top_ids: names {ids.shape[1]} ids at each position, but row 0 names {k}"
+        elif len(ids) not in (whole, scored):
+            problems[row] = (
+                f"top_ids: names ids at {len(ids)} positions; expected {whole}, or the {scored} that are scored"
+            )
+        else:
+            out[end - scored : end] = ids[len(ids) - scored :]
+    ordered = out.sort(-1).values
+    twice = ((ordered.diff(dim=-1) == 0) & (ordered[:, 1:] >= 0)).any(-1)
+    outside = ((out < -1) | (out >= vocab_size)).any(-1)
+    for wrong, what in ((twice, "names an id twice"), (outside, f"names an id outside the vocabulary of {vocab_size}")):
+        for index in wrong.nonzero().flatten().tolist():
+            row = int(sequences.row_index[index])
+            problems.setdefault(row, f"top_ids, position {int(sequences.positions[index])}: {what}")
+    return Ragged(out, sequences.lengths), problems
+
+
+def _token_sets(given: Any) -> TokenSets:
+    """Return sets in memory that the caller does not hold."""
+    if isinstance(given, TokenSets):
+        _refuse_unreadable(given.ids.values, "support")
+        if given.ids.values.dtype != torch.int64 or given.ids.values.ndim != 1:
+            raise invalid("support", f"expected ids in int64, got {given.ids.values.dtype}")
+        try:
+            # Build and validate new sets: the caller may have modified the lengths since they were checked.
+            return TokenSets(Ragged(given.ids.values.clone(), given.ids.lengths.clone()), given.lengths.clone())
+        except ValueError as error:
+            raise invalid("support", str(error)) from error
+    try:
+        rows = [list(row) for row in as_list(given)]
+        for row, sets in enumerate(rows):
+            for position, ids in enumerate(sets):
+                # A mask over the vocabulary, for example: its values would be read as the ids 0 and 1.
+                if _holds_bools(ids):
+                    raise TypeError(f"row {row}, set {position} holds bools instead of ids")
+        return TokenSets.from_list(rows)
+    except Exception as error:
+        expected = "TokenSets such as kept_ids of a result, or a list of ids for each position of each row"
+        raise invalid("support", f"expected {expected}, got {shown(given)}: {described(error)}") from error
+
+
+def _holds_bools(ids: Any) -> bool:
+    if isinstance(ids, Tensor):
+        return ids.dtype == torch.bool
+    return not {*map(type, ids)} <= {int} and any(map(is_bool, ids))
+
+
+def _rows_of_top_ids(given: Any) -> list[Tensor]:
+    expected = "expected a Ragged with values[total, k], or for each row a tensor [time, k], of ids in int64"
+    if isinstance(given, Ragged):
+        _refuse_unreadable(given.values, "top_ids")
+        rows = list(given.split())
+    else:
+        rows = list(given) if isinstance(given, (Tensor, list, tuple)) else [given]
+    for number, row in enumerate(rows):
+        if not isinstance(row, Tensor):
+            raise invalid("top_ids", f"{expected}; row {number} is {shown(row)}, which is not a tensor")
+        _refuse_unreadable(row, "top_ids")
+        if row.ndim != 2 or row.dtype != torch.int64 or not row.shape[1]:
+            raise invalid("top_ids", f"{expected}; row {number} is {row.dtype}{list(row.shape)}")
+    return [row.cpu() for row in rows]

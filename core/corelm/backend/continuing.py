@@ -8,17 +8,17 @@ see.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from corelm.backend.check_results import set_problems
-from corelm.backend.hooks import OpenPlugin
 from corelm.backend.skipping import spread
 from corelm.errors import Problems, ProvenanceMismatchError, refuse
 from corelm.spec.answer_text import StopStrings
+from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import GenerateResult, fields_of_rows
 from corelm.spec.sampling import SamplingParams
@@ -35,7 +35,7 @@ class PartialAnswers:
     """Answers of an earlier call for the same prompts. Those that have not ended go on.
 
     Args:
-        engine: the engine that is to continue them.
+        capabilities, tokenizer: those of the engine that is to continue them.
         old: the argument `continue_from`. A caller may have saved them, cut them, or put them together.
         prompts: the prompts of this call.
         sampling: how this call samples.
@@ -57,7 +57,8 @@ class PartialAnswers:
 
     def __init__(
         self,
-        engine: OpenPlugin,
+        capabilities: Capabilities,
+        tokenizer: Any,
         old: Any,
         prompts: Ragged,
         sampling: SamplingParams,
@@ -74,9 +75,9 @@ class PartialAnswers:
             )
         _must_agree(old, sampling, **asked)
         self._old, self._sampling = old, sampling
-        strings = StopStrings.of(sampling, engine.tokenizer)
+        strings = StopStrings.of(sampling, tokenizer)
         self._stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(self.samples)]
-        wrong = _field_problems(old, engine.capabilities.vocab_size)
+        wrong = _field_problems(old, capabilities.vocab_size)
         # Why each answer has ended; "" for those that go on.
         self._reasons: list[str] = []
         rows = zip(old.ids.tolist(), old.finish_reasons, _runs_of(old), self._stops, strict=True)
@@ -126,7 +127,7 @@ class PartialAnswers:
         self.joined_prompts = repeated.join(old.ids.to(prompts.values.device)).select(self.index)
         if limit is not None and len(self.index):
             # One limit for all rows, that of the row that needs most; none if some would not fit the context then.
-            limit, context = limit - int(self.lengths.min()), engine.capabilities.max_context
+            limit, context = limit - int(self.lengths.min()), capabilities.max_context
             if context is not None and int(self.joined_prompts.lengths.max()) + limit > context:
                 limit = None
         self.sampling_of_rest = SamplingParams.make(sampling, num_samples=None, min_new_tokens=0, max_new_tokens=limit)
@@ -191,24 +192,17 @@ def _must_agree(
         raise invalid("continue_from", f"was sampled with top_logprobs={k}; give the same")
     if old.logprobs is None:
         return
-    wanted = dict(Provenance.label(logprobs, sampling))
-    found = {"mode": old.mode, "temperature": old.temperature, "support": old.support}
+    wanted: dict[str, Any] = {**Provenance.label(logprobs, sampling)}
+    found: dict[str, Any] = {"mode": old.mode, "temperature": old.temperature, "support": old.support}
+    if logprobs == "processed":
+        # One label names the penalties of all tokens.
+        wanted["penalties"] = dict(sampling.penalties)
+        found["penalties"] = wanted["penalties"] if old.sampling is None else dict(old.sampling.penalties)
     if found != wanted:
         raise ProvenanceMismatchError(
-            f"continue_from: its log-probs are {_words(found)}, and those that follow would be {_words(wanted)}; "
-            "sample as these answers were begun"
+            f"continue_from: its log-probs are of {found}, and those that follow would be of {wanted}; sample as these "
+            "answers were begun"
         )
-    # One label names the penalties of all tokens.
-    before = sampling.penalties if old.sampling is None else old.sampling.penalties
-    if old.mode == "processed" and before != sampling.penalties:
-        raise ProvenanceMismatchError(
-            f"continue_from: its log-probs were sampled with the penalties {dict(before)}, and those that follow "
-            f"would be with {dict(sampling.penalties)}; give the same"
-        )
-
-
-def _words(label: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value!r}" for name, value in label.items())
 
 
 def _field_problems(old: GenerateResult, vocab_size: int) -> Problems:

@@ -240,17 +240,14 @@ def _of_peft_model(name: str, model: Any) -> tuple[Mapping[str, Tensor], dict[st
     model = unwrapped(model)
     peft = sys.modules.get("peft")
     known = getattr(model, "peft_config", None)
-    if peft is None or not isinstance(known, Mapping) or not hasattr(model, "active_adapter"):
+    if peft is None or not isinstance(known, Mapping) or not hasattr(model, "active_adapters"):
         raise invalid("weights", f"a {type(model).__name__} has no adapter; give a model of peft.get_peft_model")
-    if name in known:
-        chosen = name
-    else:
-        active = model.active_adapter
-        chosen = active() if callable(active) else active
-        if isinstance(chosen, (list, tuple)):
-            if len(chosen) != 1:
-                raise invalid("weights", f"the model has {len(chosen)} active adapters and none called {name!r}")
-            (chosen,) = chosen
+    # A method in transformers, and a property in PEFT.
+    active = model.active_adapters
+    names = [name] if name in known else active() if callable(active) else active
+    if len(names) != 1:
+        raise invalid("weights", f"the model has {len(names)} active adapters and none called {name!r}")
+    (chosen,) = names
     with torch.no_grad():
         state: Mapping[str, Tensor] = peft.get_peft_model_state_dict(
             model, adapter_name=chosen, save_embedding_layers=False

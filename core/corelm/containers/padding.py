@@ -21,7 +21,6 @@ from corelm.containers.reading import (
     list_keys,
     masks_of,
     ragged,
-    row_lengths,
     scan,
 )
 from corelm.errors import InvalidRequestError
@@ -127,25 +126,21 @@ def collate(
 def _stacked(rows: Sequence[TensorDictBase]) -> TensorDictBase:
     if not isinstance(rows, Sequence) or not rows:
         raise invalid("rows", "expected a list of TensorDicts with at least one row")
-    first = _keys(rows, 0)
-    for number in range(1, len(rows)):
-        differ = _keys(rows, number) ^ first
-        if differ:
+    first: set[Path] = set()
+    for number, row in enumerate(rows):
+        if not isinstance(row, TensorDictBase):
+            raise invalid("rows", f"expected TensorDicts, but row {number} is a {type(row).__name__}")
+        # `padded` only says how a row is stored, and rows of both layouts may be mixed.
+        keys = {path for path in map(key_parts, row.keys(include_nested=True)) if path[-1] != "padded"}
+        first = first if number else keys
+        if differ := keys ^ first:
             # lazy_stack would drop them silently.
             names = ", ".join(sorted(".".join(key) for key in differ))
             raise invalid("rows", f"row {number} and row 0 have different keys; only one of them has {names}")
-        if rows[number].batch_size != rows[0].batch_size:
-            sizes = f"{tuple(rows[number].batch_size)} and {tuple(rows[0].batch_size)}"
+        if row.batch_size != rows[0].batch_size:
+            sizes = f"{tuple(row.batch_size)} and {tuple(rows[0].batch_size)}"
             raise invalid("rows", f"row {number} and row 0 have different batch sizes: {sizes}")
     return lazy_stack(list(rows))
-
-
-def _keys(rows: Sequence[Any], number: int) -> set[Path]:
-    if not isinstance(rows[number], TensorDictBase):
-        raise invalid("rows", f"expected TensorDicts, but row {number} is a {type(rows[number]).__name__}")
-    keys = {key_parts(key) for key in rows[number].keys(include_nested=True)}
-    # `padded` only says how a row is stored, and rows of both layouts may be mixed.
-    return {key for key in keys if key[-1] != "padded"}
 
 
 def _named(td: TensorDictBase, path: Path, value: Any, containers: Mapping[Path, Any]) -> PerToken:
@@ -194,7 +189,7 @@ class _Layout:
         for path, value in here.items():
             masks = masks_of(held, path)
             for name in {"prompt", "response", "full", "all_attention_mask"} & set(value.keys()) - lengths.keys():
-                lengths[name] = row_lengths(held, (*path, name), masks=masks)
+                lengths[name] = ragged(held, (*path, name), masks=masks).lengths
             if "all_response_mask" in value.keys() and "marked" not in lengths:
                 lengths["marked"] = ragged(held, (*path, "all_response_mask"), masks=masks).sums()
             if before is None and (mask := dense_mask(value)) is not None:

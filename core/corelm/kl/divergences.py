@@ -39,7 +39,7 @@ by a logit of the student is ``t − q · Σ t``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from corelm.errors import InvalidRequestError, Problems, refuse
+from corelm.errors import Problems, refuse
 from corelm.kl.estimators import counted_positions, expected_log_ratio, shape_of, wide_dtype
 from corelm.validate import invalid, number, one_of, positive, shown
 
@@ -249,8 +249,7 @@ def _check_mass(name: str, table: Tensor, counts: Tensor, given: torch.dtype) ->
     """Refuse positions whose probabilities do not sum to 1: not log-probs, ids twice, or another tail."""
     mass = table.double().exp().sum(-1)
     bad = counts & ((mass - 1.0).abs() > (_ROUNDING if given.itemsize >= 4 else _SHORT_ROUNDING))
-    what = "the probabilities of the k ids and of the tail sum to {:.6g}, not to 1"
-    _refuse_at(bad, name, lambda at: what.format(float(mass.flatten()[at])))
+    _refuse_at(bad, name, "the probabilities of the k ids and of the tail sum to {:.6g}, not to 1", mass)
 
 
 def _check_ids(teacher: TopLogProbs, student: TopLogProbs, counts: Tensor) -> None:
@@ -258,32 +257,26 @@ def _check_ids(teacher: TopLogProbs, student: TopLogProbs, counts: Tensor) -> No
         if ids is not None:
             ordered = ids.sort(-1).values
             twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
-            _refuse_at(twice.to(counts.device) & counts, f"{name}.ids", lambda at: "an id is there twice")
-    if teacher.ids is None or student.ids is None:
-        return
-    ours, theirs = student.ids.to(counts.device), teacher.ids.to(counts.device)
-
-    def what(at: int) -> str:
-        one, other = (ids.reshape(-1, ids.shape[-1])[at] for ids in (ours, theirs))
-        place = int((one != other).nonzero()[0])
-        return (
-            f"id {int(one[place])} is in place {place}, where the teacher has {int(other[place])}; score the student "
-            "at the teacher's ids, in their order"
-        )
-
-    _refuse_at((ours != theirs).any(-1) & counts, "student.ids", what)
+            _refuse_at(twice.to(counts.device) & counts, f"{name}.ids", "an id is there twice")
+    if teacher.ids is not None and student.ids is not None:
+        differ = (student.ids.to(counts.device) != teacher.ids.to(counts.device)).any(-1)
+        what = "the ids are not the teacher's; score the student at the teacher's ids, in their order"
+        _refuse_at(differ & counts, "student.ids", what)
 
 
-def _refuse_at(bad: Tensor, field: str, what: Callable[[int], str]) -> None:
-    """Raise for the first bad position of each row. The last dimension is the position, those before it the row."""
+def _refuse_at(bad: Tensor, field: str, what: str, values: Tensor | None = None) -> None:
+    """Raise for the first bad position of each row. The last dimension is the position, those before it the row.
+
+    `what` may name the value at the position, one of `values`.
+    """
     problems: Problems = {}
     width = bad.shape[-1] if bad.ndim else 1
     for at in bad.flatten().nonzero().flatten().tolist():
         row, position = divmod(at, width)
-        if row not in problems:
-            problems[row] = (f"position {position}: " if bad.ndim else "") + what(at)
+        said = what if values is None else what.format(float(values.flatten()[at]))
+        problems.setdefault(row, f"position {position}: {said}" if bad.ndim else said)
     if problems and bad.ndim < 2:
-        raise InvalidRequestError(f"{field}: {problems[0]}", field=field)
+        raise invalid(field, problems[0])
     refuse(problems, field)
 
 

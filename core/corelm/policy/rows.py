@@ -27,44 +27,6 @@ from corelm.validate import invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ScoredSupport:
-    """The ids over which to normalise the score of each token.
-
-    Attributes:
-        sets: as long as the sequences, on the CPU; an empty set stands for the whole vocabulary.
-        temperature: that of the scores.
-    """
-
-    sets: TokenSets
-    temperature: float
-
-    @property
-    def for_engine(self) -> TokenSets | None:
-        """The sets, or None if all of them are empty: an engine that knows no sets can score these rows."""
-        return self.sets if self.sets.ids.values.shape[0] else None
-
-    def restrict(self, logits: Ragged) -> Ragged:
-        """Return the logits ``values[total, vocab]``, minus infinity for the ids that are not in the sets."""
-        ids = self.sets.ids.to(logits.values.device)
-        kept = torch.zeros_like(logits.values, dtype=torch.bool)
-        kept[ids.row_index.to(kept.device), ids.values] = True
-        kept |= (ids.lengths == 0).to(kept.device)[:, None]
-        return logits.with_values(logits.values.masked_fill(~kept, -torch.inf))
-
-    def label(self, found: Provenance | tuple[Provenance, ...]) -> Provenance | tuple[Provenance, ...]:
-        """Return the provenance of the scores: rows without any set are of full support.
-
-        Args:
-            found: what the engine says of all rows, or of each.
-        """
-        cut = (self.sets.flat.lengths > 0).tolist()
-        labels = {on: Provenance.label_of_scores(self.temperature, truncated=on) for on in {*cut, False}}
-        rows = found if isinstance(found, tuple) else (found,) * len(cut)
-        made = tuple(replace(row, **labels[on]) for row, on in zip(rows, cut, strict=True))
-        return made if len({*made}) > 1 else next(iter(made), found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputRows:
     """The rows that were read, one per prompt or sequence, in C order of `batch_size`.
 
@@ -84,7 +46,8 @@ class InputRows:
         only_response: whether the input is prompts and their completions, of which only the completions are scored.
         parts: the texts of prompts and completions, if such were read.
         problems: rows that could not be read, which are empty, and rows that have nothing to score; and why.
-        support: the ids over which the scores are normalised; None for the whole vocabulary.
+        support: the ids over which the score of each token is normalised, on the CPU; an empty set, and None for all
+            tokens, stand for the whole vocabulary.
         conflicts: rows whose ids differ from the `Tokens` in the TensorDict, and how; None if it holds no `Tokens`.
         there: the containers in the TensorDict that scores join, by name.
     """
@@ -102,7 +65,7 @@ class InputRows:
     only_response: bool = False
     parts: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     problems: Mapping[int, str] = field(default_factory=dict)
-    support: ScoredSupport | None = None
+    support: TokenSets | None = None
     conflicts: Problems | None = None
     there: Mapping[str, Any] = field(default_factory=dict)
 
@@ -181,11 +144,7 @@ def with_support(td: TensorDictBase, rows: InputRows, options: PolicyOptions, te
 
     Rows whose sets are not those of their tokens are added to their problems if such rows are skipped.
 
-    Args:
-        td: holds the `LogProbs`, at the root or under ``next``.
-        rows: the sequences.
-        options: those of the policy that scores.
-        temperature: that of the scores. The sets were made at one temperature, which has to be the same.
+    The sets were made at one temperature, which must be that of the scores.
 
     Raises:
         MissingKeyError: there are no such log-probs, or they carry no sets.
@@ -228,8 +187,27 @@ def with_support(td: TensorDictBase, rows: InputRows, options: PolicyOptions, te
         refuse(problems, name)
     kept = torch.where(lengths == wanted, lengths, 0)
     sets = sets.slice(torch.zeros_like(kept), kept).join(TokenSets.empty(wanted - kept))
-    support = ScoredSupport(sets=sets, temperature=temperature)
-    return replace(rows, support=support, problems={**problems, **rows.problems})
+    return replace(rows, support=sets, problems={**problems, **rows.problems})
+
+
+def restricted(logits: Ragged, support: TokenSets) -> Ragged:
+    """Return the logits ``values[total, vocab]``, minus infinity for the ids that are not in the sets."""
+    ids = support.ids.to(logits.values.device)
+    kept = torch.zeros_like(logits.values, dtype=torch.bool)
+    kept[ids.row_index.to(kept.device), ids.values] = True
+    kept |= (ids.lengths == 0).to(kept.device)[:, None]
+    return logits.with_values(logits.values.masked_fill(~kept, -torch.inf))
+
+
+def labelled(
+    found: Provenance | tuple[Provenance, ...], support: TokenSets, temperature: float
+) -> Provenance | tuple[Provenance, ...]:
+    """Return what the engine says of all scores, or of each row's, with the support: rows without sets are of all."""
+    cut = (support.flat.lengths > 0).tolist()
+    labels = {on: Provenance.label_of_scores(temperature, truncated=on) for on in {*cut, False}}
+    rows = found if isinstance(found, tuple) else (found,) * len(cut)
+    made = tuple(replace(row, **labels[on]) for row, on in zip(rows, cut, strict=True))
+    return made if len({*made}) > 1 else next(iter(made), found)
 
 
 def _must_be_normalised(held: LogProbs, sets: TokenSets, name: str, temperature: float) -> None:
@@ -249,11 +227,9 @@ def _must_be_normalised(held: LogProbs, sets: TokenSets, name: str, temperature:
         elif label.penalties:
             problems[row] = "was sampled with penalties, which scores cannot reflect"
     if problems:
-        wanted = {one.temperature for one in labels if one is not None}
-        first = next(iter(wanted)) if len(wanted) == 1 else "…"
-        advice = f'score with log_probs_mode="processed", sampling_params={{"temperature": {first}}}'
-        if "raw" in next(iter(problems.values())):
-            advice = 'sample with log_probs_mode="processed", or score without support_key'
-        if 0.0 in wanted:
-            advice = "greedy answers have the log-prob 0 under truncation; score without support_key"
-        raise ProvenanceMismatchError(f"support_key: {name}: {spelled_out(problems)}; {advice}")
+        temperatures = {one.temperature for one in labels if one is not None}
+        first = next(iter(temperatures)) if len(temperatures) == 1 else "…"
+        raise ProvenanceMismatchError(
+            f'support_key: {name}: {spelled_out(problems)}; both with log_probs_mode="processed", the scores '
+            f'with sampling_params={{"temperature": {first}}}, or score without support_key'
+        )

@@ -40,7 +40,6 @@ from corelm.rendering.layout import Layout, Span, Writer
 from corelm.rendering.template import (
     Template,
     check_encodable,
-    joined_strings,
     json_escape,
     map_chats,
     without_foreign_arguments,
@@ -309,7 +308,8 @@ class _Cutter:
         messages = [without_foreign_arguments([each.for_template() for each in chat], tools) for chat in self.chats]
         messages = _with_wanted_calls(template, messages)
         begun = [message.begun for chat in self.chats for message in chat if message.begun]
-        contents = "\n".join([joined_strings(messages), *nested_texts("history", begun)])
+        texts = [text for chat in messages for message in chat for text in nested_texts("history", message)]
+        contents = "\n".join([*texts, *nested_texts("history", begun)])
         if unencodable(contents):
             check_encodable(messages)
         everything = [contents, *nested_texts("template_kwargs", [template.source, template.kwargs])]

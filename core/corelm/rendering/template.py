@@ -13,7 +13,6 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, TypeVar
 
 from corelm.errors import TemplateError, refuse
@@ -174,16 +173,6 @@ class Template:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def joined_strings(chats: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """Return every str in the messages, keys included, one per line."""
-    messages = chain.from_iterable(chats)
-    try:
-        # Fast path: a batch has thousands of messages, and most hold only text.
-        return "\n".join(chain.from_iterable(chain.from_iterable(map(dict.items, messages))))
-    except TypeError:
-        return "\n".join(text for chat in chats for message in chat for text in nested_texts("history", message))
 
 
 def check_encodable(chats: Sequence[Sequence[dict[str, Any]]]) -> None:

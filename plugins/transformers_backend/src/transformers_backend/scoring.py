@@ -139,6 +139,12 @@ class Scorer:
         )
         if layout in _SLOWER and len(batch.rows) > 1:
             self._self_test.warn_once(_SLOWER[layout], "about twice as long for short rows")
+        yield from self._score_whole(layout, batch, request, call)
+
+    def _score_whole(
+        self, layout: RowLayout, batch: SequenceBatch, request: ScoreRequest, call: Call
+    ) -> Iterator[ScoredTokens]:
+        """Do that in this layout, with logits for all positions."""
         for rows in self._row_batches(batch.inputs.lengths, layout):
             call.deadline.check()
             if len(call.aborted_among(batch.rows[rows])) == len(rows):
@@ -224,12 +230,23 @@ class Scorer:
         """
         # Two more tables like the logits are made where the tail is summed.
         elements = _SLICE_ELEMENTS // 4 if query.wants_top else _SLICE_ELEMENTS
-        size, slots, parts = max(1, elements // self._engine.vocab_size), to_device(slots, states.device), []
+        size, parts = max(1, elements // self._engine.vocab_size), []
         for some, asked in zip(slots.split(size), query.split(size), strict=True):
-            logits = to_logits(states[some]).float()
+            logits = to_logits(states_at(states, some)).float()
             # The layers of a model may be on several devices, and its head on another than its last states.
             parts.append(scores_of_logits(logits, asked.to(logits.device)))
         return TokenScores.cat(parts)
+
+
+def states_at(states: Tensor, slots: Tensor) -> Tensor:
+    """Return ``states[slots]``, as a view if the slots follow one another.
+
+    Those of a row alone do. Gradients would need a copy of all its states.
+    """
+    first = int(slots[0]) if len(slots) else 0
+    if torch.equal(slots, torch.arange(first, first + len(slots), device=slots.device)):
+        return states[first : first + len(slots)]
+    return states[to_device(slots, states.device)]
 
 
 def grouping_of(layout: RowLayout) -> Grouping:

@@ -17,8 +17,8 @@ from torch import Tensor
 from corelm.spec import Ragged, ScoreRequest
 from corelm_engine_kit.loop import Call
 from corelm_engine_kit.token_scores import ScoredTokens, TokenQuery, TokenScores
-from corelm_engine_kit.transfer import to_device
 from transformers_backend.engine import CausalLM
+from transformers_backend.fast import onednn
 from transformers_backend.fast.head import ScoringHead
 from transformers_backend.fast.layouts import ReadBatch, SharingPays, packed_batches, padded_batches
 from transformers_backend.fast.packing import may_pack
@@ -35,6 +35,7 @@ from transformers_backend.scoring import (
     RowLayout,
     Scorer,
     ScoringPath,
+    states_at,
     tokens_per_pass,
 )
 from transformers_backend.self_test import TAIL, SelfTest, TailLogits
@@ -42,6 +43,8 @@ from transformers_backend.self_test import TAIL, SelfTest, TailLogits
 #: On a CPU, tokens that share a forward pass of packed rows. More of them take more memory and save no time, except
 #: those that share a start.
 _CPU_PACK = 1024
+#: The model's own forward takes no longer for one row of so few tokens.
+_SHORT_ROW = 64
 #: A shorter common start is not worth the bookkeeping.
 _SHORTEST_START = 16
 #: Where transformers runs the model with one of these, rows are packed for it, and for nothing else.
@@ -76,6 +79,9 @@ class FastScorer(Scorer):
         self._head.forget()
 
     def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, call: Call) -> Iterator[ScoredTokens]:
+        if not request.grad and self._is_short_row(batch):
+            yield from self._score_whole("alone", batch, request, call)
+            return
         several = request.support is not None or request.top_k > 0 or request.top_ids is not None
         head = self._head.path(int(batch.wanted.sum()), grad=request.grad, several=several)
         if head == "whole":
@@ -137,10 +143,20 @@ class FastScorer(Scorer):
             pairs, inverse = (slots * vocab_size + query.targets).unique(return_inverse=True)
             slots, query = pairs // vocab_size, replace(query, targets=pairs % vocab_size)
         if head == "tiled":
-            scores = tiled_scores(self._head.tiled(), _states_at(states, slots), query.to(states.device))
+            scores = tiled_scores(self._head.tiled(), states_at(states, slots), query.to(states.device))
         else:
             scores = self._scores(states, slots, query, self._split.logits)
         return scores if inverse is None else scores.select(inverse)
+
+    def _is_short_row(self, batch: SequenceBatch) -> bool:
+        """Return whether it is one row of few tokens, most of them scored, and oneDNN would not save more."""
+        if len(batch.rows) > 1 or not len(batch.wanted) / 2 <= batch.wanted.sum() <= len(batch.wanted) <= _SHORT_ROW:
+            return False
+        if not self._self_test.is_causal:
+            # The trial of another way tells it.
+            return False
+        weight = getattr(self._engine.base.get_output_embeddings(), "weight", None)
+        return not (isinstance(weight, Tensor) and onednn.is_quicker(weight))
 
     # Packed or padded -------------------------------------------------------------------------------------------------
 
@@ -197,14 +213,3 @@ def _name(layout: RowLayout) -> str:
 
 def _never(shared: int, rest: int) -> bool:
     return False
-
-
-def _states_at(states: Tensor, slots: Tensor) -> Tensor:
-    """Return ``states[slots]``, as a view if the slots follow one another.
-
-    Those of a long row alone do. Gradients would need a copy of all its states.
-    """
-    first = int(slots[0]) if len(slots) else 0
-    if torch.equal(slots, torch.arange(first, first + len(slots), device=slots.device)):
-        return states[first : first + len(slots)]
-    return states[to_device(slots, states.device)]
