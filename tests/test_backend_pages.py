@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import corelm
+from corelm_testing import THEMES
 from helpers import capability_tables
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
@@ -75,6 +76,7 @@ def test_the_comparison_shows_every_engine_and_every_outcome(tables):
     reports = {name: tables.read_report(name) for name in PLUGINS}
     assert tuple(reports) == tables.ENGINES
     for name, report in reports.items():
+        assert report["themes"].keys() <= {*THEMES, "kit"}
         found = [report["themes"][theme] for theme in report["themes"]]
         assert {each: sum(counts.get(each, 0) for counts in found) for each in report["counts"]} == report["counts"]
         (row,) = [line for line in tables.summary(reports) if line.startswith(f"| {name} |")]

@@ -53,6 +53,36 @@ def test_the_command_lists_backends_without_torch():
 
 
 @pytest.mark.process
+def test_a_mistyped_command_is_refused_before_torch_is_imported(tmp_path):
+    asks = tmp_path / "asks.jsonl"
+    asks.touch()
+    engine = ["--backend", "toy", "--input", str(asks)]
+    for typed, said in (
+        (["generate", *engine, "--output", "x.csv"], "only JSON Lines are written"),
+        (["score", *engine, "--output", "x.Parquet"], "only JSON Lines are written"),
+        (["generate", *engine, "--output", "-", "--top-p", "3"], "top_p"),
+        (["chat", "--backend", "toy", "--temperature", "-1"], "temperature"),
+        (["generate", "--backend", "toy", "--input", "none.jsonl", "--output", "-"], "there is no file none.jsonl"),
+        (["score", "--backend", "toy", "none.txt"], "there is no file none.txt"),
+        (["compare", "--backend", "toy", "--input", "none.jsonl"], "there is no file none.jsonl"),
+        (["compare", "--backend", "toy", "--backend", "toy", "--report", "none/x.html"], "folder that does not exist"),
+    ):
+        code = f"""
+import sys
+sys.argv = ['corelm', *{typed!r}]
+from corelm_cli import main
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 2, end.code
+loaded = {HEAVY | ENGINES!r} & {{*sys.modules}}
+assert not loaded, loaded
+"""
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+        assert ended.returncode == 0 and said in ended.stderr, ended.stderr
+
+
+@pytest.mark.process
 def test_an_engine_that_answers_in_records_needs_no_tensordict():
     # Nor what only fleets, hosts and canaries need: importing all of it takes as long as opening a small model.
     code = """

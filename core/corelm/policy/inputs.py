@@ -425,7 +425,7 @@ class InputReader:
         if isinstance(held, bare):
             return held
         if not isinstance(held, (ChatHistory, Text, Tokens, TensorDictBase)):
-            raise _wrong(name, f"{mode} or a container of it", held)
+            raise _wrong(name, f"{PASSED[mode]}, or a container of {mode}", held)
         found = _field(held, part)
         if found is None:
             raise MissingKeyError(

@@ -323,3 +323,8 @@ def test_ctrl_c_drops_a_question_that_has_no_answer_yet_and_ctrl_d_ends_the_chat
         assert terminal.run.wait(PATIENCE) == 0
     last = telling.read_text(errors="replace").splitlines()[-1]
     assert "one" in last and "two" in last and "mute" not in last
+
+
+def test_a_model_given_as_the_backend_is_told_its_flag():
+    result = corelm_command("chat", "--backend", "some/model")
+    assert result.exit_code == 2 and "give --backend transformers --model 'some/model'" in result.stderr

@@ -109,7 +109,7 @@ def test_a_text_that_fits_is_scored_as_without_windows(text, tiny_model, tmp_pat
     [
         (["--stride", "4"], "give a --window that is larger"),
         (["--window", "4", "--stride", "4"], "give a --window that is larger"),
-        (["--input", "x.jsonl"], "give one of FILE and --input"),
+        (["--input", "-"], "give one of FILE and --input"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(text, flags, said):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from corelm import SamplingParams
 from corelm.spec.sampling import ALIASES, FIELDS
 from corelm_cli.settings import recorded_sampling
+from corelm_testing.trials import TRIALS
 from helpers.command_line import corelm_command, generate, rows, settings_of, write_prompts
 
 #: A plugin that takes every parameter, and writes those of its last call next to the answers.
@@ -37,38 +39,20 @@ class Taking(ToyBackend):
         return super().generate(dataclasses.replace(request, sampling=sampling))
 """
 
-#: A value for each field that is not its default, as typed and as Python has it.
-GIVEN: dict[str, tuple[list[str], Any]] = {
-    "max_new_tokens": (["7"], 7),
-    "min_new_tokens": (["2"], 2),
-    "temperature": (["0.5"], 0.5),
-    "top_p": (["0.9"], 0.9),
-    "top_k": (["5"], 5),
-    "min_p": (["0.1"], 0.1),
-    "repetition_penalty": (["1.2"], 1.2),
-    "presence_penalty": (["-0.5"], -0.5),
-    "frequency_penalty": (["0.5"], 0.5),
-    "stop": (["a", "b"], ("a", "b")),
-    "stop_token_ids": (["3", "4"], (3, 4)),
-    "ignore_eos": ([], True),
-    "num_samples": (["2"], 2),
-    "seed": (["5"], 5),
-    "num_beams": (["3"], 3),
-    "length_penalty": (["2.5"], 2.5),
-    "early_stopping": ([], True),
-    "do_sample": (None, False),  # type: ignore[dict-item]  # --no-do-sample
-    "skip_special_tokens": (None, False),  # type: ignore[dict-item]  # --no-skip-special-tokens
-    "reasoning_marks": (["<think>", "</think>"], ("<think>", "</think>")),
-    "engine_kwargs": (["grammar=root", "depth=2"], {"grammar": "root", "depth": 2}),
-}
+#: What the conformance kit leaves to the engine's vocabulary, or to the temperature.
+HERE = {"stop_token_ids": (3, 4), "do_sample": False}
+#: A value for each field that is not its default.
+GIVEN = {name: HERE[name] if name in HERE else trial.values[0] for name, trial in TRIALS.items()}
 NEEDS_BEAMS = ("length_penalty", "early_stopping")
 
 
-def typed(name: str, words: list[str] | None) -> list[str]:
+def typed(name: str, value: Any) -> list[str]:
     flag = name.replace("_", "-")
-    if words is None:
-        return [f"--no-{flag}"]
-    return [word for value in words for word in (f"--{flag}", value)] or [f"--{flag}"]
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    if isinstance(value, dict):
+        value = tuple(f"{key}={each}" for key, each in value.items())
+    return [str(word) for each in (value if isinstance(value, tuple) else (value,)) for word in (f"--{flag}", each)]
 
 
 @pytest.fixture
@@ -85,18 +69,14 @@ def taken(tmp_path: Path, fabricate: Any, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path / "taken.json"
 
 
-def test_every_field_is_covered_here():
-    assert set(GIVEN) == set(FIELDS)
-
-
 def test_every_parameter_has_a_flag_that_reaches_the_engine(files, taken):
     for name in FIELDS:
-        words, value = GIVEN[name]
+        value = GIVEN[name]
         short = [] if name == "max_new_tokens" else ["--max-new-tokens", "9"]
         beams = ["--num-beams", "3"] if name in NEEDS_BEAMS else []
         target = files[1].with_name(f"{name}.jsonl")
         always = ["--input", files[0], "--output", target, "--backend", "taking"]
-        result = corelm_command("generate", *always, *typed(name, words), *short, *beams)
+        result = corelm_command("generate", *always, *typed(name, value), *short, *beams)
         assert result.exit_code == 0, result.output
         if name == "num_samples":  # the toy does not sample several answers itself
             assert len(rows(target)) == 10
@@ -111,7 +91,7 @@ def test_every_parameter_that_may_change_an_answer_is_a_setting():
     """Otherwise answers with different values of it would be mixed in one file."""
     for name in set(FIELDS) - {"num_samples", "do_sample"}:
         beams = {"num_beams": 2} if name in NEEDS_BEAMS else {}
-        changed = SamplingParams.make({**beams, name: GIVEN[name][1]})
+        changed = SamplingParams.make({**beams, name: GIVEN[name]})
         assert recorded_sampling(SamplingParams(**beams)) != recorded_sampling(changed), name
 
 
@@ -119,10 +99,10 @@ def test_every_alias_has_a_flag(files, taken):
     for alias, name in ALIASES.items():
         target = files[1].with_name(f"{alias}.jsonl")
         always = ["--input", files[0], "--backend", "taking", "--output", target]
-        assert corelm_command("generate", *always, *typed(alias, GIVEN[name][0])).exit_code == 0, alias
+        assert corelm_command("generate", *always, *typed(alias, GIVEN[name])).exit_code == 0, alias
         by_alias = taken.read_text(), target.read_text()
         # The settings are the same under both names, so the run goes on.
-        result = corelm_command("generate", *always, *typed(name, GIVEN[name][0]))
+        result = corelm_command("generate", *always, *typed(name, GIVEN[name]))
         assert result.exit_code == 0 and "0 answers written" in result.stderr, alias
         assert (taken.read_text(), target.read_text()) == by_alias, alias
 
@@ -158,6 +138,7 @@ def test_a_wrong_value_is_refused_before_anything_is_opened(files):
 def test_the_help_lists_every_parameter_once_with_its_aliases():
     text = corelm_command("generate", "--help").stdout
     for name in FIELDS:
+        assert re.search(rf"^ {{4}}{name}: ", inspect.getdoc(SamplingParams) or "", re.MULTILINE), f"{name}: no help"
         assert len(re.findall(rf"^  --{name.replace('_', '-')} ", text, re.MULTILINE)) == 1, name
     flat = " ".join(text.split())
     for alias in ALIASES:

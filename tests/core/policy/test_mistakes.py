@@ -59,6 +59,13 @@ def test_a_value_of_the_wrong_type_is_refused(backend, mode, value):
         LLMPolicy(backend, input_mode=mode)(TensorDict({mode: value}))
 
 
+def test_messages_that_are_no_history_are_told_how_to_become_one(backend):
+    td = TensorDict(history=[[{"role": "user", "content": "Hello"}]])
+    with refused(InvalidRequestError, field="history.prompt") as caught:
+        LLMPolicy(backend)(td)
+    assert "History.from_chats(" in str(caught.value)
+
+
 def test_a_batch_size_that_contradicts_the_tensordict_is_refused(backend):
     td = TensorDict(history=History.from_chats([[chat(q)] for q in QUESTIONS[:2]]), batch_size=[2])
     with refused(InvalidRequestError, field="history.prompt"):

@@ -82,10 +82,10 @@ def backends(
 @app.command(cls=flags.GroupedCommand)
 @flags.sampling_flags()
 def generate(
-    backend: flags.BackendName,
     input: flags.Input,
     output: flags.Output,
     sampling: dict[str, Any],
+    backend: flags.BackendName = "transformers",
     model: flags.Model = None,
     base_url: flags.BaseURL = None,
     option: flags.EngineOptions = None,
@@ -142,6 +142,9 @@ def generate(
             "it reads whole turns; leave out --continue-final-message", param_hint="--response-parser"
         )
     engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
+    # Before the imports, which take seconds.
+    with typed_exits():
+        params = SamplingParams.make(sampling)
     with interrupt_ends_process():
         from corelm_cli.generating import Generator
         from corelm_cli.job import Job
@@ -149,7 +152,6 @@ def generate(
         from corelm_cli.settings import recorded_policy, recorded_sampling
 
     with typed_exits():
-        params = SamplingParams.make(sampling)
         options = flags.policy_options(
             chat_template,
             template_kwargs,
@@ -187,13 +189,15 @@ def generate(
 
 @app.command(cls=flags.GroupedCommand)
 def score(
-    backend: flags.BackendName,
     file: Annotated[
         Path | None,
         typer.Argument(
-            help="Instead of --input: a JSONL file, or, if its name ends in .txt, one text.", metavar="FILE"
+            help="Instead of --input: a JSONL file, or, if its name ends in .txt, one text.",
+            metavar="FILE",
+            callback=flags.to_read,
         ),
     ] = None,
+    backend: flags.BackendName = "transformers",
     input: flags.OptionalInput = None,
     output: flags.Output = Path("-"),
     model: flags.Model = None,
@@ -309,8 +313,8 @@ def score(
 @app.command(cls=flags.GroupedCommand)
 @flags.sampling_flags("num_samples")
 def chat(
-    backend: flags.BackendName,
     sampling: dict[str, Any],
+    backend: flags.BackendName = "transformers",
     model: flags.Model = None,
     base_url: flags.BaseURL = None,
     option: flags.EngineOptions = None,
@@ -338,6 +342,8 @@ def chat(
     interrupted.
     """
     engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
+    with typed_exits():
+        params = SamplingParams.make(sampling)
     with interrupt_ends_process():
         from corelm import LLMPolicy
         from corelm_cli.chat import Conversation
@@ -345,7 +351,6 @@ def chat(
 
     with typed_exits(), standard_output() as stdout:
         try:
-            params = SamplingParams.make(sampling)
             options = flags.policy_options(
                 chat_template, template_kwargs, truncation=truncation.value, adapter=engine.adapter
             )

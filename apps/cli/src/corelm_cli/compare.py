@@ -73,6 +73,7 @@ def compare(
             None,
             "JSONL file of prompts, in the format described above; - is the standard input. Default: ten prompts that "
             "core brings.",
+            callback=flags.to_read,
         ),
     ] = None,
     max_prompts: Annotated[int | None, _file_flag("<int>", "Read only so many lines.", min=1)] = None,
@@ -133,13 +134,14 @@ def compare(
     """
     if max_prompts is not None and input is None:
         raise typer.BadParameter("there is no --input to read", param_hint="--max-prompts")
+    with typed_exits():
+        _check_report(report)
     given = {"backend": backend, "name": name, "model": model, "base_url": base_url, "python": python}
     with interrupt_ends_process():
         from corelm_cli.lines import read_all
 
         sides = sides_of_flags(ctx, {**given, "option": option, "adapter": adapter})
     with typed_exits(), ExitStack() as stack:
-        _check_report(report)
         prompts, completions = (None, None) if input is None else read_all(_file(input), max_prompts)
         settings = {
             "oracle": None if oracle == "none" else oracle,

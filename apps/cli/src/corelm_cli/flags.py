@@ -74,7 +74,8 @@ def installed_backends() -> list[str]:
 #: What makes an option of each section of the help.
 of_engine, of_files, of_prompts = (functools.partial(typer.Option, rich_help_panel=each) for each in PANELS[:3])
 BackendName = Annotated[
-    str, of_engine(help="Name of the backend, as listed by `corelm backends`.", autocompletion=installed_backends)
+    str,
+    of_engine(help="Name of the backend, as listed by `corelm backends`.", autocompletion=installed_backends),
 ]
 Model = Annotated[str | None, of_engine(help="Path of the model, or a name that the engine knows.")]
 BaseURL = Annotated[str | None, of_engine(help="URL of a running server to use instead of a model.")]
@@ -109,12 +110,42 @@ Timed = Annotated[
     ),
 ]
 
-_INPUT = of_files(help="JSONL file to read, in the format described above; - is the standard input.")
+
+def to_read(path: Path | None) -> Path | None:
+    """Refuse a file that is not there, before libraries are imported, which takes seconds."""
+    if path is not None and str(path) != "-" and (path.is_dir() or not path.exists()):
+        raise typer.BadParameter(f"{path} is a folder" if path.is_dir() else f"there is no file {path}")
+    return path
+
+
+_INPUT = of_files(help="JSONL file to read, in the format described above; - is the standard input.", callback=to_read)
 Input = Annotated[Path, _INPUT]
 OptionalInput = Annotated[Path | None, _INPUT]
+
+#: Endings of files that commands for JSON Lines do not write.
+OTHER_FORMATS = frozenset(
+    (
+        *(".arrow", ".csv", ".db", ".feather", ".html", ".json", ".npz", ".parquet", ".pt", ".safetensors", ".sqlite"),
+        *(".tsv", ".xlsx", ".xml", ".yaml", ".yml", ".bz2", ".gz", ".xz", ".zip", ".zst"),
+    )
+)
+
+
+def _of_json_lines(path: Path) -> Path:
+    if path.suffix.lower() in OTHER_FORMATS:
+        raise typer.BadParameter(
+            f"{path}: only JSON Lines are written; give a name that ends in .jsonl or .ndjson, or - for the standard "
+            "output"
+        )
+    return path
+
+
 Output = Annotated[
     Path,
-    of_files(help="JSONL file to append to. What it already has is not done again. - is the standard output."),
+    of_files(
+        help="JSONL file to append to. What it already has is not done again. - is the standard output.",
+        callback=_of_json_lines,
+    ),
 ]
 Overwrite = Annotated[bool, of_files("--overwrite", help="Replace the answers that the output has.")]
 CopyInput = Annotated[bool, of_files("--copy-input", help="Copy what each line asks, such as `prompt`, to the output.")]

@@ -18,24 +18,6 @@ from corelm_cli.lines import Id, L, Line, LineError
 from corelm_cli.settings import SettingsFile
 from corelm_cli.streams import Stream
 
-#: Endings of files that this command does not write.
-OTHER_FORMATS = (
-    *(
-        ".arrow",
-        ".csv",
-        ".db",
-        ".feather",
-        ".html",
-        ".json",
-        ".npz",
-        ".parquet",
-        ".pt",
-        ".safetensors",
-        ".sqlite",
-        ".tsv",
-    ),
-    *(".xlsx", ".xml", ".yaml", ".yml", ".bz2", ".gz", ".xz", ".zip", ".zst"),
-)
 #: How every answer and every failed line starts: these texts, with a JSON value after each but the last.
 ANSWER = (b'{"id": ', b', "line": ', b', "prompt_hash": "')
 FAILED = (b'{"line": ', b', "id": ', b', "error": "')
@@ -297,7 +279,7 @@ def settings_path(output: Path) -> Path:
 
 
 def check_paths(source: os.stat_result | None, target: Path) -> None:
-    """Check that the output's name is not that of another format, and that the files are different.
+    """Check that the files are different.
 
     All of them must be regular files or new, and none may be the input.
 
@@ -305,14 +287,8 @@ def check_paths(source: os.stat_result | None, target: Path) -> None:
         source: the open input file; None if it is not a file.
 
     Raises:
-        OutputError: the name has the ending of another format, or a file is not regular, or is the input, or two are
-            one file.
+        OutputError: a file is not regular, or is the input, or two are one file.
     """
-    if target.suffix.lower() in OTHER_FORMATS:
-        raise OutputError(
-            f"{target}: only JSON Lines are written; give a name that ends in .jsonl or .ndjson, or - for the standard "
-            "output"
-        )
     others = {errors_path(target): "the output's errors file", settings_path(target): "the output's settings file"}
     for path, what in {target: "the output", **others}.items():
         if source is not None and path.exists() and os.path.samestat(path.stat(), source):

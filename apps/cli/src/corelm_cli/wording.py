@@ -20,6 +20,8 @@ _PHRASES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ..
     (re.compile(r"\bCall load_adapter\('(.*?)', …\) first"), r"Give --adapter \1=FOLDER"),
     (re.compile(r"^(adapter: |path: (?=there is no readable adapter))"), "--adapter: "),
     (re.compile(r"\bcall get_backend\('.*?', 'PATH'\)"), "give --model PATH"),
+    (re.compile(r"\bname the backend first: get_backend\('(.*?)', (.*?)\)"), r"give --backend \1 --model \2"),
+    (re.compile(r"\bcall, for example, get_backend\('(.*?)', base_url=(.*?)\)"), r"give --backend \1 --base-url \2"),
     (re.compile(r"\bgive another host or port; port 0 takes"), "give another --host or --port; --port 0 takes"),
     (re.compile(r"\bpass checkpoints=(\[PATH, …\])?"), "give --checkpoint FOLDER"),
     (re.compile(r"\bpass oracle=( a folder| the model's folder)?"), "give --oracle FOLDER"),
