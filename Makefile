@@ -25,7 +25,7 @@ NEWEST := tests/test_third_party_names.py $(addprefix tests/core/,tensors contai
 	tests/plugins/openai_backend/test_protocol.py tests/apps/serve/test_chat.py \
 	$(if $(SELECT),$(addprefix $(PLUGIN)/test_,adapters.py conformance.py families.py generation.py opening.py peft_methods.py \
 	scoring.py self_test.py weights.py wrapped.py) $(PLUGIN)/fast/test_cache.py,$(PLUGIN)) \
-	$(addprefix tests/harnesses/test_,trl.py trl_rollouts.py lm_eval.py inspect_ai.py)
+	$(addprefix tests/harnesses/test_,trl_rollouts.py lm_eval.py inspect_ai.py)
 
 # Run the tests in one process per core, but not in more than eight: each takes more than 1 GB.
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal

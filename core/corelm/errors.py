@@ -1,25 +1,6 @@
 """The exception tree: everything that `corelm` and its plugins raise on purpose.
 
-Each is also a builtin exception that a caller would think to catch::
-
-    CoreLMError
-    ├── BackendNotFoundError      (LookupError)          no backend has this name
-    ├── BackendNotInstalledError  (ImportError)          its extra is not installed
-    ├── BackendImportError        (ImportError)          its module fails to import
-    ├── BackendConflictError      (RuntimeError)         two distributions claim its name
-    ├── BackendIncompatibleError  (TypeError)            it does not fit this hook specification
-    ├── BackendClosedError        (RuntimeError)         it was closed
-    ├── BackendAsleepError        (RuntimeError)         it sleeps, or has no weights yet
-    ├── BackendTimeoutError       (TimeoutError)         no answer within the timeout
-    ├── CapabilityError           (NotImplementedError)  the engine cannot do this
-    ├── InvalidRequestError       (ValueError)           the request is wrong: field, rows
-    │   └── MissingKeyError       (KeyError)             a key is not in the TensorDict
-    ├── TemplateError             (ValueError)           the chat template fails: rows
-    ├── ResponseFormatError       (ValueError)           an answer does not follow its parser's format
-    ├── ProvenanceMismatchError   (ValueError)           log-probs of different distributions
-    └── EngineError               (RuntimeError)         the engine failed: usable, rows
-        ├── QueueFullError                               a batcher's queue is full
-        └── StaleWeightsError                            the engine has other weights than those in force
+Each is also a builtin exception that a caller would think to catch.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Those without a defect, of which some inherit, are in `capable_plugins`.
 """
 
 import math
-import threading
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from corelm import Ragged, SamplingParams, TokenSets, hookimpl
+from corelm import Ragged, SamplingParams, hookimpl
 from corelm.spec import RowAnswer, generate_result
 from corelm.spec.records import (
     ContainerRequest,
@@ -71,26 +70,11 @@ class ProcessedUnreshaped(Reshaping):
         return sampled_from, reported
 
 
-class PenaltyAfterTemperature(Reshaping):
-    """Penalties are subtracted from the logits that the temperature has divided."""
-
-    def reshaped(self, logits: Tensor, prompt: list[int], answer: list[int], request: GenerateRequest) -> Tensor:
-        temperature = request.sampling.temperature or 1.0
-        return super().reshaped(logits / temperature, prompt, answer, request) * temperature
-
-
 class FirstIdUnpenalised(Reshaping):
     """The repetition penalty leaves out the first id of the prompt, as if it were a BOS."""
 
     def penalised(self, prompt: list[int], answer: list[int]) -> set[int]:
         return {*prompt[1:], *answer}
-
-
-class LastIdsPenalised(Reshaping):
-    """The repetition penalty counts the last 64 ids only."""
-
-    def penalised(self, prompt: list[int], answer: list[int]) -> set[int]:
-        return {*(prompt + answer)[-64:]}
 
 
 class EngineKwargsIgnored(Reshaping):
@@ -377,38 +361,6 @@ class MassBeforeTemperature(ToyBackend):
         return replace(batch, kept_log_mass=Ragged.from_list(masses, torch.float32))
 
 
-class OneIdMore(ToyBackend):
-    """An id that was cut off is among the kept ids."""
-
-    @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerateResult:
-        batch = super().generate(request)
-        if batch.kept_ids is None:
-            return batch
-        vocab = range(self.capabilities.vocab_size)
-        more = [
-            [sorted({*ids, next(token for token in vocab if token not in ids)}) for ids in row]
-            for row in batch.kept_ids.tolist()
-        ]
-        return replace(batch, kept_ids=TokenSets.from_list(more))
-
-
-class SupportOfTheFirstAnswer(ToyBackend):
-    """Every answer to the same prompt gets the mass of the first one's tokens."""
-
-    @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerateResult:
-        batch = super().generate(request)
-        if batch.kept_log_mass is None:
-            return batch
-        first: dict[tuple[int, ...], list[float]] = {}
-        prompts, masses = request.prompts.tolist(), []
-        for prompt, own in zip(prompts, batch.kept_log_mass.tolist(), strict=True):
-            known = first.setdefault(tuple(prompt), own)
-            masses.append([known[at] if at < len(known) else mass for at, mass in enumerate(own)])
-        return replace(batch, kept_log_mass=Ragged.from_list(masses, torch.float32))
-
-
 class SupportIgnored(ToyBackend):
     """Scores are normalised over the whole vocabulary, and called truncated."""
 
@@ -539,18 +491,6 @@ class UnknownIsBase(AdapterToy):
         )
 
 
-class MergedIntoBase(AdapterToy):
-    """It adds an adapter to its base weights, which then have it in every call."""
-
-    @hookimpl
-    def update_weights(self, request: WeightUpdate) -> bool:
-        done = super().update_weights(request)
-        if request.adapter is not None and not request.unloads:
-            self.model.table.data += self.added[request.adapter]
-            self.added[request.adapter] = torch.zeros_like(self.added[request.adapter])
-        return done
-
-
 class AdaptersLostInSleep(AdapterToy, Sleeper):
     """Its base weights survive a sleep at level 1, and its adapters do not."""
 
@@ -593,23 +533,6 @@ class WakesAsBefore(Sleeper):
         return True
 
 
-class CopyOutlivesUpdate(Sleeper):
-    """Waking the cache brings back the weights that level 1 kept, whatever was loaded since then."""
-
-    @hookimpl
-    def sleep(self, request: SleepRequest) -> bool:
-        super().sleep(request)
-        self.copy = None if self.kept is None else self.kept.clone()
-        return True
-
-    @hookimpl
-    def wake(self, request: WakeRequest) -> bool:
-        super().wake(request)
-        if request.last and self.copy is not None:
-            self.model.table.data = self.copy
-        return True
-
-
 # Timeouts -----------------------------------------------------------------------------------------------------------
 
 
@@ -619,29 +542,6 @@ class NeverStops(ToyBackend):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.capabilities = replace(self.capabilities, stops_at_timeout=True)
-
-
-class RaisesAndGoesOn(NeverStops):
-    """Declares that it stops at a timeout. It raises in time, but the next call waits for what is left of the work."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.turn = threading.Lock()
-
-    @hookimpl
-    def generate(self, request: GenerateRequest) -> GenerateResult:
-        answers: list[GenerateResult] = []
-
-        def work() -> None:
-            with self.turn:
-                answers.append(ToyBackend.generate(self, request))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join(request.timeout)
-        if not answers:
-            raise TimeoutError("too slow")
-        return answers[0]
 
 
 # Truncation in another order ----------------------------------------------------------------------------------------

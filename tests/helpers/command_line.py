@@ -10,7 +10,6 @@ from typer.testing import CliRunner, Result
 from corelm_cli.app import app
 
 #: Input and output; "-" is the standard input or output.
-Files = tuple[Path | str, Path | str]
 
 CHAT = [{"role": "user", "content": "Where is the cat?"}]
 LINES: list[Any] = [

@@ -1,8 +1,8 @@
 """Planted defects: engines that are wrong in one thing each. `corelm compare` must name it, and accuse no sound one."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,13 @@ class Defect:
     Attributes:
         cause: what must be named.
         open: returns the spoilt backend for the folder of a sound model.
-        families: the models it is planted into, with changes of their configuration.
+        family, changes: the model it is planted into, and changes of its configuration.
     """
 
     cause: str
     open: Callable[[Path], Backend]
-    families: Sequence[tuple[str, dict[str, Any]]]
+    family: str
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 def _plugin(plugin: type[TransformersBackend]) -> Callable[[Path], Backend]:
@@ -170,63 +171,55 @@ def _no_rope_scaling(folder: Path) -> Backend:
 _SCALED_ROPE = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}}
 
 DEFECTS: dict[str, Defect] = {
-    "shift forward": Defect("shift", _plugin(engines.ShiftedForward), [("qwen2", {}), ("gpt2", {})]),
-    "shift back": Defect("shift", _plugin(engines.ShiftedBack), [("llama", {}), ("gemma2", {})]),
-    "adds BOS to ids": Defect("bos-added", _plugin(engines.AddsBos), [("qwen2", {}), ("opt", {})]),
-    "drops the first id": Defect("first-token-dropped", _plugin(engines.DropsFirst), [("llama", {}), ("cohere", {})]),
-    "cuts long rows on the left": Defect("truncation", _plugin(engines.CutsLeft), [("qwen2", {}), ("gpt2", {})]),
-    "chunks that do not see one another": Defect(
-        "chunked-prefill", _plugin(engines.ForgetsChunks), [("qwen2", {}), ("phi-biased", {})]
-    ),
-    "logarithms to base 2": Defect("units", _plugin(engines.Bits), [("qwen2", {}), ("granite", {})]),
-    "counts padded ids": Defect("vocab-padding", _plugin(engines.CountsPadding), [("qwen2", {}), ("llama", {})]),
-    "normalises over the top 200": Defect("top-only", _plugin(engines.TopOnly), [("llama", {}), ("opt", {})]),
-    "forbids EOS in scores": Defect("eos-suppressed", _plugin(engines.ForbidsEos), [("qwen2", {}), ("gpt2", {})]),
-    "scores at temperature 1.3": Defect("missing-scale", _plugin(engines.Heats), [("qwen2", {}), ("gemma2", {})]),
-    "pads without a mask": Defect("company", _plugin(engines.PadsWithoutMask), [("qwen2", {}), ("gpt2", {})]),
-    "rows attend to one another": Defect(
-        "company", _plugin(engines.LeaksBetweenRows), [("llama", {}), ("mixtral", {})]
-    ),
-    "a wrong entry in the prefix cache": Defect(
-        "prefix-cache", _plugin(engines.ForgetsItsCache), [("qwen2", {}), ("opt", {})]
-    ),
-    "prefixes of earlier weights": Defect("prefix-cache", _stale_cache, [("qwen2", {}), ("llama", {})]),
-    "dropout left on": Defect("not-deterministic", _plugin(engines.Drops), [("qwen2", {}), ("llama", {})]),
-    "temperature inside log-probs": Defect("temperature", _plugin(engines.SaysScaled), [("qwen2", {}), ("gpt2", {})]),
-    "truncation inside log-probs": Defect(
-        "truncation-in-logprobs", _plugin(engines.SaysTruncated), [("llama", {}), ("opt", {})]
-    ),
-    "penalties inside log-probs": Defect("penalties", _plugin(engines.SaysPenalized), [("qwen2", {}), ("gemma2", {})]),
-    "sampled numbers one late": Defect("shift", _plugin(engines.SamplesOneLate), [("qwen2", {}), ("llama", {})]),
-    "no softcap": Defect("missing-softcap", _config(final_logit_softcapping=None), [("gemma2", {})]),
-    "no logits_scaling": Defect("missing-scale", _config(logits_scaling=1.0), [("granite", {})]),
-    "no logit_scale": Defect("missing-scale", _config(logit_scale=1.0), [("cohere", {})]),
-    "no embedding_multiplier": Defect("missing-scale", _config(embedding_multiplier=1.0), [("granite", {})]),
-    "no biases": Defect("missing-bias", _weights(_no_biases), [("qwen2", {}), ("phi-biased", {})]),
-    "no sliding window": Defect("sliding-window", _config(sliding_window=1 << 20), [("gemma2", {})]),
-    "rope scaling that is not there": Defect("rope", _linear_rope, [("llama", {}), ("qwen2", {})]),
-    "rope scaling left out": Defect("rope", _no_rope_scaling, [("llama", _SCALED_ROPE), ("qwen2", _SCALED_ROPE)]),
-    "weights before an update": Defect("other-weights", _weights(older), [("qwen2", {}), ("gpt2", {})]),
-    "8 bits": Defect("quantized", _weights(eight_bits), [("qwen2", {}), ("llama", {})]),
-    "8 bits, embeddings and head too": Defect("quantized", _weights(eight_bits_in_groups), [("qwen2", {})]),
-    "4 bits with zero points": Defect("quantized", _weights(four_bits), [("llama", {}), ("qwen2", {})]),
-    "bfloat16": Defect("dtype", _half(torch.bfloat16), [("qwen2", {}), ("gpt2", {})]),
-    "float16": Defect("dtype", _half(torch.float16), [("llama", {})]),
-    "BOS before every text": Defect("bos-added", _plugin(engines.DoublesBos), [("qwen2", {})]),
-    "special tokens as text": Defect("special-tokens-as-text", _plugin(engines.ReadsSpecialsAsText), [("llama", {})]),
-    "another tokenizer": Defect("tokenization", _plugin(engines.ReadsCharacters), [("qwen2", {})]),
+    "shift forward": Defect("shift", _plugin(engines.ShiftedForward), "qwen2"),
+    "shift back": Defect("shift", _plugin(engines.ShiftedBack), "llama"),
+    "adds BOS to ids": Defect("bos-added", _plugin(engines.AddsBos), "qwen2"),
+    "drops the first id": Defect("first-token-dropped", _plugin(engines.DropsFirst), "llama"),
+    "cuts long rows on the left": Defect("truncation", _plugin(engines.CutsLeft), "qwen2"),
+    "chunks that do not see one another": Defect("chunked-prefill", _plugin(engines.ForgetsChunks), "qwen2"),
+    "logarithms to base 2": Defect("units", _plugin(engines.Bits), "qwen2"),
+    "counts padded ids": Defect("vocab-padding", _plugin(engines.CountsPadding), "qwen2"),
+    "normalises over the top 200": Defect("top-only", _plugin(engines.TopOnly), "llama"),
+    "forbids EOS in scores": Defect("eos-suppressed", _plugin(engines.ForbidsEos), "qwen2"),
+    "scores at temperature 1.3": Defect("missing-scale", _plugin(engines.Heats), "qwen2"),
+    "pads without a mask": Defect("company", _plugin(engines.PadsWithoutMask), "qwen2"),
+    "rows attend to one another": Defect("company", _plugin(engines.LeaksBetweenRows), "llama"),
+    "a wrong entry in the prefix cache": Defect("prefix-cache", _plugin(engines.ForgetsItsCache), "qwen2"),
+    "prefixes of earlier weights": Defect("prefix-cache", _stale_cache, "qwen2"),
+    "dropout left on": Defect("not-deterministic", _plugin(engines.Drops), "qwen2"),
+    "temperature inside log-probs": Defect("temperature", _plugin(engines.SaysScaled), "qwen2"),
+    "truncation inside log-probs": Defect("truncation-in-logprobs", _plugin(engines.SaysTruncated), "llama"),
+    "penalties inside log-probs": Defect("penalties", _plugin(engines.SaysPenalized), "qwen2"),
+    "sampled numbers one late": Defect("shift", _plugin(engines.SamplesOneLate), "qwen2"),
+    "no softcap": Defect("missing-softcap", _config(final_logit_softcapping=None), "gemma2"),
+    "no logits_scaling": Defect("missing-scale", _config(logits_scaling=1.0), "granite"),
+    "no logit_scale": Defect("missing-scale", _config(logit_scale=1.0), "cohere"),
+    "no embedding_multiplier": Defect("missing-scale", _config(embedding_multiplier=1.0), "granite"),
+    "no biases": Defect("missing-bias", _weights(_no_biases), "qwen2"),
+    "no sliding window": Defect("sliding-window", _config(sliding_window=1 << 20), "gemma2"),
+    "rope scaling that is not there": Defect("rope", _linear_rope, "llama"),
+    "rope scaling left out": Defect("rope", _no_rope_scaling, "llama", _SCALED_ROPE),
+    "weights before an update": Defect("other-weights", _weights(older), "qwen2"),
+    "8 bits": Defect("quantized", _weights(eight_bits), "qwen2"),
+    "8 bits, embeddings and head too": Defect("quantized", _weights(eight_bits_in_groups), "qwen2"),
+    "4 bits with zero points": Defect("quantized", _weights(four_bits), "llama"),
+    "bfloat16": Defect("dtype", _half(torch.bfloat16), "qwen2"),
+    "float16": Defect("dtype", _half(torch.float16), "llama"),
+    "BOS before every text": Defect("bos-added", _plugin(engines.DoublesBos), "qwen2"),
+    "special tokens as text": Defect("special-tokens-as-text", _plugin(engines.ReadsSpecialsAsText), "llama"),
+    "another tokenizer": Defect("tokenization", _plugin(engines.ReadsCharacters), "qwen2"),
     "another chat template": Defect(
         "chat-template",
         _template(lambda text: text.replace("message['role'] +", "message['role']|upper +")),
-        [("qwen2", {})],
+        "qwen2",
     ),
     "no generation prompt": Defect(
         "generation-prompt",
         _template(lambda text: text[: text.index("{% if add_generation_prompt %}")]),
-        [("llama", {})],
+        "llama",
     ),
-    "knows another EOS": Defect("ends", _eos(2, 9), [("qwen2", {})]),
-    "goes on after a stop string": Defect("stop-string", _plugin(engines.StopsLate), [("qwen2", {}), ("gpt2", {})]),
+    "knows another EOS": Defect("ends", _eos(2, 9), "qwen2"),
+    "goes on after a stop string": Defect("stop-string", _plugin(engines.StopsLate), "qwen2"),
 }
 
 

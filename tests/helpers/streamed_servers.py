@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from corelm import Backend
-from corelm.backend.arguments import prepare_generation
 from corelm.errors import BackendTimeoutError, EngineError
 from helpers.batching_fakes import LONG
 from helpers.http_server import FaultServer, event_stream
@@ -61,13 +60,6 @@ def check_a_timeout(backend: Backend, fake: Any) -> None:
     with pytest.raises(BackendTimeoutError):
         list(backend.stream(PROMPTS[:1], GREEDY, logprobs="none", timeout=0.5))
     gate.set()
-
-
-def check_answers_are_counted(backend: Backend) -> None:
-    """Assert that a call that asks for it is told of each answer, and of how many tokens it has."""
-    counted: dict[int, int] = {}
-    backend.run(prepare_generation(backend.engine, PROMPTS, GREEDY, on_answer=counted.__setitem__))
-    assert counted == {0: 6, 1: 6, 2: 6}
 
 
 def check_a_stream_that_breaks_off(backend: Backend, fake: Any, path: str, first: Any) -> None:

@@ -36,33 +36,6 @@ OWN = {
     *("corelm_cli", "transformers_backend", "vllm_backend", "sglang_backend", "ray_backend", "openai_backend"),
 }
 
-#: Private names of other libraries that a package uses, as "package: name", and why no public name does.
-THIRD_PARTY = {
-    "benchmarks: _linear_pointwise": "torch has no public name for oneDNN's product with packed weights",
-    "benchmarks: _reorder_linear_weight": "as _linear_pointwise: it packs them",
-    "corelm.backend: _path": "importlib.metadata has no public name for the folder of a distribution",
-    "corelm.backend: _register_atexit": "threading has no public way to be called before the threads are awaited",
-    "corelm.backend: _thread": "a documented module, despite its name: it starts a thread in one uninterrupted step",
-    "corelm.containers: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
-    "corelm.errors: _getframe": "sys has no public way to find the first caller outside corelm before Python 3.12",
-    "corelm_interop: _tensordict": "tensordict has no public name for the TensorDict in a TensorClass",
-    "corelm_interop: _last_loaded_step": "TRL keeps there for which step its vLLM was given weights",
-    "corelm_testing: _version": "torch has no public counter of changes made to a tensor in place",
-    "corelm_interop: _version": "torch has no public counter of changes made to a tensor in place",
-    "ray_backend: _private": "ray has no public way to listen on the loopback interface only",
-    "sglang_backend: _share_filename_cpu_": "torch shares memory by name in public only for a whole process",
-    "sglang_backend: _shared_incref": "as _share_filename_cpu_",
-    "corelm.tensors: _pytree": "torch has no public name for its pytrees; lazy_rows registers its stacks with them",
-    "transformers_backend: _forward_hooks": "torch has no public way to tell whether a module has hooks",
-    "transformers_backend: _global_forward_hooks": "as _forward_hooks, for hooks on all modules",
-    "transformers_backend: _global_forward_pre_hooks": "as _forward_hooks, for hooks on all modules",
-    "transformers_backend: _version": "torch has no public counter of changes made to a tensor in place",
-    "transformers_backend: _linear_pointwise": "torch has no public name for oneDNN's product of plain tensors",
-    "transformers_backend: _attn_implementation": "transformers has no public name for the attention in use",
-    "transformers_backend: _attn_implementation_internal": "as _attn_implementation",
-    "transformers_backend: _checkpoint_wrapped_module": "torch has no public mark of activation checkpointing",
-}
-
 # What is imported ----------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import uuid
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from corelm.backend.engine_call import Delivery, Listener, Origin
 from corelm.backend.given_weights import checked_adapter
 from corelm.backend.more_ids import refuse_unreadable
 from corelm.backend.skipping import OnError, admitted, renumbering, spread
-from corelm.errors import CapabilityError, InvalidRequestError, Problems, described, refuse, spelled_out
+from corelm.errors import CapabilityError, InvalidRequestError, Problems, refuse, spelled_out
 from corelm.spec.answer_text import skipped_texts
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter, Mode
@@ -62,7 +62,6 @@ def prepare_generation(
     top_logprobs: int = 0,
     continue_from: GenerateResult | None = None,
     on_tokens: Listener | None = None,
-    on_answer: Callable[[int, int], None] | None = None,
     new_turn: bool = False,
 ) -> PreparedCall[GenerateResult]:
     """Check the arguments of `Backend.generate`, which documents them and the errors.
@@ -71,8 +70,6 @@ def prepare_generation(
         problems: rows that are known to be bad, and why.
         read: whether the rows are int64 already, as a policy reads them; the engine is given a copy.
         on_tokens: takes the tokens of the answers as they come.
-        on_answer: takes the row and the number of tokens of each answer that is complete, if the engine says
-            so. Rows are those of the engine's result.
         new_turn: whether the streamed text of an answer is a message, and does not continue the text of its prompt.
     """
     engine.require_open()
@@ -102,7 +99,6 @@ def prepare_generation(
             timeout=timeout,
             on_error=on_error,
             adapter=adapter,
-            on_answer=on_answer,
             **label,
         )
     top_logprobs = 0 if top_logprobs == 0 else more_ids.top_of_answers(top_logprobs, mode, engine)
@@ -130,7 +126,6 @@ def prepare_generation(
         request_ids=names,
         timeout=engine.timeout if timeout is None else validate.seconds("timeout", timeout),
         on_tokens=delivery if capabilities.streaming else None,
-        on_answer=on_answer,
         adapter=adapter,
         return_support=support_from_engine,
         top_logprobs=top_logprobs,
@@ -176,7 +171,7 @@ def prepare_generation(
         caller_rows=answers // samples,
         rows=total,
         tokens=max(given, most),
-        delivery=delivery,
+        deliveries=() if delivery is None else (delivery,),
         origin=Origin(total, {} if delivery is None else delivery.arrivals) if engine.wrapped else None,
     )
 
@@ -260,7 +255,10 @@ def prepare_scoring(
     if adapter is not None:
         adapter = _adapter(engine, adapter)
     lengths, count = rows.lengths, rows.lengths.shape[0]
-    starts = first_scored(score_from, count)
+    starts = torch.ones(count, dtype=torch.int64)
+    if score_from is not None:
+        given = [score_from] * count if is_index(score_from) else score_from
+        starts = _integers(given, count, "score_from").clamp_min(1)
     named: dict[str, Any] = {}
     wrong: Problems = {}
     if support is not None or top_ids is not None or type(top_k) is not int or top_k:
@@ -337,9 +335,12 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None, *, copy:
         with suppress(OverflowError, RuntimeError, ValueError):
             return Ragged.from_list(ids)
     if hasattr(ids, "__array__") and not isinstance(ids, Tensor):
-        # The elements of a Series of lists are no numbers.
-        numbers = getattr(getattr(ids, "dtype", None), "kind", "O") in "biufc"
-        ids = _tensor(ids, field) if numbers else as_list(ids)
+        try:
+            # The elements of a Series of lists are no numbers.
+            numbers = getattr(getattr(ids, "dtype", None), "kind", "O") in "biufc"
+            ids = as_tensor(ids) if numbers else as_list(ids)
+        except TypeError as error:  # NumPy has types that torch lacks
+            raise invalid(field, f"expected an array of integers: {error}") from error
     if isinstance(ids, Tensor) and ids.is_nested:
         ids = ids.unbind()
     if isinstance(ids, Tensor):
@@ -402,13 +403,7 @@ def _from_rows(rows: Any, field: str) -> Ragged:
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise invalid(field, f"expected rows of token ids, got {shown(rows)}; backend.tokenize turns texts into ids")
     if type(rows) is not list:
-        try:
-            read = list(rows)
-        except Exception as error:
-            raise invalid(
-                field, f"expected rows of token ids, got {shown(rows)}, which fails: {described(error)}"
-            ) from error
-        return rows_of_ids(read, field)
+        return rows_of_ids(list(rows), field)
     found: list[Tensor | array[int]] = []
     problems: Problems = {}
     for index, row in enumerate(rows):
@@ -429,13 +424,6 @@ def _row(row: Any) -> Tensor | array[int]:
     if not isinstance(row, (list, tuple)):
         raise TypeError
     return array("q", map(_index, row))
-
-
-def _tensor(array: Any, field: str) -> Tensor:
-    try:
-        return as_tensor(array)
-    except TypeError as error:  # NumPy has types that torch lacks
-        raise invalid(field, f"expected an array of integers: {error}") from error
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
@@ -473,17 +461,6 @@ def names_of_requests(given: Sequence[str] | None, rows: int) -> tuple[str, ...]
     if not {*map(type, names)} <= {str} or not len(names) == len({*names}) == rows:
         raise invalid("request_ids", f"expected {rows} different names, got {shown(given)}")
     return tuple(names)
-
-
-def first_scored(given: Any, rows: int) -> Tensor:
-    """Return int64[rows], each at least 1: the position where scoring starts. Position 0 is never scored.
-
-    Args:
-        given: one position for all rows, or one per row; None scores every position from 1 on.
-    """
-    if given is None:
-        return torch.ones(rows, dtype=torch.int64)
-    return _integers([given] * rows if is_index(given) else given, rows, "score_from").clamp_min(1)
 
 
 def _integers(given: Any, count: int, field: str) -> Tensor:

@@ -13,7 +13,6 @@ import tenacity
 
 from corelm.errors import BackendTimeoutError, CoreLMError, brief, described
 from corelm.spec.capabilities import Capabilities
-from corelm.spec.records import GenerateRequest, ScoreRequest
 
 #: Logs what happens to an engine.
 logger = logging.getLogger(__name__)
@@ -49,7 +48,8 @@ def logged(backend: str, hook: str, request: Any) -> Iterator[None]:
     if not logger.isEnabledFor(logging.INFO):
         yield
         return
-    started = time.monotonic()
+    names = getattr(request, "request_ids", None)
+    started, told = time.monotonic(), hook if names is None else f"{hook} of {len(names)} rows"
     try:
         yield
     except CoreLMError as error:
@@ -57,10 +57,10 @@ def logged(backend: str, hook: str, request: Any) -> Iterator[None]:
         how = (
             f"timed out after {seconds}:" if isinstance(error, BackendTimeoutError) else f"failed after {seconds} with"
         )
-        logger.info("%s: %s %s %s", backend, _named(hook, request), how, brief(described(error)))
+        logger.info("%s: %s %s %s", backend, told, how, brief(described(error)))
         raise
     if hook not in _QUIET:
-        logger.debug("%s: %s took %.3g s", backend, _named(hook, request), time.monotonic() - started)
+        logger.debug("%s: %s took %.3g s", backend, told, time.monotonic() - started)
 
 
 def log_retry(state: tenacity.RetryCallState) -> None:
@@ -68,11 +68,3 @@ def log_retry(state: tenacity.RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome is not None else None
     what = "" if error is None else f" failed with {brief(described(error))}"
     logger.warning("attempt %d%s; trying again in %.1f s", state.attempt_number, what, state.upcoming_sleep)
-
-
-def _named(hook: str, request: Any) -> str:
-    if isinstance(request, GenerateRequest):
-        return f"{hook} of {len(request.prompts)} rows"
-    if isinstance(request, ScoreRequest):
-        return f"{hook} of {len(request.sequences)} rows"
-    return hook

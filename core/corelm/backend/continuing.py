@@ -8,14 +8,14 @@ see.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from corelm.backend.check_results import set_problems
-from corelm.backend.hooks import OpenPlugin
+from corelm.backend.engine import OpenEngine
 from corelm.backend.skipping import spread
 from corelm.errors import Problems, ProvenanceMismatchError, refuse
 from corelm.spec.answer_text import StopStrings
@@ -57,7 +57,7 @@ class PartialAnswers:
 
     def __init__(
         self,
-        engine: OpenPlugin,
+        engine: OpenEngine,
         old: Any,
         prompts: Ragged,
         sampling: SamplingParams,
@@ -191,24 +191,17 @@ def _must_agree(
         raise invalid("continue_from", f"was sampled with top_logprobs={k}; give the same")
     if old.logprobs is None:
         return
-    wanted = dict(Provenance.label(logprobs, sampling))
-    found = {"mode": old.mode, "temperature": old.temperature, "support": old.support}
+    wanted: dict[str, Any] = {**Provenance.label(logprobs, sampling)}
+    found: dict[str, Any] = {"mode": old.mode, "temperature": old.temperature, "support": old.support}
+    if logprobs == "processed":
+        # One label names the penalties of all tokens.
+        wanted["penalties"] = dict(sampling.penalties)
+        found["penalties"] = wanted["penalties"] if old.sampling is None else dict(old.sampling.penalties)
     if found != wanted:
         raise ProvenanceMismatchError(
-            f"continue_from: its log-probs are {_words(found)}, and those that follow would be {_words(wanted)}; "
-            "sample as these answers were begun"
+            f"continue_from: its log-probs are of {found}, and those that follow would be of {wanted}; sample as these "
+            "answers were begun"
         )
-    # One label names the penalties of all tokens.
-    before = sampling.penalties if old.sampling is None else old.sampling.penalties
-    if old.mode == "processed" and before != sampling.penalties:
-        raise ProvenanceMismatchError(
-            f"continue_from: its log-probs were sampled with the penalties {dict(before)}, and those that follow "
-            f"would be with {dict(sampling.penalties)}; give the same"
-        )
-
-
-def _words(label: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value!r}" for name, value in label.items())
 
 
 def _field_problems(old: GenerateResult, vocab_size: int) -> Problems:

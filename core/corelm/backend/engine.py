@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from corelm.backend.call_log import log_retry, logged, logger, place
 from corelm.backend.check_results import CHECKS, WrongResult
-from corelm.backend.engine_call import Call, Delivering, Delivery, EngineCall, Origin
+from corelm.backend.engine_call import Call, Delivery, EngineCall, Origin
 from corelm.backend.futures import Outcome, start
-from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, OpenPlugin
+from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, hooks_of
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted, program_deadline
 from corelm.backend.skipping import renumbered
 from corelm.backend.weights import Weights, WeightsListener
@@ -40,6 +40,7 @@ from corelm.errors import (
     is_main_thread,
     message,
 )
+from corelm.spec.capabilities import Capabilities
 from corelm.spec.records import (
     AbortRequest,
     CloseRequest,
@@ -229,7 +230,7 @@ class EngineLock:
 # The engine -----------------------------------------------------------------------------------------------------------
 
 
-class OpenEngine(OpenPlugin):
+class OpenEngine:
     """An engine that is open: its hooks, what it can do, its tokenizer, and the weights in force.
 
     A `Backend` and a `DynamicBatcher` in front of it hold the same `OpenEngine`.
@@ -242,13 +243,13 @@ class OpenEngine(OpenPlugin):
         name: the name that the engine was opened by.
         model_name: the name that labels its numbers.
         software: the distributions and versions of the plugin and the engine, as far as they are known.
-        wrappers: objects with ``@hookimpl(wrapper=True)`` methods that observe or replace results.
-        retry: how often a failed call is tried in all, or a tenacity `Retrying`; None never retries.
-        timeout: seconds that a call may take when the call does not say; None sets no limit.
+        wrappers, retry, timeout: see `get_backend`.
         model: the model object that the plugin was given, if it was given one.
 
     Attributes:
-        model_name, software, timeout: as given. `OpenPlugin` has the others.
+        plugin, software: as given. Those that `Backend` has, too, are explained there.
+        hooks: its hooks by name, bound when it was opened.
+        own: the names of those that are core's own.
         weights: their labels, the adapters, and what sleeps.
         lock: whose turn it is.
         listener: what is told of every change of the weights; None at first.
@@ -274,7 +275,16 @@ class OpenEngine(OpenPlugin):
         timeout: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        super().__init__(plugin, name, wrappers)
+        self.plugin, self.name = plugin, name
+        self.hooks, self.own = hooks_of(plugin, name, wrappers)
+        self.capabilities: Capabilities = plugin.capabilities
+        self.tokenizer: Any = plugin.tokenizer
+        ids = self.capabilities.eos_token_ids
+        if ids is None:
+            # That of a tokenizer in another process costs a call to it.
+            eos = getattr(self.tokenizer, "eos_token_id", None)
+            ids = frozenset() if eos is None else frozenset([eos])
+        self.eos_token_ids = ids
         self.given_model = (lambda: None) if model is None else weakref.ref(model)
         self.model_name = model_name
         self.software = software
@@ -303,8 +313,36 @@ class OpenEngine(OpenPlugin):
 
     @property
     def weight_version(self) -> str:
-        """The label of the weights in force, "0" until they first change."""
         return self.weights.version_with(None)
+
+    @property
+    def pad_id(self) -> int:
+        for name in ("pad_token_id", "eos_token_id"):
+            if (token := getattr(self.tokenizer, name, None)) is not None:
+                return int(token)
+        return 0
+
+    def implements(self, hook: str) -> bool:
+        """Return whether the engine or core implements the hook, or a wrapper does so in the engine's place."""
+        return hook in self.hooks
+
+    def require(self, capability: str, why: str) -> None:
+        """Refuse a call that needs a capability which the engine does not have.
+
+        Args:
+            capability: a field of `Capabilities`.
+            why: why the call needs it, or what the caller can do without it, if the plugin's `reasons` do not say.
+
+        Raises:
+            CapabilityError: the engine did not declare the capability.
+        """
+        if not getattr(self.capabilities, capability):
+            why = getattr(self.plugin, "reasons", {}).get(capability, why)
+            raise CapabilityError(f"backend {self.name!r} lacks {capability}: {why}", capability=capability)
+
+    def fault(self, hook: str) -> Callable[[str], EngineError]:
+        """Return a function that makes the error for a result that breaks the specification."""
+        return lambda what: EngineError(f"backend {self.name!r}, hook {hook}: {what}", usable=True)
 
     def require_open(self) -> None:
         """Raise a `BackendClosedError` if the engine is closed, or in a fork of the process that opened it."""
@@ -367,7 +405,7 @@ class OpenEngine(OpenPlugin):
             if hook not in self._asked:
                 raise CapabilityError(f"backend {self.name!r} has no hook {hook}", capability=hook)
             timeout = getattr(request, "timeout", None) if timeout is None else timeout
-            more = self._supervised or timeout is not None or not call.rows or call.delivery is not None
+            more = self._supervised or timeout is not None or not call.rows or call.deliveries
             if more or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO):
                 return self._supervise(call, timeout, attended)
             turn = Turn(self._exclusive, hook, getattr(request, "request_ids", ()), attended)
@@ -488,7 +526,7 @@ class OpenEngine(OpenPlugin):
 
     def _supervise(self, call: Call, timeout: float | None, attended: Callable[[], bool] | None) -> Any:
         """Make a call that has a timeout, retries, a reader of its tokens, wrappers or a log around it."""
-        hook, delivery = call.hook, call.delivery
+        hook = call.hook
         told = EngineCall(self.name, place(self.model_name), call.origins)
         end = None if timeout is None else time.monotonic() + timeout
 
@@ -517,14 +555,15 @@ class OpenEngine(OpenPlugin):
                 return call.nothing()
             with logged(self.name, hook, call.request):
                 try:
-                    if delivery is not None and not delivery.begin():
+                    reading = [each.begin() for each in call.deliveries]
+                    if reading and len(reading) == call.callers and not any(reading):
                         raise BackendClosedError("the caller has cancelled this request")
                     if self._retry is None or hook not in RETRIED:
                         return attempt()
-                    return _repeated(self._retry, end, delivery)(attempt)
+                    return _repeated(self._retry, end, call.deliveries)(attempt)
                 finally:
-                    if delivery is not None:
-                        delivery.end()
+                    for each in call.deliveries:
+                        each.end()
 
     def _turn_ended(self) -> None:
         if self.lock.waiting:
@@ -541,13 +580,11 @@ class OpenEngine(OpenPlugin):
     # Health, aborting, closing ---------------------------------------------------------------------------------------
 
     def health(self) -> bool:
-        """Return whether the engine can serve. An engine that does not say is healthy while it is open."""
         if self.closed or self.elsewhere:
             return False
         return not self.implements("health") or bool(self.call(Call("health", HealthRequest())))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests. See `Backend.abort`."""
         self.require("abort", "its requests cannot be aborted")
         self.call(Call("abort", AbortRequest(request_ids=tuple(request_ids))))
 
@@ -647,7 +684,7 @@ class PreparedCall(Call, Generic[R]):
     rows: int
     tokens: int
     origin: Origin | None
-    delivery: Delivery | None = None
+    deliveries: Sequence[Delivery] = ()
     on_caller_thread: bool = False
 
     @property
@@ -734,14 +771,14 @@ def _retrying(retry: int | tenacity.BaseRetrying | None) -> tenacity.BaseRetryin
     )
 
 
-def _repeated(retry: tenacity.BaseRetrying, end: float | None, delivery: Delivering | None) -> tenacity.BaseRetrying:
+def _repeated(retry: tenacity.BaseRetrying, end: float | None, deliveries: Sequence[Delivery]) -> tenacity.BaseRetrying:
     """Return a copy for one call: it ends before `end`, and once a caller has been given part of the result."""
 
     def stop(state: tenacity.RetryCallState) -> bool:
         return retry.stop(state) or (end is not None and time.monotonic() + state.upcoming_sleep >= end)
 
     def unheard(state: tenacity.RetryCallState) -> bool:
-        return delivery is None or not delivery.started
+        return not any(each.started for each in deliveries)
 
     return retry.copy(stop=stop, retry=tenacity.retry_all(retry.retry, unheard))
 

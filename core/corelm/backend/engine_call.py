@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from corelm.errors import CoreLMError, EngineError, InvalidRequestError, described, is_interrupt
+from corelm.errors import CoreLMError, EngineError, described
 from corelm.spec.records import GenerateResult, TokenChunk
 
 
@@ -28,13 +28,15 @@ class Call:
         hook: the hook's name.
         request: its request.
         rows: number of rows. No engine is asked for a call without rows.
-        delivery: hands tokens to callers while the engine works; None if none reads along.
+        callers: how many users' calls it serves.
+        deliveries: hand tokens to those of these callers that read along.
     """
 
     hook: str
     request: Any
     rows: int = 1
-    delivery: Delivering | None = None
+    callers: int = 1
+    deliveries: Sequence[Delivery] = ()
 
     def __init__(self, hook: str, request: Any) -> None:
         self.hook, self.request = hook, request
@@ -56,20 +58,6 @@ class Call:
     def failed(self, error: CoreLMError) -> CoreLMError:
         """Return the caller's error, made from that of the hook."""
         return error
-
-
-class Delivering(Protocol):
-    """Hands tokens to callers while the engine works on their call."""
-
-    @property
-    def started(self) -> bool:
-        """Whether a caller has been given something. Such a call is not repeated."""
-
-    def begin(self) -> bool:
-        """Note that the engine begins with the call. Return False if all callers have left."""
-
-    def end(self) -> None:
-        """Note that the engine is done with the call."""
 
 
 @dataclass(slots=True)
@@ -152,7 +140,7 @@ def current_call() -> EngineCall | None:
 # Tokens, while the engine works --------------------------------------------------------------------------------
 
 #: Takes the chunks of a call, with the caller's numbers of the rows, from one thread at a time. A thread of
-#: the engine calls it, so it has to return at once and must not ask the backend for anything.
+#: the engine calls it, so it has to return at once, must not fail, and must not ask the backend for anything.
 Listener = Callable[[TokenChunk], Any]
 
 
@@ -163,8 +151,7 @@ class _WrongChunk(Exception):
 class Delivery:
     """Checks the chunks of one call and hands them on. It is the ``on_tokens`` of the call's request.
 
-    A chunk that breaks the specification ends the delivery, and `compare` then fails the call. What the listener raises
-    does not reach the engine: the listener is not called again, and `complete` fails the call.
+    A chunk that breaks the specification ends the delivery, and `compare` then fails the call.
 
     Args:
         listener: takes the chunks.
@@ -198,7 +185,6 @@ class Delivery:
         self._logprobs: list[list[float]] = [[] for _ in rows]
         self._reasons: list[str | None] = [None for _ in rows]
         self._fault = ""
-        self._failure: BaseException | None = None
         self._left = False
         # Reentrant, because a listener may leave while it is called.
         self._lock = threading.RLock()
@@ -213,8 +199,11 @@ class Delivery:
             except Exception as error:
                 self._fault = str(error) if isinstance(error, _WrongChunk) else described(error)
                 return
-            row = chunk.row
-            self._note_arrival(row, len(ids))
+            row, now = chunk.row, time.monotonic()
+            if (known := self.arrivals.get(row)) is not None:
+                known.last, known.later = now, known.later + len(ids)
+            elif ids:
+                self.arrivals[row] = Arrival(now, now)
             self._ids[row] += ids
             self._logprobs[row] += logprobs
             self._reasons[row] = chunk.finish_reason
@@ -266,11 +255,7 @@ class Delivery:
                 raise fail(f"row {row}: finish reason {self._reasons[row]!r} in on_tokens, {reason!r} in the result")
 
     def complete(self, batch: GenerateResult) -> None:
-        """Hand on what is missing of the caller's result: answers that were not streamed, and their ends.
-
-        Raises:
-            InvalidRequestError: the listener raised an exception.
-        """
+        """Hand on what is missing of the caller's result: answers that were not streamed, and their ends."""
         told = {row: (len(self._ids[at]), self._reasons[at]) for at, row in enumerate(self._rows)}
         logprobs = None if batch.logprobs is None else batch.logprobs.tolist()
         with self._lock:
@@ -280,32 +265,15 @@ class Delivery:
                     values = [] if logprobs is None else logprobs[row][known:]
                     text = None if batch.texts is None else batch.texts[row]
                     self._tell(row, ids[known:], values, reason, text)
-        if self._failure is not None:
-            raise InvalidRequestError(
-                f"on_tokens: it raised {described(self._failure)}; what listens to tokens must not fail",
-                field="on_tokens",
-            ) from self._failure
-
-    def _note_arrival(self, row: int, tokens: int) -> None:
-        now, known = time.monotonic(), self.arrivals.get(row)
-        if known is not None:
-            known.last, known.later = now, known.later + tokens
-        elif tokens:
-            self.arrivals[row] = Arrival(now, now)
 
     def _tell(
         self, row: int, ids: Sequence[int], logprobs: Sequence[float], reason: str | None, text: str | None = None
     ) -> None:
-        if self._left or self._failure is not None:
-            return
-        self.started = True
-        chunk = TokenChunk(row=row, ids=tuple(ids), logprobs=tuple(logprobs), finish_reason=reason, text=text)
-        try:
-            self._listener(chunk)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            self._failure = error
+        if not self._left:
+            self.started = True
+            self._listener(
+                TokenChunk(row=row, ids=tuple(ids), logprobs=tuple(logprobs), finish_reason=reason, text=text)
+            )
 
     def _checked(self, chunk: TokenChunk) -> tuple[list[int], list[float]]:
         """Return the ids and the log-probs of a chunk, these rounded to float32 as in the result."""

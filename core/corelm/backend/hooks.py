@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from corelm.errors import BackendIncompatibleError, CapabilityError, EngineError, described
+from corelm.errors import BackendIncompatibleError, described
 from corelm.rendering.encoding import Encoder
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.hookspecs import PROJECT, BackendSpec, hookimpl
@@ -77,15 +77,19 @@ def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[s
         raise _misfit(name, str(error)) from error
     calls: dict[str, Hook] = {}
     for hook in _SPECIFIED:
-        if _implemented(manager, hook):
-            calls[hook] = _resolved(getattr(manager.hook, hook))
+        caller = getattr(manager.hook, hook)
+        # What only wraps a hook, to observe it, does not implement it.
+        if [each for each in caller.get_hookimpls() if not (each.wrapper or each.hookwrapper)]:
+            calls[hook] = _resolved(caller)
     own: dict[str, Hook] = {"tokenize": Encoder(tokenizer), "to_containers": to_containers}
     by_core = own.keys() - calls.keys()
     for hook, function in own.items():
         calls[hook] = function
         if (caller := getattr(manager.hook, hook)).get_hookimpls():
             # Wrappers see it, and an implementation that returns None leaves the request to it.
-            manager.register(SimpleNamespace(**{hook: hookimpl(trylast=True)(_as_method(function))}))
+            # pluggy passes `request` by its name; the second parameter has a default and is not one of the hook.
+            last = hookimpl(trylast=True)(lambda request, call=function: call(request))
+            manager.register(SimpleNamespace(**{hook: last}))
             calls[hook] = _resolved(caller)
     for capability, hook in _NEEDED:
         if getattr(capabilities, capability) and hook not in calls:
@@ -93,78 +97,11 @@ def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[s
     return calls, frozenset(by_core)
 
 
-class OpenPlugin:
-    """A plugin that is open: its hooks, and what core knows of the engine behind it. Arguments are those of `hooks_of`.
-
-    Attributes:
-        plugin, name: as given.
-        hooks: its hooks by name, bound when it was opened.
-        own: the names of those that are core's own.
-        capabilities: what the engine can do, as it declared when it was opened.
-        tokenizer: its tokenizer.
-        eos_token_ids: the ids that end an answer by themselves: the model's own list, else the tokenizer's
-            EOS, as they were when it was opened.
-    """
-
-    def __init__(self, plugin: Any, name: str, wrappers: Sequence[object] = ()) -> None:
-        self.plugin, self.name = plugin, name
-        self.hooks, self.own = hooks_of(plugin, name, wrappers)
-        self.capabilities: Capabilities = plugin.capabilities
-        self.tokenizer: Any = plugin.tokenizer
-        ids = self.capabilities.eos_token_ids
-        if ids is None:
-            # That of a tokenizer in another process costs a call to it.
-            eos = getattr(self.tokenizer, "eos_token_id", None)
-            ids = frozenset() if eos is None else frozenset([eos])
-        self.eos_token_ids = ids
-
-    @property
-    def pad_id(self) -> int:
-        """The id that fills dense tensors. No mask is ever derived from it."""
-        for name in ("pad_token_id", "eos_token_id"):
-            if (token := getattr(self.tokenizer, name, None)) is not None:
-                return int(token)
-        return 0
-
-    def implements(self, hook: str) -> bool:
-        """Return whether the engine or core implements the hook, or a wrapper does so in the engine's place."""
-        return hook in self.hooks
-
-    def require(self, capability: str, why: str) -> None:
-        """Refuse a call that needs a capability which the engine does not have.
-
-        Args:
-            capability: a field of `Capabilities`.
-            why: why the call needs it, or what the caller can do without it, if the plugin's `reasons` do not say.
-
-        Raises:
-            CapabilityError: the engine did not declare the capability.
-        """
-        if not getattr(self.capabilities, capability):
-            why = getattr(self.plugin, "reasons", {}).get(capability, why)
-            raise CapabilityError(f"backend {self.name!r} lacks {capability}: {why}", capability=capability)
-
-    def fault(self, hook: str) -> Callable[[str], EngineError]:
-        """Return a function that makes the error for a result that breaks the specification."""
-        return lambda what: EngineError(f"backend {self.name!r}, hook {hook}: {what}", usable=True)
-
-
-def _implemented(manager: pluggy.PluginManager, hook: str) -> bool:
-    """Return whether a plugin implements the hook. One that only wraps it, to observe it, does not."""
-    found = getattr(manager.hook, hook).get_hookimpls()
-    return bool([each for each in found if not (each.wrapper or each.hookwrapper)])
-
-
 def _resolved(caller: pluggy.HookCaller) -> Hook:
     (implementation, *others) = caller.get_hookimpls()
     if not others and implementation.argnames == ("request",):
         return implementation.function
     return lambda request: caller(request=request)
-
-
-def _as_method(function: Hook) -> Hook:
-    """Return the function with the one parameter, `request`, by which pluggy calls it."""
-    return lambda request: function(request)
 
 
 def to_containers(request: ContainerRequest) -> TensorDict:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from corelm.backend.check_results import set_problems
-from corelm.backend.hooks import OpenPlugin
+from corelm.backend.engine import OpenEngine
 from corelm.errors import CapabilityError, Problems, described
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
@@ -24,7 +24,7 @@ def refuse_unreadable(values: Any, field: str) -> None:
         raise invalid(field, f"expected a dense tensor, got {why}")
 
 
-def support_comes_from_engine(return_support: Any, sampling: SamplingParams, engine: OpenPlugin) -> bool:
+def support_comes_from_engine(return_support: Any, sampling: SamplingParams, engine: OpenEngine) -> bool:
     """Check the argument `return_support` of `generate`. Return whether only the engine knows the support.
 
     Otherwise core does: in greedy decoding it is the sampled id, and without truncation the whole vocabulary.
@@ -68,7 +68,7 @@ def with_known_support(batch: GenerateResult, *, greedy: bool) -> GenerateResult
     return replace(batch, kept_ids=kept, kept_log_mass=ids.with_values(mass))
 
 
-def top_of_answers(given: Any, mode: Literal["none", "raw", "processed"], engine: OpenPlugin) -> int:
+def top_of_answers(given: Any, mode: Literal["none", "raw", "processed"], engine: OpenEngine) -> int:
     """Check the argument `top_logprobs` of `generate`."""
     k = _most("top_logprobs", given, "top_logprobs", engine)
     if k and mode == "none":
@@ -77,7 +77,7 @@ def top_of_answers(given: Any, mode: Literal["none", "raw", "processed"], engine
 
 
 def ids_at_positions(
-    engine: OpenPlugin, sequences: Ragged, starts: Tensor, support: Any, top_k: Any, top_ids: Any
+    engine: OpenEngine, sequences: Ragged, starts: Tensor, support: Any, top_k: Any, top_ids: Any
 ) -> tuple[dict[str, Any], Problems]:
     """Check the arguments of `score_logprobs` of these names, of which only one may be given.
 
@@ -101,7 +101,7 @@ def ids_at_positions(
     return {"top_k": k}, {}
 
 
-def _most(field: str, given: Any, capability: str, engine: OpenPlugin) -> int:
+def _most(field: str, given: Any, capability: str, engine: OpenEngine) -> int:
     """Return how many ids to return at each position, at most as many as the engine can."""
     k = count(field, given)
     if k:

@@ -198,7 +198,10 @@ def open_plugin(name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any,
     except BaseException as error:
         if is_interrupt(error):
             raise
-        raise open_error(info, error) from error
+        told = f"backend {name!r} ({info.label}) could not be opened: {described(error)}"
+        if info.engine_available is False:
+            told = ": ".join(filter(None, [f"{told}. Its engine is not installed", install_line(name)]))
+        raise EngineError(told, usable=False) from error
 
 
 def options_named_by(name: str) -> frozenset[str]:
@@ -210,14 +213,6 @@ def options_named_by(name: str) -> frozenset[str]:
         return frozenset()
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return frozenset(each.name for each in inspect.signature(plugin.open).parameters.values() if each.kind in kinds)
-
-
-def open_error(info: BackendInfo, error: BaseException) -> EngineError:
-    """Return the error to raise when a plugin's ``open`` raised `error`. It says if the engine is not installed."""
-    told = f"backend {info.name!r} ({info.label}) could not be opened: {described(error)}"
-    if info.engine_available is False:
-        told = ": ".join(filter(None, [f"{told}. Its engine is not installed", install_line(info.name)]))
-    return EngineError(told, usable=False)
 
 
 def check_options(plugin: type[Any], info: BackendInfo, model: Any, options: Mapping[str, Any]) -> None:

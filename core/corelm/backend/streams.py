@@ -65,9 +65,10 @@ class _Backend(Protocol):
 
 
 class _Stream(Generic[T]):
-    """What both streams are: a request, and the result of its call."""
+    """What both streams are: a call whose tokens are read while the engine works on it, and its result."""
 
-    _request: _Request | None = None
+    _call: PreparedCall[GenerateResult] | None = None
+    _future: Future[Any] | None = None
     _result: T | None = None
     _ended = False
     _finish: Callable[[GenerateResult], T]
@@ -83,19 +84,77 @@ class _Stream(Generic[T]):
             raise invalid("result", "the stream has no result before its last chunk was read; read it to its end")
         return self._result
 
+    def _start(
+        self, backend: _Backend, call: PreparedCall[GenerateResult], put: Callable[[TokenChunk | None], object]
+    ) -> None:
+        """Make the call. None is put after its last chunk. `put` must not refer to the stream: the engine would keep it
+        alive after its reader has dropped it.
+        """
+        assert isinstance(call.request, GenerateRequest)
+        self._new_text = AnswerTexts(call.request.sampling, call.engine.tokenizer).answer
+        self._texts: dict[int, AnswerText] = {}
+        done = self._done = threading.Event()
+        self._call = call
+
+        def tell_end(future: Future[Any]) -> None:
+            done.set()
+            put(None)
+
+        def start() -> None:
+            self._future = backend.submit(call)
+            self._future.add_done_callback(tell_end)
+            if self._ended:
+                self._future.cancel()
+
+        try:
+            uninterrupted(in_caller_modes(start))
+        except BaseException:
+            # For example a KeyboardInterrupt, after which no reader is left. `start` may still be running: it
+            # cancels the future if this is too early for that.
+            self._leave()
+            raise
+
+    def _chunk(self, event: TokenChunk) -> AnswerChunk:
+        assert self._call is not None
+        row, reason = event.row, event.finish_reason
+        if row not in self._texts:
+            self._texts[row] = self._new_text(self._call.deliveries[0].prompt_of(row))
+        text = self._texts[row].add(event.ids, reason, event.text)
+        ids, logprobs = tuple(event.ids), tuple(event.logprobs)
+        return AnswerChunk(row=row, text=text, ids=ids, logprobs=logprobs, finish_reason=reason)
+
+    def _answer(self) -> GenerateResult:
+        """Return the result of the call, which has ended, or raise its error."""
+        assert self._future is not None
+        if self._future.cancelled():
+            raise BackendClosedError("the request was cancelled")
+        result: GenerateResult = self._future.result()
+        return result
+
     def _leave(self) -> None:
+        """End the request without waiting."""
         self._ended = True
-        if self._request is not None:
-            self._request.leave()
+        if self._call is not None:
+            self._call.deliveries[0].leave()
+        if self._future is not None and not self._done.is_set():
+            uninterrupted(self._future.cancel)
 
     def _pauses(self) -> Iterator[float]:
         """Yield how long to sleep, again and again, until an engine that can abort has let go of a request that left.
 
         This ends after `_PATIENCE` seconds, and at once if the engine answers others in the same call.
         """
-        end = time.monotonic() + _PATIENCE
-        while self._request is not None and self._request.in_engine and time.monotonic() < end:
-            yield _PAUSE
+        if (call := self._call) is not None and call.engine.capabilities.abort:
+            end = time.monotonic() + _PATIENCE
+            while call.engine.works_on(call.request.request_ids) and time.monotonic() < end:
+                yield _PAUSE
+
+    def __del__(self) -> None:
+        if self._future is not None and not self._done.is_set():
+            # On a thread, because the garbage collector may call this at any point of any code. At exit no
+            # thread starts.
+            with suppress(RuntimeError):
+                in_thread(self._leave, "corelm-stream-end")
 
 
 class AnswerStream(_Stream[T], Iterator[AnswerChunk]):
@@ -109,16 +168,16 @@ class AnswerStream(_Stream[T], Iterator[AnswerChunk]):
         self._events: SimpleQueue[TokenChunk | None] = SimpleQueue()
         backend.require_outside("stream")
         call, self._finish = prepare(self._events.put)
-        self._request = _Request(backend, call, self._events.put)
+        self._start(backend, call, self._events.put)
 
     def __next__(self) -> AnswerChunk:
-        if self._ended or self._request is None:
+        if self._ended:
             raise StopIteration
         try:
             event = next_item(self._events)
             if event is not None:
-                return self._request.chunk(event)
-            self._result = self._finish(self._request.answer())
+                return self._chunk(event)
+            self._result = self._finish(self._answer())
         except BaseException:
             # For example a KeyboardInterrupt, or an error of the engine.
             self._leave()
@@ -158,12 +217,12 @@ class AsyncAnswerStream(_Stream[T], AsyncIterator[AnswerChunk]):
         if self._ended:
             raise StopAsyncIteration
         try:
-            if self._request is None:
-                self._request = await self._begin()
+            if self._call is None:
+                await self._begin()
             event = await self._events.get()
             if event is not None:
-                return self._request.chunk(event)
-            self._result = await asyncio.to_thread(self._finish, self._request.answer())
+                return self._chunk(event)
+            self._result = await asyncio.to_thread(self._finish, self._answer())
         except BaseException:
             # For example a CancelledError, or an error of the engine.
             self._leave()
@@ -183,9 +242,8 @@ class AsyncAnswerStream(_Stream[T], AsyncIterator[AnswerChunk]):
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
-    async def _begin(self) -> _Request:
+    async def _begin(self) -> None:
         self._backend.require_outside("astream")
-        # `tell` must not refer to the stream: the engine would keep it alive after its reader has dropped it.
         loop, put = asyncio.get_running_loop(), self._events.put_nowait
 
         def tell(event: TokenChunk | None) -> None:
@@ -197,76 +255,4 @@ class AsyncAnswerStream(_Stream[T], AsyncIterator[AnswerChunk]):
         if self._ended:
             # Another task has closed the stream in the meantime.
             raise BackendClosedError("the stream was closed before its request was made")
-        return _Request(self._backend, call, tell)
-
-
-class _Request:
-    """A call under way whose tokens are read. None is put after its last chunk."""
-
-    _future: Future[Any] | None = None
-    _left = False
-
-    def __init__(
-        self,
-        backend: _Backend,
-        call: PreparedCall[GenerateResult],
-        put: Callable[[TokenChunk | None], object],
-    ) -> None:
-        assert call.delivery is not None and isinstance(call.request, GenerateRequest)
-        self._engine, self._delivery, self._names = call.engine, call.delivery, call.request.request_ids
-        self._new_text = AnswerTexts(call.request.sampling, call.engine.tokenizer).answer
-        self._texts: dict[int, AnswerText] = {}
-        done = self._done = threading.Event()
-
-        def tell_end(future: Future[Any]) -> None:
-            done.set()
-            put(None)
-
-        def start() -> None:
-            self._future = backend.submit(call)
-            self._future.add_done_callback(tell_end)
-            if self._left:
-                self._future.cancel()
-
-        try:
-            uninterrupted(in_caller_modes(start))
-        except BaseException:
-            # For example a KeyboardInterrupt, after which no reader is left. `start` may still be running: it
-            # cancels the future if this is too early for that.
-            self.leave()
-            raise
-
-    def __del__(self) -> None:
-        if self._future is not None and not self._done.is_set():
-            # On a thread, because the garbage collector may call this at any point of any code. At exit no
-            # thread starts.
-            with suppress(RuntimeError):
-                in_thread(self.leave, "corelm-stream-end")
-
-    def chunk(self, event: TokenChunk) -> AnswerChunk:
-        row, reason = event.row, event.finish_reason
-        if row not in self._texts:
-            self._texts[row] = self._new_text(self._delivery.prompt_of(row))
-        text = self._texts[row].add(event.ids, reason, event.text)
-        ids, logprobs = tuple(event.ids), tuple(event.logprobs)
-        return AnswerChunk(row=row, text=text, ids=ids, logprobs=logprobs, finish_reason=reason)
-
-    def answer(self) -> GenerateResult:
-        """Return the result of the call, which has ended, or raise its error."""
-        assert self._future is not None
-        if self._future.cancelled():
-            raise BackendClosedError("the request was cancelled")
-        result: GenerateResult = self._future.result()
-        return result
-
-    @property
-    def in_engine(self) -> bool:
-        """Whether an engine that can abort works on this request, and on no other in the same call."""
-        return self._engine.capabilities.abort and self._engine.works_on(self._names)
-
-    def leave(self) -> None:
-        """End the request without waiting."""
-        self._left = True
-        self._delivery.leave()
-        if self._future is not None and not self._done.is_set():
-            uninterrupted(self._future.cancel)
+        self._start(self._backend, call, tell)

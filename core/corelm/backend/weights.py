@@ -110,7 +110,6 @@ class State:
         known: the labels of states of the model, as `weights_state` tells them, the last one at the end.
         changes: how often core has changed something. What the owner has changed does not count.
         asleep: the parts that sleep: `weights`, `kv_cache`, both or none.
-        level: the level at which the engine was last put to sleep; 0 if it never was.
         without_weights: whether the engine has no weights, so that only an update can help.
         adapters: the adapters by name.
         unseen: an update that the listener could not look at, because the engine slept.
@@ -120,7 +119,6 @@ class State:
     known: Mapping[Hashable, str] = field(default_factory=dict)
     changes: int = 0
     asleep: frozenset[str] = frozenset()
-    level: int = 0
     without_weights: bool = False
     adapters: Mapping[str, AdapterState] = field(default_factory=dict)
     unseen: WeightUpdate | None = None
@@ -317,13 +315,10 @@ class Weights:
                 how = f"unload them first ({names}), or sleep at level 1"
                 raise invalid("level", f"2 drops the adapters as well; {how}")
             if before.asleep:
-                verb = "are" if "weights" in before.asleep else "is"
-                raise BackendAsleepError(
-                    f"backend {self._name!r}: its {_named(before.asleep)} {verb} asleep already, since "
-                    f"sleep({before.level}); call backend.wake() before it sleeps again"
-                )
+                what = f"backend {self._name!r} cannot sleep: its {_named(before.asleep)} sleep already"
+                raise BackendAsleepError(f"{what}; call backend.wake() first")
             without = before.without_weights or drops
-            self._move(asleep=frozenset(SLEEP_TAGS), level=request.level, without_weights=without)
+            self._move(asleep=frozenset(SLEEP_TAGS), without_weights=without)
             self._ask_for("sleep", request, before)
             # Weights that were moved are no weights that their owner has changed.
             self._move(look=True)

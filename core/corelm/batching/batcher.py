@@ -15,7 +15,7 @@ from corelm.backend.futures import join
 from corelm.backend.program_end import at_program_end, program_deadline
 from corelm.batching.dispatcher import Dispatcher, QueuedCall
 from corelm.batching.merging import sharing_key
-from corelm.batching.scheduling import Limits, queue_for
+from corelm.batching.scheduling import Limits, TicketQueue
 from corelm.errors import EngineError
 from corelm.spec.records import GenerateRequest, When
 from corelm.spec.row_results import RowAnswer, generate_result
@@ -120,7 +120,7 @@ class DynamicBatcher(Backend):
         steps_are_shared = backend.capabilities.concurrent_calls and backend.engine.on_caller_threads
         concurrent = backend.capabilities.concurrent_calls and not (merge and steps_are_shared)
         workers = (self.limits.max_batch_size or MOST_THREADS) if concurrent else 1
-        self.dispatcher = Dispatcher(self.engine, queue_for(self.limits, concurrent), workers, clock)
+        self.dispatcher = Dispatcher(self.engine, TicketQueue(self.limits, concurrent), workers, clock)
         _DISPATCHERS.add(self.dispatcher)
         weakref.finalize(self, self.dispatcher.abandon).atexit = False
 
@@ -141,18 +141,10 @@ class DynamicBatcher(Backend):
         return answer
 
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
-        """Queue a prepared call and return its future.
-
-        Cancelling the future takes the request out of the queue, or aborts it in an engine that can abort;
-        another engine finishes it, and the result is dropped. The future's callbacks run on a thread of the
-        batcher and should not take long.
+        """Queue a prepared call and return its future. See `Backend.submit_generate`.
 
         Args:
             block: whether this thread may wait for room in the queue.
-
-        Raises:
-            QueueFullError: the queue is full, with ``on_full="raise"``.
-            BackendClosedError: the batcher was closed.
         """
         if not call.rows:
             done: Future[R] = Future()
@@ -185,12 +177,9 @@ class DynamicBatcher(Backend):
         return self.dispatcher.in_turn(QueuedCall(prepared=None, batcher=self, rows=1, tokens=0, barrier=True), change)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests. Answers keep the tokens sampled so far and get the finish reason `abort`.
+        """End these requests as `Backend.abort` does.
 
         A request that is still queued ends only if all of its rows are named. A queued scoring request then fails.
-
-        Raises:
-            CapabilityError: the engine cannot abort.
         """
         self.engine.require("abort", "its requests cannot be aborted")
         names = frozenset(request_ids)

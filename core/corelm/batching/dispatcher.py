@@ -25,9 +25,17 @@ from typing import Any, TypeVar
 
 from corelm.backend.engine import PATIENCE, OpenEngine, PreparedCall
 from corelm.backend.futures import LOOK_AGAIN, Aborts, Outcome, join, settle, start
-from corelm.batching.merging import Result, ask_together, bisect
+from corelm.batching.merging import Result, SharedCall
 from corelm.batching.scheduling import Ticket, TicketQueue
-from corelm.errors import BackendClosedError, BackendTimeoutError, CoreLMError, EngineError, described, own
+from corelm.errors import (
+    BackendClosedError,
+    BackendTimeoutError,
+    CapabilityError,
+    CoreLMError,
+    EngineError,
+    described,
+    own,
+)
 from corelm.tensors.modes import CallerModes
 from corelm.waiting import next_item
 
@@ -71,7 +79,7 @@ class QueuedCall(Ticket):
 
     def delivered(self) -> bool:
         """Return whether the caller has been given tokens before the result."""
-        return self.prepared is not None and self.prepared.delivery is not None and self.prepared.delivery.started
+        return self.prepared is not None and any(each.started for each in self.prepared.deliveries)
 
 
 class Dispatcher:
@@ -319,17 +327,11 @@ class Dispatcher:
     def _own(self) -> None:
         pause: float | None = None
         while True:
-            try:
-                with suppress(Empty):
-                    self._inbox.get(timeout=pause)()
-                    while True:
-                        self._inbox.get_nowait()()
-                pause = self._look()
-            except BaseException as error:
-                # Only the clock can fail.
-                pause = None
-                for call in self.queue.clear():
-                    call.settle(error=own(self._failure(error)))
+            with suppress(Empty):
+                self._inbox.get(timeout=pause)()
+                while True:
+                    self._inbox.get_nowait()()
+            pause = self._look()
             if self._ended():
                 with self._starting:
                     self._owner = None
@@ -348,7 +350,8 @@ class Dispatcher:
                 batch[0].settle()
             else:
                 self._hand_to_worker(batch)
-        for entry in [entry for entry in self._entering if entry[0].number not in self.queue.outside]:
+        outside = {*self.queue.outside} if self._entering else ()
+        for entry in [entry for entry in self._entering if entry[0] not in outside]:
             self._entering.remove(entry)
             entry[1].put(None)
         pauses = [self._next_end - now]
@@ -465,34 +468,54 @@ class Dispatcher:
             del batch
 
     def _serve(self, batch: list[QueuedCall]) -> None:
-        took, answers = list[float](), list[tuple[QueuedCall, Result]]()
-        ask = partial(self._ask, took, answers)
+        """Have the engine answer a batch, and tell the callers.
+
+        A batch that fails is asked again in halves, so that a bad request is left alone with its error and the others
+        are served. Nothing is asked again if the error concerns all requests alike, or if the engine is not healthy. A
+        call whose caller has been given tokens is not asked again: the next answer may have others.
+        """
+        took, answers, parts = list[float](), list[tuple[QueuedCall, Any]](), [batch]
         try:
-            for answer in bisect(batch, ask, self.engine.health, QueuedCall.delivered):
-                answers.append(answer)
+            while parts:
+                # Others in a batch that has failed may have been answered.
+                self._answer(answers)
+                part = parts.pop()
+                try:
+                    answers += zip(part, self._ask(part, took), strict=True)
+                except Exception as error:
+                    split = len(part) > 1 and not _concerns_all(error) and self.engine.health()
+                    again = [call for call in part if split and not call.delivered()]
+                    answers += [(call, error) for call in part if call not in again]
+                    # Less than the whole is asked again together: the request at fault may have left with its error.
+                    middle = len(again) // 2 if len(again) == len(part) else 0
+                    parts += filter(None, [again[middle:], again[:middle]])
+                    if isinstance(error, EngineError) and error.usable is False:
+                        answers += [(call, error) for rest in parts for call in rest]
+                        parts = []
         except BaseException as error:
             # Even a SystemExit raised by the engine becomes the requests' error and does not end the thread.
-            answers += [(call, self._failure(error)) for call in batch]
+            answers += [(call, error) for call in batch]
         self._post(partial(self._came_back, batch, took, [call for call in batch if not call.over]))
         self._answer(answers)
 
-    def _ask(self, took: list[float], answers: list[tuple[QueuedCall, Result]], calls: Sequence[Any]) -> list[Result]:
-        # Others in a batch that has failed may have been answered.
-        self._answer(answers)
+    def _ask(self, calls: Sequence[QueuedCall], took: list[float]) -> list[Result]:
         cancelled = BackendClosedError("the caller has cancelled this request")
         # Requests whose callers have left in the meantime are not sent.
-        there: list[QueuedCall] = [call for call in calls if not call.over]
+        there = [call for call in calls if not call.over]
         if not there:
             return [cancelled] * len(calls)
         prepared = [call.prepared for call in there if call.prepared is not None]
+        told = (self.engine.name, len(there), prepared[0].hook, sum(call.rows for call in there))
+        _log.debug("%s: a batch of %d requests for %s, %d rows", *told)
         started = self.clock()
         try:
             # Requests that share a call were made under equal modes.
             with there[0].modes:
-                found = ask_together(prepared, self.left(there), lambda: not all(call.over for call in there))
+                call = prepared[0] if len(prepared) == 1 else SharedCall(prepared)
+                found = self.engine.call(call, self.left(there), lambda: not all(each.over for each in there))
         finally:
             took.append(self.clock() - started)
-        results = dict(zip(there, found, strict=True))
+        results: dict[QueuedCall, Result] = dict(zip(there, found if len(there) > 1 else [found], strict=True))
         return [results.get(call, cancelled) for call in calls]
 
     def _answer(self, answers: list[tuple[QueuedCall, Any]]) -> None:
@@ -509,3 +532,9 @@ class Dispatcher:
         made = EngineError(f"backend {self.engine.name!r}: the batching thread failed with {described(error)}")
         made.__cause__ = error
         return made
+
+
+def _concerns_all(error: Exception) -> bool:
+    if isinstance(error, EngineError):
+        return error.usable is False
+    return isinstance(error, (BackendClosedError, BackendTimeoutError, CapabilityError))

@@ -1,12 +1,11 @@
 """Merge many requests into one call to the engine, and take its result apart again. Sharing changes no answer.
 
-The result is checked as a whole. If it is wrong, the call has failed, and `bisect` finds the request at fault.
+The result is checked as a whole. If it is wrong, the call has failed, and the dispatcher finds the request at fault.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,14 +14,12 @@ import torch
 
 from corelm.backend.engine import PreparedCall
 from corelm.backend.engine_call import Call, Origin
-from corelm.errors import BackendClosedError, BackendTimeoutError, CapabilityError, CoreLMError, EngineError, own
+from corelm.errors import CoreLMError, EngineError, own
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult, TokenChunk, fields_of_rows
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import CallerModes
 from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
-
-_log = logging.getLogger(__name__)
 
 Result = GenerateResult | ScoreResult | Exception
 
@@ -50,35 +47,14 @@ def sharing_key(call: PreparedCall[Any], modes: CallerModes) -> Hashable | None:
     return ("generate", modes.key, sampling, asked, request.stop_ids, seeded, request.adapter)
 
 
-def ask_together(
-    calls: Sequence[PreparedCall[Any]], timeout: float | None, attended: Callable[[], bool] | None = None
-) -> list[Result]:
-    """Make one call for calls with equal keys, and return a result or an error for each of them.
-
-    Args:
-        timeout: seconds for the call.
-        attended: returns whether a caller still waits; None if this caller does.
-
-    Raises:
-        CoreLMError: the call failed for all of them; see `OpenEngine.call`.
-    """
-    hook, name = calls[0].hook, calls[0].engine.name
-    _log.debug("%s: a batch of %d requests for %s, %d rows", name, len(calls), hook, sum(call.rows for call in calls))
-    if len(calls) == 1:
-        return [calls[0].run(timeout, attended)]
-    parted: list[Result] = calls[0].engine.call(_SharedCall(calls), timeout, attended)
-    return parted
-
-
-class _SharedCall(Call):
-    """One call for many. It is also the `delivery` of those callers that read along."""
+class SharedCall(Call):
+    """One call for many."""
 
     def __init__(self, calls: Sequence[PreparedCall[Any]]) -> None:
         request = replace(_joined([call.request for call in calls]), timeout=None)
         super().__init__(calls[0].hook, request)
-        self._calls = calls
-        self._deliveries = [call.delivery for call in calls if call.delivery is not None]
-        self.delivery = self if self._deliveries else None
+        self._calls, self.callers = calls, len(calls)
+        self.deliveries = [each for call in calls for each in call.deliveries]
 
     @property
     def origins(self) -> list[Origin]:
@@ -96,55 +72,6 @@ class _SharedCall(Call):
         made.__dict__["problems"] = {}
         return made
 
-    @property
-    def started(self) -> bool:
-        return any(delivery.started for delivery in self._deliveries)
-
-    def begin(self) -> bool:
-        waiting = [delivery.begin() for delivery in self._deliveries]
-        return any(waiting) or len(waiting) < len(self._calls)
-
-    def end(self) -> None:
-        for delivery in self._deliveries:
-            delivery.end()
-
-
-def bisect(
-    calls: Sequence[Any],
-    ask: Callable[[Sequence[Any]], list[Result]],
-    healthy: Callable[[], bool],
-    delivered: Callable[[Any], bool] = lambda call: False,
-) -> Iterator[tuple[Any, Result]]:
-    """Yield each call with its result.
-
-    A batch that fails is asked again in halves, so that a bad request is left alone with its error and the others are
-    served. Nothing is asked again if the error concerns all requests alike (see `_concerns_all`), or if the engine is
-    not healthy. A call whose caller has been given tokens is not asked again: the next answer may have others.
-    """
-    batches = [list(calls)]
-    while batches:
-        batch = batches.pop()
-        try:
-            yield from zip(batch, ask(batch), strict=True)
-        except Exception as error:
-            if len(batch) > 1 and not _concerns_all(error) and healthy():
-                again = [call for call in batch if not delivered(call)]
-                yield from ((call, error) for call in batch if call not in again)
-                # Less than the whole batch is asked again together: the request at fault may have left with its error.
-                middle = len(again) // 2 if len(again) == len(batch) else 0
-                batches += filter(None, [again[middle:], again[:middle]])
-                continue
-            yield from ((call, error) for call in batch)
-            if isinstance(error, EngineError) and error.usable is False:
-                yield from ((call, error) for rest in reversed(batches) for call in rest)
-                return
-
-
-def _concerns_all(error: Exception) -> bool:
-    if isinstance(error, EngineError):
-        return error.usable is False
-    return isinstance(error, (BackendClosedError, BackendTimeoutError, CapabilityError))
-
 
 def _unseeded(sampling: SamplingParams) -> SamplingParams:
     return sampling if sampling.seed is None else replace(sampling, seed=None)
@@ -154,7 +81,7 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
     first = requests[0]
     names = tuple(name for request in requests for name in request.request_ids)
     if len({*names}) != len(names):
-        # `bisect` then sends the requests one after another.
+        # The dispatcher then sends the requests one after another.
         raise EngineError("two requests use the same name in request_ids", usable=True)
     joined: dict[str, Any] = {"request_ids": names}
     for each in fields(first):
@@ -164,15 +91,15 @@ def _joined(requests: Sequence[Any]) -> GenerateRequest | ScoreRequest:
         elif isinstance(values[0], torch.Tensor):
             joined[each.name] = torch.cat(values)
     if isinstance(first, GenerateRequest):
-        joined |= {"on_tokens": _shared_listener(requests), "on_answer": _shared_count(requests)}
-        joined["sampling"] = _unseeded(first.sampling)
+        joined |= {"on_tokens": _shared_listener(requests), "sampling": _unseeded(first.sampling)}
     return replace(first, **joined)
 
 
 def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChunk], None] | None:
     """Return a function that takes the chunks of the joined request and hands each to the request of its row."""
     # By number: in a list, the row -1 would be another caller's.
-    owners = dict(enumerate(_owners(requests)))
+    rows = [(request, row) for request in requests for row in range(len(request.prompts))]
+    owners = dict(enumerate(rows))
 
     def deliver(chunk: TokenChunk) -> None:
         request, row = owners[chunk.row]
@@ -180,25 +107,6 @@ def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChun
             request.on_tokens(replace(chunk, row=row))
 
     return deliver if any(request.on_tokens for request in requests) else None
-
-
-def _shared_count(requests: Sequence[GenerateRequest]) -> Callable[[int, int], None] | None:
-    """Return a function that tells the request of each row that its answer is complete."""
-    owners = _owners(requests)
-
-    def count(number: int, tokens: int) -> None:
-        # A plugin that names a wrong row must not lose the call for that.
-        if 0 <= number < len(owners):
-            request, row = owners[number]
-            if request.on_answer is not None:
-                request.on_answer(row, tokens)
-
-    return count if any(request.on_answer for request in requests) else None
-
-
-def _owners(requests: Sequence[GenerateRequest]) -> list[tuple[GenerateRequest, int]]:
-    """Return the request and its own row for each row of the joined request."""
-    return [(request, row) for request in requests for row in range(len(request.prompts))]
 
 
 def _finished(call: PreparedCall[Any], part: Any) -> Result:

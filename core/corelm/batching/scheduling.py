@@ -7,11 +7,10 @@ for `wait` seconds.
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from corelm import validate
 from corelm.errors import QueueFullError
@@ -104,31 +103,53 @@ class Ticket:
 T = TypeVar("T", bound=Ticket)
 
 
-class TicketQueue(ABC, Generic[T]):
+class TicketQueue(Generic[T]):
     """Tickets in the order of their arrival. Tickets beyond `max_queue` stand outside until there is room.
 
+    For an engine that takes one call at a time, requests with equal keys share a call. A group of equal keys is ready
+    when it has enough rows, has no room for more, or its oldest request has waited long enough. Of the groups that are
+    ready, the one with the oldest request goes. Requests of a group keep their order.
+
+    An engine with `concurrent_calls` batches by itself: each request goes alone, in order, as far as the limits allow.
+
     Attributes:
+        limits: those that hold for the engine.
         arrivals: how many tickets were ever added.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.inside: dict[int, T] = {}
-        self.outside: dict[int, T] = {}
+    def __init__(self, limits: Limits, concurrent_calls: bool) -> None:
+        self.limits = limits.of_engine(concurrent_calls)
         self.arrivals = 0
+        self._shares_calls = not concurrent_calls
+        self._tickets: dict[int, T] = {}
         self._numbers = itertools.count()
         self._rushed = 0
+        # The groups of the last calls, and how many requests each had, in the call or waiting for the next one.
+        self._last: deque[tuple[Hashable, int]] = deque(maxlen=REMEMBERED)
+        # The awaited group; until when it is awaited if no request comes; until when at the most.
+        self._awaited: Hashable = None
+        self._patience, self._until, self._at_last = 0.0, 0.0, 0.0
+        # The duration of the last call.
+        self._took = 0.0
 
     def __len__(self) -> int:
-        return len(self.inside) + len(self.outside)
+        return len(self._tickets)
 
     def __iter__(self) -> Iterator[T]:
-        # Of copies: another thread may look while the owner goes on.
-        return iter([*self.inside.values(), *self.outside.values()])
+        # Of a copy: another thread may look while the owner goes on.
+        return iter(list(self._tickets.values()))
+
+    @property
+    def inside(self) -> list[T]:
+        return list(itertools.islice(self._tickets.values(), self.limits.max_queue))
+
+    @property
+    def outside(self) -> list[T]:
+        return list(self)[self.limits.max_queue :]
 
     @property
     def full(self) -> bool:
-        return len(self.inside) >= self.limits.max_queue
+        return len(self) >= self.limits.max_queue
 
     def require_room(self) -> None:
         """Refuse a ticket that would stand outside, with ``on_full="raise"``.
@@ -144,27 +165,25 @@ class TicketQueue(ABC, Generic[T]):
             )
 
     def add(self, ticket: T, now: float) -> None:
+        full = self.full
         self.arrivals += 1
         ticket.number, ticket.arrived = next(self._numbers), now
-        if self.full:
-            self.outside[ticket.number] = ticket
-        else:
-            self._enter(ticket)
+        group = _group(ticket)
+        if group == self._awaited and now < self._at_last:
+            self._until = min(now + self._patience, self._at_last)
+        elif self._shares_calls and now >= self._until and not full and group not in map(_group, self):
+            # The first request of a group that has been absent for longer.
+            self._await(group, now)
+        self._tickets[ticket.number] = ticket
 
     def remove(self, ticket: T) -> bool:
         """Remove a ticket. Return whether it was in the queue."""
-        if self.outside.pop(ticket.number, None) is None:
-            if ticket.number not in self.inside:
-                return False
-            self._leave(ticket)
-            self._let_in()
-        return True
+        return self._tickets.pop(ticket.number, None) is not None
 
     def clear(self) -> list[T]:
         """Remove all tickets and return them."""
         tickets = list(self)
-        for ticket in reversed(tickets):
-            self.remove(ticket)
+        self._tickets.clear()
         return tickets
 
     def rush(self) -> int:
@@ -186,97 +205,53 @@ class TicketQueue(ABC, Generic[T]):
         """
         batch = self._next(now, rows, tokens)
         for ticket in batch:
-            self._leave(ticket)
-        self._let_in()
+            del self._tickets[ticket.number]
         return batch
 
-    @abstractmethod
     def wait(self, now: float) -> float | None:
         """Return the seconds after which `take` may return something else even if nothing happens; None for never."""
+        groups = self._groups(self.inside) if self._shares_calls else {}
+        ends = [self._until if self._expecting(each, now) else self._due(each[0]) for each in groups.values()]
+        return max(0.0, min(ends) - now) if ends else None
 
     def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
         """Note that the engine has answered these tickets, in `took` seconds. Their callers do not know yet."""
-
-    @abstractmethod
-    def _next(self, now: float, rows: int, tokens: int) -> list[T]: ...
-
-    def _enter(self, ticket: T) -> None:
-        self.inside[ticket.number] = ticket
-
-    def _leave(self, ticket: T) -> None:
-        del self.inside[ticket.number]
-
-    def _let_in(self) -> None:
-        while self.outside and not self.full:
-            self._enter(self.outside.pop(next(iter(self.outside))))
-
-
-class PassThroughQueue(TicketQueue[T]):
-    """A queue for an engine that batches by itself: each request goes alone, in order, as far as the limits allow."""
-
-    def wait(self, now: float) -> float | None:
-        return None
+        if self._shares_calls:
+            group = _group(batch[0])
+            self._last.append((group, len(self._groups(self.inside).get(group, ())) + len(batch)))
+            self._took, self._patience = took, min(PATIENCE * took, LONGEST_PATIENCE)
+            self._await(group, now)
 
     def _next(self, now: float, rows: int, tokens: int) -> list[T]:
-        for ticket in self.inside.values():
-            alone = ticket.barrier or not self.limits.fits(rows + ticket.rows, tokens + ticket.tokens)
-            return [] if rows and alone else [ticket]
-        return []
-
-
-class GroupingQueue(TicketQueue[T]):
-    """A queue for an engine that takes one call at a time: requests with equal keys share a call.
-
-    A group of equal keys is ready when it has enough rows, has no room for more, or its oldest request has waited long
-    enough. Of the groups that are ready, the one with the oldest request goes. Requests of a group keep their order.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits.of_engine(concurrent_calls=False))
-        self._groups: dict[Hashable, dict[int, T]] = {}
-        self._barriers: dict[int, T] = {}
-        # The groups of the last calls, and how many requests each had, in the call or waiting for the next one.
-        self._last: deque[tuple[Hashable, int]] = deque(maxlen=REMEMBERED)
-        # The awaited group; until when it is awaited if no request comes; until when at the most.
-        self._awaited: Hashable = None
-        self._patience, self._until, self._at_last = 0.0, 0.0, 0.0
-        # The duration of the last call.
-        self._took = 0.0
-
-    def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
-        group = self._group(batch[0])
-        self._last.append((group, len(self._groups.get(group, ())) + len(batch)))
-        self._took, self._patience = took, min(PATIENCE * took, LONGEST_PATIENCE)
-        self._await(group, now)
-
-    def wait(self, now: float) -> float | None:
-        ends = [self._until if self._expecting(head, now) else self._due(head) for head in self._heads()]
-        return max(0.0, min(ends) - now) if ends else None
-
-    def _next(self, now: float, rows: int, tokens: int) -> list[T]:
-        if rows:
-            return []
-        barrier = next(iter(self._barriers), None)
-        for head in sorted(self._heads(), key=lambda head: head.number):
-            if head.number == barrier:
-                return [head]
-            batch, complete = self._batch(head, barrier)
-            enough = sum(ticket.rows for ticket in batch) >= self.limits.min_batch_size or now >= self._due(head)
-            if complete or head.number < self._rushed or (enough and not self._expecting(head, now)):
+        if not self._shares_calls:
+            for ticket in self._tickets.values():
+                alone = ticket.barrier or not self.limits.fits(rows + ticket.rows, tokens + ticket.tokens)
+                return [] if rows and alone else [ticket]
+        inside = [] if rows else self.inside
+        before_barrier = [*itertools.takewhile(lambda ticket: not ticket.barrier, inside)]
+        for group in self._groups(before_barrier).values():
+            batch, complete = self._batch(group)
+            enough = sum(ticket.rows for ticket in batch) >= self.limits.min_batch_size or now >= self._due(group[0])
+            if complete or len(before_barrier) < len(inside) or group[0].number < self._rushed:
                 return batch
-        return []
+            if enough and not self._expecting(group, now):
+                return batch
+        return inside[:1] if not before_barrier else []
 
-    def _batch(self, head: T, barrier: int | None) -> tuple[list[T], bool]:
-        """Return the tickets that can go together with `head`, and whether no further ticket could be added."""
-        batch: list[T] = []
+    def _groups(self, tickets: Iterable[T]) -> dict[Hashable, list[T]]:
+        groups: dict[Hashable, list[T]] = {}
+        for ticket in tickets:
+            groups.setdefault(_group(ticket), []).append(ticket)
+        return groups
+
+    def _batch(self, group: list[T]) -> tuple[list[T], bool]:
+        """Return the first tickets of a group that can go together, and whether no further ticket could be added."""
         rows = tokens = 0
-        for ticket in self._groups[self._group(head)].values():
+        for number, ticket in enumerate(group):
             rows, tokens = rows + ticket.rows, tokens + ticket.tokens
-            behind = barrier is not None and ticket.number > barrier
-            if batch and (behind or not self.limits.fits(rows, tokens)):
-                return batch, True
-            batch.append(ticket)
-        return batch, head.key is None or barrier is not None or not self.limits.fits(rows + 1, tokens + 1)
+            if number and not self.limits.fits(rows, tokens):
+                return group[:number], True
+        return group, group[0].key is None or not self.limits.fits(rows + 1, tokens + 1)
 
     def _due(self, head: T) -> float:
         return head.arrived + self._timeout
@@ -287,48 +262,16 @@ class GroupingQueue(TicketQueue[T]):
         given = self.limits.batching_timeout
         return min(max(SHORTEST_TIMEOUT, TIMEOUT * self._took), LONGEST_TIMEOUT) if given is None else given
 
-    def _expecting(self, head: T, now: float) -> bool:
-        group = self._group(head)
-        return now < self._until and group == self._awaited and len(self._groups[group]) < self._expected(group)
-
-    def _expected(self, group: Hashable) -> int:
-        return max((count for last, count in self._last if last == group), default=0)
+    def _expecting(self, group: Sequence[T], now: float) -> bool:
+        awaited = self._awaited
+        expected = max((count for last, count in self._last if last == awaited), default=0)
+        return now < self._until and _group(group[0]) == awaited and len(group) < expected
 
     def _await(self, group: Hashable, now: float) -> None:
         self._awaited, self._at_last = group, now + self._timeout
         self._until = min(now + self._patience, self._at_last)
 
-    def _heads(self) -> list[T]:
-        return [next(iter(group.values())) for group in self._groups.values()]
 
-    def _group(self, ticket: T) -> Hashable:
-        # A ticket without a key goes alone, so its group is its own number.
-        return ticket.number if ticket.key is None else (ticket.key,)
-
-    def add(self, ticket: T, now: float) -> None:
-        super().add(ticket, now)
-        group = self._group(ticket)
-        if group == self._awaited and now < self._at_last:
-            self._until = min(now + self._patience, self._at_last)
-        elif next(iter(self._groups.get(group, ())), None) == ticket.number and now >= self._until:
-            # The first request of a group that has been absent for longer.
-            self._await(group, now)
-
-    def _enter(self, ticket: T) -> None:
-        super()._enter(ticket)
-        self._groups.setdefault(self._group(ticket), {})[ticket.number] = ticket
-        if ticket.barrier:
-            self._barriers[ticket.number] = ticket
-
-    def _leave(self, ticket: T) -> None:
-        super()._leave(ticket)
-        group = self._groups[self._group(ticket)]
-        del group[ticket.number]
-        if not group:
-            del self._groups[self._group(ticket)]
-        self._barriers.pop(ticket.number, None)
-
-
-def queue_for(limits: Limits, concurrent_calls: bool) -> TicketQueue[Any]:
-    """Return the queue for an engine with or without `concurrent_calls`."""
-    return PassThroughQueue(limits) if concurrent_calls else GroupingQueue(limits)
+def _group(ticket: Ticket) -> Hashable:
+    # A ticket without a key goes alone, so its group is its own number.
+    return ticket.number if ticket.key is None else (ticket.key,)

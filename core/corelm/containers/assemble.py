@@ -20,8 +20,7 @@ from corelm.containers.history import ChatHistory, History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
-from corelm.tensors.lazy_rows import Field, Shape, lazy_rows, non_tensors
-from corelm.tensors.ragged import Ragged, is_integer, runs
+from corelm.tensors.ragged import Field, Ragged, Shape, is_integer, lazy_rows, non_tensors, runs
 
 #: The fields of a request with one value, or k of them, per token, which go into `log_probs` next to the
 #: numbers, and what they are called there.

@@ -36,12 +36,11 @@ from tensordict import (
 )
 from torch import Tensor
 
-from corelm.errors import InvalidRequestError, Problems, refuse, spelled_out
+from corelm.errors import InvalidRequestError, refuse
 from corelm.spec.provenance import Provenance
-from corelm.tensors.lazy_rows import FlatRows, Shape, flat_source, lazy_rows
-from corelm.tensors.ragged import Ragged, as_tensor, unreadable
+from corelm.tensors.ragged import FlatRows, Ragged, Shape, as_tensor, flat_source, lazy_rows, unreadable
 from corelm.tensors.token_sets import TokenSets
-from corelm.validate import as_list, read_once, shown
+from corelm.validate import as_list, invalid, read_once, shown
 
 C = TypeVar("C", bound=TensorClass)
 Strings = Any  # str, list[str], list[list[str]] …: nested like the batch
@@ -155,7 +154,7 @@ def as_stored(container: Any, name: str) -> Any:
 
 
 def is_padded(container: Any, name: str = "padded") -> bool:
-    """Return whether the rows are dense. Without rows, as they were stored.
+    """Return whether the rows are dense. Without rows, as they were stored. No rows are made for that.
 
     Raises:
         InvalidRequestError: some rows are dense and others are not.
@@ -234,9 +233,9 @@ def flat(value: Any) -> list[Any]:
 
 
 def unnested(
-    given: Any, is_leaf: Callable[[Any], bool], expected: str, what: str, field: str, top: bool = True
+    given: Any, is_leaf: Callable[[Any], bool], expected: str, field: str, top: bool = True
 ) -> tuple[list[Any], Shape]:
-    """Return the leaves of nested sequences in C order, and the batch shape. Errors call them `what`.
+    """Return the leaves of nested sequences in C order, and the batch shape.
 
     An empty sequence is a batch without leaves at the top, and an empty leaf below it.
     """
@@ -247,17 +246,39 @@ def unnested(
         kind = f"{type(given).__name__}{read_once(given)}"
         if isinstance(given, Tensor):
             kind = f"a tensor of shape {list(given.shape)}, which may hold pads"
-        raise InvalidRequestError(f"{what}: expected {expected}; got {kind}", field=field)
+        raise invalid(field, f"expected {expected}; got {kind}")
     if not (items or top):
         return [items], ()
-    parts = [unnested(item, is_leaf, expected, what, field, top=False) for item in items]
+    parts = [unnested(item, is_leaf, expected, field, top=False) for item in items]
     shapes = {shape for _, shape in parts}
     if len(shapes) > 1:
         found = ", ".join(map(str, sorted(shapes)))
-        raise InvalidRequestError(
-            f"{what}: all lists on one level must have the same shape, but these have batch shapes {found}", field=field
-        )
+        raise invalid(field, f"all lists on one level must have the same shape, but these have batch shapes {found}")
     return [leaf for leaves, _ in parts for leaf in leaves], (len(items), *(shapes.pop() if shapes else ()))
+
+
+def ragged_rows(container: Any, name: str) -> Ragged:
+    """Return the rows of a field of a container that is not padded, in C order. Errors are those of `ragged`.
+
+    Do not modify them: rows that were not made yet are made from the same values.
+    """
+    td = container._tensordict
+    if isinstance(source := flat_source(td), FlatRows):
+        return source.fields[name]  # type: ignore[return-value]
+    row_values: list[Tensor] = []
+    for row in rows(td):
+        row_values.append(row.get(name))
+    if not row_values:
+        # The stored tensor still has their dtype and device.
+        empty = td.get(name)
+        return Ragged(empty.new_empty((0, *empty.shape[td.batch_dims + 1 :])), torch.zeros(0, dtype=torch.int64))
+    if name in WIDE:
+        row_values = of_one_width(row_values, name)
+    try:
+        values = torch.cat(row_values)
+    except RuntimeError:
+        values = torch.cat(of_one_width(row_values, name))
+    return Ragged(values, torch.tensor(list(map(len, row_values)), dtype=torch.int64))
 
 
 def row_objects(td: TensorDictBase, name: str) -> list[Any]:
@@ -282,17 +303,17 @@ def objects(value: Any, dims: int) -> list[Any]:
     return found
 
 
-def must_be_of_one_width(row_values: Sequence[Tensor], key: NestedKey) -> None:
-    """Refuse rows that have different numbers of values a token."""
-    for row, values in enumerate(row_values):
-        if values.shape[1:] != row_values[0].shape[1:]:
-            here, first = ([*one.shape[1:]] for one in (values, row_values[0]))
-            what = f"has {here} values a token, and row 0 has {first}"
-            raise InvalidRequestError(
-                f"{key}: row {row} {what}; read them apart, or give all rows the same top_logprobs or top_k",
-                field=str(key),
-                problems={row: what},
-            )
+def of_one_width(row_values: Sequence[Tensor], key: NestedKey) -> list[Tensor]:
+    """Return rows that have as many values a token; those without tokens are given as many. Refuse others."""
+    shape = next((values.shape[1:] for values in row_values if values.numel()), row_values[0].shape[1:])
+    problems = {
+        row: f"has {[*values.shape[1:]]} values a token, but another row has {[*shape]}; read them apart, or give all "
+        "rows the same top_logprobs or top_k"
+        for row, values in enumerate(row_values)
+        if values.numel() and values.shape[1:] != shape
+    }
+    refuse(problems, str(key))
+    return [values if values.numel() else values.new_empty((len(values), *shape)) for values in row_values]
 
 
 def must_have_lengths(found: Tensor, wanted: Tensor, name: str, of: str = "tokens") -> None:
@@ -582,20 +603,20 @@ def container_of_rows(
     for name, value in given.items():
         if value is not None:
             wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
-            fields[name], shapes[name] = _read(value, wanted, f"{cls.__name__}.{name}", name)
+            fields[name], shapes[name] = read_rows(value, wanted, name)
     if not fields:
         raise InvalidRequestError(f"{cls.__name__}: pass the rows of a field: {', '.join(given)}", field="full")
     if len({*shapes.values()}) > 1:
         found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise InvalidRequestError(f"{cls.__name__}: the fields have different batches: {found}", field=[*fields][-1])
-    _complete(cls.__name__, fields)
+    _complete(fields)
     shape = next(iter(shapes.values()))
     count = len(next(iter(fields.values())))
     shared = {name: [value] * count for name, value in (objects or {}).items()}
     return cls.from_tensordict(lazy_rows({**fields, **shared}, shape))
 
 
-def _complete(container: str, fields: dict[str, Ragged]) -> None:
+def _complete(fields: dict[str, Ragged]) -> None:
     """Add `full`, the prompt followed by the response, and refuse rows in which the fields do not fit each other."""
     prompt, response, full = (fields.get(name) for name in ("prompt", "response", "full"))
     if response is None and full is not None and prompt is not None:
@@ -605,7 +626,7 @@ def _complete(container: str, fields: dict[str, Ragged]) -> None:
         if full is not None:
             pairs = enumerate(zip(joined.tolist(), full.tolist(), strict=True))
             wrong = {row: "is not the prompt followed by the response" for row, (one, two) in pairs if one != two}
-            _refuse(wrong, f"{container}.full", "full")
+            refuse(wrong, "full")
     if SETS in fields:
         must_have_lengths(fields[SETS].lengths, fields[COUNTS].sums(), SETS, f"in {COUNTS}")
     # What is left are fields as long as the whole row, such as masks.
@@ -614,7 +635,7 @@ def _complete(container: str, fields: dict[str, Ragged]) -> None:
         must_have_lengths(fields[name].lengths, fields[first].lengths, name, f"in {first}")
 
 
-def _read(given: Any, dtype: torch.dtype, what: str, field: str) -> tuple[Ragged, Shape]:
+def read_rows(given: Any, dtype: torch.dtype, field: str) -> tuple[Ragged, Shape]:
     """Return the rows of a field, and the batch shape. A row has one value a token, or in a field of `WIDE` a row."""
     dims = 2 if field in WIDE else 1
     if isinstance(given, Tensor) and given.is_nested:
@@ -622,30 +643,18 @@ def _read(given: Any, dtype: torch.dtype, what: str, field: str) -> tuple[Ragged
     elif isinstance(given, Ragged):
         given = list(given.split())
     expected = f"a list of rows, each a list or a tensor of {_COUNTED[dims]}"
-    rows, shape = unnested(given, lambda one: _is_row(one, dims), expected, what, field)
+    rows, shape = unnested(given, lambda one: _is_row(one, dims), expected, field)
     tensors, problems = [], {}
     for number, row in enumerate(rows):
         try:
             tensors.append(_row(row, dtype, dims))
         except Exception as error:  # the object's own methods may raise anything
             problems[number] = f"{error}, got {shown(row)}"
-    _refuse(problems, what, field)
-    if dims > 1:
-        tensors = _of_one_width(tensors, what, field)
+    refuse(problems, field)
+    if dims > 1 and tensors:
+        tensors = of_one_width(tensors, field)
     lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
     return Ragged(torch.cat(tensors) if tensors else torch.empty((0,) * dims, dtype=dtype), lengths), shape
-
-
-def _of_one_width(rows: list[Tensor], what: str, field: str) -> list[Tensor]:
-    """Return tables of the same width; those without tokens are given it."""
-    width = next((row.shape[1] for row in rows if row.numel()), 0)
-    wrong = {
-        number: f"has {row.shape[1]} values a token, but another row has {width}"
-        for number, row in enumerate(rows)
-        if row.numel() and row.shape[1] != width
-    }
-    _refuse(wrong, what, field)
-    return [row if row.numel() else row.new_empty(len(row), width) for row in rows]
 
 
 def _is_row(given: Any, dims: int) -> bool:
@@ -679,13 +688,8 @@ def _row(row: Any, dtype: torch.dtype, dims: int) -> Tensor:
     floats, bools = tensor.dtype.is_floating_point, tensor.dtype == torch.bool
     if dtype == torch.int64 and (floats or bools):
         raise TypeError("expected token ids")
-    if dtype == torch.bool and not bools and (floats or bool(((tensor != 0) & (tensor != 1)).any())):
+    if dtype == torch.bool and not bools and bool(((tensor != 0) & (tensor != 1)).any()):
         raise TypeError("expected True and False, or 1 and 0")
     if tensor.ndim != dims or tensor.dtype.is_complex or (dtype == torch.float32 and bools):
         raise TypeError("expected numbers")
     return tensor.to(dtype)
-
-
-def _refuse(problems: Problems, what: str, field: str) -> None:
-    if problems:
-        raise InvalidRequestError(f"{what}: {spelled_out(problems)}", field=field, problems=problems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tensordict import NonTensorData, NonTensorStack, TensorClass
@@ -12,7 +13,7 @@ from corelm.containers.classes import as_stored, field_readers, objects, unneste
 from corelm.errors import InvalidRequestError, refuse
 from corelm.rendering.template import Template, check_encodable, map_chats, read_chatml
 from corelm.spec.message import Chat, Message
-from corelm.tensors.lazy_rows import FlatObjects, Shape, flat_source, nested, non_tensors
+from corelm.tensors.ragged import FlatObjects, Shape, flat_source, nested, non_tensors
 from corelm.validate import as_list, invalid, read_once
 
 
@@ -62,9 +63,7 @@ class History(TensorClass["nocast"]):
         Raises:
             InvalidRequestError: a text is not ChatML; `rows` are the texts at fault.
         """
-        flat, shape = unnested(
-            texts, lambda one: not isinstance(as_list(one), list), "texts in ChatML", "texts", "texts"
-        )
+        flat, shape = unnested(texts, lambda one: not isinstance(as_list(one), list), "texts in ChatML", "texts")
         problems: dict[int, str] = {}
         chats: list[list[dict[str, Any]]] = []
         for row, text in enumerate(flat):
@@ -100,12 +99,10 @@ class History(TensorClass["nocast"]):
             InvalidRequestError: the lists do not hold one message per conversation, or a message is malformed.
         """
         if _is_message(message):
-            return self._add([[message]] * self._count, inplace)
+            return self._add([[message]], inplace, ())
         expected = "one message, or one per conversation (extend takes several)"
-        messages, shape = unnested(message, _is_message, expected, "append", "messages")
-        if shape != tuple(self.batch_size):
-            raise self._shape_error(f"append: expected {expected}")
-        return self._add([[one] for one in messages], inplace)
+        messages, shape = unnested(message, _is_message, expected, "messages")
+        return self._add([[one] for one in messages], inplace, shape)
 
     def extend(self, messages: History | Sequence[Any], inplace: bool = False) -> History:
         """Add several messages to every conversation.
@@ -118,13 +115,7 @@ class History(TensorClass["nocast"]):
             InvalidRequestError: there is not one list per conversation, or a message is malformed.
         """
         added, shape = _flatten(messages.to_chats() if isinstance(messages, History) else messages, top=False)
-        if shape == ():
-            return self._add(added * self._count, inplace)
-        if shape != tuple(self.batch_size):
-            raise self._shape_error(
-                f"extend: expected a list of messages, or one per conversation, got a batch of {shape}"
-            )
-        return self._add(added, inplace)
+        return self._add(added, inplace, shape)
 
     def apply_chat_template(
         self,
@@ -159,9 +150,6 @@ class History(TensorClass["nocast"]):
             raise invalid("batch_size", f"{len(chats)} conversations do not fill a batch of shape {shape}")
         return cls(conversation=_stack(chats, shape), batch_size=shape)
 
-    def _shape_error(self, what: str) -> InvalidRequestError:
-        return InvalidRequestError(f"{what}; the history's batch shape is {tuple(self.batch_size)}", field="messages")
-
     def _stored(self) -> Sequence[dict[str, Any]]:
         """Return the rows, flat, in C order of the batch."""
         value = self._tensordict.get("conversation")
@@ -170,14 +158,14 @@ class History(TensorClass["nocast"]):
             return source.values
         return objects(value, self.ndim)
 
-    @property
-    def _count(self) -> int:
-        return math.prod(self.batch_size)
-
-    def _add(self, added: Sequence[Sequence[Any]], inplace: bool) -> History:
-        chats = [before + new for before, new in zip(self.chats, _read_chats(added), strict=True)]
-        shape = tuple(self.batch_size)
-        return self.set("conversation", _stack(chats, shape)) if inplace else self.wrap(chats, shape)
+    def _add(self, added: Sequence[Sequence[Any]], inplace: bool, shape: Shape) -> History:
+        """Add messages, those of one conversation to all if `shape` is ()."""
+        batch = tuple(self.batch_size)
+        if shape not in ((), batch):
+            raise invalid("messages", f"expected those of each conversation of the batch {batch}, got {shape}")
+        new = _read_chats(added if shape else [*added] * math.prod(batch))
+        chats = [before + after for before, after in zip(self.chats, new, strict=True)]
+        return self.set("conversation", _stack(chats, batch)) if inplace else self.wrap(chats, batch)
 
 
 @field_readers(as_stored)
@@ -195,11 +183,11 @@ class ChatHistory(TensorClass["nocast"]):
     full: History | None = None
 
 
+@dataclass(eq=False)
 class _Conversations(Sequence[dict[str, Any]]):
     """Presents chats as the rows that a History stores. Most are only read back as chats and never become rows."""
 
-    def __init__(self, chats: Sequence[Chat]) -> None:
-        self.chats = chats
+    chats: Sequence[Chat]
 
     def __len__(self) -> int:
         return len(self.chats)
@@ -243,7 +231,7 @@ def _read_chats(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[
 def _flatten(value: Any, top: bool = True) -> tuple[list[Any], Shape]:
     """Return the chats of nested sequences in C order, and the batch shape."""
     expected = "a list of messages, or lists of such lists"
-    chats, shape = unnested(value, _is_chat, expected, "history", "history", top)
+    chats, shape = unnested(value, _is_chat, expected, "history", top)
     return list(map(as_list, chats)), shape
 
 

@@ -21,7 +21,6 @@ from corelm.containers.reading import (
     list_keys,
     masks_of,
     ragged,
-    row_lengths,
     scan,
 )
 from corelm.errors import InvalidRequestError
@@ -194,7 +193,7 @@ class _Layout:
         for path, value in here.items():
             masks = masks_of(held, path)
             for name in {"prompt", "response", "full", "all_attention_mask"} & set(value.keys()) - lengths.keys():
-                lengths[name] = row_lengths(held, (*path, name), masks=masks)
+                lengths[name] = ragged(held, (*path, name), masks=masks).lengths
             if "all_response_mask" in value.keys() and "marked" not in lengths:
                 lengths["marked"] = ragged(held, (*path, "all_response_mask"), masks=masks).sums()
             if before is None and (mask := dense_mask(value)) is not None:

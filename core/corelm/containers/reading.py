@@ -29,17 +29,16 @@ from corelm.containers.classes import (
     Text,
     Tokens,
     as_provenance,
-    is_padded,
-    must_be_of_one_width,
     must_have_lengths,
+    of_one_width,
+    ragged_rows,
     row_objects,
     rows,
 )
 from corelm.containers.history import ChatHistory, History
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.spec.provenance import Provenance
-from corelm.tensors.lazy_rows import FlatRows, flat_source
-from corelm.tensors.ragged import Ragged, as_mask, is_integer
+from corelm.tensors.ragged import Ragged, as_mask, flat_source, is_integer
 from corelm.tensors.token_sets import TokenSets
 
 Path = tuple[str, ...]
@@ -117,52 +116,10 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         # `td` may have fewer batch dimensions than the container, or none.
         held = {tuple(path): container, **({masks: td.get(masks)} if td.get(masks, None) is not None else {})}
         parts = [ragged(row, key, masks=masks) for row in rows(TensorDict(held, batch_size=container.batch_size))]
-        must_be_of_one_width([part.values for part in parts], key)
-        return Ragged.cat(parts)
+        values = of_one_width([part.values for part in parts], key)
+        return Ragged.cat([part.with_values(one) for part, one in zip(parts, values, strict=True)])
     mask = values >= 0 if name == SETS else _attention_columns(values, attention, name, masks)
     return Ragged(values[mask], mask.sum(-1).flatten())
-
-
-def has_rows(container: Any) -> bool:
-    """Return whether a container holds one tensor per row, and no dense one. Rows are not made for that.
-
-    Raises:
-        InvalidRequestError: some rows are dense and others are not.
-    """
-    return flat_source(container._tensordict) is not None or not is_padded(container)
-
-
-def ragged_rows(container: Any, name: str) -> Ragged:
-    """Return the rows of a field of a container that is not padded, in C order. Errors are those of `ragged`.
-
-    Do not modify them: rows that were not made yet are made from the same values.
-    """
-    td = container._tensordict
-    if isinstance(source := flat_source(td), FlatRows):
-        return source.fields[name]  # type: ignore[return-value]
-    row_values: list[Tensor] = []
-    for row in rows(td):
-        row_values.append(row.get(name))
-    if not row_values:
-        # The stored tensor still has their dtype and device.
-        empty = td.get(name)
-        return Ragged(empty.new_empty((0, *empty.shape[td.batch_dims + 1 :])), torch.zeros(0, dtype=torch.int64))
-    if name in WIDE:
-        must_be_of_one_width(row_values, name)
-    try:
-        values = torch.cat(row_values)
-    except RuntimeError:
-        must_be_of_one_width(row_values, name)
-        raise
-    return Ragged(values, torch.tensor(list(map(len, row_values)), dtype=torch.int64))
-
-
-def row_lengths(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") -> Tensor:
-    """Return ``ragged(td, key, masks=masks).lengths``, on the CPU."""
-    *path, name = (key,) if isinstance(key, str) else key
-    container = td.get(tuple(path))
-    unmade = flat_source(container._tensordict)
-    return (ragged_rows(container, name) if unmade else ragged(td, key, masks=masks)).lengths
 
 
 def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedKey) -> Tensor:
@@ -222,7 +179,7 @@ def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: Neste
     return TokenSets.from_flat(ids, counts)
 
 
-def about_ids(td: TensorDictBase, path: Path, masks: Path) -> dict[str, Ragged | TokenSets]:
+def about_ids(td: TensorDictBase, path: Path, masks: NestedKey) -> dict[str, Ragged | TokenSets]:
     """Return what the log-probs at `path` say about ids, by field and as long as the tokens."""
     held = td.get(path)
     found: dict[str, Any] = {SETS: token_sets(td, path, masks=masks)} if carries_sets(held) else {}
@@ -381,10 +338,11 @@ class TokenColumns:
         Raises:
             InvalidRequestError: rows of a container have other lengths than the tokens, or dense tokens have no masks.
         """
-        path = tokens_path(td)
-        if path is None:
-            return None
         found, held = scan(td)
+        paths = [path for path, value in found.items() if isinstance(value, Tokens)]
+        if not paths:
+            return None
+        path = ("tokens",) if ("tokens",) in paths else paths[0]
         ids, prompt_lengths = token_ids(held, path)
         made, assistant = cls(ids=ids, prompt_lengths=prompt_lengths), None
         for other, value in found.items():
@@ -423,36 +381,19 @@ class TokenColumns:
         return values.with_values(self.in_response())
 
 
-def tokens_path(td: TensorDictBase) -> Path | None:
-    """Return the path of the `Tokens` of `td`: "tokens", else the first. None if there are none."""
-    found = [path for path, value in entries(td) if isinstance(value, Tokens)]
-    return ("tokens",) if ("tokens",) in found else next(iter(found), None)
-
-
-def token_lengths(td: TensorDictBase, path: Path) -> tuple[Tensor, Tensor | None]:
-    """Return the lengths of the rows of the `Tokens` at `path`, and of their prompts if the rows are split. int64."""
-    masks = masks_of(td, path)
-    parts = {name: row_lengths(td, (*path, name), masks=masks) for name in _parts(td, path)}
-    if {"prompt", "response"} <= parts.keys():
-        return parts.get("full", parts["prompt"] + parts["response"]), parts["prompt"]
-    if "full" in parts and len(parts) > 1:
-        return parts["full"], parts["prompt"] if "prompt" in parts else parts["full"] - parts["response"]
-    return next(iter(parts.values())), None
-
-
 def token_ids(td: TensorDictBase, path: Path) -> tuple[Ragged, Tensor | None]:
     """Return the ids of the `Tokens` at `path`, on the CPU, and the lengths of the prompts if the rows are split."""
-    masks, (_, prompt_lengths) = masks_of(td, path), token_lengths(td, path)
-    names = [name for name in _parts(td, path) if name != "full"]
-    if "full" in td.get(path).keys():
-        names = ["full"]
-    first, *last = (ragged(td, (*path, name), masks=masks).to("cpu") for name in names)
-    return first.join(last[0]) if last else first, prompt_lengths
-
-
-def _parts(td: TensorDictBase, path: Path) -> list[str]:
-    """Return which parts the `Tokens` at `path` hold."""
-    names = [name for name in ("prompt", "response", "full") if name in td.get(path).keys()]
-    if not names:
+    held, masks = td.get(path), masks_of(td, path)
+    parts = {
+        name: ragged(td, (*path, name), masks=masks).to("cpu")
+        for name in ("prompt", "response", "full")
+        if name in held.keys()
+    }
+    if not parts:
         raise InvalidRequestError(f"{'.'.join(path)} holds no ids", field=".".join(path))
-    return names
+    prompt, response, full = (parts.get(name) for name in ("prompt", "response", "full"))
+    if full is None:
+        full = prompt.join(response) if prompt is not None and response is not None else next(iter(parts.values()))
+    if len(parts) == 1:
+        return full, None
+    return full, prompt.lengths if prompt is not None else full.lengths - parts["response"].lengths

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -112,14 +113,9 @@ def _records(columns: Columns) -> list[dict[str, Any]]:
 def _index(td: TensorDictBase) -> Columns:
     """Return the index of every row, one column per batch dimension."""
     shape = tuple(td.batch_size) or (1,)
-    count = math.prod(shape)
-    columns: Columns = {}
-    step = count
-    for dim, width in enumerate(shape):
-        step = step // width if width else 0
-        name = _INDEX[dim] if dim < len(_INDEX) else f"index_{dim}"
-        columns[name] = [number // step % width for number in range(count)]
-    return columns
+    indices = list(product(*map(range, shape)))
+    names = [*_INDEX, *(f"index_{dim}" for dim in range(len(_INDEX), len(shape)))]
+    return {names[dim]: [index[dim] for index in indices] for dim in range(len(shape))}
 
 
 # By row --------------------------------------------------------------------------------------------------------------

@@ -8,17 +8,16 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from corelm.containers.assemble import ABOUT_IDS, assemble
 from corelm.containers.classes import SETS, LogProbs, Tokens
-from corelm.containers.reading import Path, about_ids, list_keys, provenance_of_rows, ragged
-from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, spelled_out
+from corelm.containers.reading import about_ids, key_parts, list_keys, provenance_of_rows, ragged
+from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, Parts
-from corelm.tensors.lazy_rows import non_tensors
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, non_tensors
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 
@@ -71,7 +70,7 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
         raise invalid(
             "turns", f"the turns have the batch sizes {', '.join(map(str, shapes))}; merge rows of the same turns only"
         )
-    read = [_Turn.read(td, number) for number, td in enumerate(turns)]
+    read = [SampledRows.read(td, f"turn {number}") for number, td in enumerate(turns)]
     for number, (earlier, later) in enumerate(pairwise(read)):
         _must_continue(earlier, later, number)
     names = _common_fields(read)
@@ -110,8 +109,8 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Turn:
-    """What one turn sampled.
+class SampledRows:
+    """What one call of a policy sampled.
 
     Attributes:
         full: the prompt and the response, on the CPU.
@@ -128,19 +127,30 @@ class _Turn:
     provenances: tuple[Provenance | None, ...]
 
     @classmethod
-    def read(cls, td: TensorDictBase, number: int) -> _Turn:
-        tokens, log_probs = td.get("tokens", None), td.get("log_probs", None)
-        if not isinstance(tokens, Tokens) or not {"prompt", "full"} <= set(tokens.keys()):
+    def read(
+        cls,
+        td: TensorDictBase,
+        what: str,
+        field: str = "tokens",
+        *,
+        tokens: NestedKey = "tokens",
+        log_probs: NestedKey = "log_probs",
+        masks: NestedKey = "masks",
+    ) -> SampledRows:
+        """Read what a policy wrote under these keys. Errors call it `what`, and name the `field`."""
+        held, scores, here = td.get(tokens, None), td.get(log_probs, None), key_parts(log_probs)
+        if not isinstance(held, Tokens) or not {"prompt", "full"} <= set(held.keys()):
             raise MissingKeyError(
-                f"turn {number} has no tokens.prompt and tokens.full; it has: {list_keys(td)}", field="tokens"
+                f"{what}: there are no tokens.prompt and tokens.full; it has: {list_keys(td)}", field=field
             )
-        full, prompt = (ragged(td, ("tokens", name)).to("cpu") for name in ("full", "prompt"))
+        full, prompt = (ragged(td, (*key_parts(tokens), name), masks=masks).to("cpu") for name in ("full", "prompt"))
         scored, values = torch.ones_like(full.values, dtype=torch.bool), dict[str, Any]()
         provenances: tuple[Provenance | None, ...] = (None,) * len(full)
-        if isinstance(log_probs, LogProbs):
-            scored = ragged(td, ("log_probs", "scored_mask")).values.cpu()
-            values = log_prob_fields(td, ("log_probs",), ("masks",))
-            provenances = provenance_of_rows(log_probs, len(full))
+        if isinstance(scores, LogProbs):
+            scored = ragged(td, (*here, "scored_mask"), masks=masks).values.cpu()
+            found = {"full": ragged(td, (*here, "full"), masks=masks), **about_ids(td, here, masks)}
+            values = {name: rows.to("cpu") for name, rows in found.items()}
+            provenances = provenance_of_rows(scores, len(full))
         return cls(full=full, prompt_lengths=prompt.lengths, scored=scored, values=values, provenances=provenances)
 
     @property
@@ -154,13 +164,7 @@ class _Turn:
         return list(map(SampledPart, self.provenances, self.prompt_lengths.tolist(), self.full.lengths.tolist()))
 
 
-def log_prob_fields(td: TensorDictBase, path: Path, masks: Path) -> dict[str, Any]:
-    """Return the fields in `REQUEST_FIELDS` that the log-probs at `path` have, on the CPU and as long as the tokens."""
-    found = {"full": ragged(td, (*path, "full"), masks=masks), **about_ids(td, path, masks)}
-    return {name: rows.to("cpu") for name, rows in found.items()}
-
-
-def _common_fields(turns: Sequence[_Turn]) -> list[str]:
+def _common_fields(turns: Sequence[SampledRows]) -> list[str]:
     """Return the fields that the log-probs of all turns have.
 
     Raises:
@@ -196,36 +200,27 @@ def _picked(parts: Sequence[Any], index: Tensor, full: Ragged) -> Any:
     return full.with_values(torch.cat([*values, values[0].new_zeros((1, *values[0].shape[1:]))])[index])
 
 
-def _must_continue(earlier: _Turn, later: _Turn, number: int) -> None:
+def _must_continue(earlier: SampledRows, later: SampledRows, number: int) -> None:
     """Refuse rows that a turn skipped, and rows whose prompt does not begin with the tokens of the turn before."""
-    skipped, differing = {}, {}
+    skipped, differing = Problems(), Problems()
     prompts = later.full.slice(torch.zeros_like(later.prompt_lengths), later.prompt_lengths)
     for row, (before, prompt) in enumerate(zip(earlier.full.split(), prompts.split(), strict=True)):
         same = min(len(before), len(prompt))
         if bool(len(before)) is not bool(len(prompt)):
-            skipped[row] = f"turn {number + bool(len(before))} has no tokens"
+            skipped[row] = (
+                f"turn {number + bool(len(before))} has no tokens, because the policy skipped the row (see its "
+                "`errors`); leave the conversation out of all turns, or merge only the turns before"
+            )
         elif len(prompt) < len(before) or not torch.equal(before, prompt[:same]):
             at = next(iter((before[:same] != prompt[:same]).nonzero().flatten().tolist()), same)
             differing[row] = (
-                f"the prompt of turn {number + 1} differs from the tokens of turn {number} at position {at}"
+                f"the prompt of turn {number + 1} differs from the tokens of turn {number} at position {at}: the chat "
+                "template rewrites earlier turns, or the prompt was changed; train on these turns as separate rows"
             )
-    for problems, why in (
-        (
-            skipped,
-            "The policy skipped these rows (see their `errors`); leave these conversations out of all turns, or merge "
-            "only the turns before",
-        ),
-        (
-            differing,
-            "The chat template rewrites earlier turns, or a prompt was cut or changed; train on these turns as "
-            "separate rows",
-        ),
-    ):
-        if problems:
-            raise InvalidRequestError(f"turns: {spelled_out(problems)}. {why}", field="turns", problems=problems)
+    refuse(skipped or differing, "turns")
 
 
-def _common_provenance(turns: Sequence[_Turn]) -> tuple[Provenance, ...] | None:
+def _common_provenance(turns: Sequence[SampledRows]) -> tuple[Provenance, ...] | None:
     """Return the provenance of every row; None if that of a turn is not known.
 
     All turns of a row whose provenance is known must be of one distribution.

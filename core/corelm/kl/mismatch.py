@@ -261,7 +261,7 @@ def staleness(
             why = f"position {int(first[rows[0]])}: {age}"
             raise InvalidRequestError(f"row {rows[0]}, {why}", field="version", problems={rows[0]: why})
         ages.append(age)
-    return layout.stored(torch.tensor([*ages, -1])[index], -1)
+    return layout.stored(torch.tensor([*ages, -1])[index])
 
 
 def _order(versions: Iterable[str]) -> dict[str, int]:

@@ -16,6 +16,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
+from corelm.containers.assemble import container, dense_columns
 from corelm.containers.classes import COUNTS, WIDE, LogProbs, Masks, PerToken, must_have_lengths
 from corelm.containers.reading import (
     carries_sets,
@@ -23,14 +24,12 @@ from corelm.containers.reading import (
     key_parts,
     provenance_of_rows,
     ragged,
-    row_lengths,
     token_sets,
 )
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse
 from corelm.spec.provenance import Provenance
-from corelm.tensors.lazy_rows import lazy_rows
+from corelm.spec.records import Columns, Parts
 from corelm.tensors.ragged import Ragged, as_mask
-from corelm.tensors.token_sets import TokenSets
 
 _SUPPORT_ADVICE = (
     'sample with return_support=True and log_probs_mode="processed", and score over the ids of the sampler with '
@@ -110,16 +109,15 @@ class TokenLayout:
     @cached_property
     def lengths(self) -> Tensor:
         """int64[rows], on the CPU: the number of tokens in each row, in C order."""
-        return self.columns.sum(-1).cpu() if self.padded else row_lengths(self.view(self.log_probs), ("own", "full"))
+        return self.columns.sum(-1).cpu() if self.padded else ragged(self.view(self.log_probs), ("own", "full")).lengths
 
     @cached_property
     def columns(self) -> Tensor:
         """bool[rows, width]: where tokens are in the dense tensor, or would be with ``pad_output=True``."""
         if not self.padded:
-            if not {"prompt", "response"} <= set(self.log_probs.keys()):
-                return Ragged.full(self.lengths, True, torch.bool).mask("right")
-            prompt, response = (ragged(self.view(self.log_probs), ("own", name)) for name in ("prompt", "response"))
-            return torch.cat([prompt.mask("left"), response.mask()], -1)
+            names = {"prompt", "response", "full"} & set(self.log_probs.keys())
+            parts = {name: ragged(self.view(self.log_probs), ("own", name)) for name in names}
+            return dense_columns(Parts(parts.get("prompt"), parts.get("response"), parts["full"])).mask
         mask = None if self.masks is None else self.masks.all_attention_mask
         if not isinstance(mask, Tensor) or tuple(mask.shape[:-1]) != self.batch:
             found = list(mask.shape) if isinstance(mask, Tensor) else "no dense mask"
@@ -213,15 +211,15 @@ class TokenLayout:
             for row in (first < self.lengths).nonzero().flatten().tolist()
         }
 
-    def dense(self, values: Tensor, filler: float = 0) -> Tensor:
-        """Return flat values as ``[*batch, width]``, with `filler` at pads."""
-        return self.ragged(values).scatter(self.columns, filler).reshape(*self.batch, self.columns.shape[-1])
+    def dense(self, values: Tensor) -> Tensor:
+        """Return flat values as ``[*batch, width]``, with 0 at pads."""
+        return self.ragged(values).scatter(self.columns, 0).reshape(*self.batch, self.columns.shape[-1])
 
-    def stored(self, values: Tensor, filler: float = 0) -> Tensor | PerToken:
-        """Return flat values in the layout of the tokens: a dense tensor, or a `PerToken` of rows."""
-        if self.padded:
-            return self.dense(values, filler)
-        return PerToken.from_tensordict(lazy_rows({"full": self.ragged(values)}, self.batch))
+    def stored(self, values: Tensor) -> Tensor | PerToken:
+        """Return flat values in the layout of the tokens: a dense tensor, or a `PerToken` of rows. See `container`."""
+        columns = Columns(self.columns, None) if self.padded else None
+        made = container(PerToken, {"full": self.ragged(values)}, self.batch, columns=columns)
+        return made.full if self.padded else made
 
 
 class Pair(NamedTuple):
@@ -367,19 +365,18 @@ def _check_sets(layout: TokenLayout, keys: PairKeys, gen: LogProbs, ref: LogProb
     counts = where.values & torch.tensor(cut, dtype=torch.bool)[where.row_index]
     if not bool(counts.any()):
         return
-    for full, container in ((keys.gen, gen), (keys.ref, ref)):
-        if not carries_sets(container):
+    for full, log_probs in ((keys.gen, gen), (keys.ref, ref)):
+        if not carries_sets(log_probs):
             raise ProvenanceMismatchError(
                 f"row {int(where.row_index[counts][0])}: both scorings are of truncated support, and {full} does not "
                 f"say which ids were left, so nothing shows that they are of one distribution; {_SUPPORT_ADVICE}"
             )
-        layout.read(container, _beside(full, COUNTS))
-    one, other = (token_sets(layout.view(container), "own") for container in (gen, ref))
+        layout.read(log_probs, _beside(full, COUNTS))
+    one, other = (token_sets(layout.view(log_probs), "own") for log_probs in (gen, ref))
     for at in (counts & ~one.same_as(other)).nonzero().flatten().tolist():
         raise ProvenanceMismatchError(
-            f"row {int(where.row_index[at])}, position {int(where.positions[at])}: the scorings were normalised over "
-            f"different ids, {_some(one, at)} in {keys.gen} and {_some(other, at)} in {keys.ref}, so their difference "
-            f"has no meaning; {_SUPPORT_ADVICE}"
+            f"row {int(where.row_index[at])}, position {int(where.positions[at])}: {keys.gen} and {keys.ref} were "
+            f"normalised over different ids, so their difference has no meaning; {_SUPPORT_ADVICE}"
         )
 
 
@@ -387,10 +384,3 @@ def _distribution(one: Provenance) -> str:
     """Return what must agree in two provenances, for a message."""
     mode, temperature, support, penalties = one.distribution
     return ", ".join([f"{mode}, temperature {temperature:g}, {support} support", *(f"{n} {v:g}" for n, v in penalties)])
-
-
-def _some(sets: TokenSets, at: int) -> str:
-    """Return the ids at a position, or how many they are."""
-    start, end = sets.ids.offsets[at : at + 2].tolist()
-    ids = sets.ids.values[start:end].tolist()
-    return f"{ids}" if 0 < len(ids) <= 6 else f"{len(ids):,} ids" if ids else "the whole vocabulary"

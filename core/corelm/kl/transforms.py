@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol
 
@@ -22,11 +22,10 @@ from corelm.containers.reading import (
     next_or_root,
     provenance_of_rows,
 )
-from corelm.errors import InvalidRequestError, MissingKeyError, Problems, level_of_caller, refuse
+from corelm.errors import InvalidRequestError, MissingKeyError, level_of_caller, refuse, spelled_out
 from corelm.kl.estimators import ESTIMATORS, Estimator, shape_of
 from corelm.kl.pairs import PairKeys, TokenLayout, container_key, read_pair
 from corelm.policy.options import Keys
-from corelm.policy.outputs import refuse_other_provenance
 from corelm.policy.policy import LLMPolicy
 from corelm.spec.provenance import Provenance
 from corelm.validate import flag, invalid, number, one_of, positive, shown
@@ -256,48 +255,40 @@ def _penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: Toke
         reward = td.get(key)
     except RuntimeError:
         # Bare rows of different lengths, which only a lazy stack can hold.
-        return _penalised_rows([row.get(key) for row in rows(td)], key, penalty, layout)
+        return _less([row.get(key) for row in rows(td)], key, penalty, layout)
     if not isinstance(reward, PerToken):
-        return _penalised_dense(reward, key, penalty, layout)
+        return _less(reward, key, penalty, layout)
     given, reduced = reward.full, reward.clone(False)
     dense = isinstance(given, Tensor) and reward.padded
-    subtract = _penalised_dense if dense else _penalised_rows
-    reduced.full = subtract(given if dense else flat(given), key, penalty, layout)
+    reduced.full = _less(given if dense else flat(given), key, penalty, layout)
     return reduced
 
 
-def _penalised_dense(reward: Any, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Tensor:
-    if not isinstance(reward, Tensor):
-        raise InvalidRequestError(f"{key!r}: expected a tensor, got {type(reward).__name__}", field=str(key))
-    batch, shape = layout.batch, tuple(reward.shape)
+def _less(reward: Any, key: NestedKey, penalty: Tensor, layout: TokenLayout) -> Any:
+    """Return a dense reward, or a list of rows, minus the flat `penalty`."""
+    if isinstance(reward, list):
+        parts = layout.ragged(penalty).split()
+        if len(reward) != len(parts):
+            raise invalid(str(key), f"got {len(reward)} rows of rewards for {len(parts)} rows of tokens")
+        pairs = list(zip(reward, parts, strict=True))
+        problems = {
+            row: f"expected {len(part)} rewards, one per token of tokens.full, or a single one; got {list(one.shape)}"
+            for row, (one, part) in enumerate(pairs)
+            if one.numel() not in (1, len(part)) or one.ndim > 2
+        }
+        refuse(problems, str(key))
+        return [_minus(one, part if one.numel() == len(part) else part.sum()) for one, part in pairs]
+    batch, width = layout.batch, layout.columns.shape[-1]
+    shape = tuple(reward.shape) if isinstance(reward, Tensor) else (-1,)
     if shape[: len(batch)] == batch and math.prod(shape[len(batch) :]) == 1:
         return _minus(reward, layout.row_sums(penalty))
-    width = layout.columns.shape[-1]
     if shape in ((*batch, width), (*batch, width, 1)):
         return _minus(reward, layout.dense(penalty))
-    raise InvalidRequestError(
-        f"{key!r}: expected one reward per sequence, {list(batch)} or {[*batch, 1]}, or one per token of tokens.full, "
-        f"{[*batch, width]} or {[*batch, width, 1]}; got {list(shape)}",
-        field=str(key),
+    raise invalid(
+        str(key),
+        f"expected one reward per sequence, {list(batch)} or {[*batch, 1]}, or one per token of tokens.full, "
+        f"{[*batch, width]} or {[*batch, width, 1]}; got {shape_of(reward)}",
     )
-
-
-def _penalised_rows(given: list[Tensor], key: NestedKey, penalty: Tensor, layout: TokenLayout) -> list[Tensor]:
-    parts = layout.ragged(penalty).split()
-    if len(given) != len(parts):
-        raise InvalidRequestError(
-            f"{key!r}: got {len(given)} rows of rewards for {len(parts)} rows of tokens", field=str(key)
-        )
-    problems: Problems = {
-        row: f"expected {len(part)} rewards, one per token of tokens.full, or a single one; got {list(reward.shape)}"
-        for row, (reward, part) in enumerate(zip(given, parts, strict=True))
-        if reward.numel() not in (1, len(part)) or reward.ndim > 2
-    }
-    refuse(problems, str(key))
-    return [
-        _minus(reward, part if reward.numel() == len(part) else part.sum())
-        for reward, part in zip(given, parts, strict=True)
-    ]
 
 
 def _minus(reward: Tensor, penalty: Tensor) -> Tensor:
@@ -386,7 +377,7 @@ class RetrieveLogProb(TensorDictModuleBase):
         target = next_or_root(tensordict)
         sampled, label = self._truncated(tensordict)
         if label is None:
-            self._refuse_other(target, scorer.score_provenance)
+            self._refuse_other(target, (scorer.score_provenance,) * tokens.batch_size.numel())
         else:
             view["sampled"] = sampled
             sampling = {"temperature": label.temperature}
@@ -414,21 +405,33 @@ class RetrieveLogProb(TensorDictModuleBase):
         labels = provenance_of_rows(found, found.batch_size.numel())
         return found, next((one for one in labels if one is not None and one.support == "truncated"), None)
 
-    def _refuse_other(self, target: TensorDictBase, new: Provenance | tuple[Provenance | None, ...]) -> None:
-        """Refuse to replace log-probs of sampling, which cannot be computed again, by those of another provenance."""
-        if self.overwrite or self.log_probs_key not in target.keys(include_nested=True):
+    def _refuse_other(self, target: TensorDictBase, new: Sequence[Provenance | None]) -> None:
+        """Refuse to replace log-probs of sampling, which cannot be computed again, by those of another provenance.
+
+        Args:
+            new: the provenance of the scores, one for each row.
+        """
+        there = target.get(self.log_probs_key, None)
+        if self.overwrite or not isinstance(there, LogProbs):
             return
-        there = target.get(self.log_probs_key)
-        if key_parts(self.log_probs_key) in self._sampled_keys or _score_responses_alone(there):
-            refuse_other_provenance(there, new, self.log_probs_key, _ADVICE)
+        if key_parts(self.log_probs_key) not in self._sampled_keys and not _score_responses_alone(there):
+            return
+        olds = provenance_of_rows(there, there.batch_size.numel())
+        problems = {
+            row: f"the log-probs that are there come from {old or 'an unknown source'}, the new ones from {one}"
+            for row, (old, one) in enumerate(zip(olds, new, strict=False))
+            if old != one
+        }
+        if problems:
+            field = ".".join(key_parts(self.log_probs_key))
+            raise InvalidRequestError(f"{field}: {spelled_out(problems)}. {_ADVICE}", field=field, problems=problems)
 
 
-def _score_responses_alone(there: Any) -> bool:
-    """Return whether these are `LogProbs` in which no token of a prompt is scored, as in those of sampling."""
-    fields = set(there.keys()) if isinstance(there, LogProbs) else set()
-    if "full" not in fields:
-        return "response" in fields
-    return {"prompt", "scored_mask"} <= fields and not any(
+def _score_responses_alone(there: LogProbs) -> bool:
+    """Return whether no token of a prompt is scored, as in log-probs of sampling."""
+    if "full" not in there.keys():
+        return "response" in there.keys()
+    return {"prompt", "scored_mask"} <= set(there.keys()) and not any(
         bool(row.scored_mask[: row.prompt.shape[-1]].any()) for row in rows(there)
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -37,7 +37,7 @@ from corelm.spec.message import Chat, Message
 from corelm.spec.records import GenerateResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged
-from corelm.validate import as_list, shown
+from corelm.validate import as_list, invalid, shown
 
 Tools = list[Any] | None
 
@@ -62,15 +62,10 @@ def tools_of(given: Any, field: str, shape: tuple[int, ...]) -> tuple[list[Tools
         one = as_list(one)
         shared = isinstance(one, list) and one and all(isinstance(each, Mapping) or callable(each) for each in one)
         if shared or not isinstance(one, list) or len(one) != sizes[0]:
-            found = f"{len(one)} of them" if isinstance(one, list) else type(one).__name__
-            advice = "if it holds something else, give the policy tools_key=None"
-            if shared or isinstance(one, Mapping):
-                found = "the tools themselves"
-                advice = "if all conversations have these, give the policy template_kwargs={'tools': […]} instead"
-            raise InvalidRequestError(
-                f"{field}: expected a list of tools, or None, for each of the {shape} conversations, got {found}; "
-                f"{advice}",
-                field=field,
+            raise invalid(
+                field,
+                f"expected a list of tools, or None, for each of the {shape} conversations, got {shown(one)}. Tools of "
+                "all conversations are given as template_kwargs={'tools': […]}; tools_key=None reads none",
             )
         return [leaf for part in one for leaf in flat(part, sizes[1:])]
 
@@ -316,28 +311,19 @@ def whole_texts(
         if special.search(said[row]) is None:
             continue
         parts = []
-        for at, (is_special, run) in _runs(ids, specials):
-            (text,) = backend.detokenize([run], skip_special_tokens=False, before=[before[row] + ids[:at]])
-            text, left = text[:left], left - len(text[:left])
-            if not is_special:
-                if special.search(text):
-                    typed = mark
-                text = special.sub(lambda found: found[0][:1] + mark + found[0][1:], text)
-            elif text in parser.specials:
-                text = ""
-            parts.append(text)
+        at = 0
+        for is_special, group in groupby(ids, specials.__contains__):
+            run = list(group)
+            for part in [[each] for each in run] if is_special else [run]:
+                (text,) = backend.detokenize([part], skip_special_tokens=False, before=[before[row] + ids[:at]])
+                text, left, at = text[:left], left - len(text[:left]), at + len(part)
+                if not is_special:
+                    if special.search(text):
+                        typed = mark
+                    text = special.sub(lambda found: found[0][:1] + mark + found[0][1:], text)
+                parts.append("" if is_special and text in parser.specials else text)
         said[row] = "".join(parts)
     return tuple(said), typed
-
-
-def _runs(ids: Sequence[int], specials: Mapping[int, str]) -> Iterator[tuple[int, tuple[bool, list[int]]]]:
-    """Yield each special token and each run of other tokens, with the number of tokens before it."""
-    at = 0
-    for is_special, group in groupby(ids, specials.__contains__):
-        run = list(group)
-        for part in [[each] for each in run] if is_special else [run]:
-            yield at, (is_special, part)
-            at += len(part)
 
 
 def _whole_turns(

@@ -13,22 +13,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from corelm.backend.arguments import not_texts, refuse_pads, rows_of_ids
 from corelm.backend.backend import Backend
 from corelm.backend.skipping import ServedRows
-from corelm.containers.classes import Masks, Text, Tokens
+from corelm.containers.classes import Masks, Text, Tokens, is_padded, ragged_rows, read_rows
 from corelm.containers.classes import rows as rows_of
 from corelm.containers.history import ChatHistory, History
-from corelm.containers.reading import has_rows, key_parts, list_keys, ragged_rows
+from corelm.containers.reading import key_parts, list_keys
 from corelm.errors import (
     InvalidRequestError,
     MissingKeyError,
@@ -45,18 +45,27 @@ from corelm.policy.rows import InputRows
 from corelm.rendering.encoding import NO_COMPLETION, NO_PROMPT, encode_completions
 from corelm.spec.message import Message
 from corelm.spec.records import Columns, TokenizeResult
-from corelm.tensors.ragged import Ragged, as_mask, as_tensor, is_integer, not_a_mask, unreadable
-from corelm.validate import as_list, invalid, read_once, shown
+from corelm.tensors.ragged import Ragged, as_mask, is_integer, unreadable
+from corelm.validate import as_list, invalid, read_once
 
 Part = Literal["prompt", "full"]
 Key = tuple[str, ...]
 #: How each mode's input is passed.
-_PASSED = {"history": "history=History.from_chats(…)", "text": "text=[…]", "tokens": "tokens=[…]"}
+PASSED = {"history": "history=History.from_chats(…)", "text": "text=[…]", "tokens": "tokens=[…]"}
 #: What to do about pads without a mask; follows "…, pads would be read as tokens; ".
 _PADS_ADVICE = (
     "put the tokenizer's attention_mask into the TensorDict, next to the ids or under a key that you pass as "
     "attention_mask_key; or pass rows without pads: Tokens.from_rows(prompt=[[…], […]]). If these ids are tokens, pass "
     "a mask of ones: torch.ones_like(ids)"
+)
+#: Why an attention mask that hides tokens is not applied; follows its name, for which "{0}" stands.
+_NO_PADS = (
+    "tokens in rows of unequal length (padded=False) have no pads; leave their attention mask out, or, if the rows do "
+    "hold pads, make the Tokens with padded=True"
+)
+_UNCLEAR = (
+    "it has the shape of the answers that the TensorDict holds, but may be that of their prompts; give the policy "
+    "attention_mask_key={0!r} to apply it, or delete it"
 )
 _REPEAT = "give each response a prompt, in a batch of the same shape: repeat the prompt for every one of its responses"
 
@@ -195,7 +204,11 @@ class InputReader:
         fields = {*held.keys()} if isinstance(held, (Text, TensorDictBase)) else set()
         if part == "full" and "full" not in fields and fields >= {"prompt", "response"}:
             return self._completions(td, held, backend)
-        texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
+        if isinstance(held, list) and {*map(type, held)} == {str}:
+            texts: list[Any] = list(held)
+            shape: tuple[int, ...] = (len(held),)
+        else:
+            texts, shape = _leaves(self._value(td, held, part, name, bare=(str, list, Tensor)))
         if isinstance(held, Text):
             # Empty nested lists do not show their shape.
             shape = tuple(held.batch_size)
@@ -271,22 +284,24 @@ class InputReader:
 
     def _tokens(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
         holder, top, name, own_key = td, self._top, self._names[part], self._own_key
-        held = found = find_value(td, top)
+        held = find_value(td, top)
+        if own_key and not isinstance(held, (Tensor, Tokens)) and (batch := input_ids_of(td, top, held, part)):
+            holder, top = batch
+            held, name, own_key = find_value(holder, top), ".".join(top), False
         plain = isinstance(held, TensorDictBase)
         fields = {*held.keys()} if plain or isinstance(held, Tokens) else set()
         completions = part == "full" and "full" not in fields and fields >= {"prompt", "response"}
-        if completions:
-            held = with_full(held, ".".join(top))
-        batch = None
-        if own_key and not isinstance(held, (Tensor, Tokens)):
-            batch = input_ids_of(td, top, held, part)
-        if batch is not None:
-            holder, top = batch
-            name, own_key = ".".join(top), False
-            held = found = find_value(holder, top)
-            plain, fields = False, set()
-        container = isinstance(held, Tokens) and part in held.keys()
-        ids = held if container else self._value(holder, held, part, name, bare=(Tensor, list))
+        found = held
+        if plain and completions:
+            parts = {each: as_list(find_value(held, each)) for each in ("prompt", "response")}
+            if any(isinstance(ids, list) for ids in parts.values()):
+                # tensordict makes a tensor of rows that happen to be equally long.
+                found = Tokens.from_rows(**{each: list(ids) for each, ids in parts.items()})
+            else:
+                found = Tokens(**parts, batch_size=held.batch_size or parts["prompt"].shape[:-1])
+        elif not isinstance(held, Tokens) or not (completions or part in fields):
+            found = self._value(holder, held, part, name, bare=(Tensor, list))
+        cells = _cells(found, part, name)
         masks, mask_key = find_value(holder, self._masks_key), self._given_mask
         has_masks = isinstance(masks, (Masks, TensorDictBase)) and "all_attention_mask" in masks.keys()
         if mask_key is not None and mask_key not in holder.keys(include_nested=True):
@@ -296,25 +311,21 @@ class InputReader:
                 field="attention_mask_key",
             )
         if mask_key is None and not (has_masks and own_key):
-            *path, own = top
-            stem = own.removesuffix("input_ids") if own.endswith("input_ids") else own.removesuffix("ids")
-            likely = [(*top, "attention_mask")] if plain else []
-            likely += [(*path, f"{stem}attention_mask")] if stem not in (own, "") else []
-            present = holder.keys(include_nested=True)
-            near = list(filter(present.__contains__, (*likely, (*path, "attention_mask"))))
-            if near:
-                mask_key = mask_next_to(
-                    holder,
-                    top,
-                    near,
-                    find_value(held, "full") if plain and not container and "full" in fields else ids,
-                    plain=plain,
-                    answered={"response", "full"} <= fields,
-                    in_rows=isinstance(found, Tokens) and not found.padded,
-                    has_masks=has_masks,
-                )
+            whole = cells.ids
+            if part == "prompt" and "full" in fields:
+                whole = _cells(find_value(held, "full") if plain else held, "full", name).ids
+            unsure = _UNCLEAR if {"response", "full"} <= fields else _NO_PADS if cells.in_rows else None
+            mask_key, misfit = _mask_next_to(holder, top, whole.lengths.tolist(), plain, unsure)
+            if misfit is not None and not has_masks:
+                if fields:
+                    raise InvalidRequestError(
+                        f"{'.'.join(misfit)}: its rows are not as wide as those of the tokens under {'.'.join(top)!r}; "
+                        "give the mask of prompt and response together if both are read, or delete it",
+                        field="masks",
+                    )
+                mask_key = misfit
         rows = read_ids(
-            ids,
+            cells,
             part,
             masks,
             None if mask_key is None else find_value(holder, mask_key),
@@ -325,7 +336,7 @@ class InputReader:
         )
         if completions:
             rows = self._scorable(rows)
-        if container and top == self._tokens_key:
+        if cells.container is not None and top == self._tokens_key:
             rows = replace(rows, conflicts={})
         if td.batch_dims and tuple(td.batch_size) != rows.batch_size:
             raise _other_batch(td, rows.batch_size, name)
@@ -353,10 +364,17 @@ class InputReader:
         # The mask under attention_mask_key is that of the input.
         try:
             mask_name = ".".join((*self._masks_key, "all_attention_mask"))
-            own = read_ids(tokens, "full", find_value(td, self._masks_key), mask_name=mask_name)
+            cells = _cells(tokens, "full", "tokens.full")
+            own = read_ids(cells, "full", find_value(td, self._masks_key), mask_name=mask_name)
         except InvalidRequestError as error:
             return replace(rows, conflicts={0: str(error)})
-        conflicts = _differing_rows(own.ids, rows.ids) or _differing_splits(own.prompt_lengths, rows.prompt_lengths)
+        conflicts, starts = _differing(own.ids, rows.ids), rows.prompt_lengths
+        if not conflicts and starts is not None:
+            if own.prompt_lengths is None:
+                conflicts = {0: "the tokens that are there are not split into prompt and response"}
+            else:
+                others = (own.prompt_lengths != starts).nonzero().flatten().tolist()
+                conflicts = dict.fromkeys(others, "the prompt that is there has another length")
         options = self._options
         is_text = options.input_mode == "text" and options.prefer_tokens and not rows.only_response
         if conflicts and is_text and self._spelled_by(find_value(td, self._top), rows, own, conflicts, backend):
@@ -387,7 +405,7 @@ class InputReader:
         if [one + other for one, other in zip(prompts, responses, strict=True)] != [read.texts[row] for row in rows]:
             return False
         again = _with_one_bos(backend, backend.tokenize(prompts, **self._tokenizing)).ids
-        if _differing_rows(parts.prompt.select(rows), again):
+        if _differing(parts.prompt.select(rows), again):
             return False
         assert parts.response is not None
         decoded = (
@@ -409,7 +427,7 @@ class InputReader:
             # A whole sequence under the key of its prompt would be scored without its response.
             other_key = " or input_key" if part == "prompt" else ""
             raise MissingKeyError(
-                f"the TensorDict has no {name!r}; it has: {list_keys(td)}. Pass TensorDict({_PASSED[mode]}), or give "
+                f"the TensorDict has no {name!r}; it has: {list_keys(td)}. Pass TensorDict({PASSED[mode]}), or give "
                 f"the policy another input_mode{other_key}",
                 field=name,
             )
@@ -479,34 +497,91 @@ def _with_one_bos(backend: Backend, batch: TokenizeResult) -> TokenizeResult:
     return replace(batch, ids=batch.ids.slice(drop, lengths), offsets=offsets)
 
 
-def _differing_rows(there: Ragged, ours: Ragged) -> Problems:
+def _differing(there: Ragged, ours: Ragged) -> Problems:
     """Return how rows of ids differ; an empty dict if they are equal. Both are on the CPU, with as many rows."""
     if torch.equal(there.lengths, ours.lengths) and torch.equal(there.values, ours.values):
         return {}
-    problems: Problems = {}
-    for row, (one, other) in enumerate(zip(there.tolist(), ours.tolist(), strict=True)):
-        if one != other:
-            same = min(len(one), len(other))
-            at = next((t for t in range(same) if one[t] != other[t]), same)
-            problems[row] = f"{len(one)} tokens are there, {len(other)} were read; they differ from position {at} on"
-    return problems
-
-
-def _differing_splits(there: Tensor | None, ours: Tensor | None) -> Problems:
-    """Return where prompts end at other tokens; an empty dict if ours are not split. int64[rows] each."""
-    if ours is None:
-        return {}
-    if there is None:
-        return {0: "the tokens that are there are not split into prompt and response"}
     pairs = enumerate(zip(there.tolist(), ours.tolist(), strict=True))
-    return {row: f"the prompt has {one} tokens there, {other} were read" for row, (one, other) in pairs if one != other}
+    return {
+        row: f"{len(one)} tokens are there, and {len(other)} other ones were read"
+        for row, (one, other) in pairs
+        if one != other
+    }
 
 
 # Ids and their pads --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cells:
+    """Ids as they are held, pads included, on the CPU.
+
+    Attributes:
+        ids: the rows, in C order of `shape`.
+        shape: the batch size.
+        width: that of a dense tensor; None if the ids are in rows.
+        container: the `Tokens` that hold them; None for bare ids.
+        in_rows: whether that is not padded.
+        padded: whether rows may have pads.
+    """
+
+    ids: Ragged
+    shape: tuple[int, ...]
+    width: int | None
+    container: Tokens | None
+    in_rows: bool
+    padded: bool
+
+
+def _cells(held: Any, part: str, name: str) -> _Cells:
+    """Return the ids in a field of `Tokens`, in a tensor ``[*batch, width]``, a nested tensor or rows in a list.
+
+    The `full` of `Tokens` that have none is their prompt, followed by their response.
+    """
+    container = held if isinstance(held, Tokens) else None
+    value, shape, in_rows = held, None, False
+    if container is not None:
+        if part not in container.keys():
+            key = name.removesuffix(".full")
+            first, rest = (_cells(container, each, f"{key}.{each}") for each in ("prompt", "response"))
+            if first.shape != rest.shape:
+                raise invalid(f"{key}.response", f"prompts are {first.shape}, responses {rest.shape}; {_REPEAT}")
+            width = None if first.width is None or rest.width is None else first.width + rest.width
+            return replace(first, ids=first.ids.join(rest.ids), width=width)
+        shape, in_rows = tuple(container.batch_size), not is_padded(container)
+        if in_rows:
+            ids = ragged_rows(container, part)
+            if ids.values.dtype != torch.int64 or ids.values.ndim != 1 or ids.values.is_meta:
+                ids = rows_of_ids(ids, name)
+            return _Cells(ids.to("cpu"), shape, None, container, True, False)
+        value = _field_or_rows(container, part)
+    if isinstance(value, Tensor) and not value.is_nested:
+        if why := unreadable(value):
+            raise invalid(name, f"expected a dense tensor, got {why}")
+        if value.ndim == 0:
+            raise invalid(name, "expected token ids along the last dimension, got a single number")
+        if value.dtype != torch.int64 and not is_integer(value):
+            raise invalid(name, f"expected one integer per token, got {value.dtype}{list(value.shape)}")
+        # A copy, because the caller may write to the tensor while a request waits.
+        values, shape, width = value.to("cpu", torch.int64, copy=True), tuple(value.shape[:-1]), value.shape[-1]
+        lengths = torch.full((math.prod(shape),), width)
+        return _Cells(Ragged(values.reshape(-1), lengths), shape, width, container, False, True)
+    ids = rows_of_ids(value, name).to("cpu")
+    nested = isinstance(value, Tensor)
+    shape = (len(ids),) if shape is None or nested else shape
+    return _Cells(ids, shape, None, container, False, container is not None and not nested)
+
+
+def _field_or_rows(container: Any, name: str) -> Any:
+    """Return a field of a dense container; a list of its rows, if they are padded to different widths."""
+    try:
+        return getattr(container, name)
+    except InvalidRequestError:
+        return [getattr(row, name) for row in rows_of(container)]
+
+
 def read_ids(
-    held: Any,
+    cells: _Cells,
     part: Part,
     masks: Any,
     attention: Any = None,
@@ -516,11 +591,10 @@ def read_ids(
     mask_name: str = "masks.all_attention_mask",
     backend: Backend | None = None,
 ) -> InputRows:
-    """Read ids, without their pads. Sequences keep their split and, if dense, their columns.
+    """Return ids without their pads. Sequences keep their split and, if dense, their columns.
 
     Args:
-        held: `Tokens`, a tensor ``[*batch, width]``, a nested tensor, or rows in a list.
-        part: the field of the container to read; "full" reads the mask of the assistant's tokens as well.
+        part: what the ids are; "full" reads the mask of the assistant's tokens as well.
         masks: what is under the key of the masks: `Masks` or a plain TensorDict, or nothing that is read.
         attention: an attention mask that is read instead of theirs; None reads theirs.
         top: the key of the ids or of their container, for errors.
@@ -529,65 +603,63 @@ def read_ids(
         backend: refuses dense ids without a mask that begin or end with its pad id; None looks for no pads.
 
     Raises:
-        InvalidRequestError: these are no ids, their mask does not fit, or they have pads and no mask.
+        InvalidRequestError: the mask does not fit, or the ids have pads and no mask.
     """
-    container = held if isinstance(held, Tokens) else None
-    cells, shape, dense, in_rows = _cells(held, part, name)
-    depth, at_fault = (1, name) if container is None else (len(shape), mask_name)
+    container, ids = cells.container, cells.ids
+    at_fault = name if container is None else mask_name
     theirs = masks.keys() if isinstance(masks, (Masks, TensorDictBase)) else ()
-    names: dict[str, str] = {}
-    if attention is None and "all_attention_mask" in theirs:
-        names["all_attention_mask"] = at_fault
-    others = isinstance(masks, Masks) and attention is not None and "all_attention_mask" in theirs
-    if part == "full" and "all_assistant_mask" in theirs and not others:
-        names["all_assistant_mask"] = "masks.all_assistant_mask"
-    found = _fields_of_masks(masks, names, depth) if names else {}
-    mask, said = found.get("all_attention_mask"), found.get("all_assistant_mask")
+    mask = said = None
+    in_rows, others = False, attention is not None and isinstance(masks, Masks) and "all_attention_mask" in theirs
+    if isinstance(masks, Masks):
+        with suppress(InvalidRequestError):  # a stack of both layouts
+            in_rows = not is_padded(masks)
     if attention is not None:
-        mask = _as_rows(attention, depth, at_fault)
-    if in_rows:
+        mask = _mask_rows(attention, at_fault)
+    elif "all_attention_mask" in theirs:
+        mask = _mask_rows(masks, at_fault, "all_attention_mask", in_rows)
+    if part == "full" and "all_assistant_mask" in theirs and not others:
+        said = _mask_rows(masks, "masks.all_assistant_mask", "all_assistant_mask", in_rows)
+    if cells.in_rows:
         # `Masks` of another length that hide nothing are those of other tokens, and replaced or refused later.
         loose = attention is None and isinstance(masks, Masks)
-        if mask is not None and not (bool(mask.values.all()) and (loose or torch.equal(mask.lengths, cells.lengths))):
-            raise _no_pads(mask_name)
+        if mask is not None and not (bool(mask.values.all()) and (loose or torch.equal(mask.lengths, ids.lengths))):
+            raise InvalidRequestError(f"{mask_name}: {_NO_PADS}", field="masks")
         mask = None
     elif mask is None and backend is not None:
-        # Of `Tokens` all fields are looked at. Bare rows that are no dense tensor have no pads.
-        looked_at = {name: cells} if dense else {}
+        # Of `Tokens` all fields are looked at.
+        looked_at = {name: cells}
         if container is not None:
             parts = [each for each in ("prompt", "response", "full") if each in container.keys()]
-            parts = [each for each in parts if not _is_nested(container, each)]
-            looked_at = {f"{top}.{each}": _cells(container, each, name)[0] for each in parts}
-        for key, ids in looked_at.items():
-            refuse_pads(ids, backend.tokenizer, backend.eos_token_ids, key, _PADS_ADVICE)
+            looked_at = {f"{top}.{each}": _cells(container, each, name) for each in parts}
+        for key, each in looked_at.items():
+            if each.padded:
+                refuse_pads(each.ids, backend.tokenizer, backend.eos_token_ids, key, _PADS_ADVICE)
     if mask is not None:
-        if container is not None and part == "prompt" and len(mask) == len(cells):
+        if container is not None and part == "prompt" and len(mask) == len(ids):
             # The mask may be that of prompt and response.
-            mask = mask.slice(torch.zeros_like(cells.lengths), torch.minimum(mask.lengths, cells.lengths))
-        if not torch.equal(cells.lengths, mask.lengths):
-            _must_be_as_long(cells, mask, at_fault)
-    columns, lengths, prompt_width = None, None, None
+            mask = mask.slice(torch.zeros_like(ids.lengths), torch.minimum(mask.lengths, ids.lengths))
+        _must_be_as_long(ids, mask, at_fault)
+    width, lengths, prompt_width = cells.width, None, None
     if container is not None and part == "full" and "prompt" in container.keys():
-        if in_rows:
+        if cells.in_rows:
             lengths = ragged_rows(container, "prompt").lengths
         else:
-            prompts, _, prompts_are_dense, _ = _cells(container, "prompt", f"{top}.prompt")
-            lengths = prompts.lengths
+            prompts = _cells(container, "prompt", f"{top}.prompt")
+            lengths, prompt_width = prompts.ids.lengths, prompts.width
+            width = None if prompt_width is None else width
             if mask is not None:
                 lengths = mask.sums(mask.values & (mask.positions < lengths[mask.row_index]))
-            dense = dense and prompts_are_dense
-            prompt_width = container.prompt.shape[-1] if dense else None
-    if dense:
-        width = held.shape[-1] if container is None else getattr(container, part).shape[-1]
-        marks = torch.ones_like(cells.values, dtype=torch.bool) if mask is None else mask.values
-        columns = Columns(marks.reshape(-1 if width else len(cells), width), prompt_width)
-    if said is not None and not torch.equal(said.lengths, cells.lengths):
+    columns = None
+    if width is not None:
+        marks = torch.ones_like(ids.values, dtype=torch.bool) if mask is None else mask.values
+        columns = Columns(marks.reshape(-1 if width else len(ids), width), prompt_width)
+    if said is not None and not torch.equal(said.lengths, ids.lengths):
         if container is not None:
-            _must_be_as_long(cells, said, "masks.all_assistant_mask")
+            _must_be_as_long(ids, said, "masks.all_assistant_mask")
         said = None
     return InputRows(
-        batch_size=shape,
-        ids=cells if mask is None else _select(cells, mask),
+        batch_size=cells.shape,
+        ids=ids if mask is None else _select(ids, mask),
         prompt_lengths=lengths,
         columns=columns,
         # Scoring cannot find out which tokens are the assistant's, so it keeps what the input says.
@@ -595,101 +667,24 @@ def read_ids(
     )
 
 
-def _cells(held: Any, part: str, name: str) -> tuple[Ragged, tuple[int, ...], bool, bool]:
-    """Return ids with their pads, on the CPU; the batch size; whether they are one dense tensor; whether they are in
-    `Tokens` that are not padded.
-    """
-    value, shape = held, None
-    if isinstance(held, Tokens):
-        shape = tuple(held.batch_size)
-        if has_rows(held):
-            ids = ragged_rows(held, part)
-            if ids.values.dtype != torch.int64 or ids.values.ndim != 1 or ids.values.is_meta:
-                ids = rows_of_ids(ids, name)
-            return ids.to("cpu"), shape, False, True
-        try:
-            value = getattr(held, part)
-        except InvalidRequestError:  # rows that are padded to different widths
-            value = [getattr(row, part) for row in rows_of(held)]
-    if isinstance(value, Tensor) and not value.is_nested:
-        if why := unreadable(value):
-            raise invalid(name, f"expected a dense tensor, got {why}")
-        if value.ndim == 0:
-            raise invalid(name, "expected token ids along the last dimension, got a single number")
-        if value.dtype != torch.int64 and not is_integer(value):
-            raise invalid(name, f"expected one integer per token, got {value.dtype}{list(value.shape)}")
-        # A copy, because the caller may write to the tensor while a request waits.
-        values, shape = value.to("cpu", torch.int64, copy=True), tuple(value.shape[:-1])
-        lengths = torch.full((math.prod(shape),), value.shape[-1])
-        return Ragged(values.reshape(-1), lengths), shape, True, False
-    ids = rows_of_ids(value, name).to("cpu")
-    return ids, (len(ids),) if shape is None or isinstance(value, Tensor) else shape, False, False
-
-
-def _is_nested(container: Tokens, name: str) -> bool:
-    with suppress(InvalidRequestError):  # rows that are padded to different widths
-        return bool(getattr(getattr(container, name), "is_nested", False))
-    return False
-
-
-def _fields_of_masks(masks: Any, names: Mapping[str, str], depth: int) -> dict[str, Ragged]:
-    """Return the rows of fields of `Masks`, or of a plain TensorDict, as bool and on the CPU.
-
-    Args:
-        names: the fields, and what is at fault if they are malformed.
-        depth: how deep rows are in nested lists.
-    """
-    are_rows, found = False, {}
-    with suppress(InvalidRequestError):  # a stack of both layouts
-        are_rows = isinstance(masks, Masks) and has_rows(masks)
-    for which, name in names.items():
-        if are_rows:
-            rows = ragged_rows(masks, which)
-            is_bool = rows.values.dtype == torch.bool and not rows.values.is_meta
-            values = rows.values if is_bool else as_mask(rows.values, name)
-            found[which] = rows.with_values(values.cpu())
-            continue
-        try:
-            value = getattr(masks, which) if isinstance(masks, Masks) else find_value(masks, which)
-        except InvalidRequestError:  # rows that are padded to different widths, or a stack of both layouts
-            value, depth = [getattr(row, which) for row in rows_of(masks)], 1
-        found[which] = _as_rows(value, depth, name)
-    return found
-
-
-def _as_rows(mask: Any, depth: int, name: str, why_not: Callable[[Any], str] = not_a_mask) -> Ragged:
-    """Return the rows of a mask as bool, on the CPU; refuse those for which `why_not` returns a reason."""
-    if isinstance(mask, Tensor) and mask.ndim and not mask.is_nested and not why_not(mask):
-        count, width = math.prod(mask.shape[:-1]), mask.shape[-1]
-        return Ragged(mask.to("cpu", torch.bool).reshape(-1), torch.full((count,), width))
-    if isinstance(mask, Tensor) and mask.ndim:
-        given = list(mask.unbind() if mask.is_nested else mask.flatten(0, -2))
-    else:
-        try:
-            given = _at_depth(mask, depth)
-        except TypeError:  # fewer dimensions than the batch
-            raise invalid(name, f"expected one mask for each row, got {shown(mask)}") from None
-    found, problems = [], {}
-    for row, one in enumerate(given):
-        try:
-            tensor = as_tensor(one)
-            why = why_not(tensor) or ("" if tensor.ndim == 1 else f"a mask of shape {tuple(tensor.shape)}")
-        except (TypeError, ValueError, RuntimeError):  # texts, None, lists of unequal length
-            why = shown(one)
-        if why:
-            problems[row] = f"expected a mask of True and False, or 1 and 0; got {why}"
-        else:
-            found.append(tensor.cpu())
-    refuse(problems, name)
-    return Ragged.from_list(found, torch.bool)
-
-
-def _at_depth(value: Any, depth: int) -> list[Any]:
-    return [leaf for part in as_list(value) for leaf in _at_depth(part, depth - 1)] if depth else [value]
+def _mask_rows(held: Any, name: str, field: str | None = None, in_rows: bool = False) -> Ragged:
+    """Return a mask as bool, on the CPU: `held`, or this field of `Masks` or of a plain TensorDict."""
+    value = held
+    if in_rows and field is not None:
+        rows = ragged_rows(held, field)
+        return rows.with_values(as_mask(rows.values, name).cpu())
+    if field is not None:
+        value = _field_or_rows(held, field) if isinstance(held, Masks) else find_value(held, field)
+    if isinstance(value, Tensor) and value.ndim and not value.is_nested:
+        mask = as_mask(value, name).cpu()
+        return Ragged(mask.reshape(-1), torch.full((math.prod(mask.shape[:-1]),), mask.shape[-1]))
+    return read_rows(value, torch.bool, name)[0]
 
 
 def _must_be_as_long(cells: Ragged, mask: Ragged, name: str) -> None:
     """Refuse a mask whose rows are not as long as those of the ids."""
+    if torch.equal(cells.lengths, mask.lengths):
+        return
     lengths = zip(cells.lengths.tolist(), mask.lengths.tolist(), strict=False)
     problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
     if len(mask) != len(cells):
@@ -717,126 +712,50 @@ def input_ids_of(td: TensorDictBase, top: Key, value: Any, part: str) -> tuple[T
     return (td, ("input_ids",)) if value is None and "input_ids" in td.keys() else None
 
 
-def with_full(tokens: Any, key: str) -> Tokens:
-    """Return `Tokens` of prompts and responses with their `full`, in the layout that they have.
-
-    Args:
-        tokens: `Tokens`, or a plain TensorDict with a ``prompt`` and a ``response``.
-        key: the key that holds them, for errors.
-
-    Raises:
-        InvalidRequestError: their shapes do not fit.
-    """
-    if isinstance(tokens, TensorDictBase):
-        given = {name: as_list(find_value(tokens, name)) for name in ("prompt", "response")}
-        if any(isinstance(ids, list) for ids in given.values()):
-            # tensordict makes a tensor of rows that happen to be equally long.
-            return Tokens.from_rows(**{name: list(ids) for name, ids in given.items()})
-        ids = given["prompt"]
-        shape = tokens.batch_size if not isinstance(ids, Tensor) or ids.is_nested else ids.shape[:-1]
-        tokens = Tokens(**given, batch_size=shape)
-    try:
-        prompt, response = tokens.prompt, tokens.response
-    except InvalidRequestError:  # dense rows of different widths
-        return lazy_stack([with_full(row, key) for row in tokens.unbind(0)])
-    if not tokens.padded:
-        return Tokens.from_rows(prompt=prompt, response=response)
-    if prompt.is_nested or response.is_nested:
-        nested = {"prompt": rows_of_ids(prompt, f"{key}.prompt"), "response": rows_of_ids(response, f"{key}.response")}
-        return Tokens.from_rows(**{name: list(ids.split()) for name, ids in nested.items()})
-    if prompt.ndim == 0 or prompt.shape[:-1] != response.shape[:-1]:
-        shapes = f"prompts are {list(prompt.shape)}, responses {list(response.shape)}"
-        raise invalid(f"{key}.response", f"{shapes}; {_REPEAT}")
-    return Tokens(
-        prompt=prompt, response=response, full=torch.cat([prompt, response], -1), batch_size=tokens.batch_size
-    )
-
-
-def _no_pads(mask: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{mask}: tokens in rows of unequal length (padded=False) have no pads; leave their attention mask out, or, if "
-        "the rows do hold pads, make the Tokens with padded=True",
-        field="masks",
-    )
-
-
-def mask_next_to(
-    td: TensorDictBase,
-    top: Key,
-    near: Sequence[Key],
-    held: Any,
-    *,
-    plain: bool,
-    answered: bool,
-    in_rows: bool,
-    has_masks: bool,
-) -> Key | None:
-    """Return the key of the `attention_mask` that belongs to the ids under the key `top`; None if there is none.
+def _mask_next_to(
+    td: TensorDictBase, top: Key, lengths: list[int], plain: bool, unsure: str | None
+) -> tuple[Key | None, Key | None]:
+    """Return the key of the `attention_mask` that belongs to the ids under the key `top`, and that of one that may.
 
     It is in the plain TensorDict that holds the ids, or next to `top`. Its name may begin as that of the ids does:
     ``chosen_attention_mask`` for ``chosen_input_ids``. A mask of another shape belongs to the `input_ids` next to it if
-    it has theirs, and it may be that of the prompts whose answers a container without pads or with responses holds.
+    it has theirs.
 
     Args:
         td: holds the ids.
         top: the key of the ids, or of the container that holds them.
-        near: the keys of the masks that there are.
-        held: the ids, or `Tokens`.
+        lengths: those of the rows of ids, with their pads.
         plain: whether a plain TensorDict holds the ids.
-        answered: whether they are held with responses to them.
-        in_rows: whether they are in rows of unequal length, which have no pads.
-        has_masks: whether there is an attention mask in the `Masks`, which is read if this one has another shape.
+        unsure: why no mask may be applied; None if one may.
 
     Raises:
-        InvalidRequestError: the mask has another shape, or would hide tokens of rows that should have no
-            pads, or of an answer, to which it need not belong.
+        InvalidRequestError: no mask may be applied, and one would hide tokens.
     """
-    container = isinstance(held, Tokens)
-    misfit = None
-    for key in near:
-        given = find_value(td, key)
-        name, depth = ".".join(key), len(held.batch_size) if container else 1
-        lengths = _lengths(held)
-        mask = None
-        with suppress(InvalidRequestError):
-            mask = _as_rows(given, depth, name, why_not=unreadable)
-        fits = mask is not None and mask.lengths.tolist() == lengths
-        if answered or in_rows:
-            if mask is not None and fits and not bool(mask.values.all()):
-                raise _unclear(name) if answered else _no_pads(name)
-        elif fits:
-            return key
-        elif key[-1] != "attention_mask" or mask is None or not _is_of_input_ids(td, key, mask, top):
+    *path, own = top
+    stem = own.removesuffix("input_ids") if own.endswith("input_ids") else own.removesuffix("ids")
+    near = [(*top, "attention_mask")] if plain else []
+    near += [(*path, f"{stem}attention_mask")] if stem not in (own, "") else []
+    present, misfit = td.keys(include_nested=True), None
+    for key in filter(present.__contains__, [*near, (*path, "attention_mask")]):
+        given, name = find_value(td, key), ".".join(key)
+        found = _lengths(given, torch.bool)
+        other = (*key[:-1], "input_ids")
+        if unsure is not None:
+            if found == lengths and not bool(_mask_rows(given, name).values.all()):
+                raise InvalidRequestError(f"{name}: {unsure.format(name)}", field="masks")
+            continue
+        if found == lengths:
+            return key, None
+        is_of_others = key[-1] == "attention_mask" and other != top and found is not None
+        if not (is_of_others and found == _lengths(find_value(td, other), torch.int64)):
             misfit = misfit or key
-    if misfit is None or has_masks:
-        return None
-    if container or plain:
-        raise InvalidRequestError(
-            f"{'.'.join(misfit)}: its rows are not as wide as those of the tokens under {'.'.join(top)!r}; give the "
-            "mask of prompt and response together if both are read, or delete it",
-            field="masks",
-        )
-    return misfit
+    return None, misfit
 
 
-def _is_of_input_ids(td: TensorDictBase, key: Key, mask: Ragged, top: Key) -> bool:
-    """Return whether a mask belongs to `input_ids` next to it, where the policy reads something else."""
-    other = (*key[:-1], "input_ids")
-    return other != top and mask.lengths.tolist() == _lengths(find_value(td, other))
-
-
-def _lengths(held: Any) -> list[int] | None:
-    """Return the lengths of rows of ids with their pads; None if these are no ids."""
-    part = "full" if isinstance(held, Tokens) and "full" in held.keys() else "prompt"
-    try:
-        return _cells(held, part, "")[0].lengths.tolist()
-    except InvalidRequestError:
-        return None
-
-
-def _unclear(mask: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{mask}: it has the shape of the answers that the TensorDict holds, but may be that of their prompts; give "
-        f"the policy attention_mask_key={mask!r} to apply it, or delete it",
-        field="masks",
-    )
+def _lengths(value: Any, dtype: torch.dtype) -> list[int] | None:
+    """Return the lengths of rows in a tensor or in lists; None if these are no rows."""
+    if isinstance(value, Tensor) and value.ndim and not value.is_nested:
+        return [value.shape[-1]] * math.prod(value.shape[:-1])
+    with suppress(InvalidRequestError):
+        return read_rows(value, dtype, "")[0].lengths.tolist()
+    return None

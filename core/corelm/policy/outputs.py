@@ -16,10 +16,10 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from corelm.backend.backend import Backend
-from corelm.containers.classes import NO_ID, LogProbs, Masks, Text, Tokens, flat, objects
+from corelm.containers.classes import NO_ID, LogProbs, Masks, Text, Tokens, flat, is_padded, objects
 from corelm.containers.history import ChatHistory
-from corelm.containers.reading import has_rows, key_parts, list_keys, provenance_of_rows, ragged
-from corelm.containers.turns import REQUEST_FIELDS, log_prob_fields
+from corelm.containers.reading import key_parts
+from corelm.containers.turns import REQUEST_FIELDS, SampledRows
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.policy.chats import AnswerReader
 from corelm.policy.inputs import find_value
@@ -27,7 +27,6 @@ from corelm.policy.options import Keys, PolicyOptions
 from corelm.policy.rows import InputRows
 from corelm.rendering.encoding import answer_texts, decoded
 from corelm.spec.answer_text import HALF_CHARACTER
-from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.version_runs import with_runs
@@ -79,7 +78,7 @@ def must_have_room(td: TensorDictBase, rows: InputRows, options: PolicyOptions) 
                 f"return_{name}=False out, delete it from the TensorDict, or pass inplace=False",
             )
     if options.keys.log_probs != _DEFAULT.log_probs:
-        _refuse_stale(td, options, "a new answer", answered=True)
+        _refuse_stale(td, options, "a new answer")
     return {}
 
 
@@ -90,26 +89,19 @@ def _replaced_keys(td: TensorDictBase, options: PolicyOptions) -> list[NestedKey
     return [] if merged or options.input_key is not None else [key]
 
 
-def _refuse_stale(td: TensorDictBase, options: PolicyOptions, new: str, *, answered: bool = False) -> None:
-    """Refuse a call that replaces tokens if it leaves containers that are as long as the old ones.
+def _refuse_stale(td: TensorDictBase, options: PolicyOptions, new: str, *others: NestedKey) -> None:
+    """Refuse a call that replaces tokens, but neither the sampler's log-probs, which are as long, nor these `others`.
 
-    Args:
-        td: what the call writes into.
-        options: those of the policy.
-        new: what the call writes.
-        answered: whether to look only at log-probs of an earlier answer.
+    A policy that writes log-probs elsewhere leaves those of the sampler, which are under the default key.
     """
     keys = options.keys
+    sampled = [_DEFAULT.log_probs] if keys.tokens == _DEFAULT.tokens else []
     written = [getattr(keys, name) for name in options.fields]
-    # A policy that writes log-probs elsewhere leaves those of the sampler, which are under the default key.
-    looked_at = [_DEFAULT.log_probs] if keys.tokens == _DEFAULT.tokens else []
-    looked_at += [] if answered else [keys.tokens, keys.masks]
-    for key in looked_at:
+    for key in (*sampled, *others):
         there = None if key in written else find_value(td, key)
-        if isinstance(there, (LogProbs, Masks, Tokens)) and (not answered or "response" in there.keys()):
-            name = ".".join(key_parts(key))
+        if isinstance(there, (LogProbs, Masks, Tokens)) and (others or "response" in there.keys()):
             raise invalid(
-                name,
+                ".".join(key_parts(key)),
                 f"it belongs to the tokens that are there, and would stay next to {new}; delete it from the "
                 "TensorDict, write it as well, or pass inplace=False",
             )
@@ -123,7 +115,7 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
     """
     joins = not options.overwrite or rows.conflicts == {}
     if rows.conflicts and options.overwrite:
-        _refuse_stale(td, options, "scores of other tokens")
+        _refuse_stale(td, options, "scores of other tokens", options.keys.tokens, options.keys.masks)
     elif rows.conflicts:
         raise InvalidRequestError(
             f"{_dotted(options, 'tokens')}: {spelled_out(rows.conflicts)}. Scores of other tokens are not put next to "
@@ -139,16 +131,18 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
         there = find_value(td, getattr(options.keys, name))
         if there is None:
             continue
-        read, container = name == options.input_mode and options.input_key is None, _CONTAINERS[name]
-        # Containers that are read, or belong to the tokens that are there, are kept: they say the same.
-        same = name != "log_probs" and isinstance(there, container) and (read or rows.conflicts == {})
+        read = name == options.input_mode and options.input_key is None
+        # Containers that are read, or belong to the tokens that are there, say the same.
+        same = isinstance(there, _CONTAINERS[name]) and name != "log_probs" and (read or rows.conflicts == {})
         looked_at = name in options.fields and not options.overwrite and not same
-        if looked_at and (loss := _loss(name, there, rows, options)):
+        if looked_at and not _kept(name, there, rows, read):
             elsewhere = 'log_probs_key="ref_log_probs"' if name == "log_probs" else f"keys=Keys({name}=…)"
             leave_out = "" if name == "log_probs" else f" or return_{name}=False"
+            kind = "list" if isinstance(there, list) else type(there).__name__
             raise InvalidRequestError(
-                f"{_dotted(options, name)}: {loss}. Scoring in place replaces nothing: pass {elsewhere}{leave_out}; or "
-                "inplace=False; or overwrite=True to replace it",
+                f"{_dotted(options, name)}: a {kind} is there, and nothing shows that it says the same. Scoring in "
+                f"place replaces nothing: pass {elsewhere}{leave_out}; or inplace=False; or overwrite=True to replace "
+                "it",
                 field=name,
             )
         if name != "log_probs" and (joins or read):
@@ -157,10 +151,10 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
         return found
     for name in ("argmax", "is_greedy") if options.return_argmax else ():
         if find_value(td, name) is not None:
-            raise InvalidRequestError(
-                f"{name}: the TensorDict holds one already, and scoring in place replaces nothing; pass inplace=False, "
-                "or overwrite=True to replace it",
-                field=name,
+            raise invalid(
+                name,
+                "the TensorDict holds one already, and scoring in place replaces nothing; pass inplace=False, or "
+                "overwrite=True to replace it",
             )
     there = find_value(td, "errors") if options.on_error == "skip" else None
     if there is not None and [type(one) for one in flat(there)] != [str] * len(rows.ids):
@@ -168,71 +162,31 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
     return found
 
 
-def refuse_other_provenance(
-    there: Any, expected: Provenance | tuple[Provenance | None, ...], key: NestedKey, advice: str
-) -> None:
-    """Refuse to replace log-probs of another provenance, row by row. Anything but `LogProbs` is accepted.
+def _kept(name: str, there: Any, rows: InputRows, read: bool) -> bool:
+    """Return whether what is there under the key of a container stays, or says the same as what is written.
 
-    Args:
-        there: what is under the key.
-        expected: the provenance of the new log-probs, one for all rows or one per row.
-        key: the key.
-        advice: what to do instead.
-
-    Raises:
-        InvalidRequestError: `rows` are those of another provenance, or of an unknown one.
+    The ids decide, if there are any: the text of an answer lacks the special tokens and the stop string that its ids
+    have.
     """
-    if not isinstance(there, LogProbs):
-        return
-    count = there.batch_size.numel()
-    olds = provenance_of_rows(there, count)
-    news = expected if isinstance(expected, tuple) else (expected,) * count
-    problems = {
-        row: f"the log-probs that are there come from {_source(old)}, the new ones from {_source(new)}"
-        for row, (old, new) in enumerate(zip(olds, news, strict=False))
-        if old != new
-    }
-    if problems:
-        field = ".".join(key_parts(key))
-        raise InvalidRequestError(f"{field}: {spelled_out(problems)}. {advice}", field=field, problems=problems)
-
-
-def _source(one: Provenance | None) -> str:
-    if one is None:
-        return "an unknown source"
-    how = one.mode if one.mode == "raw" else f"processed, temperature {one.temperature}, {one.support} support"
-    return f"{one.backend} ({one.model!r}, weights {one.weight_version!r}, {how})"
-
-
-def _loss(name: str, there: Any, rows: InputRows, options: PolicyOptions) -> str | None:
-    """Return what would be lost of what is there; None if nothing would.
-
-    Containers are kept if they say the same. The ids decide, if there are any: the text of an answer lacks the special
-    tokens and the stop string that its ids have.
-    """
-    read = _reads(name, options)
     if name == "log_probs":
-        return f"a {'list' if isinstance(there, list) else type(there).__name__} is there"
+        return False
     if isinstance(there, TensorDictBase):
         written = {"full", "input_ids", "attention_mask"} if read else set()
         if read and rows.only_response:
             written |= {"prompt", "response"}
         if name == "masks":
             written = {"all_attention_mask"} | ({"all_assistant_mask"} if rows.assistant is not None else set())
-        lost = sorted(map(str, set(there.keys()) - written))
-        return f"a plain TensorDict with {', '.join(lost)} is there" if lost else None
-    if not isinstance(there, _CONTAINERS[name]):
-        kind = "list" if isinstance(there, list) else type(there).__name__
-        return None if read else f"a {kind} is there, not a {_CONTAINERS[name].__name__}"
-    if read or rows.conflicts is not None or name == "tokens":
-        return None
+        return set(there.keys()) <= written
+    if read or not isinstance(there, _CONTAINERS[name]):
+        return read
+    if rows.conflicts is not None or name == "tokens":
+        return True
     if name == "masks":
-        return None if _fit(there, rows) else "masks of other tokens are there"
-    if name == "history":
-        same = "full" not in there.keys() or there.full.chats == rows.chats
-    else:
-        same = name == "text" and ("full" not in there.keys() or tuple(flat(there.full)) == rows.texts)
-    return None if same else f"another {name} is there, and no tokens to show that it belongs to what is scored"
+        return _fit(there, rows)
+    if "full" not in there.keys():
+        return True
+    same: bool = there.full.chats == rows.chats if name == "history" else tuple(flat(there.full)) == rows.texts
+    return same
 
 
 def _fit(masks: Masks, rows: InputRows) -> bool:
@@ -417,7 +371,7 @@ def lacking(rows: InputRows, options: PolicyOptions) -> dict[str, set[str]]:
         without = {"full"} if rows.only_response and _reads(name, options) else set()
         missing = made[name] - without - set(there.keys())
         looked_at = isinstance(there, Tokens) or (isinstance(there, Masks) and missing)
-        if looked_at and rows.columns is None and not has_rows(there):
+        if looked_at and rows.columns is None and is_padded(there):
             # Scores are rows, which do not fit into nested tensors or dense ones of several widths: these are replaced.
             found[name] = set()
         elif missing:
@@ -488,29 +442,28 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
     if not isinstance(found, TensorDictBase):
         kind = type(found).__name__
         raise invalid("continue_from", f"expected the TensorDict that a policy returned, got a {kind}")
-    tokens, masks = found.get(options.keys.tokens, None), options.keys.masks
-    if not isinstance(tokens, Tokens) or not {"prompt", "full"} <= set(tokens.keys()):
-        has = list_keys(found)
-        raise MissingKeyError(
-            f"continue_from: there are no tokens.prompt and tokens.full; it has: {has}", field="continue_from"
-        )
     if "finish_reason" not in found.keys():
         raise MissingKeyError("continue_from: it has no finish_reason, as answers do", field="continue_from")
-    prompt, full = (ragged(found, (options.keys.tokens, name), masks=masks).to("cpu") for name in ("prompt", "full"))
-    _must_be_the_prompts(prompt, rows.ids.to("cpu"), options.num_samples or 1)
-    start, stop = prompt.lengths, full.lengths
+    keys = options.keys
+    name = "continue_from"
+    sampled = SampledRows.read(found, name, name, tokens=keys.tokens, log_probs=keys.log_probs, masks=keys.masks)
+    start, stop = sampled.prompt_lengths, sampled.full.lengths
+    prompts = sampled.full.slice(torch.zeros_like(start), start)
+    wanted = rows.ids.repeat(options.num_samples or 1)
+    if len(prompts) != len(wanted):
+        raise invalid(name, f"has {len(prompts)} answers, but the policy is asked for {len(wanted)}")
+    pairs = enumerate(zip(prompts.tolist(), wanted.tolist(), strict=True))
+    refuse({row: "answers another prompt" for row, (one, other) in pairs if one != other}, name)
     answers: dict[str, Any] = {
-        "ids": full.slice(start, stop),
+        "ids": sampled.full.slice(start, stop),
         "logprobs": None,
         "finish_reasons": tuple(objects(found.get("finish_reason"), len(found.batch_size))),
         "adapter": options.adapter,
     }
-    held = found.get(options.keys.log_probs, None)
-    if not isinstance(held, LogProbs):
+    if not sampled.values:
         return GenerateResult(**answers)
-    for name, values in log_prob_fields(found, key_parts(options.keys.log_probs), key_parts(masks)).items():
-        answers[REQUEST_FIELDS[name]] = values.slice(start, stop)
-    labels = provenance_of_rows(held, len(full))
+    answers |= {REQUEST_FIELDS[name]: values.slice(start, stop) for name, values in sampled.values.items()}
+    labels = sampled.provenances
     refuse({row: "its provenance is not known" for row, one in enumerate(labels) if one is None}, "continue_from")
     known = [one for one in labels if one is not None]
     if len({(one.distribution, one.adapter) for one in known}) > 1:
@@ -526,14 +479,3 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
         }
     runs = [one.version_runs or ((one.weight_version, 0),) for one in known]
     return with_runs(GenerateResult(**answers), runs)
-
-
-def _must_be_the_prompts(found: Ragged, wanted: Ragged, samples: int) -> None:
-    wanted = wanted.repeat(samples) if samples > 1 else wanted
-    if len(found) != len(wanted):
-        raise invalid("continue_from", f"has {len(found)} answers, but the policy is asked for {len(wanted)}")
-    pairs = zip(found.split(), wanted.split(), strict=True)
-    refuse(
-        {row: "answers another prompt" for row, (one, other) in enumerate(pairs) if not torch.equal(one, other)},
-        "continue_from",
-    )

@@ -21,10 +21,10 @@ from corelm.backend.engine_call import Listener
 from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
-from corelm.errors import CapabilityError, InvalidRequestError, printable
+from corelm.errors import CapabilityError, printable
 from corelm.opening import get_backend
 from corelm.policy.chats import AnswerReader, warn_unparsed
-from corelm.policy.inputs import InputReader
+from corelm.policy.inputs import PASSED, InputReader
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import deliver, generated, lacking, must_have_room, partial_answers, scored
 from corelm.policy.rows import InputRows, room_for_prompts, truncate_left, with_support
@@ -90,7 +90,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     ) -> None:
         super().__init__()
         if isinstance(options, Mapping):
-            options = PolicyOptions(**options)
+            changes, options = {**options, **changes}, None
         if not isinstance(options, (PolicyOptions, type(None))):
             raise validate.invalid("options", f"expected PolicyOptions, a dict or None, got {validate.shown(options)}")
         if not isinstance(batching, (bool, Limits)):
@@ -254,7 +254,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
         engine.require_here()
         if not isinstance(td, TensorDictBase):
-            raise _not_a_tensordict(td, options.input_mode)
+            kind, call = type(td).__name__, PASSED[options.input_mode]
+            raise validate.invalid("tensordict", f"expected a TensorDict, got {kind}; pass TensorDict({call})")
         if seed is not None and not options.generate:
             raise validate.invalid("seed", "scoring samples nothing; leave the seed out")
         rows = self._reader.read(td, self._part, backend, want_assistant="masks" in options.fields)
@@ -480,14 +481,6 @@ def checked_backend(given: Any) -> Backend:
         call = "get_backend('transformers', model, tokenizer=tokenizer)"
     kind = "None" if given is None else f"a {type(given).__name__}"
     raise validate.invalid("backend", f"expected an open backend or the name of one, got {kind}; pass {call}")
-
-
-def _not_a_tensordict(given: Any, mode: str) -> InvalidRequestError:
-    call = {"history": "history=History.from_chats(…)", "text": "text=…", "tokens": "tokens=…"}[mode]
-    if isinstance(given, Mapping):
-        masks = ", attention_mask=batch['attention_mask']" if "attention_mask" in given else ""
-        call = f"input_ids=batch['input_ids']{masks}" if "input_ids" in given else "…"
-    return validate.invalid("tensordict", f"expected a TensorDict, got {type(given).__name__}; pass TensorDict({call})")
 
 
 def _batched(backend: Backend, batching: bool | Limits) -> DynamicBatcher:

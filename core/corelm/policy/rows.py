@@ -249,11 +249,9 @@ def _must_be_normalised(held: LogProbs, sets: TokenSets, name: str, temperature:
         elif label.penalties:
             problems[row] = "was sampled with penalties, which scores cannot reflect"
     if problems:
-        wanted = {one.temperature for one in labels if one is not None}
-        first = next(iter(wanted)) if len(wanted) == 1 else "…"
-        advice = f'score with log_probs_mode="processed", sampling_params={{"temperature": {first}}}'
-        if "raw" in next(iter(problems.values())):
-            advice = 'sample with log_probs_mode="processed", or score without support_key'
-        if 0.0 in wanted:
-            advice = "greedy answers have the log-prob 0 under truncation; score without support_key"
-        raise ProvenanceMismatchError(f"support_key: {name}: {spelled_out(problems)}; {advice}")
+        temperatures = {one.temperature for one in labels if one is not None}
+        first = next(iter(temperatures)) if len(temperatures) == 1 else "…"
+        raise ProvenanceMismatchError(
+            f'support_key: {name}: {spelled_out(problems)}; both with log_probs_mode="processed", the scores '
+            f'with sampling_params={{"temperature": {first}}}, or score without support_key'
+        )

@@ -19,6 +19,13 @@ GenerationMode = Literal["raw", "processed", "scaled"]
 _WITHOUT_RANGE = frozenset({"stop", "early_stopping", "engine_kwargs"})
 #: What `score_logprobs` can do in addition to scoring.
 _OF_SCORES = ("score_temperature", "logits", "argmax", "gradients", "score_support", "score_top_k", "score_top_ids")
+#: Capability → the one without which it means nothing.
+_NEEDED = {
+    **dict.fromkeys(_OF_SCORES, "score"),
+    **dict.fromkeys(("weight_stream", "updates_in_flight", "without_weights"), "update_weights"),
+    "top_logprobs": "generation_modes",
+    "seeds_are_costly": "per_answer_seeds",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,22 +141,14 @@ class Capabilities:
         for each in fields(self):
             if isinstance(each.default, bool):
                 flag(each.name, getattr(self, each.name))
-        for name in _OF_SCORES:
-            if getattr(self, name) and not self.score:
-                raise invalid(name, "belongs to score_logprobs; declare score=True as well")
+        for name, needed in _NEEDED.items():
+            if getattr(self, name) and not getattr(self, needed):
+                raise invalid(name, f"means nothing without {needed}; declare {needed} as well")
         for name in ("length_penalty", "early_stopping"):
             if name in self.sampling and "num_beams" not in self.sampling:
                 raise invalid("sampling", f"{name} belongs to beam search; declare num_beams as well")
-        for name, given in (("without_weights", self.without_weights), ("sleep_levels", 2 in self.sleep_levels)):
-            if given and not self.update_weights:
-                raise invalid(name, "the engine could never get weights; declare update_weights=True as well")
-        if self.top_logprobs and not self.generation_modes:
-            raise invalid("top_logprobs", "the engine returns no log-probs; declare generation_modes as well")
-        for name in ("weight_stream", "updates_in_flight"):
-            if getattr(self, name) and not self.update_weights:
-                raise invalid(name, "belongs to update_weights; declare update_weights=True as well")
-        if self.seeds_are_costly and not self.per_answer_seeds:
-            raise invalid("seeds_are_costly", "this engine takes no seeds; declare per_answer_seeds=True as well")
+        if 2 in self.sleep_levels and not self.update_weights:
+            raise invalid("sleep_levels", "the engine could never get weights; declare update_weights=True as well")
 
     def __reduce__(self) -> tuple[Callable[[], Capabilities], tuple[()]]:
         # A mappingproxy can be neither pickled nor copied.

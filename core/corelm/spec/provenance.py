@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, TypedDict
 
 from corelm.spec.sampling import SamplingParams
@@ -89,7 +90,8 @@ class Provenance:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes by name."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        names = self.__dataclass_fields__
+        return dict(zip(names, attrgetter(*names)(self), strict=True))
 
     @property
     def distribution(self) -> tuple[Mode, float, Support, tuple[tuple[str, float], ...]]:

@@ -122,9 +122,6 @@ class GenerateRequest:
         timeout: seconds for the whole call; None for no limit.
         on_tokens: takes tokens as they are sampled; None unless the backend declares `streaming` and the caller reads
             along. It returns at once, raises nothing that concerns the engine, and may be called on any thread.
-        on_answer: takes the row of a complete answer, and how many tokens it has. None if nobody counts them.
-            Calling it is optional. It never raises, may be called on any thread and again for the
-            same row, and must not change how the request is served.
         adapter: the name of the adapter that answers, or False for none. None, the engine's default, unless the backend
             declares `adapters`.
         return_support: whether to return the ids that each token was drawn from. True only for a backend that declares
@@ -145,7 +142,6 @@ class GenerateRequest:
     request_ids: tuple[str, ...]
     timeout: float | None
     on_tokens: Callable[[TokenChunk], None] | None = None
-    on_answer: Callable[[int, int], None] | None = None
     adapter: Adapter = None
     return_support: bool = False
     top_logprobs: int = 0

@@ -58,11 +58,6 @@ def test_answers_with_other_adapters_are_not_mixed(folder, files):
         assert result.exit_code == 2 and "was made with adapter" in result.stderr
 
 
-def test_files_without_an_adapter_have_the_settings_that_they_had(folder, files):
-    assert score(files, folder / "base").exit_code == 0
-    assert "adapter" not in settings_of(files[1])["settings"]
-
-
 def test_answers_and_chats_are_those_of_the_adapter(folder, tmp_path):
     source = tmp_path / "prompts.jsonl"
     write_rows(source, [{"prompt": "the cat"}])

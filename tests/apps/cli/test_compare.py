@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corelm.errors import InvalidRequestError
-from corelm_cli import progress
 from corelm_compare import SideSpec, from_json
 from corelm_compare.prompts import CONVERSATIONS, DEFAULT, TEXTS
 from helpers.command_line import corelm_command, generate, write_rows
 from helpers.lora import lora, merged, save
-from helpers.processes import PATIENCE, heed_interrupts, wait_until
 
 TWO = ("--backend", "toy", "--backend", "toy", "--name", "other")
 PROMPTS = [{"prompt": "The cat"}, {"messages": [{"role": "user", "content": "Hi"}]}, {"ids": [72, 105, 33]}]
@@ -52,17 +44,6 @@ def test_engines_that_agree_are_told_so_and_the_exit_code_is_0(prompts):
     assert result.stdout.startswith("OK: toy and other agree\n") and "ruled out" in result.stdout
     assert re.search(r"\d+ calls in [\d.]+ s: toy [\d,]+ tokens/s, other [\d,]+ tokens/s$", result.stdout.strip())
     assert result.stderr == ""
-
-
-def test_its_progress_is_shown_on_a_terminal_after_a_while(prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "is_terminal", lambda stream: True)
-    monkeypatch.setattr(progress, "LONG", 0.0)
-    monkeypatch.setattr(progress, "Console", partial(Console, force_terminal=True))
-    monkeypatch.setenv("TERM", "xterm")
-    flags = ("--input", prompts, "--report", tmp_path / "report.html")
-    shown = corelm_command("compare", *TWO, *flags).stderr
-    assert re.search(r"sampling .*━.* about \d+ s left", shown)
-    assert corelm_command("compare", *TWO, *flags, "--quiet").stderr == ""
 
 
 def test_without_prompts_those_that_core_brings_are_used_and_this_is_said():
@@ -122,17 +103,6 @@ def test_a_quick_comparison_and_a_budget(tmp_path):
     assert result.exit_code == 0 and "not tried: temperature, the budget of 1e-06 s was spent" in result.stdout
     result = corelm_command("compare", *TWO, "--budget", "0")
     assert result.exit_code == 2 and "error: --budget: expected a finite number above 0" in result.stderr
-
-
-def test_bfloat16_is_rounding_and_the_exit_code_is_0(tiny_model, tmp_path):
-    write_rows(tmp_path / "prompts.jsonl", [{"prompt": "What is your name?"}, {"prompt": "The cat sat on"}])
-    result = corelm_command(
-        *("compare", "--model", tiny_model, "--input", tmp_path / "prompts.jsonl"),
-        *("--backend", "transformers", "--option", "dtype=float32"),
-        *("--backend", "transformers", "--option", "dtype=bfloat16"),
-    )
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("OK: transformers 1 and transformers 2 differ as their dtypes round")
 
 
 # Which engine a flag belongs to ---------------------------------------------------------------------------------------
@@ -233,11 +203,6 @@ def test_a_line_that_is_wrong_is_named_before_an_engine_opens(tmp_path):
         assert said in result.stderr and "nonesuch" not in result.stderr, result.stderr
 
 
-def test_a_missing_file_is_named(tmp_path):
-    result = corelm_command("compare", *TWO, "--input", tmp_path / "none.jsonl")
-    assert result.exit_code == 2 and "No such file" in result.stderr and "none.jsonl" in result.stderr
-
-
 def test_only_so_many_lines_are_read():
     lines = "".join(json.dumps({"prompt": text}) + "\n" for text in ("The cat", "The sea")) + "not json\n"
     result = corelm_command("compare", *TWO, "--input", "-", "--max-prompts", 2, "--json", stdin=lines)
@@ -281,46 +246,6 @@ class Broken(ToyBackend):
     fabricate("broken", "1", {"broken": "broken_plugin:Broken"}, {"broken_plugin": source})
     result = corelm_command("compare", "--backend", "toy", "--backend", "broken", "--input", prompts)
     assert result.exit_code == 3 and "out of memory" in result.stderr and result.stdout == ""
-
-
-@pytest.mark.nightly
-@pytest.mark.process
-def test_ctrl_c_ends_the_command_and_closes_the_engines(tmp_path):
-    (tmp_path / "slow_plugin.py").write_text(
-        f"""
-import pathlib, time
-import corelm
-from corelm_testing.toy import ToyBackend
-
-class Slow(ToyBackend):
-    @corelm.hookimpl
-    def score_logprobs(self, request):
-        pathlib.Path({str(tmp_path / "scoring")!r}).touch()
-        time.sleep({PATIENCE})
-
-    @corelm.hookimpl
-    def close(self, request):
-        pathlib.Path({str(tmp_path / "closed")!r}).touch()
-"""
-    )
-    info = tmp_path / "slow-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[corelm.backends]\nslow = slow_plugin:Slow\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    run = subprocess.Popen(
-        [sys.executable, "-m", "corelm_cli", "compare", "--backend", "toy", "--backend", "slow"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        preexec_fn=heed_interrupts,
-    )
-    assert wait_until((tmp_path / "scoring").exists)
-    run.send_signal(signal.SIGINT)
-    out, said = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 130 and out == "" and said.splitlines()[-1] == "interrupted"
-    assert (tmp_path / "closed").exists()
 
 
 def test_the_help_says_how_many_tokens_are_sampled():

@@ -25,18 +25,6 @@ class Flattened(TransformersBackend):
         return replace(super().score_logprobs(replace(request, temperature=2.0)), temperature=request.temperature)
 """
 
-#: The transformers backend without what it says of itself for the kit.
-SILENT = """
-from transformers_backend import TransformersBackend
-
-class Silent(TransformersBackend):
-    @classmethod
-    def open(cls, model):
-        opened = super().open(model)
-        del opened.conformance
-        return opened
-"""
-
 
 @pytest.fixture
 def kit(tmp_path):
@@ -62,12 +50,18 @@ def suite_of(path):
 def test_a_good_backend_keeps_its_promises(kit, tiny_model, tmp_path):
     result = kit(
         *("transformers", "--model", str(tiny_model), "--oracle", "transformers", "--option", "dtype=float32"),
-        *("--draws", "400", "-k", "log_prob or scored or new_weights or closing or engine_kwargs", "--quiet"),
+        *(
+            "--draws",
+            "400",
+            "-k",
+            "every_sampled or every_token or uses_the_new_weights or closing or engine_kwargs",
+            "--quiet",
+        ),
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "report is in" not in result.stderr and "testing" not in result.stderr and "...." not in result.stdout
     suite = suite_of(tmp_path / "conformance.json")
-    assert suite["counts"].keys() <= {"passed", "not applicable"} and suite["counts"]["passed"] > 50
+    assert suite["counts"].keys() <= {"passed", "not applicable"} and suite["counts"]["passed"] > 5
     assert suite["backend"] == "transformers" and suite["model"] == str(tiny_model)
     assert re.fullmatch(r"core-transformers-backend \S+, transformers \S+", suite["software"])
     assert suite["declares"]["score"] is True and suite["declares"]["sampling"]["top_k"] is None
@@ -90,28 +84,6 @@ def test_a_backend_with_a_defect_fails_and_the_report_says_how_far_off_it_is(kit
     assert test["outcome"] == "failed" and test["difference"] > 0.01 and "off by" in test["reason"]
     assert suite["largest_difference"] >= test["difference"]
     assert re.search(r"<pre>[^<]*off by", (tmp_path / "conformance.html").read_text())
-
-
-UNSHOWN = ("-k", "engine_kwargs_change_answers")
-
-
-@pytest.mark.nightly
-@pytest.mark.process
-def test_what_is_declared_and_cannot_be_shown_fails(kit, tiny_model, fabricate):
-    site = fabricate("silent", "1", {"silent": "silent:Silent"}, {"silent": SILENT})
-    path = os.pathsep.join([str(site), *sys.path])
-    result = kit("silent", "--model", str(tiny_model), *UNSHOWN, PYTHONPATH=path)
-    assert result.returncode == 1 and "--not-shown engine_kwargs=" in result.stdout
-
-
-@pytest.mark.process
-@pytest.mark.nightly
-def test_what_is_declared_and_cannot_be_shown_is_expected_with_a_reason(kit, tiny_model, tmp_path):
-    reason = ("--not-shown", "engine_kwargs=there is no beam here")
-    result = kit("transformers", "--model", str(tiny_model), *UNSHOWN, *reason, "--output", "reports/mine")
-    assert result.returncode == 0, result.stdout + result.stderr
-    suite = suite_of(tmp_path / "reports" / "mine.json")
-    assert suite["counts"] == {"xfailed": 1} and "there is no beam here" in suite["tests"][0]["reason"]
 
 
 @pytest.mark.process

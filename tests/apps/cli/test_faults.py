@@ -47,16 +47,6 @@ def test_a_prompt_that_fails_every_call_fails_alone(files, tmp_path, size):
     assert all(row["response"] == answers[row["id"]] for row in rows(files[1]))
 
 
-def test_a_resumed_run_gets_past_a_prompt_that_failed(files):
-    write_rows(files[0], texts("one", "poison"))
-    generate(files, backend="faulty")
-    write_rows(files[0], texts("one", "poison", "three", "four"))
-    result = generate(files, backend="faulty")
-    assert result.exit_code == 1 and "2 answers written, 1 already present, 1 line failed" in result.stderr
-    assert [row["id"] for row in rows(files[1])] == ["one", "three", "four"]
-    assert [fault["id"] for fault in faults(files)] == ["poison"]
-
-
 def test_only_prompts_that_fail_are_left_and_the_engine_is_not_blamed(files):
     write_rows(files[0], texts("poison 1", "poison 2", "poison 3"))
     for _ in range(2):

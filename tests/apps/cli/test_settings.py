@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +103,6 @@ def test_an_option_that_is_not_what_it_seems_is_refused(files):
         result = generate(files, *(word for each in option for word in ("--option", each)))
         said = " ".join(result.stderr.replace("│", " ").split())
         assert result.exit_code == 2 and message in said and not files[1].exists(), option
-
-
-def test_settings_are_json():
-    sampling = SamplingParams(stop=("a",), stop_token_ids=(3,), seed=1, engine_kwargs={"x": [1]})
-    saved = recorded_sampling(sampling)
-    assert json.loads(json.dumps(saved, allow_nan=False)) == saved
 
 
 def test_a_sampling_parameter_of_the_engine_is_never_left_out():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -180,13 +179,6 @@ def test_json_is_one_line_that_programs_read(files):
     assert summary["tokens_per_second"] > 0 and summary["seconds"] >= 0
 
 
-@pytest.mark.process
-@pytest.mark.nightly
-def test_json_is_not_mixed_with_what_an_engine_prints(files, loud):
-    done = subprocess.run(generating(*files, "--json", backend="loud"), capture_output=True, text=True, env=loud)
-    assert json.loads(done.stdout)["written"] == 5 and "INFO worker" in done.stderr
-
-
 def test_json_goes_after_the_messages_if_the_answers_are_on_the_standard_output(files):
     result = generate((files[0], "-"), "--json")
     assert len(result.stdout.splitlines()) == 5
@@ -226,30 +218,6 @@ def test_libraries_draw_no_progress_into_a_pipe(files, tiny_model):
     )
     assert done.returncode == 0, done.stderr
     assert not re.search(r"%\||it/s|\r", done.stderr), done.stderr
-
-
-@pytest.mark.process
-@pytest.mark.nightly
-def test_progress_is_drawn_on_a_terminal(files):
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    # The toy answers long before a bar is due.
-    at_once = "from corelm_cli import main, progress; progress.LONG = 0.0; main()"
-    python, _, _, *arguments = generating(*files)
-    run = subprocess.Popen([python, "-c", at_once, *arguments], stderr=theirs, env=environment)
-    os.close(theirs)
-    drawn = b""
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # Linux reports the end of a terminal like this
-            break
-        if not part:
-            break
-        drawn += part
-    os.close(ours)
-    assert run.wait(PATIENCE) == 0
-    assert b"answering" in drawn and b"5/5" in drawn and b"5 answers written" in drawn
 
 
 # ---------------------------------------------------------------- what is copied

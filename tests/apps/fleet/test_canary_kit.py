@@ -1,4 +1,4 @@
-"""A selection of the conformance kit with a canary in front of the toy, and its theme of weights on a real model."""
+"""The theme of weights of the conformance kit with a canary in front of the engine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,9 @@ from torch import Tensor
 
 import corelm
 from corelm import Backend
-from corelm_testing.toy import Bigram
 from corelm_testing.weights import WeightPromises
 from helpers import oracle as plain
-from helpers.selected_kit import SelectedKit
 from helpers.tiny_models import tiny_model, tiny_tokenizer
-from helpers.toy_conformance import TABLE, ToyPromises
-
-
-class TestToy(ToyPromises, SelectedKit, WeightPromises):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def open_backend(cls) -> Callable[[], Backend]:
-        return lambda: corelm.get_backend("toy", Bigram(TABLE.clone()), canary=True)
 
 
 class TestTransformers(WeightPromises):

@@ -104,23 +104,6 @@ def test_the_other_rows_keep_their_scores_when_one_fails(asked: str) -> None:
             assert rows_of(found, "tail_log_mass")[BAD] == [0.0, 0.0]
 
 
-def test_a_row_whose_prompt_is_wrong_has_no_sets_and_the_others_keep_theirs() -> None:
-    with Toys("a", "b") as toys:
-        found = toys.backend.generate([[9999], *PROMPTS], {**CUT, "seed": None}, **ASKED, on_error="skip")
-        assert rows_of(found, "kept_ids")[0] == [] and found.finish_reasons[0] == "error"
-        starts = [1, *(len(prompt) for prompt in PROMPTS)]
-        joined = Ragged.from_list([[1, 2], *PROMPTS]).join(found.ids)
-        sets = found.kept_ids
-        assert sets is not None and found.logprobs is not None
-        over = toys.backend.score_logprobs(
-            joined.select(range(1, len(joined))),
-            temperature=0.7,
-            score_from=starts[1:],
-            support=sets.select(range(1, len(joined))),
-        )
-        torch.testing.assert_close(over.logprobs.values[over.scored.values], found.logprobs.values, atol=1e-5, rtol=0)
-
-
 def test_an_answer_that_is_aborted_after_a_loss_fails_alone_if_its_sets_are_not_known() -> None:
     """Chunks carry no sets, so those of tokens whose replica was lost are gone."""
     told: list[TokenChunk] = []

@@ -83,10 +83,3 @@ def test_a_greedy_row_is_sampled_again_without_a_seed() -> None:
         stream = toys.backend.stream(PROMPTS, greedy)
         list(stream)
         assert deaths and stream.result.ids.tolist() == one_engine().generate(PROMPTS, greedy).ids.tolist()
-
-
-def test_progress_is_told_with_the_rows_of_the_call() -> None:
-    done: dict[int, int] = {}
-    with Toys("a", "b") as toys:
-        found = prepare_generation(toys.backend.engine, PROMPTS, SAMPLING, on_answer=done.__setitem__).run()
-    assert done == dict(enumerate(found.ids.lengths.tolist()))

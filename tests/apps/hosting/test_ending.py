@@ -8,10 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from apps.hosting.conftest import wait_for_calls
-from helpers.processes import all_end, group, heed_interrupts, read_line, runs, sleeps, stopped, wait_until
+from helpers.processes import all_end, group, heed_interrupts, read_line, runs, sleeps, wait_until
 
 #: Opens a host whose engine starts a child of its own, begins a call, and says which processes there are.
 PROGRAM = """
@@ -52,17 +50,6 @@ def log_of(folder: Path) -> Path:
 CALL = "backend.generate([[5]], {'max_new_tokens': 2})"
 
 
-@pytest.mark.nightly
-def test_ctrl_c_in_a_call_ends_program_and_host(environment: dict[str, str], tmp_path: Path) -> None:
-    program, host = start(CALL, environment, tmp_path)
-    wait_for_calls(log_of(tmp_path))
-    assert wait_until(lambda: sleeps(program.pid))
-    program.send_signal(signal.SIGINT)
-    _, err = program.communicate(timeout=60)
-    assert program.returncode == -signal.SIGINT and "KeyboardInterrupt" in err, (program.returncode, err)
-    assert all_end([host])
-
-
 def test_ctrl_c_in_a_block_closes_the_engine(environment: dict[str, str], tmp_path: Path) -> None:
     program, host = start(f"with backend: {CALL}", environment, tmp_path)
     wait_for_calls(log_of(tmp_path))
@@ -73,35 +60,13 @@ def test_ctrl_c_in_a_block_closes_the_engine(environment: dict[str, str], tmp_pa
     assert Path(environment["CLOSED"]).read_text() == "closed "
 
 
-@pytest.mark.parametrize("behaviour", ["", pytest.param("concurrent", marks=pytest.mark.nightly)])
-def test_a_program_that_is_killed_takes_its_host_along(
-    environment: dict[str, str], tmp_path: Path, behaviour: str
-) -> None:
-    program, host = start(CALL, environment, tmp_path, behaviour)
+def test_a_program_that_is_killed_takes_its_host_along(environment: dict[str, str], tmp_path: Path) -> None:
+    program, host = start(CALL, environment, tmp_path)
     wait_for_calls(log_of(tmp_path))
     program.kill()
     program.communicate(timeout=60)
     assert wait_until(lambda: not group(host)), "the host outlives its program"
     assert Path(environment["CLOSED"]).read_text() == "closed "
-
-
-# `fleet/test_fleet_ending.py` does the same to one of two hosts.
-@pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux wakes a process whose parent ends")
-def test_a_host_that_is_stopped_when_its_program_is_killed_ends_with_it(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    program, host = start(CALL, environment, tmp_path)
-    wait_for_calls(log_of(tmp_path))
-    os.killpg(host, signal.SIGSTOP)
-    assert wait_until(lambda: stopped(host))
-    program.kill()
-    program.communicate(timeout=60)
-    try:
-        assert wait_until(lambda: not group(host)), "the host outlives its program"
-    finally:
-        for pid in group(host):
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_program_that_is_killed_while_the_engine_opens_takes_its_host_along(

@@ -28,7 +28,6 @@ from corelm_fleet.hosting.engine import HostedEngine
 from corelm_fleet.hosting.failures import HostTraceback
 from corelm_testing.toy import ToyBackend
 from helpers import oracle
-from helpers.lora import lora, merged
 
 Open = Callable[..., Backend]
 
@@ -60,13 +59,6 @@ def test_the_engine_says_why_it_lacks_something(obedient: Open) -> None:
     assert refusal.value.capability == "adapters"
 
 
-def test_tokens_stream_as_they_are_sampled(toy_host: Backend) -> None:
-    whole = toy_host.generate([[72, 101]], {"max_new_tokens": 8, "seed": 5})
-    chunks = list(toy_host.stream([[72, 101]], {"max_new_tokens": 8, "seed": 5}))
-    assert [token for chunk in chunks for token in chunk.ids] == whole.ids.tolist()[0]
-    assert len(chunks) > 2
-
-
 def test_gradients_stay_in_the_process(toy: Backend, toy_host: Backend) -> None:
     assert toy.capabilities.gradients and not toy_host.capabilities.gradients
     with pytest.raises(CapabilityError) as lack:
@@ -82,29 +74,6 @@ def test_every_hook_is_carried_or_has_a_reason_not_to_be() -> None:
     assert carried | elsewhere == hooks and not carried & elsewhere
 
 
-# The tokenizer --------------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_of_chats_takes_a_fixed_number_of_requests(toy_host: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    connection = toy_host.engine.plugin.host.connection
-    call = type(connection).call
-    monkeypatch.setattr(
-        type(connection), "call", lambda self, what, *rest: asked.append(what.name) or call(self, what, *rest)
-    )
-    policy = LLMPolicy(toy_host, sampling_params={"max_new_tokens": 2}, chat_template="chatml")
-    counts = []
-    for rows in (2, 20):
-        del asked[:]
-        chats = [
-            [{"role": "user", "content": f"number {n}"}, {"role": "assistant", "content": "x"}] * 3 for n in range(rows)
-        ]
-        policy(TensorDict(history=History.from_chats([[*c, {"role": "user", "content": "y"}] for c in chats])), seed=1)
-        counts.append(len(asked))
-    # The first call also asks for texts that are then remembered.
-    assert counts[1] <= counts[0] <= 12, asked
-
-
 def test_a_chat_template_that_is_set_here_is_used_there(model_host: Backend) -> None:
     tokenizer = model_host.tokenizer
     before = tokenizer.chat_template
@@ -116,19 +85,6 @@ def test_a_chat_template_that_is_set_here_is_used_there(model_host: Backend) -> 
         tokenizer.chat_template = before
     assert result["text"].prompt[0] == "<a>"
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id
-
-
-def test_adapters_cross_to_the_engine(model_host: Backend, tiny_model: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32")
-    row, (state, config) = [5, 6, 7, 8, 9], lora(model)
-    model_host.load_adapter("policy", state, config=config)
-    found = {name: model_host.score_logprobs([row], adapter=name) for name in ("policy", False)}
-    with pytest.raises(InvalidRequestError, match="size mismatch"):
-        model_host.load_adapter("policy", state, config={**config, "r": 4})
-    model_host.unload_adapter("policy")
-    assert found["policy"].weight_versions == ("0+policy@1",)
-    oracle.close(found[False].logprobs.values, oracle.logprobs(model, row))
-    oracle.close(found["policy"].logprobs.values, oracle.logprobs(merged(model, state), row))
 
 
 def test_an_update_reaches_an_engine_that_is_sampling(model_host: Backend, tiny_model: Path) -> None:

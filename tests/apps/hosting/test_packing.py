@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import inspect
 import itertools
@@ -176,22 +175,11 @@ def test_a_record_is_checked_where_it_arrives(monkeypatch: pytest.MonkeyPatch) -
         unpack(packed, buffers)
 
 
-def test_what_cannot_be_pickled_is_refused_by_the_sender() -> None:
-    with pytest.raises(Exception, match="pickle"):
-        pack({"function": lambda: None})
-
-
 def test_sampling_is_not_normalized_twice() -> None:
     for params in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=-1, num_samples=3, seed=4)):
         assert again(params) == params
     with pytest.raises(InvalidRequestError):
         SamplingParams(temperature=-1)
-
-
-def test_this_file_samples_annotations_as_they_are_written() -> None:
-    # `sample` reads annotations as texts, which the records have because of their __future__ import.
-    tree = ast.parse(Path(records.__file__).read_text())
-    assert any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from pathlib import Path
 
 import httpx2
 import openai
@@ -35,9 +34,10 @@ def test_the_official_client_chats_with_a_server_process_that_ctrl_c_ends() -> N
 
 
 @pytest.mark.process
-def test_a_model_of_transformers_is_served_and_nothing_is_left(tiny_model: Path) -> None:
-    options = ("--backend", "transformers", "--model", str(tiny_model), "--option", "dtype=float32")
-    with served(*options, "--model-name", "pip", env={"CORELM_API_KEY": "sk-of-this-test"}, key=False) as server:
+def test_sigterm_ends_a_server_with_a_key_of_the_environment_and_nothing_is_left() -> None:
+    with served(
+        "--backend", "toy", "--model-name", "pip", env={"CORELM_API_KEY": "sk-of-this-test"}, key=False
+    ) as server:
         headers = {"authorization": "Bearer sk-of-this-test"}
         with httpx2.Client(base_url=server.url, headers=headers, timeout=PATIENCE, trust_env=False) as client:
             asked = {"model": "pip", "messages": CHAT, "max_tokens": 5, "logprobs": True}

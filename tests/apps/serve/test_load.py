@@ -28,7 +28,7 @@ CLIENTS = 64
 #: 0: no limit, but for that of `REQUESTS`.
 SECONDS = seconds(0.0)
 #: The most that a run sends.
-REQUESTS = 60_000 if SECONDS else 320
+REQUESTS = 60_000 if SECONDS else 160
 WORDS = ("the cat", "the sea", "a small bird", "the tea", "it is dark", "Où est le chat ?")
 
 

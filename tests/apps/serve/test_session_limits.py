@@ -34,17 +34,6 @@ def test_the_sessions_used_longest_ago_are_dropped_but_none_in_use():
     assert messages[1].token_ids is None and len(store.get(session).nodes) == 4
 
 
-def test_ids_are_limited_over_all_sessions():
-    store = SessionStore(limit_tokens=25)
-    for name in "abc":
-        with store.begin_tokens(range(8), session=name) as turn:
-            turn.record(ids=[1])
-    assert store.ids() == ("b", "c") and store.tokens == 18 and store.dropped == 1
-    with store.begin_tokens(range(100), session="d") as turn:
-        assert store.ids() == ("d",)
-    assert store.ids() == () and store.tokens == 0
-
-
 def test_a_turn_that_its_owner_lost_does_not_keep_a_session():
     store = SessionStore(limit_sessions=1)
     turn = store.begin([HI], session="a")

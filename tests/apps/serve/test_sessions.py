@@ -88,16 +88,6 @@ def test_changed_calls_fork_the_tree():
     assert kept_ids(store, [HI, {"role": "assistant", "tool_calls": [CALL, other]}]) == [None, (7, 8)]
 
 
-def test_a_change_before_an_answer_takes_its_ids():
-    store = SessionStore()
-    told(store, [HI], PIP, session="s")
-    assert kept_ids(store, [HI, PIP], session="s") == [None, (7, 8)]
-    assert kept_ids(store, [{**HI, "content": "Hi!"}, PIP], session="s") == [None, None]
-    assert kept_ids(store, [{**HI, "cache": True}, PIP], session="s") == [None, None]
-    assert kept_ids(store, [HI, PIP], session="s", tools=TOOLS) == [None, None]
-    assert kept_ids(store, [HI, PIP], session="s", tools=[]) == [None, (7, 8)]
-
-
 def test_of_equal_calls_the_one_whose_id_was_sent_back_is_meant():
     store = SessionStore()
     calls = [{**CALL, "id": f"call_{number}"} for number in range(3)]
@@ -126,51 +116,6 @@ def test_arguments_become_objects_for_the_template_and_other_texts_stay():
     with store.begin([HI, {"role": "assistant", "content": None, "tool_calls": [CALL, *bad]}]) as turn:
         arguments = [call["function"]["arguments"] for call in turn.messages[1].tool_calls]
     assert arguments == [{"a": 1, "b": [2.0, None]}, "{", "[1]", '{"a": NaN}']
-
-
-# Which session ---------------------------------------------------------------------------------------------------
-
-
-def test_a_shared_system_prompt_joins_no_sessions():
-    store = SessionStore()
-    system = {"role": "system", "content": "You are Pip."}
-    first, _ = told(store, [system, HI], PIP)
-    second, _ = told(store, [system, NEXT], PIP)
-    assert first != second
-    assert told(store, [system, HI, PIP, NEXT], PIP)[0] == first
-    assert told(store, [system, HI], PIP)[0] == first
-    assert told(store, [system], PIP)[0] not in (first, second)
-
-
-def test_a_session_that_another_client_named_is_continued_only_with_an_answer_of_it():
-    store = SessionStore()
-    told(store, [HI], PIP, session="mine")
-    session, _ = told(store, [HI], {"role": "assistant", "content": "I am another."})
-    assert session != "mine"
-    assert told(store, [HI, PIP, NEXT], PIP)[0] == "mine"
-    assert told(store, [HI, PIP, NEXT], PIP, session="yours")[0] == "yours"
-    assert set(store.ids()) == {session, "mine", "yours"}
-
-
-def test_the_session_used_last_is_meant_if_several_fit():
-    store = SessionStore()
-    for name in ("a", "b", "c"):
-        told(store, [HI], PIP, session=name)
-    told(store, [HI], PIP, session="b")
-    assert told(store, [HI, PIP, NEXT], PIP)[0] == "b"
-
-
-def test_a_request_that_ends_without_an_answer_leaves_nothing_behind():
-    store = SessionStore()
-    with pytest.raises(ZeroDivisionError), store.begin([HI]):
-        raise ZeroDivisionError
-    assert store.ids() == () and store.dropped == 0
-    session, _ = told(store, [HI], PIP)
-    before = store.get(session).nodes
-    with store.begin([HI, PIP, NEXT]) as turn:
-        assert turn.session_id == session and len(store.get(session).nodes) == len(before) + 1
-    turn.close()
-    assert store.get(session).nodes == before
 
 
 def test_an_aborted_answer_is_recorded_as_far_as_it_came():
@@ -263,32 +208,6 @@ def test_what_another_answer_sampled_is_part_of_the_prompt():
         number = turn.record(prompt_ids=[1, 2, 3], ids=[4], message=PIP)
     record = store.get(turn.session_id)
     assert record.row(record.by_id[number]).sampled_by == [None, None, None, number]
-
-
-# Ids -------------------------------------------------------------------------------------------------------------
-
-
-def test_ids_are_continued_cut_and_asked_again():
-    store = SessionStore()
-    with store.begin_tokens([1, 2]) as first:
-        first.record(ids=[3, 4, 5], logprobs=[-3.0, -4.0, -5.0])
-    sessions, rows = [], []
-    for prompt in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9], [1, 2], [1, 2, 8]):
-        with store.begin_tokens(prompt) as turn:
-            number = turn.record(ids=[0], logprobs=[-0.5])
-        sessions.append(turn.session_id)
-        record = store.get(turn.session_id)
-        rows.append(record.row(record.by_id[number]))
-    assert {*sessions} == {first.session_id}
-    assert [row.token_ids for row in rows] == [[1, 2, 3, 4, 5, 6, 0], [1, 2, 3, 4, 9, 0], [1, 2, 0], [1, 2, 8, 0]]
-    assert [row.log_probs for row in rows] == [
-        [None, None, -3.0, -4.0, -5.0, None, -0.5],
-        [None, None, -3.0, -4.0, None, -0.5],
-        [None, None, -0.5],
-        [None, None, None, -0.5],
-    ]
-    with store.begin_tokens([2, 1]) as turn:
-        assert turn.session_id != first.session_id
 
 
 def test_chats_and_ids_are_told_apart():

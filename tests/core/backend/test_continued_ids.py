@@ -58,7 +58,7 @@ def test_one_label_never_names_the_penalties_of_half_an_answer(old_penalty, pena
     asked = {"temperature": 0.7, "seed": 1, "repetition_penalty": old_penalty}
     old = begun(backend, asked, {"logprobs": "processed"})
     going = {**asked, "repetition_penalty": penalty, "max_new_tokens": 7}
-    with pytest.raises(ProvenanceMismatchError, match=rf"penalties .*{max(old_penalty, penalty)}.* give the same"):
+    with pytest.raises(ProvenanceMismatchError, match=rf"penalties.*{max(old_penalty, penalty)}"):
         backend.generate(PROMPTS, going, logprobs="processed", continue_from=old)
     found = backend.generate(PROMPTS, {**asked, "max_new_tokens": 7}, logprobs="processed", continue_from=old)
     assert backend.provenance(found).penalties == found.sampling.penalties == SamplingParams.make(asked).penalties

@@ -12,10 +12,9 @@ from corelm.batching.scheduling import (
     PATIENCE,
     SHORTEST_TIMEOUT,
     TIMEOUT,
-    GroupingQueue,
     Limits,
-    PassThroughQueue,
     Ticket,
+    TicketQueue,
 )
 from corelm.errors import InvalidRequestError
 from helpers.each import each
@@ -27,13 +26,13 @@ def ticket(key="k", rows=1, tokens=1, barrier=False):
 
 
 def grouping_queue(*tickets, now=0.0, **limits):
-    queue = GroupingQueue(Limits(**limits))
+    queue = TicketQueue(Limits(**limits), concurrent_calls=False)
     for one in tickets:
         queue.add(one, now)
     return queue
 
 
-# GroupingQueue -------------------------------------------------------------------------------------------------------
+# An engine that takes one call at a time ------------------------------------------------------------------------------
 
 
 def test_tickets_with_equal_keys_go_together_and_the_oldest_group_goes_first():
@@ -141,11 +140,11 @@ def test_waiting_for_callers_ends_after_batching_timeout(given, took, waits):
     assert len(batch) > 3
 
 
-# PassThroughQueue ----------------------------------------------------------------------------------------------------
+# An engine with concurrent_calls --------------------------------------------------------------------------------------
 
 
 def test_requests_pass_through_in_order_within_the_limits():
-    queue = PassThroughQueue(Limits(max_batch_size=4, max_batch_tokens=10))
+    queue = TicketQueue(Limits(max_batch_size=4, max_batch_tokens=10), concurrent_calls=True)
     first, second, third = ticket(rows=3), ticket("b", rows=2), ticket(tokens=11)
     for one in (first, second, third):
         queue.add(one, 0.0)
@@ -157,7 +156,7 @@ def test_requests_pass_through_in_order_within_the_limits():
 
 
 def test_a_barrier_waits_until_the_engine_is_empty():
-    queue = PassThroughQueue(Limits())
+    queue = TicketQueue(Limits(), concurrent_calls=True)
     barrier = ticket(None, barrier=True)
     queue.add(barrier, 0.0)
     queue.add(ticket(), 0.0)
@@ -221,7 +220,7 @@ STEPS = st.lists(
 )
 def test_every_ticket_leaves_once_in_order_within_the_limits(steps, least, most, tokens, room):
     limits = Limits(min_batch_size=least, max_batch_size=most, max_batch_tokens=tokens, max_queue=room)
-    queue, now = GroupingQueue(limits), 0.0
+    queue, now = TicketQueue(limits, concurrent_calls=False), 0.0
     added, gone = [], []
 
     def take():
@@ -231,7 +230,7 @@ def test_every_ticket_leaves_once_in_order_within_the_limits(steps, least, most,
         assert len({each.key for each in batch}) == 1 and (batch[0].key is not None or len(batch) == 1)
         if len(batch) > 1:
             assert limits.fits(sum(each.rows for each in batch), sum(each.tokens for each in batch))
-        older = [each for each in queue.inside.values() if each.number < batch[-1].number]
+        older = [each for each in queue.inside if each.number < batch[-1].number]
         assert not any(each.barrier for each in older), "it has overtaken a barrier"
         assert batch[0].key is None or all(each.key != batch[0].key for each in older), "it has overtaken its own group"
         if batch[0].barrier:

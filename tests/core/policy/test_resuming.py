@@ -82,7 +82,7 @@ def test_what_does_not_belong_together_is_refused(backend: Any) -> None:
         policy(backend, 12).resume(prompts(), part.exclude("finish_reason"))
     with refused(MissingKeyError, field="continue_from"):
         policy(backend, 12).resume(prompts(), part.exclude("tokens"))
-    with pytest.raises(ProvenanceMismatchError, match="mode 'raw'"):
+    with pytest.raises(ProvenanceMismatchError, match="'mode': 'raw'"):
         policy(backend, 12, log_probs_mode="processed", sampling={"temperature": 0.5}).resume(prompts(), part)
     with refused(InvalidRequestError, field="continue_from"):
         policy(backend, 12).resume(prompts(), [1])  # type: ignore[arg-type]

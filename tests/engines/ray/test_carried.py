@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
 from typing import Any
 
-import pytest
 import ray
 import torch
 
 import corelm
-from apps.hosting.test_packing import CROSSING, equal, sample
 from corelm import Backend, Ragged
 from corelm.spec import hookspecs
 from corelm_fleet import FleetEngine
@@ -19,19 +16,6 @@ from corelm_fleet.hosting import HostedEngine, Kind, pack
 from engines.ray.conftest import Open
 from ray_backend import RayBackend
 from ray_backend.actor import frame_for_ray, frame_of_ray
-
-
-@pytest.mark.parametrize("cls", CROSSING, ids=lambda cls: cls.__name__)
-def test_every_field_of_every_record_crosses(cls: type[Any]) -> None:
-    given = {
-        each.name: sample(str(each.type).replace('"', "'")) for each in fields(cls) if "Callable" not in str(each.type)
-    }
-    record = cls(**given)
-    carried = ray.get(ray.put(frame_for_ray(Kind.CALL, 7, pack(record))))
-    frame = frame_of_ray(carried)
-    found = frame.value()
-    assert (frame.kind, frame.call) == (Kind.CALL, 7) and type(found) is cls
-    assert all(equal(getattr(record, each.name), getattr(found, each.name)) for each in fields(cls))
 
 
 def test_a_large_tensor_arrives_alone_and_can_be_written_to() -> None:
@@ -51,18 +35,6 @@ def test_every_hook_is_carried() -> None:
     # The fleet asks an actor's `HostedEngine`; what the two do not carry has its reason in their own tests.
     assert hooks(RayBackend) == hooks(FleetEngine) == spec - {"to_containers", "weights_state"}
     assert hooks(HostedEngine) == spec - {"tokenize", "to_containers", "weights_state"}
-
-
-def test_tokens_stream_through_actors(open_toys: Open) -> None:
-    backend: Backend = open_toys(replicas=2)
-    assert backend.capabilities.streaming and not backend.capabilities.gradients
-    sampling = {"max_new_tokens": 8, "seed": 5}
-    whole = backend.generate([[72, 101], [73]], sampling).ids.tolist()
-    answers: dict[int, list[int]] = {0: [], 1: []}
-    pieces = list(backend.stream([[72, 101], [73]], sampling))
-    for piece in pieces:
-        answers[piece.row] += piece.ids
-    assert list(answers.values()) == whole and len(pieces) > 4
 
 
 def test_sets_and_the_most_probable_ids_cross_actors(open_toys: Open) -> None:

@@ -85,7 +85,6 @@ def test_a_program_that_is_not_python(open_toys: Open, tmp_path: Path) -> None:
 
 def test_an_interpreter_runs_the_actor(open_toys: Open) -> None:
     backend = open_toys(python=sys.executable)
-    assert f"{Path(sys.executable).name}" in Path(f"/proc/{pids(backend)[0]}/exe").resolve().name or backend.health()
     assert backend.generate([[72]], SAMPLING).ids.tolist()
 
 

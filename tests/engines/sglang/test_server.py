@@ -25,17 +25,6 @@ def test_probing_finds_generation_modes_and_seeds(shared: Backend, original: Bac
     assert [("min_p" in b.capabilities.sampling) for b in (shared, original, seeded)] == [True, True, False]
 
 
-@pytest.mark.nightly
-def test_the_same_seed_gives_the_same_answer_in_any_batch(seeded: Backend):
-    prompts = random_rows(3, 70, 9)
-    sampling = {"max_new_tokens": 12, "num_samples": 3, "ignore_eos": True}
-    together = seeded.generate(prompts, {**sampling, "seed": 5})
-    alone = seeded.generate(prompts[:1], {**sampling, "seed": 5})
-    assert together.ids.tolist()[:3] == alone.ids.tolist()
-    assert len(set(map(tuple, alone.ids.tolist()))) == 3
-    assert seeded.generate(prompts, {**sampling, "seed": 6}).ids.tolist() != together.ids.tolist()
-
-
 def test_rows_may_be_as_long_as_max_context(shared: Backend, original: Backend, model):
     # SGLang keeps 7 tokens of the context free. `original` was started with a context that is 7 tokens longer.
     for backend, context in ((shared, CONTEXT - 7), (original, CONTEXT)):

@@ -47,42 +47,6 @@ def kept_by(probs: Tensor, top_k: int | None, top_p: float, min_p: float) -> tup
     return set(ids[keep].tolist()), set(ids[near].tolist())
 
 
-@pytest.mark.parametrize(
-    "truncation",
-    [
-        {"top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
-        {"top_p": 0.9, "min_p": 0.02},
-        {"top_k": 20, "min_p": 0.2},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_the_kept_ids_are_those_of_the_oracle(shared: Backend, model, truncation, temperature):
-    found = generated(
-        shared, {**truncation, "temperature": temperature}, logprobs="processed", return_support=True, top_logprobs=3
-    )
-    table = tables(model, found, temperature)
-    known = {"top_k": None, "top_p": 1.0, "min_p": 0.0} | truncation
-    for position, (token, kept) in enumerate(zip(found.ids.values.tolist(), found.kept_ids.ids.tolist(), strict=True)):
-        expected, near = kept_by(table[position].exp(), **known)
-        assert {*kept} ^ expected <= near and token in kept
-        # Normalised over the kept ids, as a scorer does it that is given them.
-        among = table[position][kept]
-        mass = among.logsumexp(0)
-        close(found.logprobs.values[position], table[position][token] - mass)
-        close(found.kept_log_mass.values[position], mass)
-        count = min(3, len(kept))
-        best = (among - mass).sort(descending=True)
-        close(found.top_logprobs.values[position][:count], best.values[:count])
-        assert found.top_ids.values[position][count:].tolist() == [-1] * (3 - count)
-        assert {*found.top_ids.values[position][:count].tolist()} <= {*kept}
-        assert abs(float(found.tail_log_mass.values[position].exp() - best.values[count:].exp().sum())) < 1e-5
-    # Otherwise nothing was shown.
-    assert 1 < max(map(len, found.kept_ids.ids.tolist())) < VOCAB
-
-
 def test_scores_under_the_support_are_the_samplers_numbers(shared: Backend, model, record_property):
     with corelm.get_backend("transformers", model, tokenizer=tiny_tokenizer()) as trainer:
         for sampling in ({"top_p": 0.8}, {"top_k": 6, "temperature": 0.7}, {"min_p": 0.1, "temperature": 1.5}):
@@ -140,15 +104,6 @@ def test_rows_with_and_without_sets_share_a_batch(shared: Backend, model):
 def test_which_servers_return_sets(shared: Backend, original: Backend, seeded: Backend):
     assert [each.capabilities.return_support for each in (shared, original, seeded)] == [True, False, True]
     assert [each.capabilities.top_logprobs for each in (shared, original, seeded)] == [VOCAB] * 3
-
-
-@pytest.mark.parametrize(("logprobs", "temperature"), [("raw", 1.0), ("processed", 0.6), ("raw", 0.0)])
-def test_the_most_probable_ids_of_answers(shared: Backend, model, logprobs, temperature):
-    found = generated(shared, {"temperature": temperature}, logprobs=logprobs, top_logprobs=40)
-    _check_top(found, tables(model, found, temperature or 1.0), 40)
-    own = found.ids.values.unsqueeze(1) == found.top_ids.values
-    listed = found.top_logprobs.values[own]
-    assert len(listed) and torch.equal(listed, found.logprobs.values[own.any(1)])
 
 
 def test_the_most_probable_ids_of_a_server_with_raw_log_probs(original: Backend, model):

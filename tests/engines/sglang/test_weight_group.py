@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import corelm
 from corelm import Backend
 from corelm.errors import InvalidRequestError
 from corelm.spec import WeightUpdate
-from corelm_engine_kit import HttpClient, WeightGroup
+from corelm_engine_kit import WeightGroup
 from engines.sglang.restartable import KEY, RestartableServer
 from helpers import oracle
 from helpers.tiny_models import random_rows, tiny_model
@@ -68,26 +67,6 @@ def test_weights_that_do_not_fit_change_nothing(backend: Backend, model):
     with pytest.raises(InvalidRequestError) as caught:
         backend.update_weights({**tiny_model(seed=1).state_dict(), "model.norm.weight": torch.zeros(3)})
     assert caught.value.field == "state_dict" and backend.weight_version == "fits" and agrees(backend, model)
-
-
-def test_the_server_leaves_the_group_when_the_backend_closes(
-    server: RestartableServer, model, monkeypatch: pytest.MonkeyPatch
-):
-    post, joined = HttpClient.post, []
-
-    def note(client: HttpClient, path: str, payload: Any, **options: Any) -> Any:
-        if path == "/init_weights_update_group":
-            joined.append(payload["group_name"])
-        return post(client, path, payload, **options)
-
-    monkeypatch.setattr(HttpClient, "post", note)
-    with corelm.get_backend("sglang", base_url=server.url, api_key=KEY, weight_group="127.0.0.1") as backend:
-        backend.update_weights(model)
-    (name,) = joined
-    client = HttpClient(server.url, KEY)
-    with pytest.raises(InvalidRequestError, match="does not exist"):
-        client.post("/destroy_weights_update_group", {"group_name": name})
-    client.close()
 
 
 def test_a_server_that_was_restarted_joins_again(server: RestartableServer, backend: Backend, model, other_model):

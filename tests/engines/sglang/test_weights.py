@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 import corelm
 from corelm import Backend
 from corelm.errors import BackendAsleepError, CapabilityError, EngineError, InvalidRequestError, StaleWeightsError
-from corelm.spec import WeightUpdate
 from helpers import oracle
 from helpers.http_server import Request
 from helpers.tampering import tampered
@@ -58,18 +57,6 @@ def test_a_state_dict_is_handed_over_without_a_file(own, model, other_model, tmp
     assert agrees(own, rounded)
     own.update_weights(model.state_dict(), version="again")
     assert agrees(own, model) and own.score_logprobs(ROWS).weight_versions == ("again", "again")
-
-
-def test_many_buckets_are_one_update(own, model, other_model):
-    engine = own.engine.plugin.weights
-    engine.reload_tensors(
-        ((name, tensor.clone()) for name, tensor in other_model.state_dict().items()),
-        WeightUpdate(version="buckets", when="drain"),
-        bucket_size=20_000,
-    )
-    assert agrees(own, other_model)
-    own.update_weights(model.state_dict())
-    assert agrees(own, model)
 
 
 def test_an_iterator_is_loaded_if_it_is_complete(own, model, other_model):

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from corelm import Backend, Capabilities
-from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
-from corelm.spec import AbortRequest, CloseRequest, HealthRequest, RowFailure, WeightUpdate
+from corelm.errors import BackendTimeoutError, EngineError
+from corelm.spec import CloseRequest, HealthRequest, WeightUpdate
 from corelm_engine_kit import EventLoopThread
 from engines.vllm.engine_access import unfinished_requests
 from helpers.processes import wait_until
 from helpers.tiny_models import CONTEXT, random_rows
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.engine_async import AsyncEngine
-from vllm_backend.protocol_inprocess import VLLMRequest
 
 PROMPTS = random_rows(4, 5, 6)
 LONG = {"max_new_tokens": CONTEXT - 8, "ignore_eos": True}
@@ -106,39 +103,13 @@ def test_prompts_that_do_not_fit_into_one_step_are_answered(open_vllm: Callable[
         assert together.ids.tolist() == alone and backend.health()
 
 
-# A scripted engine ----------------------------------------------------------------------------------------------------
+# Weights that are half loaded -----------------------------------------------------------------------------------------
 
 
-class ScriptedLLM:
-    """A stand-in for vLLM's `AsyncLLM`. The prompt decides: "fail" raises, "wait" waits for an abort, others return.
-
-    Attributes:
-        waiting: the event that ends each waiting request, by id.
-        cancelled: the ids of the waiting requests that were cancelled.
-    """
+class SilentLLM:
+    """A stand-in for vLLM's `AsyncLLM` that is asked for nothing but what loading weights needs."""
 
     errored = False
-
-    def __init__(self) -> None:
-        self.waiting: dict[str, asyncio.Event] = {}
-        self.cancelled: list[str] = []
-
-    async def generate(self, prompt: str, params: Any, request_id: str, lora_request: Any = None) -> AsyncIterator[Any]:
-        if prompt == "fail":
-            raise ArithmeticError("in the engine")
-        if prompt == "wait":
-            self.waiting[request_id] = asyncio.Event()
-            try:
-                await self.waiting[request_id].wait()
-            except asyncio.CancelledError:
-                self.cancelled.append(request_id)
-                raise
-        yield prompt
-
-    async def abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            if request_id in self.waiting:
-                self.waiting[request_id].set()
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
 
@@ -147,62 +118,6 @@ class ScriptedLLM:
 
 def model_info(checkpoint: Path | None) -> ModelInfo:
     return ModelInfo(Capabilities(vocab_size=9, max_context=9), tokenizer=None, checkpoint=checkpoint)
-
-
-@pytest.fixture
-def scripted() -> Iterator[AsyncEngine]:
-    engine = AsyncEngine(EventLoopThread("scripted"), ScriptedLLM(), model_info(None))
-    yield engine
-    if engine.health(HealthRequest()):
-        engine.close(CloseRequest())
-
-
-def start(engine: AsyncEngine, *prompts: str) -> Future[list[Any]]:
-    """Run requests for these prompts on another thread."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(engine.run, [VLLMRequest(prompt, None) for prompt in prompts], prompts, None)
-    pool.shutdown(wait=False)
-    return future
-
-
-def test_if_one_request_fails_the_others_are_cancelled(scripted: AsyncEngine) -> None:
-    with pytest.raises(ArithmeticError):
-        start(scripted, "wait", "fail", "wait").result()
-    assert len(scripted.llm.cancelled) == 2 and not scripted.in_flight
-
-
-def test_a_request_that_is_aborted_before_it_began_is_not_sent(scripted: AsyncEngine) -> None:
-    async def abort_first() -> list[Any]:
-        requests = [VLLMRequest("wait", None), VLLMRequest("answer", None)]
-        call = asyncio.create_task(scripted.serve(requests, ["a", "b"]))
-        # After one step the call is registered, but none of its requests has begun.
-        await asyncio.sleep(0)
-        await scripted.abort_named(frozenset("a"))
-        return await call
-
-    assert scripted.loop.run(abort_first(), 60) == [
-        RowFailure("the request was aborted before it began", aborted=True),
-        "answer",
-    ]
-    assert not scripted.llm.waiting and not scripted.in_flight
-
-
-def test_a_refused_row_is_not_sent(scripted: AsyncEngine) -> None:
-    refused = RowFailure("no")
-    assert scripted.run([refused, VLLMRequest("answer", None)], ["a", "b"], None) == [refused, "answer"]
-
-
-def test_closing_ends_running_calls_and_refuses_later_ones(scripted: AsyncEngine) -> None:
-    future = start(scripted, "wait")
-    assert wait_until(lambda: bool(scripted.llm.waiting))
-    scripted.close(CloseRequest())
-    with pytest.raises(BackendClosedError):
-        future.result(60)
-    with pytest.raises(BackendClosedError):
-        scripted.run([], [], None)
-    with pytest.raises(BackendClosedError):
-        scripted.abort(AbortRequest(request_ids=("a",)))
-    assert not scripted.health(HealthRequest())
 
 
 class FailingReloadEngine(AsyncEngine):
@@ -218,7 +133,7 @@ class FailingReloadEngine(AsyncEngine):
 @pytest.mark.parametrize("error", [ArithmeticError("half of them"), KeyboardInterrupt("half of them")])
 def test_an_engine_with_partly_loaded_weights_cannot_be_used_again(tmp_path: Path, error: BaseException) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
-    engine = FailingReloadEngine(EventLoopThread("failing"), ScriptedLLM(), model_info(tmp_path))
+    engine = FailingReloadEngine(EventLoopThread("failing"), SilentLLM(), model_info(tmp_path))
     engine.error = error
     update = WeightUpdate(version="1", when="drain", state_dict={"w": torch.ones(2)})
     with pytest.raises((EngineError, KeyboardInterrupt), match="half of them") as caught:

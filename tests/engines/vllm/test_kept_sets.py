@@ -11,7 +11,6 @@ import torch
 
 import corelm
 from corelm import Backend, SamplingParams
-from corelm.errors import InvalidRequestError
 from corelm.spec import Ragged
 from engines.vllm.distributions import distributions
 from helpers import oracle
@@ -136,8 +135,3 @@ def test_penalties_come_before_the_sets(backend: Backend) -> None:
             full = (logits[position] / 0.9).log_softmax(-1)
             assert kept == sorted(full.topk(3).indices.tolist())
             assert masses[position] == pytest.approx(float(full[kept].logsumexp(-1)), abs=ATOL)
-
-
-def test_a_worker_extension_of_the_callers_is_refused(open_vllm: Open) -> None:
-    with pytest.raises(InvalidRequestError, match="return_support=True needs this argument"):
-        open_vllm(return_support=True, worker_extension_cls="a_module.AClass")

@@ -9,7 +9,6 @@ from torch import Tensor
 
 import corelm
 from corelm import Backend, LLMPolicy, Ragged
-from corelm.errors import ProvenanceMismatchError
 from corelm.kl import KLComputation, RetrieveLogProb
 from helpers import oracle
 from helpers.tiny_models import tiny_model
@@ -41,13 +40,3 @@ def test_the_kl_between_two_engines_is_the_kl_of_their_models(shared: Backend, p
 def dense_rows(rollout: TensorDict) -> tuple[Tensor, ...]:
     mask = rollout["masks"].all_attention_mask
     return Ragged(rollout["kl_penalty"][mask], mask.sum(-1).flatten()).split()
-
-
-def test_log_probs_at_different_temperatures_are_refused(shared: Backend) -> None:
-    """vLLM's log-probs are raw here; those of the reference are processed at temperature 0.5."""
-    rollout = LLMPolicy(shared, input_mode="text", sampling_params={"max_new_tokens": 4})(TensorDict(text=TEXTS))
-    with corelm.get_backend("transformers", tiny_model(hidden_size=128), tokenizer=shared.tokenizer) as reference:
-        scorer = LLMPolicy(reference, log_probs_mode="processed", sampling_params={"temperature": 0.5})
-        RetrieveLogProb(scorer)(rollout)
-    with pytest.raises(ProvenanceMismatchError, match="row 0"):
-        KLComputation(add_to_reward=False)(rollout)

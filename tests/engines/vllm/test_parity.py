@@ -50,22 +50,3 @@ def test_scores_are_equal(vllm: Backend, reference: Backend, record_property: Ca
     assert torch.equal(found.scored.values, expected.scored.values)
     record_property("difference", float((found.logprobs.values - expected.logprobs.values).abs().max()))
     torch.testing.assert_close(found.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-4)
-
-
-def test_the_most_probable_ids_are_those_of_the_plain_logits(vllm: Backend, reference: Backend) -> None:
-    starts = [max(1, length // 2) for length in LENGTHS]
-    found = vllm.score_logprobs(PROMPTS, score_from=starts, return_argmax=True)
-    expected = reference.score_logprobs(PROMPTS, score_from=starts, return_logits=True)
-    assert found.argmax is not None and expected.logits is not None
-    argmax, logits, scored = found.argmax.values, expected.logits.values, expected.scored.values
-    assert torch.equal(found.scored.values, scored) and bool((argmax[~scored] == -1).all())
-    chosen = logits[scored].gather(-1, argmax[scored].unsqueeze(-1)).squeeze(-1)
-    # Equal up to rounding: of two ids that differ by less, either may be named.
-    torch.testing.assert_close(chosen, logits[scored].amax(-1), rtol=0, atol=1e-4)
-    assert torch.equal(found.logprobs.values, vllm.score_logprobs(PROMPTS, score_from=starts).logprobs.values)
-
-
-def test_capabilities_and_special_ids_are_equal(vllm: Backend, reference: Backend) -> None:
-    ours, theirs = vllm.capabilities, reference.capabilities
-    assert (ours.vocab_size, ours.max_context) == (theirs.vocab_size, theirs.max_context)
-    assert vllm.eos_token_ids == reference.eos_token_ids and vllm.pad_id == reference.pad_id

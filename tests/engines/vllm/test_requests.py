@@ -56,30 +56,6 @@ def test_a_sequence_that_vllm_refuses_does_not_affect_the_others(engine: AsyncEn
     assert close(found[2][3:], oracle.logprobs(MODEL, rows[2])[3:])
 
 
-# Scoring --------------------------------------------------------------------------------------------------------------
-
-
-def test_scoring_only_the_last_id_or_some_of_the_last_ids(shared: Backend) -> None:
-    rows = random_rows(200, 200, CONTEXT, 2)
-    result = shared.score_logprobs(rows, score_from=[199, 150, CONTEXT - 1, 1])
-    assert [int(scored.sum()) for scored in result.scored.split()] == [1, 50, 1, 1]
-    for row, found, scored in zip(rows, result.logprobs.split(), result.scored.split(), strict=True):
-        assert close(found[scored], oracle.logprobs(MODEL, row)[scored])
-
-
-# Sampling -------------------------------------------------------------------------------------------------------------
-
-
-def test_engine_kwargs_reach_the_engine(shared: Backend) -> None:
-    prompts = random_rows(5, 9)
-    sampling = {"max_new_tokens": 8, "engine_kwargs": {"allowed_token_ids": [7, 8, 9]}, "seed": 1}
-    result = shared.generate(prompts, sampling)
-    assert set(result.ids.values.tolist()) <= {7, 8, 9}
-    assert result.logprobs is not None
-    for prompt, answer, found in zip(prompts, result.ids.tolist(), result.logprobs.split(), strict=True):
-        assert close(found, oracle.answer_logprobs(MODEL, prompt, answer))
-
-
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from corelm import Backend
@@ -118,36 +117,6 @@ def test_weights_are_refused_if_vllm_would_keep_the_old_tied_head(open_vllm: Ope
         assert matches_model(backend, model_of(0, "qwen2-tied"))
         with pytest.raises(CapabilityError, match=r"lacks update_weights: on a CPU.*lm_head\.weight"):
             backend.update_weights(model_of(1, "qwen2-tied").state_dict())
-
-
-@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape"])
-@pytest.mark.parametrize("where", ["state_dict", "path"])
-def test_weights_that_do_not_fit_change_nothing(shared: Backend, tmp_path: Path, where: str, fault: str) -> None:
-    state = dict(model_of(1).state_dict())
-    if fault == "missing":
-        del state["model.norm.weight"]
-    elif fault == "unexpected":
-        state["model.nrom.weight"] = torch.zeros(3)
-    else:
-        state["model.norm.weight"] = torch.zeros(3)
-    save_file(state, tmp_path / "model.safetensors")
-    name = r"model\.nrom\.weight" if fault == "unexpected" else r"model\.norm\.weight"
-    with pytest.raises(InvalidRequestError, match=name) as caught:
-        shared.update_weights(state if where == "state_dict" else tmp_path)
-    assert caught.value.field == where and shared.weight_version == "0"
-    assert matches_model(shared, model_of(0))
-
-
-@pytest.mark.parametrize("what", ["nothing", "a file", "an empty folder"])
-def test_a_path_that_is_not_a_folder_of_safetensors_is_refused(shared: Backend, tmp_path: Path, what: str) -> None:
-    path = tmp_path / "weights.bin"
-    if what == "a file":
-        torch.save(dict(model_of(1).state_dict()), path)
-    elif what == "an empty folder":
-        path.mkdir()
-    with pytest.raises(InvalidRequestError) as caught:
-        shared.update_weights(path)
-    assert caught.value.field == "path" and matches_model(shared, model_of(0))
 
 
 @pytest.mark.nightly

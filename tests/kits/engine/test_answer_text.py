@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from typing import Any
 
 import pytest
@@ -194,12 +193,3 @@ def test_a_run_of_bytes_waits_until_it_ends():
     tokenizer = ByteFallback()
     assert pieces([*"é".encode(), *"家".encode(), 256], "length", tokenizer) == ["", "", "", "", "", "é家a"]
     assert pieces([256, *"é".encode(), 0xFF, 256], "length", tokenizer) == ["a", "", "", "", "\ufffd" * 3 + "a"]
-
-
-def test_random_ids_of_a_real_tokenizer_join_to_their_text():
-    tokenizer, draw = tiny_tokenizer(), random.Random(0)
-    for _ in range(20):
-        ids = [draw.randrange(len(tokenizer)) for _ in range(400)]
-        for skip in (True, False):
-            said = pieces(ids, "length", tokenizer, skip_special_tokens=skip)
-            assert "".join(said) == tokenizer.decode(ids, skip_special_tokens=skip)

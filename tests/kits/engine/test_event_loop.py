@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
@@ -54,34 +54,11 @@ def test_many_threads_run_coroutines_at_once(loop: EventLoopThread) -> None:
     assert here == ["a loop of the tests"] * 8
 
 
-def test_an_error_reaches_the_caller_unchanged(loop: EventLoopThread) -> None:
-    async def fail() -> None:
-        raise KeyError("its own")
-
-    with pytest.raises(KeyError, match="its own"):
-        loop.run(fail())
-
-
 def test_a_timeout_cancels_the_coroutine(loop: EventLoopThread) -> None:
     watched = Watched()
     with pytest.raises(TimeoutError):
         loop.run(watched(), timeout=0.01)
     assert watched.cancelled.wait(30)
-
-
-def test_a_timeout_error_of_the_coroutine_is_passed_on(loop: EventLoopThread) -> None:
-    async def own() -> None:
-        raise TimeoutError("its own")
-
-    with pytest.raises(TimeoutError, match="its own"):
-        loop.run(own(), timeout=30)
-
-
-def test_cancelling_the_future_cancels_the_coroutine(loop: EventLoopThread) -> None:
-    watched = Watched()
-    future = loop.submit(watched())
-    assert watched.begun.wait(30)
-    assert future.cancel() and watched.cancelled.wait(30)
 
 
 def test_cancel_ends_running_coroutines_and_the_loop_goes_on(loop: EventLoopThread) -> None:
@@ -112,27 +89,6 @@ def test_stop_cancels_coroutines_lets_them_clean_up_and_ends_the_thread() -> Non
     assert cleaned == [True] and future.cancelled()
     assert "to be stopped" not in [thread.name for thread in threading.enumerate()]
     loop.stop()
-
-
-def test_stop_closes_unfinished_generators() -> None:
-    loop = EventLoopThread("with a generator")
-    closed = []
-
-    async def numbers() -> AsyncIterator[int]:
-        try:
-            yield 1
-            yield 2
-        finally:
-            closed.append(True)
-
-    kept = numbers()
-
-    async def first() -> int:
-        return await anext(kept)
-
-    assert loop.run(first()) == 1
-    loop.stop()
-    assert closed == [True]
 
 
 def test_a_stopped_loop_refuses_a_coroutine_and_closes_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from corelm import Ragged, SamplingParams
-from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
 from corelm.spec import (
     GenerateRequest,
     Provenance,
@@ -22,7 +20,6 @@ from corelm.spec import (
     generate_result,
     score_result,
 )
-from corelm_engine_kit import ABORTED, AccessError, TransientError, raise_if_none_was_served, row_failure
 from helpers.requests import generation, scoring
 
 
@@ -118,36 +115,6 @@ def test_too_few_scores_for_a_row_are_an_error_of_that_row():
 def test_scores_at_another_temperature_are_processed_ones():
     result = score_result(scoring([[5, 6]], [1], temperature=2.0), {0: RowScores([-1.0])})
     assert (result.mode, result.temperature) == ("processed", 2.0)
-
-
-# Rows of an HTTP client -----------------------------------------------------------------------------------------------
-
-
-def test_an_entry_without_an_answer_says_why():
-    assert row_failure({"choices": []}) is None
-    assert row_failure(ABORTED) == RowFailure("the request was aborted", aborted=True)
-    assert row_failure(InvalidRequestError("too long")) == RowFailure("too long")
-
-
-def test_a_call_fails_as_a_whole_only_if_the_server_does():
-    refused, broken, barred = InvalidRequestError("too long"), TransientError("status 500"), AccessError("wrong key")
-    asked = []
-
-    def serves(answer: bool) -> Callable[[], bool]:
-        return lambda: asked.append(answer) or answer
-
-    for entries in ([refused], [refused, refused], [broken, {}], [barred, {}], [broken, ABORTED], []):
-        raise_if_none_was_served(entries, serves(False))
-    # The server is not asked if that does not matter.
-    assert asked == []
-    # A single row that fails each time is that row's failure if the server is well.
-    raise_if_none_was_served([broken], serves(True))
-    raise_if_none_was_served([BackendTimeoutError("hangs"), refused], serves(True))
-    with pytest.raises(EngineError, match="500") as caught:
-        raise_if_none_was_served([refused, broken], serves(False))
-    assert type(caught.value) is EngineError
-    with pytest.raises(AccessError, match="key"):
-        raise_if_none_was_served([refused, broken, barred], serves(True))
 
 
 def test_kept_ids_are_sorted_and_flat() -> None:

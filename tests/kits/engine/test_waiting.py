@@ -7,31 +7,13 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import pytest
 
 from corelm.waiting import done_within, next_item
 from corelm_engine_kit import EventLoopThread
 from helpers.processes import PATIENCE
-
-
-def test_an_item_is_returned() -> None:
-    queue = SimpleQueue[int]()
-    threading.Timer(0.05, queue.put, [3]).start()
-    assert next_item(queue) == 3
-    with pytest.raises(Empty):
-        next_item(queue, 0.05)
-    with pytest.raises(Empty):
-        next_item(queue, -1)
-
-
-def test_a_future_is_awaited() -> None:
-    future = Future[int]()
-    assert not done_within(future, 0.05)
-    threading.Timer(0.05, future.set_result, [3]).start()
-    assert done_within(future) and future.result() == 3
-
 
 WAITS: list[Callable[[EventLoopThread], object]] = [
     lambda loop: next_item(SimpleQueue(), PATIENCE),

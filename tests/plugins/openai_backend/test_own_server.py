@@ -14,7 +14,7 @@ import corelm
 from corelm_serve import ServerThread
 
 #: Answers to each prompt.
-SAMPLES = 48
+SAMPLES = 16
 
 
 # What the server samples while it is tried is random, and must not change what is found.
@@ -38,7 +38,7 @@ def test_a_server_of_core_is_recognised_every_time_and_scores_as_the_model_does(
 def test_every_sampled_id_is_known_whatever_its_text(tiny_model: Path) -> None:
     prompts, sampling = (
         ["My name is Pip.", "a"],
-        {"max_new_tokens": 16, "temperature": 1.0, "num_samples": 48, "seed": 1},
+        {"max_new_tokens": 16, "temperature": 1.0, "num_samples": SAMPLES, "seed": 1},
     )
     with corelm.get_backend("transformers", str(tiny_model), dtype="float32") as engine, ServerThread(engine) as server:
         options = {"base_url": server.url, "api_key": server.api_key, "tokenizer": str(tiny_model)}

@@ -95,13 +95,6 @@ def test_secrets_of_the_environment_are_in_no_error(folder, fake_launch_env, mon
     assert "a-secret" not in str(caught.value)
 
 
-def test_keys_and_values_that_begin_with_a_dash_are_not_read_as_options(start, monkeypatch):
-    # In base64 these bytes would begin with "-".
-    monkeypatch.setattr("secrets.token_bytes", lambda size: b"\xfb" * size)
-    _, page = start(number="-x")
-    assert page["argv"][8:] == ["--number=-x"]
-
-
 def test_a_port_in_use_is_skipped(start, monkeypatch):
     free = free_port()
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -122,15 +115,6 @@ def test_a_process_that_took_the_port_gets_no_key(fake_launch_env):
     finally:
         client.close()
         launched.close()
-
-
-def test_a_server_that_has_ended_is_sent_nothing(start):
-    launched, _ = start()
-    backend = SGLangBackend(CannedClient([]), INFO, launched)
-    launched.close()
-    for call in (backend.generate, backend.score_logprobs, backend.update_weights):
-        with pytest.raises(EngineError):
-            call(None)
 
 
 def test_a_server_that_ends_in_a_call_is_named_with_its_last_words_and_not_asked_again(start):
@@ -180,12 +164,6 @@ def test_other_bind_errors_are_raised_at_once(monkeypatch):
     with pytest.raises(OSError) as caught:
         LaunchedServer("a-model", {}, {})
     assert caught.value.errno == errno.EADDRNOTAVAIL
-
-
-def test_the_error_shows_why_the_server_ended_at_start(folder, fake_launch_env):
-    with pytest.raises(EngineError, match="unrecognized arguments: --no-such-thing=1") as caught:
-        corelm.get_backend("sglang", folder, no_such_thing=1, env=fake_launch_env, progress=False)
-    assert caught.value.usable is False
 
 
 def test_an_argument_that_sglang_does_not_have_is_refused_at_once(folder, fake_launch_env, monkeypatch):
@@ -264,9 +242,8 @@ FORK = """
 """
 
 
-@pytest.mark.parametrize("more", ["", FORK], ids=["alone", "with-a-forked-child"])
-def test_the_server_ends_when_its_parent_is_killed(fake_launch_env, more):
-    code = textwrap.dedent(PARENT).format(env=fake_launch_env, more=textwrap.dedent(more))
+def test_the_server_ends_when_its_parent_is_killed_though_a_forked_child_lives(fake_launch_env):
+    code = textwrap.dedent(PARENT).format(env=fake_launch_env, more=textwrap.dedent(FORK))
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
     pid = int(read_line(parent))
     family, relatives = group(pid), group(parent.pid)

@@ -49,11 +49,6 @@ def test_log_probs_that_are_neither_raw_nor_scaled_are_not_offered(fake, connect
     assert backend.generate([[5]], {"max_new_tokens": 1}, logprobs="none").logprobs is None
 
 
-def test_a_flat_model_offers_no_log_probs(fake, connect):
-    fake.logits = torch.zeros(VOCAB, VOCAB)
-    assert connect().capabilities.generation_modes == frozenset()
-
-
 def test_probing_tolerates_16_bit_log_probs(fake, connect):
     def to_bfloat16(reply):
         for entry in reply["meta_info"]["output_token_logprobs"]:

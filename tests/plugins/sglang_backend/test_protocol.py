@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from corelm.spec import Capabilities, GenerateResult
-from corelm_engine_kit import ABORTED, PartialReply
+from corelm_engine_kit import PartialReply
 from helpers.canned_replies import answering
 from helpers.each import case
 from helpers.requests import generation, scoring
@@ -95,15 +95,6 @@ def test_an_answer_that_stops_before_min_new_tokens_is_an_error(info):
     assert result_of(info, reply([5, 9], "stop"), stop, min_new_tokens=3).finish_reasons == ("error",)
 
 
-def test_a_log_prob_that_is_none_is_an_error(info):
-    for value in [math.nan, None]:
-        with case(value):
-            entry = reply([5, 6, 7])
-            entry["meta_info"]["output_token_logprobs"][1][0] = value
-            result = result_of(info, entry, max_new_tokens=3)
-            assert result.finish_reasons == ("error",) and "log-prob at position 1" in (result.errors or ("",))[0]
-
-
 def test_an_id_that_is_none_is_an_error(info):
     for token in [VOCAB, None]:
         with case(token):
@@ -120,12 +111,6 @@ def test_a_reply_that_does_not_name_its_request_is_not_the_answer_to_it():
     # What is not a reply of SGLang's at all is refused when it is parsed.
     for answer in ({"meta_info": {"id": "mine"}}, {}, [], {"meta_info": 7}):
         assert is_reply_to({"rid": "mine"}, answer)
-
-
-def test_scores_that_are_aborted_are_an_error(info):
-    request = scoring([[5, 6]], request_ids=("row",))
-    result = answering(SGLangBackend, info, ABORTED).score_logprobs(request)
-    assert result.errors == ("the request was aborted",) and result.scored.tolist() == [[False, False]]
 
 
 # The most probable ids, as lists and as arrays ------------------------------------------------------------------------
@@ -150,19 +135,6 @@ def arrays(best: list[int] = BEST, values: list[float] = VALUES, **changes: Any)
         fields[name] = base64.b64encode(found.numpy().tobytes()).decode()
         fields[f"{name}_dtype"] = str(found.dtype).removeprefix("torch.")
     return fields | {f"input_top_logprobs_{name}": value for name, value in changes.items()}
-
-
-def test_the_most_probable_ids_are_the_same_from_lists_and_from_arrays(info):
-    nested = [None, *([[value, token, None]] for value, token in zip(VALUES, BEST, strict=True))]
-    plain = {"val_flat": VALUES, "idx_flat": BEST, "shape": [3, 1], "null_prefix": 1}
-    for fields in (
-        {"input_top_logprobs": nested},
-        arrays(),
-        {f"input_top_logprobs_{name}": value for name, value in plain.items()},
-    ):
-        result = scored(info, **fields)
-        assert result.errors is None and result.argmax.tolist() == [[-1, *BEST]]
-        assert result.logprobs.tolist() == [[0.0, -2.0, -1.0, -0.125]]
 
 
 def test_arrays_that_do_not_fit_are_an_error_of_their_row(info):

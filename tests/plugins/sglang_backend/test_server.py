@@ -61,11 +61,6 @@ def test_the_most_probable_ids_come_with_the_scores(backend, fake):
     assert batch.argmax.tolist()[0][2] == VOCAB - 1
 
 
-def test_the_most_probable_ids_are_requested_only_if_they_are_wanted(backend, fake):
-    assert backend.score_logprobs([[5, 9, 300]]).argmax is None
-    assert "top_logprobs_num" not in fake.requests[0]
-
-
 def test_scores_are_requested_from_one_position_earlier(backend, fake):
     batch = backend.score_logprobs([[5, 9, 300, 4], [5, 6]], score_from=[3, 2])
     assert {len(body["input_ids"]): body["logprob_start_len"] for body in fake.requests} == {4: 2, 2: 1}
@@ -231,22 +226,6 @@ def test_a_hung_scheduler_fails_the_call_although_the_server_answers(fake, conne
     with pytest.raises(EngineError):
         backend.generate([[5], [6]], {"max_new_tokens": 2}, on_error="skip")
     assert backend.health()
-
-
-def test_a_bad_reply_fails_its_row_alone(backend, fake):
-    for defect in ["log-prob", "id", "cut", "nan"]:
-        with case(defect):
-            spoil = {
-                "log-prob": logprob_entry("output_token_logprobs", 1, 0, float("nan")),
-                "id": lambda reply: reply["output_ids"].__setitem__(1, 2**70),
-                "cut": lambda reply: (reply["output_ids"].pop(), reply["meta_info"]["output_token_logprobs"].pop()),
-                "nan": meta(finish_reason={"type": "stop", "matched": "NaN happened"}),
-            }[defect]
-            fake.logits[5, 300] = 99.0
-            fake.spoil = lambda reply, spoil=spoil: spoil(reply) if reply["output_ids"][0] == 300 else None
-            sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
-            batch = backend.generate([[6], [5], [7]], sampling, on_error="skip")
-            assert batch.finish_reasons == ("length", "error", "length") and batch.ids.lengths.tolist() == [2, 0, 2]
 
 
 def test_the_answer_to_another_request_is_never_reported(connect, fake):

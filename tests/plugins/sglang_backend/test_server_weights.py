@@ -68,11 +68,6 @@ def test_weights_that_cannot_be_compared_are_not_sent(fake, connect, other_folde
     assert caught.value.field == "path" and fake.weight_updates == []
 
 
-def test_a_state_dict_needs_a_launched_server(backend: Backend):
-    with pytest.raises(CapabilityError):
-        backend.update_weights(tiny_model(seed=1).state_dict())
-
-
 def test_the_cache_is_emptied_when_the_owner_has_changed_the_weights(backend: Backend, fake):
     posted = []
 

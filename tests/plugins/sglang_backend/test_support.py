@@ -103,11 +103,12 @@ def test_the_full_distribution_may_be_asked_for_next_to_the_sets(backend, fake):
     assert found.top_ids.values[0].tolist() == fake.logprobs(5).topk(4).indices.tolist()
 
 
-def test_an_answer_that_is_cut_has_no_sets_behind_its_end(backend, fake):
+def test_an_answer_that_is_cut_has_no_sets_and_no_most_probable_ids_behind_its_end(backend, fake):
     whole = generated(backend, {"top_k": 2})
     stop = whole.ids.tolist()[0][1]
-    found = generated(backend, {"top_k": 2}, stop_ids=frozenset({stop, 2}))
-    assert found.kept_ids.lengths.tolist() == found.ids.lengths.tolist() == found.kept_log_mass.lengths.tolist()
+    found = generated(backend, {"top_k": 2}, stop_ids=frozenset({stop, 2}), top_logprobs=2)
+    for each in (found.kept_ids, found.kept_log_mass, found.top_ids, found.top_logprobs):
+        assert each.lengths.tolist() == found.ids.lengths.tolist()
 
 
 def test_a_stream_has_the_sets_and_the_log_probs_of_the_answer(backend, fake):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from corelm.errors import EngineError
 from corelm.spec import Deadline, GenerateResult, Ragged, ScoreResult
 from corelm_engine_kit import HttpClient, ModelHints
 from helpers.each import case
@@ -55,10 +54,6 @@ def test_there_are_at_most_1024_ids_and_no_more_than_the_vocabulary_has(fake, se
         client.close()
 
 
-def test_answers_have_as_many_most_probable_ids_as_scores(backend):
-    assert backend.capabilities.top_logprobs == backend.capabilities.score_top_k == VOCAB
-
-
 def test_a_server_without_log_probs_of_answers_has_no_most_probable_ids_of_them(fake, connect):
     fake.logits = torch.zeros(VOCAB, VOCAB)
     found = connect().capabilities
@@ -71,14 +66,6 @@ def test_answers_have_the_most_probable_ids_of_the_distribution_of_their_log_pro
             found = generated(backend, 3, logprobs, temperature=temperature)
             check(found, previous(PROMPTS, found.ids.tolist()), fake, 3, temperature or 1.0)
             assert found.top_ids.lengths.tolist() == found.ids.lengths.tolist() == [4, 4]
-
-
-def test_an_answer_that_is_cut_has_no_most_probable_ids_behind_its_end(backend, fake):
-    whole = generated(backend, 2, temperature=0.0).ids.tolist()
-    stop_ids = frozenset({whole[0][1]})
-    found = generated(backend, 2, temperature=0.0, ignore_eos=False, stop_ids=stop_ids)
-    assert found.ids.lengths.tolist()[0] == 2
-    check(found, previous(PROMPTS, found.ids.tolist()), fake, 2)
 
 
 def test_a_stream_has_the_most_probable_ids_as_well(backend, fake):
@@ -190,20 +177,3 @@ def test_arrays_say_the_same_as_lists(backend, fake, in_base64):
     assert scores.errors is None and scores.top_ids.tolist()[0][1:] == [
         fake.logprobs(token).topk(3).indices.tolist() for token in (5, 17)
     ]
-
-
-def test_arrays_of_another_shape_are_an_error(backend, fake):
-    def fewer(reply):
-        _as_arrays(reply["meta_info"], "output", 0, True)
-        reply["meta_info"]["output_top_logprobs_shape"] = [4, 2]
-
-    fake.spoil = fewer
-    assert all("leave out top_logprobs" in error for error in generated(backend, 3).errors)
-
-
-def test_the_errors_of_arrays_reach_the_caller_of_scores(backend, fake):
-    fake.spoil = lambda reply: reply["meta_info"].pop("input_top_logprobs", None)
-    found = scored(backend, 3, [[5, 17, 8]], [1])
-    assert "leave out top_k" in found.errors[0] and not found.scored.values.any()
-    with pytest.raises(EngineError, match="leave out return_argmax=True"):
-        backend.score_logprobs([[5, 17, 8]], return_argmax=True)

@@ -172,11 +172,6 @@ def meta(*ends: tuple[str, int]) -> dict[str, Any]:
     return {"weight_version": ends[-1][0], "weight_versions": spans}
 
 
-def test_labels_are_never_used_twice():
-    history = WeightHistory("a")
-    assert [history.new_label(version) for version in ("a", "a", "b")] == ["a'", "a''", "b"]
-
-
 def test_runs_are_cut_off_with_the_answer_and_joined_if_core_has_one_name_for_them():
     history = WeightHistory("a")
     weights = history.of_call(request())

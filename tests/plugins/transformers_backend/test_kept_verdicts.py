@@ -51,6 +51,18 @@ def forwards(open_model: Open) -> Callable[..., int]:
     return count
 
 
+def test_one_short_row_is_read_by_the_plain_forward(folder: Path, open_model: Open) -> None:
+    model = tiny_model("llama")
+    backend, row = open_model(model, fast=True), PROMPTS[0]
+    backend.score_logprobs(PROMPTS)
+    with Forwards() as passes:
+        scores = backend.score_logprobs([row]).logprobs.values
+    assert passes.count == 1 and backend.info["scoring"] == "alone"
+    with torch.no_grad():
+        plain = model(torch.tensor([row[:-1]])).logits[0].double().log_softmax(-1)
+    torch.testing.assert_close(scores[1:].double(), plain.gather(-1, torch.tensor(row[1:])[:, None])[:, 0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_call_makes_at_most_four_forwards_more(folder: Path, open_model: Open, dtype: torch.dtype) -> None:
     sampling = {"max_new_tokens": 4, "ignore_eos": True}

@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from corelm import Backend
-from corelm.backend.arguments import prepare_generation
 from corelm.errors import CapabilityError
 from helpers import oracle
 from helpers.plain_forward import (
@@ -106,21 +105,6 @@ def test_columns_beyond_the_longest_row(open_model: Open) -> None:
     assert found.ids.lengths.tolist() == [2, 20] and found.logprobs is not None
     expected = oracle.logprobs(model, [*short, *found.ids.tolist()[1]])[3:]
     torch.testing.assert_close(found.logprobs.split()[1], expected, rtol=0, atol=2e-5)
-
-
-def test_counting_answers_does_not_keep_a_batch_from_being_decoded_again(open_model: Open) -> None:
-    model = tiny_model("qwen2")
-    spoil_cache_after(model, 24)
-    sampling, counted = {"max_new_tokens": 12, "ignore_eos": True}, dict[int, int]()
-    prompts = [PROMPTS[0][:20], PROMPTS[0][::-1][:20]]
-    engine = open_model(model)
-    found = engine.run(
-        prepare_generation(engine.engine, prompts, sampling, seeds=[1, 2], on_answer=counted.__setitem__)
-    )
-    assert counted == {0: 12, 1: 12} and found.logprobs is not None
-    for prompt, answer, logprobs in zip(prompts, found.ids.tolist(), found.logprobs.split(), strict=True):
-        expected = oracle.logprobs(model, [*prompt, *answer])[len(prompt) :]
-        torch.testing.assert_close(logprobs, expected, rtol=0, atol=2e-5)
 
 
 def test_a_way_that_one_batch_refutes_is_not_used_for_the_next(

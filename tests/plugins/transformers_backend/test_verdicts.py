@@ -122,7 +122,7 @@ def test_a_model_that_is_not_causal_is_refused_with_the_difference(open_model: O
         backend = open_model(wide(BertLMHeadModel(BertConfig(**sizes))).to(dtype))
         calls = (lambda b=backend: b.score_logprobs(ROWS), lambda b=backend: b.generate(PROMPTS, {"max_new_tokens": 2}))
         errors = []
-        for call in (*calls, calls[0]):
+        for call in (*calls, calls[0], lambda b=backend: b.score_logprobs(PROMPTS[:1])):
             with pytest.raises(CapabilityError, match=r"BertLMHeadModel is not causal: .* change by [0-9.]+") as caught:
                 call()
             errors.append(caught.value)
@@ -173,8 +173,9 @@ def test_a_model_whose_numbers_depend_on_the_length_of_the_row_is_refused(open_m
         return out
 
     model.model.forward = forward
-    with pytest.raises(CapabilityError, match="not causal"):
-        open_model(model).score_logprobs(random_rows(30, 7, 19, 2))
+    for rows in (random_rows(30, 7, 19, 2), random_rows(19)):
+        with pytest.raises(CapabilityError, match="not causal"):
+            open_model(model).score_logprobs(rows)
 
 
 def test_a_forward_that_fails_is_refused_with_its_own_words(open_model: Open) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -144,14 +143,6 @@ def test_a_server_without_a_description_that_ignores_fields_is_refused(
     fake.ignored = {ignored}
     with pytest.raises(EngineError, match="not a vLLM server, or too old"):
         connect()
-
-
-def test_a_failed_opening_leaves_no_thread_behind(connect: Connect, fake: FakeVLLM) -> None:
-    before = set(threading.enumerate())
-    fake.pages["/openapi.json"] = {"paths": {}}
-    with pytest.raises(EngineError):
-        connect()
-    assert not {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("corelm")}
 
 
 # The key --------------------------------------------------------------------------------------------------------------

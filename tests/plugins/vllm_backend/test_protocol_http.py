@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
-from corelm import LLMPolicy, Tokens
 from corelm.errors import CapabilityError, EngineError
 from corelm.spec import Capabilities
 from helpers.canned_replies import answering
 from helpers.each import case
-from helpers.fake_vllm import PROMPTS, SAMPLING, VOCAB, Connect, FakeVLLM, Spoil, next_logprobs
+from helpers.fake_vllm import PROMPTS, SAMPLING, Connect, FakeVLLM, Spoil, next_logprobs
 from helpers.half_characters import Pieces
 from helpers.http_server import FaultServer, json_reply
 from helpers.requests import generation
@@ -58,42 +55,11 @@ def test_the_most_probable_ids_come_with_the_scores(connect: Connect, server: Fa
         assert found == [-1] * min(start, len(row)) + likeliest(*(row[:t] for t in range(start, len(row))))
 
 
-def test_the_most_probable_ids_are_requested_only_if_they_are_wanted(connect: Connect, server: FaultServer) -> None:
-    backend = connect()
-    before = len(server.requests)
-    assert backend.score_logprobs([[5, 17, 300, 2]]).argmax is None
-    (sent,) = server.requests[before:]
-    assert sent.body["prompt_logprobs"] == 0 and sent.body["logprobs"] == 0
-
-
-def test_a_policy_says_which_completions_are_greedy(connect: Connect) -> None:
-    backend = connect()
-    (first,) = likeliest([5, 17])
-    (second,) = likeliest([5, 17, first])
-    completions = [[first, second], [first, (second + 1) % VOCAB], [first], [(first + 1) % VOCAB]]
-    tokens = Tokens.from_rows(prompt=[[5, 17]] * 4, response=completions)
-    scorer = LLMPolicy(backend, input_mode="tokens", generate=False, return_argmax=True)
-    assert scorer(TensorDict(tokens=tokens, batch_size=[4]))["is_greedy"].tolist() == [True, False, True, False]
-
-
-def test_a_row_as_long_as_the_context_is_scored(connect: Connect) -> None:
-    backend = connect()
-    limit = backend.capabilities.max_context
-    assert limit is not None
-    assert backend.score_logprobs([[7] * limit]).scored.tolist() == [[False] + [True] * (limit - 1)]
-
-
 def test_a_row_with_nothing_to_score_is_not_sent(connect: Connect, server: FaultServer) -> None:
     backend = connect()
     before = len(server.requests)
     assert backend.score_logprobs([[7]]).scored.tolist() == [[False]]
     assert len(server.requests) == before
-
-
-def test_processed_log_probs_of_greedy_answers_are_0(connect: Connect, fake: FakeVLLM) -> None:
-    fake.mode = "processed"
-    result = connect().generate(PROMPTS, {"max_new_tokens": 2, "temperature": 0.0}, logprobs="processed")
-    assert result.logprobs is not None and result.logprobs.values.tolist() == [0.0] * 6
 
 
 def test_min_new_tokens_with_ignore_eos_is_refused_if_something_else_can_end_the_answer(
@@ -239,19 +205,6 @@ def test_a_wrong_score_is_an_engine_error(connect: Connect, fake: FakeVLLM) -> N
             fake.spoil, message = WRONG_SCORES[fault]
             with pytest.raises(EngineError, match=message):
                 backend.score_logprobs([[5, 17, 300, 2]])
-
-
-def test_a_score_that_is_none_fails_its_row_alone(connect: Connect, fake: FakeVLLM) -> None:
-    backend = connect()
-    for value in (math.nan, None):
-
-        def spoil(choice: dict[str, Any], value: Any = value) -> None:
-            choice["prompt_logprobs"][1] = {str(PROMPTS[0][1]): {"logprob": value}}
-
-        fake.spoil = only(PROMPTS[0], spoil)
-        result = backend.score_logprobs([[*prompt, 3] for prompt in PROMPTS], on_error="skip")
-        assert result.errors is not None and [bool(error) for error in result.errors] == [True, False, False]
-        assert [any(row) for row in result.scored.tolist()] == [False, True, True]
 
 
 def test_the_answer_to_another_request_is_never_reported(connect: Connect, server: FaultServer, fake: FakeVLLM) -> None:

@@ -18,7 +18,7 @@ from helpers.half_characters import Pieces
 from helpers.requests import generation, scoring
 from vllm_backend.capabilities import ModelInfo
 from vllm_backend.kept_sets_protocol import KeptSetsOfRow
-from vllm_backend.protocol_inprocess import generation_result, on_output, scoring_result
+from vllm_backend.protocol_inprocess import generation_result, scoring_result
 from vllm_backend.sampling import parameters
 
 #: Ids and their log-probs at one position: first the prompt's own id or the sampled one.
@@ -179,12 +179,3 @@ def test_an_answer_is_cut_after_a_stop_string_that_vllm_was_not_told() -> None:
     told = [output(ids[:length], [-1.0] * length) for length in (4, len(ids))]
     result = generation_result(asked, told, replace(INFO, tokenizer=ByteTokenizer()))
     assert result.ids.tolist() == [ids[:4], list(b"<t>x</t>a x")] and result.finish_reasons == ("length", "stop")
-
-
-def test_a_row_is_counted_with_its_last_output() -> None:
-    counted: dict[int, int] = {}
-    tell = on_output(replace(request(), on_answer=counted.__setitem__), None)
-    assert tell is not None and on_output(request(), None) is None
-    for row, finished in ((0, False), (1, True)):
-        tell(row, SimpleNamespace(finished=finished, **vars(output([1, 2], [-1.0, -2.0]))))
-    assert counted == {1: 2}

@@ -75,10 +75,6 @@ def test_events_after_the_last_one_of_an_answer_add_nothing(connect: Connect, fa
     servers.check_stream(connect(), "raw")
 
 
-def test_answers_are_counted(connect: Connect) -> None:
-    servers.check_answers_are_counted(connect())
-
-
 def test_a_server_that_ignores_stream_fails_the_row(connect: Connect, fake: FakeVLLM) -> None:
     backend = connect(max_retries=0)
     fake.ignored.add("stream")

@@ -58,7 +58,6 @@ def request_of_rows(
             support=None if request.support is None else request.support.select(index),
             top_ids=None if request.top_ids is None else request.top_ids.select(index),
         )
-    told = request.on_answer
     return replace(
         request,
         prompts=request.prompts.select(index),
@@ -66,7 +65,6 @@ def request_of_rows(
         request_ids=tuple(names),
         timeout=timeout,
         on_tokens=on_tokens,
-        on_answer=None if told is None else lambda row, tokens: told(rows[row], tokens),
     )
 
 

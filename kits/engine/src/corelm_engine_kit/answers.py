@@ -35,8 +35,6 @@ class Answers:
     def end(self, row: int, length: int, reason: str) -> None:
         """Note that a row has ended."""
         self._reasons[row] = reason
-        if self.request.on_answer is not None and reason in ("stop", "length"):
-            self.request.on_answer(row, length)
 
     def take_back(self, first: int) -> None:
         """Forget the steps from one on. Their rows begin anew."""

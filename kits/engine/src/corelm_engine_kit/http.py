@@ -48,8 +48,6 @@ Send = Callable[..., Coroutine[Any, Any, Any]]
 Entry = Any | CoreLMError | Aborted | PartialReply
 #: Requests of `HttpClient.post_each`.
 Rows = frozenset[asyncio.Task[Entry]]
-#: Takes the number of a request of `HttpClient.post_each` and its reply.
-Answered = Callable[[int, Any], None]
 #: Whether a reply (second) answers the request with a payload (first).
 IsReplyTo = Callable[[Any, Any], bool]
 
@@ -192,7 +190,6 @@ class HttpClient:
         is_reply_to: IsReplyTo,
         timeout: float | None,
         streamed: Streamed | None = None,
-        answered: Answered | None = None,
     ) -> list[Entry]:
         """Send one request for every payload and return their answers, in order.
 
@@ -205,7 +202,6 @@ class HttpClient:
                 request's reply is dropped, and the request is sent again.
             timeout: seconds for all of them together, or None.
             streamed: what to do with the events of replies that are streamed; None for replies in one piece.
-            answered: called with each reply as it comes, to show progress. Errors that it raises are dropped.
 
         Returns:
             For every payload the decoded JSON, or a `PartialReply` with it if `abort` named the request, or `ABORTED`
@@ -220,7 +216,7 @@ class HttpClient:
         if len(payloads) != len(names):
             raise ValueError(f"{len(payloads)} payloads, but {len(names)} names")
         encoded = [_encoded(payload) for payload in payloads]
-        return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout, streamed, answered))
+        return self._run(self._each(path, payloads, encoded, names, is_reply_to, timeout, streamed))
 
     def abort(self, names: Iterable[str], *, tell: Callable[[], object] | None = None) -> None:
         """End the requests that have exactly these names now. Return when they have ended.
@@ -288,10 +284,9 @@ class HttpClient:
         is_reply_to: IsReplyTo,
         timeout: float | None,
         streamed: Streamed | None,
-        answered: Answered | None,
     ) -> list[Entry]:
         rows = [
-            asyncio.create_task(self._row(path, body, partial(is_reply_to, payload), number, streamed, answered))
+            asyncio.create_task(self._row(path, body, partial(is_reply_to, payload), number, streamed))
             for number, (payload, body) in enumerate(zip(payloads, bodies, strict=True))
         ]
         for name, row in zip(names, rows, strict=True):
@@ -325,21 +320,15 @@ class HttpClient:
         is_reply: Callable[[Any], bool],
         number: int,
         streamed: Streamed | None,
-        answered: Answered | None,
     ) -> Entry:
         send: Send = partial(self._exchange.send, "POST", path, body)
         if streamed is not None:
             check = partial(self._check_reply, path, is_reply)
             send = partial(streamed_reply, partial(self._exchange.events, path, body), check, number, streamed)
         try:
-            reply: Any = await self._retrying.copy()(partial(self._once_admitted, path, send, is_reply))
+            return await self._retrying.copy()(partial(self._once_admitted, path, send, is_reply))
         except CoreLMError as error:
             return error
-        if answered is not None:
-            # It may read what the reply lacks.
-            with suppress(Exception):
-                answered(number, reply)
-        return reply
 
     async def _once_admitted(self, path: str, send: Send, is_reply: Callable[[Any], bool]) -> Any:
         async with self._places:

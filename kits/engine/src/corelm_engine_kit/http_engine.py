@@ -164,10 +164,6 @@ class HttpEngine:
         """Return whether a reply names the request that it answers; True for a protocol in which none does."""
         return True
 
-    def count_tokens(self, reply: Any) -> int:
-        """Return how many tokens a reply has, to show progress."""
-        raise NotImplementedError
-
     def serves(self, timeout: float | None = None) -> bool:
         """Return whether the server works on rows, as it shows within `timeout` seconds, and within five."""
         return self.answers(self.health_path, timeout)
@@ -208,8 +204,6 @@ class HttpEngine:
         sent = {row: each for row, each in payloads.items() if not isinstance(each, RowFailure)}
         rows = list(sent)
         options: dict[str, Any] = {}
-        if isinstance(request, GenerateRequest) and (on_answer := request.on_answer) is not None:
-            options["answered"] = lambda number, reply: on_answer(rows[number], self.count_tokens(reply))
         if streams is not None:
             tell = streams.take
             options["streamed"] = Streamed(streams.joined, lambda number, reply: tell(rows[number], reply))

@@ -134,6 +134,3 @@ class OpenAIBackend(HttpEngine):
             return protocol.row_scores(reply, sequences[row], self.info)
 
         return score_result(request, self.map_rows(request, payloads, parse))
-
-    def count_tokens(self, reply: Any) -> int:
-        return protocol.count(reply, "completion_tokens") or 0

@@ -269,9 +269,6 @@ class SGLangBackend(HttpEngine):
     def is_reply_to(self, payload: Payload, reply: Any) -> bool:
         return protocol.is_reply_to(payload, reply)
 
-    def count_tokens(self, reply: Any) -> int:
-        return len(reply["output_ids"])
-
     def serves(self, timeout: float | None = None) -> bool:
         """Return whether the server's scheduler returns anything in time. `MODEL_INFO` answers without it."""
         return self.answers(HEALTH_GENERATE, timeout)

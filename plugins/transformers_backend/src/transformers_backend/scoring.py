@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -170,36 +170,45 @@ class Scorer:
             # The widest first: it is compared with the plain forward before anything is handed over.
             return sorted(self._read_batches(inputs, layout, head), key=lambda part: -part.columns)
 
-        def name(layout: RowLayout) -> str:
-            # Layouts whose logits are made apart from the body are remembered by themselves.
-            return layout if head == "whole" or layout in PACKED else f"{layout} (body and head apart)"
-
         layout = test.choose(
             self._layouts(head),
-            lambda layout: test.may_run(name(layout), partial(self._tails, layout, head)),
+            lambda layout: test.may_run(_name(layout, head), partial(self._tails, layout, head)),
             lambda layout: parts(layout)[0].columns,
-            name,
+            lambda layout: _name(layout, head),
         )
         if layout == "alone" and head != "whole":
             yield from self._score_batch(batch, request, call, "whole")
             return
         if head == "whole" and layout in _SLOWER and len(batch.rows) > 1:
             test.warn_once(_SLOWER[layout], "about twice as long for short rows")
+        if not (yield from self._score_parts(parts(layout), layout, head, batch, request, call)):
+            yield from self._score_batch(batch, request, call, head)
+
+    def _score_parts(
+        self,
+        parts: Sequence[ReadBatch],
+        layout: RowLayout,
+        head: HeadPath,
+        batch: SequenceBatch,
+        request: ScoreRequest,
+        call: Call,
+    ) -> Generator[ScoredTokens, None, bool]:
+        """Yield the log-probs of the parts of a batch; return whether they were right, as far as some of them show."""
         shared = 0 if self.path is None else self.path.shared
-        for part in parts(layout):
+        for part in parts:
             call.deadline.check()
             if len(call.aborted_among(batch.rows[part.rows])) == len(part.rows):
                 continue
-            read = partial(self._read, inputs, part, layout, head)
-            states, ends = read(), partial(self._last_logits, part, head)
-            if not self._confirmed(name(layout), part.columns, inputs.select(part.rows), request, states, read, ends):
-                yield from self._score_batch(batch, request, call, head)
-                return
+            read = partial(self._read, batch.inputs, part, layout, head)
+            states, ends, rows = read(), partial(self._last_logits, part, head), batch.inputs.select(part.rows)
+            if not self._confirmed(_name(layout, head), part.columns, rows, request, states, read, ends):
+                return False
             shared += part.shared
             wanted, targets, index = batch.wanted_of(part.rows)
             query = TokenQuery.of(request, targets, index)
             yield ScoredTokens(index, self._scores(head, states, part.index.values[wanted], query, part.shared > 0))
         self.path = ScoringPath(head, layout, shared)
+        return True
 
     def _layouts(self, head: HeadPath) -> Sequence[RowLayout]:
         return PLAIN_LAYOUTS
@@ -272,12 +281,28 @@ class Scorer:
         """
         # Two more tables like the logits are made where the tail is summed.
         elements = _SLICE_ELEMENTS // 4 if query.wants_top else _SLICE_ELEMENTS
-        size, slots, parts = max(1, elements // self._engine.vocab_size), to_device(slots, states.device), []
+        size, parts = max(1, elements // self._engine.vocab_size), []
         for some, asked in zip(slots.split(size), query.split(size), strict=True):
-            logits = self._logits(states[some], head).float()
+            logits = self._logits(states_at(states, some), head).float()
             # The layers of a model may be on several devices, and its head on another than its last states.
             parts.append(scores_of_logits(logits, asked.to(logits.device)))
         return TokenScores.cat(parts)
+
+
+def _name(layout: RowLayout, head: HeadPath) -> str:
+    """Return the name under which the self test remembers a layout: by itself if body and head are run apart."""
+    return layout if head == "whole" or layout in PACKED else f"{layout} (body and head apart)"
+
+
+def states_at(states: Tensor, slots: Tensor) -> Tensor:
+    """Return ``states[slots]``, as a view if the slots follow one another.
+
+    Those of a row alone do. Gradients would need a copy of all its states.
+    """
+    first = int(slots[0]) if len(slots) else 0
+    if torch.equal(slots, torch.arange(first, first + len(slots), device=slots.device)):
+        return states[first : first + len(slots)]
+    return states[to_device(slots, states.device)]
 
 
 def tokens_per_pass(engine: CausalLM, max_batch_tokens: int) -> int:

@@ -218,6 +218,11 @@ class SelfTest:
             now.keep()
         return record.refuted > 0
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model is known to be causal: it was examined, or read several rows as it reads each alone."""
+        return self.now.examined or any(record.tried == 2 for record in self.now.records.values())
+
     def is_refuted(self, way: str, columns: int) -> bool:
         """Return whether `way` differed from the plain forward on a forward pass as wide as this."""
         return columns >= self.now.records[way].refuted

@@ -154,13 +154,13 @@ def _answer_logprobs(completion: Any, request: GenerateRequest, first: int, end:
 
 
 def on_output(request: GenerateRequest, tokenizer: Any) -> Callable[[int, Any], None] | None:
-    """Return a function that streams what is new in vLLM's outputs, or counts the last ones; None if neither is wanted.
+    """Return a function that streams what is new in vLLM's outputs; None if nobody reads along.
 
     It takes the number of a row and an output, which has the row's whole answer so far. A last output that is no valid
     answer is left to `generation_result`, which says why.
     """
     if request.on_tokens is None:
-        return _counting(request.on_answer)
+        return None
     streams, stops = RowStreams(request, tokenizer), StopStrings.of_rows(request, tokenizer)
 
     def tell(row: int, output: Any) -> None:
@@ -172,17 +172,6 @@ def on_output(request: GenerateRequest, tokenizer: Any) -> Callable[[int, Any], 
                 streams.tell(row, completion.token_ids, functools.partial(_answer_logprobs, completion, request))
 
     return tell
-
-
-def _counting(on_answer: Callable[[int, int], None] | None) -> Callable[[int, Any], None] | None:
-    if on_answer is None:
-        return None
-
-    def count(row: int, output: Any) -> None:
-        if output.finished:
-            on_answer(row, len(output.outputs[0].token_ids))
-
-    return count
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------

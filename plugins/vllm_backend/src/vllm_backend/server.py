@@ -44,7 +44,6 @@ from corelm_engine_kit import (
     fitting,
     fitting_stream,
     local_checkpoint,
-    only_choice,
     weights_folder,
 )
 from vllm_backend import protocol_http as protocol
@@ -211,9 +210,6 @@ class VLLMServer(HttpEngine):
 
     def is_reply_to(self, payload: Payload, reply: Any) -> bool:
         return protocol.is_reply_to(payload, reply)
-
-    def count_tokens(self, reply: Any) -> int:
-        return len(only_choice(reply)["token_ids"])
 
     def end_rows(self, ids: Sequence[str]) -> None:
         named = [f"{protocol.ID_PREFIX}{each}-0" for each in ids]

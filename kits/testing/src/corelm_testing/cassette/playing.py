@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from corelm import Ragged, TokenSets
-from corelm.spec import GenerateResult
 from corelm_engine_kit.joining import Part, joined, rows_of_result
 from corelm_testing.cassette.content import ContentPlayer, for_rows
 from corelm_testing.cassette.errors import CassetteError
@@ -44,9 +43,6 @@ def answer(player: ContentPlayer, hook: str, request: Any, weights: str | None =
     if len({_names_weights(part.result) for part in parts}) > 1:
         raise CassetteError("the recorded rows do not belong together: some name their weights; record them again")
     result = joined(parts, "")
-    if isinstance(result, GenerateResult) and getattr(request, "on_answer", None) is not None:
-        for row, tokens in enumerate(result.ids.lengths.tolist()):
-            request.on_answer(row, tokens)
     device = getattr(request, "device", None)
     return result if device is None else _on_device(result, device)
 

@@ -74,12 +74,8 @@ class ToyBackend:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         prompts = request.prompts.tolist()
         seeds = torch.randint(2**62, (len(prompts),)) if request.seeds is None else request.seeds
-        answers = []
-        for row, seed in enumerate(seeds.tolist()):
-            answers.append(self._answer(row, prompts[row], seed, request))
-            if request.on_answer is not None:
-                request.on_answer(row, len(answers[row].ids))
-        return generate_result(request, answers)
+        pairs = enumerate(zip(prompts, seeds.tolist(), strict=True))
+        return generate_result(request, [self._answer(row, prompt, seed, request) for row, (prompt, seed) in pairs])
 
     def _answer(self, row: int, prompt: list[int], seed: int, request: GenerateRequest) -> RowAnswer:
         sampling, generator = request.sampling, torch.Generator().manual_seed(seed)

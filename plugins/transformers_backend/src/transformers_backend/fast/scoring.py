@@ -20,6 +20,7 @@ from corelm_engine_kit.loop import Call
 from corelm_engine_kit.token_scores import ScoredTokens, TokenQuery, TokenScores
 from corelm_engine_kit.transfer import to_device
 from transformers_backend.engine import CausalLM
+from transformers_backend.fast import onednn
 from transformers_backend.fast.attention import (
     PackedSegment,
     VarlenAttention,
@@ -38,6 +39,7 @@ from transformers_backend.scoring import (
     RowLayout,
     Scorer,
     padded_batch,
+    states_at,
     tokens_per_pass,
 )
 from transformers_backend.self_test import SelfTest
@@ -45,6 +47,8 @@ from transformers_backend.self_test import SelfTest
 #: On a CPU, tokens that share a forward pass of packed rows. More of them take more memory and save no time, except
 #: those that share a start.
 _CPU_PACK = 1024
+#: The model's own forward takes no longer for one row of so few tokens.
+_SHORT_ROW = 64
 #: A shorter common start is not worth the bookkeeping.
 _SHORTEST_START = 16
 
@@ -76,6 +80,10 @@ class FastScorer(Scorer):
     def _score_batch(
         self, batch: SequenceBatch, request: ScoreRequest, call: Call, head: HeadPath | None = None
     ) -> Iterator[ScoredTokens]:
+        if head is None and not request.grad and self._is_short_row(batch):
+            parts = list(self._read_batches(batch.inputs, "alone", "whole"))
+            yield from self._score_parts(parts, "alone", "whole", batch, request, call)
+            return
         if head is None:
             head = self._head.path(int(batch.wanted.sum()), grad=request.grad)
             if head == "tiled" and request.return_logits:
@@ -89,13 +97,23 @@ class FastScorer(Scorer):
             pairs, inverse = (slots * vocab_size + query.targets).unique(return_inverse=True)
             slots, query = pairs // vocab_size, replace(query, targets=pairs % vocab_size)
         if head == "tiled":
-            scores = self._head.tiled().scores(_states_at(states, slots), query.to(states.device))
+            scores = self._head.tiled().scores(states_at(states, slots), query.to(states.device))
         else:
             scores = super()._scores(head, states, slots, query, repeated)
         return scores if inverse is None else scores.select(inverse)
 
     def _logits(self, states: Tensor, head: HeadPath) -> Tensor:
         return states if head == "whole" else self._split.logits(states)
+
+    def _is_short_row(self, batch: SequenceBatch) -> bool:
+        """Return whether it is one row of few tokens, most of them scored, and oneDNN would not save more."""
+        if len(batch.rows) > 1 or not len(batch.wanted) / 2 <= batch.wanted.sum() <= len(batch.wanted) <= _SHORT_ROW:
+            return False
+        if not self._self_test.is_causal:
+            # The trial of another way tells it.
+            return False
+        weight = getattr(self._engine.base.get_output_embeddings(), "weight", None)
+        return not (isinstance(weight, Tensor) and onednn.is_quicker(weight))
 
     # Packed or padded -------------------------------------------------------------------------------------------------
 
@@ -158,17 +176,6 @@ class FastScorer(Scorer):
         """
         hidden: int = self._engine.base.config.get_text_config().hidden_size
         return shared >= _SHORTEST_START and 12 * hidden * shared >= rest**2
-
-
-def _states_at(states: Tensor, slots: Tensor) -> Tensor:
-    """Return ``states[slots]``, as a view if the slots follow one another.
-
-    Those of a long row alone do. Gradients would need a copy of all its states.
-    """
-    first = int(slots[0]) if len(slots) else 0
-    if torch.equal(slots, torch.arange(first, first + len(slots), device=slots.device)):
-        return states[first : first + len(slots)]
-    return states[to_device(slots, states.device)]
 
 
 # Rows without padding -----------------------------------------------------------------------------------------------
