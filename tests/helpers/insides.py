@@ -37,10 +37,10 @@ def holds_rows(backend: Backend) -> bool:
 
 
 def choose_onednn_operator_again() -> None:
-    """Forget which operator of oneDNN the fast path takes. It is chosen once in a process."""
+    """Forget whether oneDNN has the operator of the fast path. That is found out once in a process."""
     from transformers_backend.fast import onednn
 
-    onednn._operator.cache_clear()
+    onednn._is_there.cache_clear()
 
 
 def use_onednn_on_any_cpu(monkeypatch: Any) -> None:

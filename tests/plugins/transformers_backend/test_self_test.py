@@ -334,7 +334,9 @@ def test_a_way_is_kept_whose_rounding_is_that_of_the_plain_forward(open_model: O
 
 
 def test_the_first_calls_read_few_rows_more_than_later_ones(open_model: Open) -> None:
-    """The plain forward of a trial row, the trial rows together, and at most two own rows in the plain forward."""
+    """The plain forward of a trial row, and once more for its states; the trial rows together; and at most two own rows
+    in the plain forward.
+    """
     rows = random_rows(20, 33, 48, 40)
     for call in (
         lambda backend: backend.score_logprobs(rows),
@@ -348,7 +350,7 @@ def test_the_first_calls_read_few_rows_more_than_later_ones(open_model: Open) ->
             passes.clear()
             call(backend)
             counts.append(len(passes))
-        assert counts[0] - counts[1] <= 4, counts
+        assert counts[0] - counts[1] <= 5, counts
 
 
 def test_a_way_that_is_new_after_some_steps_of_training_is_tried_with_the_present_weights(

@@ -187,7 +187,7 @@ def test_an_interrupt_ends_the_call_of_its_thread_only(open_model: Open, rows: i
     found = others[0].result(60)
     assert found.ids.tolist() == expected.ids.tolist()
     assert_answers(found, model, PROMPTS[:1])
-    assert not backend.engine.plugin.loop._stepping and not backend.engine.plugin.decoder._in_the_model()
+    assert not backend.engine.plugin.loop._stepping and not backend.engine.plugin.decoder.in_the_model()
     assert backend.generate(PROMPTS[:1], SHORT).finish_reasons == ("length",)
 
 

@@ -136,11 +136,7 @@ class Adapters:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Put back afterwards which adapters are active, and what is trained. Layers that are new are switched off.
-
-        Raises:
-            InvalidRequestError: adapters are merged into the weights.
-        """
+        """Put back afterwards which adapters are active, and what is trained. Layers that are new are switched off."""
         module: Any = self._engine.module
         layers = {layer: (layer.active_adapter, layer.disable_adapters) for layer in _layers(module)}
         if any(layer.merged_adapters for layer in layers):
@@ -173,7 +169,6 @@ class Adapters:
             _set_trained(self._engine.module, trained)
 
     def _added(self, request: WeightUpdate) -> str:
-        """Add the adapter under a new name, and return that name."""
         import peft
 
         field = "path" if request.state_dict is None else "state_dict"
@@ -243,7 +238,6 @@ def _layers(module: nn.Module) -> list[Any]:
 
 
 def _set_trained(module: nn.Module, trained: Mapping[nn.Parameter, bool]) -> None:
-    """Let these parameters require gradients as they did; others do not."""
     for parameter in module.parameters():
         parameter.requires_grad_(trained.get(parameter, False))
 
@@ -279,13 +273,7 @@ def _load(model: Any, state: Mapping[str, Tensor], name: str) -> list[str]:
 def _refuse_unswitchable(config: Any, base: nn.Module, *, active: bool = False) -> None:
     """Refuse an adapter without which the model is not the base model again, or that cannot be chosen for one call.
 
-    Args:
-        config: PEFT's configuration of it.
-        base: the model inside PEFT's wrapper.
-        active: whether it is the adapter to run with.
-
-    Raises:
-        CapabilityError: it is one.
+    `active` says whether it is the adapter to run with.
     """
     why = _NOT_SWITCHED.get(config.peft_type) or ("" if active else _changes_base(config, base))
     if config.is_prompt_learning:
@@ -299,11 +287,7 @@ def _refuse_unswitchable(config: Any, base: nn.Module, *, active: bool = False) 
 
 
 def _refuse_rewriting(module: Any) -> None:
-    """Refuse to run an adapter of PEFT that is written into the weights for each forward and taken out again.
-
-    Raises:
-        CapabilityError: one is active.
-    """
+    """Refuse to run an adapter of PEFT that is written into the weights for each forward and taken out again."""
     if any(getattr(config, "target_parameters", None) for config in getattr(module, "peft_config", {}).values()):
         layers = [layer for layer in _layers(module) if type(layer).__name__ == "ParamWrapper"]
         if any(not layer.disable_adapters and not layer.merged for layer in layers):
@@ -330,7 +314,6 @@ def _are_in(known: Mapping[str, Any], names: str | list[str]) -> bool:
 
 
 def _config(values: Mapping[str, Any], base: nn.Module) -> Any:
-    """Return PEFT's configuration of an adapter that is to be used and not trained."""
     import peft
 
     config = peft.PeftConfig.from_peft_type(**values)
@@ -342,11 +325,7 @@ def _config(values: Mapping[str, Any], base: nn.Module) -> Any:
 
 
 def _source(request: WeightUpdate) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """Return the tensors and the configuration of an adapter.
-
-    Raises:
-        InvalidRequestError: the folder has no adapter; `field` is ``path``.
-    """
+    """Return the tensors and the configuration of an adapter."""
     if request.state_dict is not None:
         # Sharded tensors are gathered one at a time.
         return {name: whole_tensor(tensor) for name, tensor in request.state_dict.items()}, request.adapter_config or {}

@@ -15,6 +15,7 @@ from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import (
     AbortRequest,
     Adapter,
+    Capabilities,
     CloseRequest,
     GenerateRequest,
     GenerateResult,
@@ -28,23 +29,45 @@ from corelm.spec import (
     hookimpl,
 )
 from corelm.validate import flag
-from corelm_engine_kit import VersionLog
+from corelm_engine_kit import VersionLog, eos_token_ids
 from corelm_engine_kit.loop import Aborted, Call, Loop
 from transformers_backend import loading, weights
 from transformers_backend.adapters import Adapters, may_have_adapters
 from transformers_backend.beams import beam_search
-from transformers_backend.capabilities import read_capabilities
-from transformers_backend.decoding import Decoder, MustBeAlone
+from transformers_backend.decoding import CallUpdates, Decoder, MustBeAlone
 from transformers_backend.engine import CausalLM, cache_name
-from transformers_backend.in_flight import CallUpdates
-from transformers_backend.memory import DEFAULT_TOKENS, give_back, naming_max_batch_tokens
+from transformers_backend.memory import (
+    DEFAULT_TOKENS,
+    SleepingWeights,
+    give_back,
+    naming_max_batch_tokens,
+    sleep_levels,
+)
+from transformers_backend.model_state import WeightsState
 from transformers_backend.protocol import aborted_result
 from transformers_backend.scoring import Scorer
 from transformers_backend.self_test import SelfTest
-from transformers_backend.sleeping import SleepingWeights, sleep_levels
 from transformers_backend.verdicts import Verdict
-from transformers_backend.weights_state import WeightsState
-from transformers_backend.wrapped import refuse_sharded, unwrapped
+
+#: Sampling parameters honoured, in the ranges that `SamplingParams` itself allows.
+_HONOURED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_new_tokens",
+    "stop",
+    "num_beams",
+    "length_penalty",
+    "early_stopping",
+    "engine_kwargs",
+)
+#: The most ids whose log-probs are returned at a position: what core asks of an engine that has no limit of
+#: its own. More would not be the most probable ones but a good part of the vocabulary.
+_TOP_K = 1024
 
 
 @dataclass(frozen=True)
@@ -70,12 +93,6 @@ class TransformersBackend:
     Calls of `generate` share their steps. All that needs the model otherwise comes between two of them.
 
     Attributes:
-        engine: drives the model.
-        self_test: knows which ways of running the model are right.
-        decoder: makes the answers.
-        scorer: makes the scores.
-        adapters: the adapters that were loaded, and the one that a call runs with.
-        loop: makes the steps, and knows the calls under way.
         owns_model: whether the model was loaded here, and is to be gone after `close`.
         tokenizer, capabilities: what core asks of every backend.
         conformance: what `corelm conformance` needs to know to test it.
@@ -112,7 +129,7 @@ class TransformersBackend:
         self.tokenizer = tokenizer
         adapters = may_have_adapters(engine, owns_model=owns_model)
         levels = sleep_levels(engine.module, owns_model)
-        self.capabilities = replace(read_capabilities(engine, tokenizer, adapters=adapters), sleep_levels=levels)
+        self.capabilities = replace(_capabilities(engine, tokenizer, adapters=adapters), sleep_levels=levels)
 
     @classmethod
     def open(
@@ -171,7 +188,7 @@ class TransformersBackend:
                 model_kwargs=model_kwargs or {},
             )
         elif isinstance(model, nn.Module):
-            module = unwrapped(model)
+            module = loading.unwrapped(model)
             loading.refuse_other_options(
                 module,
                 dtype=dtype,
@@ -216,7 +233,7 @@ class TransformersBackend:
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        refuse_sharded(self.engine.module)
+        loading.refuse_sharded(self.engine.module)
         self.engine.refuse_unreadable(request.prompts, "prompts")
         alone = request.sampling.num_beams > 1 or self.decoder.keeps_states
         with self.loop.start(request, Key(request.adapter, alone=alone)) as call:
@@ -244,7 +261,7 @@ class TransformersBackend:
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        refuse_sharded(self.engine.module)
+        loading.refuse_sharded(self.engine.module)
         self.engine.refuse_unreadable(request.sequences, "sequences")
         with (
             self.loop.start(request) as call,
@@ -271,7 +288,7 @@ class TransformersBackend:
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
-        refuse_sharded(self.engine.module)
+        loading.refuse_sharded(self.engine.module)
         with self.loop.held():
             try:
                 if request.adapter is None:
@@ -352,3 +369,32 @@ def _accelerated() -> tuple[type[Decoder], type[Scorer]]:
     from transformers_backend.fast import FastDecoder, FastScorer
 
     return FastDecoder, FastScorer
+
+
+def _capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = False) -> Capabilities:
+    return Capabilities(
+        vocab_size=engine.vocab_size,
+        max_context=engine.max_context,
+        eos_token_ids=eos_token_ids(engine.base.generation_config, tokenizer, vocab_size=engine.vocab_size),
+        sampling=dict.fromkeys(_HONOURED),
+        generation_modes=frozenset({"raw", "processed"}),
+        return_support=True,
+        top_logprobs=min(_TOP_K, engine.vocab_size),
+        score=True,
+        score_temperature=True,
+        logits=True,
+        argmax=True,
+        gradients=True,
+        per_answer_seeds=True,
+        concurrent_calls=True,
+        stops_at_timeout=True,
+        streaming=True,
+        update_weights=True,
+        weight_stream=True,
+        updates_in_flight=True,
+        adapters=adapters,
+        score_support=True,
+        score_top_k=min(_TOP_K, engine.vocab_size),
+        score_top_ids=True,
+        abort=True,
+    )

@@ -23,18 +23,12 @@ _HONOURED = {"temperature", "num_beams", "length_penalty", "early_stopping", "mi
 def beam_search(engine: CausalLM, request: GenerateRequest, call: Call, *, use_cache: bool) -> GenerateResult:
     """Return the best beam for every prompt.
 
-    Prompts run one at a time, because `generate` would count padding in its lengths and limits.
-
-    Args:
-        engine: drives the model.
-        request: the prompts.
-        call: its call. An aborted row returns the best beam that it has.
-        use_cache: whether the model's cached steps give the numbers of its plain forward.
+    Prompts run one at a time, because `generate` would count padding in its lengths and limits. An aborted row returns
+    the best beam that it has. `use_cache` says whether the model's cached steps give the numbers of its plain forward.
 
     Raises:
         CapabilityError: a sampling parameter that has no meaning in a beam search, an aLoRA adapter, or a model that
             counts its positions in its own way.
-        TimeoutError: the request's timeout has passed.
     """
     sampling = request.sampling
     _refuse_sampling_parameters(sampling)

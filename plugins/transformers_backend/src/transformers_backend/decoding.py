@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from corelm.errors import EngineError
-from corelm.spec import GenerateRequest, GenerateResult, Ragged
+from corelm.spec import GenerateRequest, GenerateResult, Ragged, VersionRuns
+from corelm_engine_kit import RowVersions, VersionLog
 from corelm_engine_kit.answers import AnswerGroup, Answers, without
 from corelm_engine_kit.ending import answer_limits
 from corelm_engine_kit.loop import Aborted, Call, NotDone
-from transformers_backend.batch_decoding import BatchDecoding
-from transformers_backend.batches import Grouping
+from corelm_engine_kit.masses import log_softmax_at
 from transformers_backend.continuation import CachedRows, GrowingRows, Share, UncachedRows
 from transformers_backend.engine import CausalLM
-from transformers_backend.in_flight import CallUpdates
 from transformers_backend.memory import CacheBytes, DecodingLimits, decoding_limits, measured_cache
-from transformers_backend.protocol import PromptBatch, batches_of, generation_prompts
+from transformers_backend.protocol import Grouping, PromptBatch, batches_of, generation_prompts
 from transformers_backend.self_test import TAIL, TAKES_NO_CACHE, OwnRow, SelfTest
 from transformers_backend.trials import with_others
 
@@ -103,10 +102,7 @@ class Decoder:
 
         Raises:
             Aborted: all rows were aborted before the first of them was begun.
-            CapabilityError, InvalidRequestError: see `generation_prompts`.
-            CapabilityError: the model is not causal.
             MustBeAlone: nothing was done; make the call alone.
-            TimeoutError: the request's timeout has passed.
         """
         self._self_test.begin(call.check_wanted)
         prompts, answers = generation_prompts(request, self._engine), Answers(request)
@@ -165,7 +161,7 @@ class Decoder:
         way = self._way(prompts, request)
         if self.keeps_states and not call.key.alone:
             raise MustBeAlone
-        limits, done = self._limits(int(prompts.prompts.lengths.max())), torch.empty(0, dtype=torch.int64)
+        limits, done = self.limits(int(prompts.prompts.lengths.max())), torch.empty(0, dtype=torch.int64)
         expected = self.expected_tokens if request.sampling.max_new_tokens is None else None
         for batch in batches_of(prompts, _GROUPING[way], engine, limits, expected):
             done = torch.cat([done, batch.rows])
@@ -184,23 +180,9 @@ class Decoder:
             with suppress(Aborted, torch.OutOfMemoryError):
                 self._try_joining(used, batch)
             yield from _switched(call, decoding=True, verdict=self._self_test.now)
-
-            def start(rows: Ragged, way: DecodingWay = used) -> GrowingRows:
-                self._growing.append(self._start(way, rows))
-                return self._growing[-1]
-
-            run = BatchDecoding(answers, call, updates, start, self._limits, self._in_the_model, keep_raw=check)
-            group = AnswerGroup(
-                answers,
-                call,
-                batch.rows,
-                batch.prompts,
-                batch.seeds,
-                batch.limits,
-                self._tokenizer,
-                engine.vocab_size,
-                engine.device,
-            )
+            run = BatchDecoding(self, used, answers, call, updates, keep_raw=check)
+            own = (batch.rows, batch.prompts, batch.seeds, batch.limits)
+            group = AnswerGroup(answers, call, *own, self._tokenizer, engine.vocab_size, engine.device)
             yield from run.run(group, batch.prompts, limits)
             # The weights that the first of the tokens were sampled with may be gone: then there is nothing to compare.
             # Batches that come later are of the new weights alone.
@@ -245,7 +227,7 @@ class Decoder:
 
     # Several calls ----------------------------------------------------------------------------------------------------
 
-    def _in_the_model(self, share: Share | None = None) -> int:
+    def in_the_model(self, share: Share | None = None) -> int:
         """Return how many tokens are in the model, apart from those of a share."""
         self._growing = [each for each in self._growing if each.shares]
         tokens = sum(len(each) * each.columns for each in self._growing)
@@ -254,7 +236,7 @@ class Decoder:
     def _try_joining(self, way: DecodingWay, batch: PromptBatch) -> None:
         """Find out whether a batch may go on together with rows that are in the model, if there are any."""
         test = self._self_test
-        tokens, others = self._in_the_model(), [each for each in self._growing if _joins(each)]
+        tokens, others = self.in_the_model(), [each for each in self._growing if _joins(each)]
         if not (tokens and others) or not way.startswith("cached") or self._engine.rope_switch is not None:
             return
         widest = max(int(batch.prompts.lengths.max()), *(each.columns for each in others))
@@ -324,12 +306,9 @@ class Decoder:
     def _continued(self, way: str, depth: int, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
         """Yield every row's number and the logits of its last positions, ``[n, vocab]``, as decoding makes them.
 
-        Args:
-            way: how rows are decoded.
-            depth: 1: the rows are prompts. In a short dtype the last id of each is appended, because rounding hides
-                what own rows would show. 2: the last few ids of each are appended, and the first row is expanded to
-                two, one of which leaves after a step.
-            rows: the ids.
+        With a depth of 1 the rows are prompts; in a short dtype the last id of each is appended, because
+        rounding hides what own rows would show. With 2 the last few ids of each are appended, and the first
+        row is expanded to two, one of which leaves after a step.
         """
         ids, alive = rows.split(), torch.arange(len(rows))
         steps = min(_TRIED if depth > 1 else int(self._self_test.is_short), int(rows.lengths.min()) - 1)
@@ -351,11 +330,9 @@ class Decoder:
         for number in range(len(rows)):
             yield number, torch.stack([logits[number] for logits in made])
 
-    def _limits(self, longest: int) -> DecodingLimits:
-        """Return how many rows are decoded at a time: as the user said, or what fits into the memory that is free.
-
-        Args:
-            longest: length of the longest row that is read at once.
+    def limits(self, longest: int) -> DecodingLimits:
+        """Return how many rows, of so many tokens at most, are decoded at a time: as the user said, or what fits into
+        the memory that is free.
         """
         if self._max_batch_tokens is not None:
             return DecodingLimits(self._max_batch_tokens)
@@ -365,8 +342,12 @@ class Decoder:
 
     # Decoding ---------------------------------------------------------------------------------------------------------
 
+    def enter(self, way: str, prompts: Ragged) -> GrowingRows:
+        """Return the prompts inside the model, among all that are in it."""
+        self._growing.append(self._start(way, prompts))
+        return self._growing[-1]
+
     def _start(self, way: str, prompts: Ragged) -> GrowingRows:
-        """Return the prompts inside the model."""
         if way.startswith("uncached"):
             return UncachedRows(self._engine, prompts)
         if way != _JOINED:
@@ -403,3 +384,156 @@ def _joins(growing: GrowingRows) -> bool:
 def _columns(prompts: Tensor, answers: Tensor) -> int:
     """Return the width of a batch of prompts padded on the left and their answers, given their lengths, int64[rows]."""
     return int(prompts.max() + answers.max())
+
+
+class BatchDecoding:
+    """Answers the prompts of one batch.
+
+    The rows of a batch grow together, one token a step, and a row leaves when it ends. If the rows grow wider than may
+    be read at a time, because answers became longer than expected or other calls came, half of them wait. They go on
+    when the others have ended: their prompts and the answers so far are read again, and their streams of random numbers
+    go on where they were. So do all rows of a batch after a step that was not made.
+
+    Args:
+        decoder: keeps the rows.
+        way: how they are decoded.
+        answers, call, updates: of the request that it is part of.
+        keep_raw: whether to keep the model's own log-probs.
+
+    Attributes:
+        raw: of each step float32 ``[n, 2]``: the model's own log-probs of the ids that `trials.with_others` makes of
+            those sampled, whatever log-probs are asked for.
+    """
+
+    def __init__(
+        self, decoder: Decoder, way: str, answers: Answers, call: Call, updates: CallUpdates, *, keep_raw: bool
+    ) -> None:
+        self.raw: list[Tensor] = []
+        self._decoder, self._way, self._keep_raw = decoder, way, keep_raw
+        self._answers, self._call, self._updates = answers, call, updates
+        # Whether its rows share no forward pass with those of other calls, because that has failed.
+        self._alone = False
+        self._waiting: list[AnswerGroup] = []
+
+    def run(self, group: AnswerGroup, prompts: Ragged, limits: DecodingLimits) -> Generator[Share, None, None]:
+        """Answer the prompts of a group. It yields the rows that are to be appended their tokens.
+
+        `limits` were known before the first prompt is read.
+        """
+        yield from self._run(group, prompts, limits)
+        while self._waiting:
+            yield from self._go_on(self._waiting.pop())
+
+    def _go_on(self, group: AnswerGroup) -> Generator[Share, None, None]:
+        """Read the rows of a group that has waited, and let them grow."""
+        group = group.of(group.wanted())
+        if not len(group.rows):
+            return
+        rows = self._answers.request.prompts.to("cpu").join(self._answers.ids()).select(group.rows)
+        limits = self._decoder.limits(int(rows.lengths.max()))
+        fit = self._fitting(limits, None, int(rows.lengths.max()) + 1)
+        if fit < len(rows):
+            self._waiting.append(group.of(torch.arange(fit, len(rows))))
+            group, rows = group.of(torch.arange(fit)), rows.select(torch.arange(fit))
+        yield from self._run(group, rows, limits)
+
+    def _run(self, group: AnswerGroup, rows: Ragged, limits: DecodingLimits) -> Generator[Share, None, None]:
+        """Read the rows of a group, and let them grow until all have ended or wait."""
+        self._updates.came_in()
+        distinct, answers = _distinct(rows)
+        growing = self._decoder.enter(self._way, distinct)
+        # From here on a row is an answer: at first one for every prompt, later those that have not ended.
+        if len(distinct) < len(rows):
+            growing.expand(answers)
+        share = Share(growing, limits.tokens, alone=self._alone)
+        # It may become one with the rows of other calls.
+        del growing
+        try:
+            yield from self._grow(group, share, limits)
+        finally:
+            share.leave()
+
+    def _grow(self, group: AnswerGroup, share: Share, limits: DecodingLimits) -> Generator[Share, None, None]:
+        while True:
+            self._call.deadline.check()
+            logits = share.logits
+            self._updates.sampled(group.rows, group.length)
+            drawn, keep = group.sample(logits)
+            if self._keep_raw:
+                self.raw.append(log_softmax_at(logits, with_others(drawn.ids, logits.shape[-1])))
+            if not len(keep):
+                return
+            fit = self._fitting(limits, share, share.growing.columns + 1)
+            if fit < len(keep):
+                # Half of them, so that the others may grow to twice their length before some wait again.
+                fit = max(1, min(fit, len(keep) // 2))
+                self._waiting.append(group.of(keep[fit:]))
+                keep = keep[:fit]
+            share.tokens = drawn.ids
+            if len(keep) < len(group.rows):
+                share.tokens = drawn.ids[keep.to(drawn.ids.device)]
+                share.keep(keep)
+                group.keep(keep)
+            again = self._updates.came_in()
+            if not again:
+                try:
+                    yield share
+                except NotDone:
+                    again = self._alone = True
+            if again:
+                self._waiting.append(group)
+                return
+
+    def _fitting(self, limits: DecodingLimits, share: Share | None, columns: int) -> int:
+        """Return how many rows of so many columns may be in the model at a time: at least one."""
+        return max(1, (limits.tokens - self._decoder.in_the_model(share)) // (columns + limits.row_tokens))
+
+
+def _distinct(prompts: Ragged) -> tuple[Ragged, Tensor]:
+    """Return the distinct prompts, and for every prompt the number of its distinct one, int64[rows]."""
+    padded, which = prompts.to("cpu").to_padded(-1, "left").unique(dim=0, return_inverse=True)
+    if len(padded) == len(prompts):
+        return prompts, torch.arange(len(prompts))
+    return Ragged.from_padded(padded, padded >= 0), which
+
+
+class CallUpdates:
+    """What a call that samples has to do with updates.
+
+    Args:
+        log, request: the weights that the model has, and what is asked.
+        rereads: whether rows are read again with new weights, so that no keys and values of old ones are left.
+
+    Attributes:
+        changes: how often the weights were others than before, in the course of the call.
+    """
+
+    def __init__(self, log: VersionLog, request: GenerateRequest, *, rereads: bool) -> None:
+        self.changes = 0
+        self._log, self._request, self._rereads = log, request, rereads
+        self._version, self._number = log.now(request), log.number
+        self._rows = RowVersions(len(request.prompts), self._version)
+
+    def came_in(self) -> bool:
+        """Look for updates before the model reads tokens; return whether the rows in it have to be read again."""
+        if self._log.number == self._number:
+            return False
+        self._version, self._number = self._log.now(self._request), self._log.number
+        self.changes += 1
+        return self._rereads
+
+    def sampled(self, rows: Tensor, first: int) -> None:
+        """Note that rows get their token `first`, from logits that were computed since the last `came_in`.
+
+        Args:
+            rows: int64[n], rows of the request.
+            first: the position of the token in the answer.
+        """
+        if self.changes:
+            for row in rows.tolist():
+                self._rows.sampled(row, first, self._version)
+
+    @property
+    def runs(self) -> tuple[VersionRuns, ...]:
+        """The `version_runs` of the result."""
+        return self._rows.runs

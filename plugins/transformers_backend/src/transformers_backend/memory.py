@@ -1,4 +1,7 @@
-"""Memory on a GPU: how much of it decoding may take, what is said when it is full, and how a model gives it back."""
+"""Memory on a GPU: how much of it decoding may take, what is said when it is full, and how a model gives it back.
+
+`SleepingWeights` moves a model's weights off the accelerator, or drops them, and brings them back.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from corelm.errors import EngineError
-from corelm.spec import Ragged
+from corelm.spec import SLEEP_LEVELS, Ragged
 from transformers_backend.continuation import CachedRows
 from transformers_backend.engine import CausalLM
 
@@ -56,17 +59,18 @@ class CacheBytes:
 def decoding_limits(engine: CausalLM, cache: CacheBytes | None, longest_prompt: int) -> DecodingLimits:
     """Return what fits into the memory that is free now; `DEFAULT_TOKENS` if the model is not on GPUs.
 
-    A model on several GPUs is treated as if all its caches were on the fullest of them.
-
-    Args:
-        engine: drives the model.
-        cache: what its caches take; None if that is not known.
-        longest_prompt: in tokens.
+    A model on several GPUs is treated as if all its caches were on the fullest of them. `cache` is None if
+    that is not known, and `longest_prompt` is in tokens.
     """
     devices = {each.device for each in engine.module.parameters() if each.device.type == "cuda"}
     if not devices or cache is None:
         return DecodingLimits(DEFAULT_TOKENS)
-    return limits_within(min(map(_free_bytes, devices)), engine, cache, longest_prompt)
+    # With those bytes that PyTorch has reserved and does not use.
+    free = (
+        torch.cuda.mem_get_info(each)[0] + torch.cuda.memory_reserved(each) - torch.cuda.memory_allocated(each)
+        for each in devices
+    )
+    return limits_within(min(free), engine, cache, longest_prompt)
 
 
 def limits_within(free: int, engine: CausalLM, cache: CacheBytes, longest_prompt: int) -> DecodingLimits:
@@ -132,12 +136,6 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _free_bytes(device: torch.device) -> int:
-    """Return the bytes that are free on a GPU, with those that PyTorch has reserved and does not use."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
 def _reading_bytes(engine: CausalLM, columns: int) -> int:
     """Return an upper bound of the bytes that reading a token of a prompt takes, apart from its cache."""
     config, size = engine.base.config.get_text_config(), engine.base.dtype.itemsize
@@ -173,3 +171,48 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
     seen.add(id(value))
     for each in inside:
         yield from _tensors(each, seen)
+
+
+class SleepingWeights:
+    """Where the weights of a model were before it fell asleep.
+
+    Level 2 leaves them without memory. After it they are NaN until an update writes them, so that a weight which no
+    update has written cannot make a number.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._devices: dict[nn.Parameter, torch.device] = {}
+        self._buffers: dict[Tensor, torch.device] = {}
+
+    def sleep(self, level: int) -> None:
+        """Free the memory of the accelerator. Buffers, which no update brings back, are kept at every level."""
+        self._devices = {weight: weight.device for weight in self._module.parameters()}
+        self._buffers = {buffer: buffer.device for buffer in self._module.buffers()}
+        for weight in self._devices:
+            # One element that stands for all of them keeps the shape.
+            weight.data = weight.data.cpu() if level == 1 else weight.data.new_full((), torch.nan).expand(weight.shape)
+        for buffer in self._buffers:
+            buffer.data = buffer.data.cpu()
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        for weight, device in self._devices.items():
+            weight.data = weight.data.to(device).contiguous()
+        for buffer, device in self._buffers.items():
+            buffer.data = buffer.data.to(device)
+        self._devices, self._buffers = {}, {}
+
+
+def sleep_levels(module: nn.Module, owns_model: bool) -> frozenset[int]:
+    """Return the levels at which a model can sleep: none if its owner holds it, or if its weights are not plain ones.
+
+    The program that made a model moves it by itself. Weights that are quantized hold more than their data, and those
+    that are offloaded are elsewhere already.
+    """
+    weights = list(module.parameters())
+    plain = all(type(each) is nn.Parameter and each.is_floating_point() and not each.is_meta for each in weights)
+    if not (owns_model and weights and plain):
+        return frozenset()
+    # An update of the base weights would leave the adapters of a PEFT model without theirs.
+    return frozenset({1} if getattr(module, "peft_config", None) else SLEEP_LEVELS)

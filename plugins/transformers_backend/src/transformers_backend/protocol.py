@@ -1,9 +1,10 @@
-"""What the engine is asked to run for a request, and how the result is made of what it returned."""
+"""What the engine is asked to run for a request, and which rows of it share a forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,9 +20,11 @@ from corelm.spec import (
 )
 from corelm_engine_kit.answers import answer_seeds
 from corelm_engine_kit.ending import answer_limits
-from transformers_backend.batches import Grouping, groups_of, micro_batches, rows_of_one_encoding
 from transformers_backend.engine import CausalLM
 from transformers_backend.memory import DecodingLimits
+
+#: Which rows may share a forward pass: rows of any length, with padding; rows of the same length; or none.
+Grouping = Literal["padded", "equal", "alone"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +79,7 @@ def batches_of(
     """Yield the prompts in as few batches as `grouping` and `limits` allow.
 
     Args:
-        prompts: the prompts.
-        grouping: which of them may share a batch.
-        engine: drives the model.
+        prompts, grouping, engine: which prompts, and which of them may share a batch.
         limits: how many tokens of prompts and answers may be in a batch.
         expected: how many tokens an answer counts at most; None for its limit.
     """
@@ -139,11 +140,7 @@ class SequenceBatch:
 
 
 def scoring_requests(request: ScoreRequest, scored: Ragged, rope_switch: int | None) -> Iterator[SequenceBatch]:
-    """Yield the sequences that have a position to score, in batches whose positions the model encodes alike.
-
-    Args:
-        scored: `scored_positions` of the request.
-    """
+    """Yield the sequences that have a position to score, in batches whose positions the model encodes alike."""
     sequences = request.sequences.to("cpu")
     numbers = sequences.row_index[scored.values].unique()
     lengths = sequences.lengths[numbers] - 1
@@ -158,3 +155,43 @@ def scoring_requests(request: ScoreRequest, scored: Ragged, rope_switch: int | N
             wanted=scored.values[index],
             index=index,
         )
+
+
+# Which rows share a forward pass ------------------------------------------------------------------------------------
+
+
+def micro_batches(lengths: Tensor, max_tokens: int) -> Iterator[Tensor]:
+    """Yield the row numbers, int64[n], that share a forward pass: similar lengths together, longest first.
+
+    Padding counts towards `max_tokens`. Lengths ``[2, 9, 3, 9]`` with 18 tokens give ``[1, 3]`` and ``[2, 0]``. A row
+    longer than `max_tokens` goes alone.
+    """
+    order = lengths.argsort(descending=True, stable=True)
+    while len(order):
+        # The longest rows come first, so that a batch that does not fit into memory fails immediately.
+        rows = max(1, max_tokens // max(1, int(lengths[order[0]])))
+        yield order[:rows]
+        order = order[rows:]
+
+
+def rows_of_one_encoding(lengths: Tensor, rope_switch: int | None) -> Iterator[Tensor]:
+    """Yield the numbers of the rows, int64[n], that may share a forward pass and be encoded as each alone would be."""
+    if rope_switch is None:
+        yield torch.arange(len(lengths))
+        return
+    for side in (lengths <= rope_switch, lengths > rope_switch):
+        if bool(side.any()):
+            yield side.nonzero()[:, 0]
+
+
+def groups_of(lengths: Tensor, grouping: Grouping) -> Iterator[Tensor]:
+    """Yield the row numbers, int64[n], that may share a forward pass, longest first."""
+    if grouping == "padded":
+        yield torch.arange(len(lengths))
+        return
+    order = lengths.argsort(descending=True, stable=True)
+    if grouping == "alone":
+        yield from order.split(1)
+        return
+    _, counts = lengths[order].unique_consecutive(return_counts=True)
+    yield from order.split(counts.tolist())

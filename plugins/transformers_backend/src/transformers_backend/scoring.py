@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -23,18 +23,14 @@ from corelm_engine_kit.token_scores import (
     scoring_result,
 )
 from corelm_engine_kit.transfer import to_device
-from transformers_backend.batches import Grouping, groups_of, micro_batches
 from transformers_backend.engine import CausalLM, runs_layers_again
-from transformers_backend.protocol import (
-    SequenceBatch,
-    scoring_requests,
-)
-from transformers_backend.self_test import TAIL, OwnRow, SelfTest, TailLogits
+from transformers_backend.protocol import SequenceBatch, groups_of, micro_batches, scoring_requests
+from transformers_backend.self_test import TAIL, OwnRow, SelfTest
 
 #: How log-probs are made of the model's last hidden states: see `transformers_backend.fast.head`. The plain way is
 #: "whole": the model's own forward makes all logits of a batch.
 HeadPath = Literal["tiled", "sliced", "whole"]
-#: How rows share a forward pass, fastest first: one after another (see `transformers_backend.fast.reading`), attending
+#: How rows share a forward pass, fastest first: one after another (see `transformers_backend.fast.scoring`), attending
 #: many at once or each by itself; padded to the longest; with rows of the same length only; or not at all.
 RowLayout = Literal["fused", "packed", "padded", "equal", "alone"]
 
@@ -70,6 +66,40 @@ class ScoringPath:
     head: HeadPath
     layout: RowLayout
     shared: int
+
+
+@dataclass(frozen=True, eq=False)
+class ReadBatch:
+    """Rows that are read together.
+
+    Attributes:
+        rows: int64[k], their numbers.
+        index: for every position of each of them, its slot in the flat result.
+        columns: the width of the forward pass.
+        packed: the `PackedRows` of `transformers_backend.fast.scoring`; None if rows are padded on the right.
+    """
+
+    rows: Tensor
+    index: Ragged
+    columns: int
+    packed: Any = None
+
+    @property
+    def shared(self) -> int:
+        """Number of positions that are not read because another row has read them."""
+        return 0 if self.packed is None else len(self.index.values) - self.columns
+
+
+def padded_batch(lengths: Tensor, rows: Tensor) -> ReadBatch:
+    """Return rows padded on the right to the longest of them. Position t of row r is in slot ``r * width + t``.
+
+    Args:
+        lengths: int64[all], of all rows.
+        rows: int64[n], the numbers of these.
+    """
+    own = lengths[rows]
+    index, columns = Ragged.full(own, 0, torch.int64), int(own.max())
+    return ReadBatch(rows, index.with_values(index.row_index * columns + index.positions), columns)
 
 
 class Scorer:
@@ -129,37 +159,87 @@ class Scorer:
     def weights_changed(self) -> None:
         """Forget what was found out about the old weights; the plain way finds out nothing."""
 
-    def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, call: Call) -> Iterator[ScoredTokens]:
-        """Yield the wanted log-probs of `batch`, one forward pass after another, the widest first."""
-        longest = int(batch.inputs.lengths.max())
-        layout = self._self_test.choose(
-            PLAIN_LAYOUTS,
-            lambda layout: self._self_test.may_run(layout, self._whole_tails(layout)),
-            lambda layout: longest,
-        )
-        if layout in _SLOWER and len(batch.rows) > 1:
-            self._self_test.warn_once(_SLOWER[layout], "about twice as long for short rows")
-        yield from self._score_whole(layout, batch, request, call)
-
-    def _score_whole(
-        self, layout: RowLayout, batch: SequenceBatch, request: ScoreRequest, call: Call
+    def _score_batch(
+        self, batch: SequenceBatch, request: ScoreRequest, call: Call, head: HeadPath = "whole"
     ) -> Iterator[ScoredTokens]:
-        """Do that in this layout, with logits for all positions."""
-        for rows in self._row_batches(batch.inputs.lengths, layout):
+        """Yield the wanted log-probs of `batch`, one forward pass after another."""
+        test, inputs = self._self_test, batch.inputs
+
+        @cache
+        def parts(layout: RowLayout) -> list[ReadBatch]:
+            # The widest first: it is compared with the plain forward before anything is handed over.
+            return sorted(self._read_batches(inputs, layout, head), key=lambda part: -part.columns)
+
+        layout = test.choose(
+            self._layouts(head),
+            lambda layout: test.may_run(_name(layout, head), partial(self._tails, layout, head)),
+            lambda layout: parts(layout)[0].columns,
+            lambda layout: _name(layout, head),
+        )
+        if layout == "alone" and head != "whole":
+            yield from self._score_batch(batch, request, call, "whole")
+            return
+        if head == "whole" and layout in _SLOWER and len(batch.rows) > 1:
+            test.warn_once(_SLOWER[layout], "about twice as long for short rows")
+        if not (yield from self._score_parts(parts(layout), layout, head, batch, request, call)):
+            yield from self._score_batch(batch, request, call, head)
+
+    def _score_parts(
+        self,
+        parts: Sequence[ReadBatch],
+        layout: RowLayout,
+        head: HeadPath,
+        batch: SequenceBatch,
+        request: ScoreRequest,
+        call: Call,
+    ) -> Generator[ScoredTokens, None, bool]:
+        """Yield the log-probs of the parts of a batch; return whether they were right, as far as some of them show."""
+        shared = 0 if self.path is None else self.path.shared
+        for part in parts:
             call.deadline.check()
-            if len(call.aborted_among(batch.rows[rows])) == len(rows):
+            if len(call.aborted_among(batch.rows[part.rows])) == len(part.rows):
                 continue
-            inputs = batch.inputs.select(rows)
-            read = partial(self._engine.padded_logits, inputs)
-            logits = read()
-            if not self._confirmed(layout, logits.shape[1], inputs, request, logits, read, lambda made, row: made[row]):
-                yield from self._score_batch(batch, request, call)
-                return
-            wanted, targets, index = batch.wanted_of(rows)
-            slots = (inputs.row_index * logits.shape[1] + inputs.positions)[wanted]
+            read = partial(self._read, batch.inputs, part, layout, head)
+            states, ends, rows = read(), partial(self._last_logits, part, head), batch.inputs.select(part.rows)
+            if not self._confirmed(_name(layout, head), part.columns, rows, request, states, read, ends):
+                return False
+            shared += part.shared
+            wanted, targets, index = batch.wanted_of(part.rows)
             query = TokenQuery.of(request, targets, index)
-            yield ScoredTokens(index, self._scores(logits.flatten(0, 1), slots, query))
-        self.path = ScoringPath("whole", layout, 0)
+            yield ScoredTokens(index, self._scores(head, states, part.index.values[wanted], query, part.shared > 0))
+        self.path = ScoringPath(head, layout, shared)
+        return True
+
+    def _layouts(self, head: HeadPath) -> Sequence[RowLayout]:
+        return PLAIN_LAYOUTS
+
+    def _read_batches(
+        self, rows: Ragged, layout: RowLayout, head: HeadPath, *, trial: bool = False
+    ) -> Iterator[ReadBatch]:
+        """Yield the rows that share a forward pass; `trial` says whether they are trial rows."""
+        limit = tokens_per_pass(self._engine, self._max_batch_tokens)
+        for group in groups_of(rows.lengths, "padded" if layout == "fused" or layout == "packed" else layout):
+            for some in micro_batches(rows.lengths[group], limit):
+                yield padded_batch(rows.lengths, group[some])
+
+    def _read(self, rows: Ragged, part: ReadBatch, layout: RowLayout, head: HeadPath) -> Tensor:
+        """Return ``[slots, vocab]`` logits, or hidden states if the head is apart."""
+        return self._engine.padded_logits(rows.select(part.rows)).flatten(0, 1)
+
+    def _logits(self, states: Tensor, head: HeadPath) -> Tensor:
+        """Return the logits of what `_read` returned."""
+        return states
+
+    def _last_logits(self, part: ReadBatch, head: HeadPath, states: Tensor, place: int) -> Tensor:
+        """Return the logits of the last positions of a row of `part`, given what was read."""
+        return self._logits(states[part.index.split()[place][-TAIL:].to(states.device)], head)
+
+    def _tails(self, layout: RowLayout, head: HeadPath, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
+        """Yield the numbers of trial rows and the logits of their last positions in that layout."""
+        for part in self._read_batches(rows, layout, head, trial=True):
+            states = self._read(rows, part, layout, head)
+            for place, number in enumerate(part.rows.tolist()):
+                yield number, self._last_logits(part, head, states, place)
 
     def _confirmed(
         self,
@@ -173,14 +253,8 @@ class Scorer:
     ) -> bool:
         """Return whether the longest of these rows and the last of some length have the numbers of the plain forward.
 
-        Args:
-            way: how they were read.
-            columns: the width of the forward pass.
-            rows: what the model read.
-            request: what they are part of.
-            made: what `read` returned.
-            read: reads the rows.
-            logits_of: returns the logits of a row, given what was read and its number.
+        `made` is what `read` returned for a pass of so many columns, and `logits_of` returns the logits of a
+        row, given that and its number.
         """
         if way == "alone" or self._self_test.is_confirmed(way, columns):
             return True
@@ -193,49 +267,31 @@ class Scorer:
         others = [number for number in range(len(parts)) if number != longest]
         enough = [number for number in others if len(parts[number]) >= _ENOUGH]
         numbers = [longest, *(enough or sorted(others, key=lambda number: len(parts[number])))[-1:]]
-        ends = (OwnRow(parts[row], logits_of(made, row)[: len(parts[row])][-TAIL:]) for row in numbers)
+        ends = (OwnRow(parts[row], logits_of(made, row)) for row in numbers)
         return self._self_test.confirm(way, columns, ends)
 
-    def _row_batches(self, lengths: Tensor, layout: RowLayout) -> Iterator[Tensor]:
-        """Yield the numbers of rows that share a forward pass, int64[n]."""
-        limit = tokens_per_pass(self._engine, self._max_batch_tokens)
-        for group in groups_of(lengths, grouping_of(layout)):
-            for rows in micro_batches(lengths[group], limit):
-                yield group[rows]
-
-    def _whole_tails(self, layout: RowLayout) -> TailLogits:
-        """Return a function that makes the logits of short rows in that layout."""
-
-        def tails(rows: Ragged) -> Iterator[tuple[int, Tensor]]:
-            for numbers in self._row_batches(rows.lengths, layout):
-                logits = self._engine.padded_logits(rows.select(numbers))
-                for number, row in zip(numbers.tolist(), logits, strict=True):
-                    yield number, row[: int(rows.lengths[number])]
-
-        return tails
-
-    def _scores(
-        self,
-        states: Tensor,
-        slots: Tensor,
-        query: TokenQuery,
-        to_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
-    ) -> TokenScores:
+    def _scores(self, head: HeadPath, states: Tensor, slots: Tensor, query: TokenQuery, repeated: bool) -> TokenScores:
         """Answer `query` from all logits of the positions in question, a slice of positions at a time.
 
         Args:
-            states: ``[all, vocab]`` logits, or states of which `to_logits` makes logits.
+            head, states: see `_read`.
             slots: int64[n], which of the states predict the targets.
             query: what is asked of n targets.
+            repeated: whether rows that share their start may want some targets more than once.
         """
         # Two more tables like the logits are made where the tail is summed.
         elements = _SLICE_ELEMENTS // 4 if query.wants_top else _SLICE_ELEMENTS
         size, parts = max(1, elements // self._engine.vocab_size), []
         for some, asked in zip(slots.split(size), query.split(size), strict=True):
-            logits = to_logits(states_at(states, some)).float()
+            logits = self._logits(states_at(states, some), head).float()
             # The layers of a model may be on several devices, and its head on another than its last states.
             parts.append(scores_of_logits(logits, asked.to(logits.device)))
         return TokenScores.cat(parts)
+
+
+def _name(layout: RowLayout, head: HeadPath) -> str:
+    """Return the name under which the self test remembers a layout: by itself if body and head are run apart."""
+    return layout if head == "whole" or layout in PACKED else f"{layout} (body and head apart)"
 
 
 def states_at(states: Tensor, slots: Tensor) -> Tensor:
@@ -247,11 +303,6 @@ def states_at(states: Tensor, slots: Tensor) -> Tensor:
     if torch.equal(slots, torch.arange(first, first + len(slots), device=slots.device)):
         return states[first : first + len(slots)]
     return states[to_device(slots, states.device)]
-
-
-def grouping_of(layout: RowLayout) -> Grouping:
-    """Return which rows may share a forward pass that pads."""
-    return "padded" if layout == "fused" or layout == "packed" else layout
 
 
 def tokens_per_pass(engine: CausalLM, max_batch_tokens: int) -> int:

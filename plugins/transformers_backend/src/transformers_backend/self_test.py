@@ -38,7 +38,7 @@ from corelm.errors import CapabilityError, brief
 from corelm.spec import Ragged
 from transformers_backend import trials
 from transformers_backend.engine import CausalLM, is_device_failure
-from transformers_backend.fingerprint import fingerprint
+from transformers_backend.model_state import fingerprint
 from transformers_backend.verdicts import Verdict, file_of
 
 _log = logging.getLogger(__name__)
@@ -76,13 +76,7 @@ class OwnRow:
 class SelfTest:
     """Compares ways to run one model, and remembers the results as long as the model stays what it is.
 
-    Args:
-        engine: runs the model.
-        tokenizer: names special ids.
-        fast: whether the accelerations run the model.
-
     Attributes:
-        read: the plain forward: returns the logits of a row, ``[n, vocab]``.
         told: the causes of what `warn_once` has told.
         now: what is known of the model that is tried, or asked about.
     """
@@ -90,7 +84,6 @@ class SelfTest:
     now: Verdict
 
     def __init__(self, engine: CausalLM, tokenizer: Any, *, fast: bool) -> None:
-        self.read: Callable[[Tensor], Tensor] = engine.plain_logits
         self.told: dict[str, str] = {}
         self._engine = engine
         self._tokenizer = tokenizer
@@ -123,7 +116,7 @@ class SelfTest:
         """The logits of `row` in the plain forward, ``[n, vocab]``, read once in a request that needs them."""
         if self._plain is None:
             with self._plainly():
-                self._plain = self.read(self.row)
+                self._plain = self._engine.plain_logits(self.row)
         return self._plain
 
     def begin(self, checkpoint: Callable[[], object]) -> None:
@@ -187,9 +180,6 @@ class SelfTest:
             may_run: asks `SelfTest.may_run`.
             columns: returns the number of columns of the widest forward pass in a certain way.
             name: under which what is found out about a way is remembered.
-
-        Raises:
-            CapabilityError: the model is not causal.
         """
         for way in ways[:-1]:
             if may_run(way) and not self.is_refuted(name(way), columns(way)):
@@ -256,7 +246,6 @@ class SelfTest:
         return not self.is_refuted(way, columns)
 
     def _refute(self, way: str, columns: int, fault: str) -> None:
-        """Remember what a forward pass of so many columns did instead of agreeing."""
         record = self.now.records[way]
         # A way that failed on the short trial rows is not used at all.
         record.refuted = min(record.refuted, self._lengths.around(columns)[0]) if record.tried else 0
@@ -373,9 +362,7 @@ class SelfTest:
         return together(apart / (times * noise()[at]).clamp_min(floor / 2 if short else floor)) <= 1.0
 
     def _noise(self, ids: Tensor, wanted: Tensor) -> Tensor:
-        """Return how far the plain forward of a row moves from the logits of its last n positions, ``[n, vocab]``, when
-        its embeddings are rounded otherwise, float32[n].
-        """
+        """Return float32[n]: how far its last n logits move when the embeddings of a row are rounded otherwise."""
         with self._engine.nudged():
             return trials.differences(self._engine.plain_logits(ids, len(wanted)), wanted)
 
@@ -387,7 +374,6 @@ class SelfTest:
     # The plain forward itself -----------------------------------------------------------------------------------------
 
     def _read_plainly(self, verdict: Verdict) -> None:
-        """Read the trial row, without special ids if the model fails on these."""
         self._checkpoint()
         self._rows, self._plain = trials.trial_rows(self._engine, self._tokenizer), None
         before = trials.random_states(self._engine.device)

@@ -28,7 +28,7 @@ import torch
 
 from corelm.spec import Ragged
 from transformers_backend.engine import CausalLM
-from transformers_backend.fingerprint import fingerprint
+from transformers_backend.model_state import fingerprint
 
 VARIABLE = "CORELM_CACHE"
 #: The folder of the standard library. Installed packages may be inside.
@@ -94,12 +94,8 @@ class Verdict:
 
 
 def file_of(engine: CausalLM, rows: Ragged, *, fast: bool) -> Path | None:
-    """Return the file of the verdict on this model; None if there is no folder, or if code other than that of torch,
-    transformers and this plugin has a say.
-
-    Args:
-        rows: the trial rows.
-        fast: whether the accelerations run the model.
+    """Return the file of the verdict on this model, tried with these rows; None if there is no folder, or if code other
+    than that of torch, transformers and this plugin has a say.
     """
     base, device, folder = engine.base, engine.device, _folder()
     if folder is None or engine.module is not base or torch.is_autocast_enabled(device.type) or engine.is_quantized:
@@ -141,26 +137,25 @@ def _is_library_code(base: Any, kinds: Collection[type], attention: Collection[s
     classes = {each for kind in kinds for each in kind.__mro__}
     owners = chain(base.modules(), classes, (sys.modules[name] for name in names))
     attend = (each().get(name) for each in (AttentionInterface, AttentionMaskInterface) for name in attention)
-    return all(map(_is_of_a_library, chain(attend, *(vars(owner).values() for owner in owners))))
+    return all(map(is_of_a_library, chain(attend, *(vars(owner).values() for owner in owners))))
 
 
-def _is_of_a_library(value: Any) -> bool:
-    """Return whether `value` is no function, or one of a library, and so is all that it wraps."""
+def is_of_a_library(value: Any, libraries: tuple[str, ...] = ("torch", "transformers", "transformers_backend")) -> bool:
+    """Return whether `value` is no function, or one of these libraries or of Python's, and so is all that it wraps."""
     if isinstance(value, (MethodType, classmethod, staticmethod)):
         value = value.__func__
     while isinstance(value, FunctionType):
         file = value.__code__.co_filename
         standard = file.startswith(_PYTHON) and "-packages" not in file[len(_PYTHON) :]
-        if not (standard or file.startswith(_libraries())):
+        if not (standard or file.startswith(_folders(tuple(name for name in libraries if name in sys.modules)))):
             return False
         value = getattr(value, "__wrapped__", None)
     return True
 
 
 @cache
-def _libraries() -> tuple[str, ...]:
-    """Return the folders of torch, transformers and this plugin."""
-    found = (path for name in ("torch", "transformers", "transformers_backend") for path in sys.modules[name].__path__)
+def _folders(libraries: tuple[str, ...]) -> tuple[str, ...]:
+    found = (path for name in libraries for path in sys.modules[name].__path__)
     return tuple(os.path.join(path, "") for path in found)
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from corelm.errors import EngineError, InvalidRequestError
-from corelm.spec import WeightUpdate, whole_tensor
+from corelm.spec import WeightUpdate, saved_shapes, whole_tensor
 from corelm_engine_kit import refuse_weights, shape_problems, shapes_of
+from transformers_backend.adapters import PREFIX
 from transformers_backend.engine import CausalLM
-from transformers_backend.weight_names import namings, storage
-from transformers_backend.weights_stream import StreamCopy, same_names
 
 
 def load(engine: CausalLM, request: WeightUpdate) -> None:
@@ -28,20 +28,22 @@ def load(engine: CausalLM, request: WeightUpdate) -> None:
         EngineError: as above, but tensors of the stream were copied before. The weights are partly new.
     """
     if request.stream is not None:
-        load_stream(engine, request.stream)
+        _load_stream(engine, request.stream)
     elif request.state_dict is not None:
-        copy_all(engine, request.state_dict, "state_dict")
+        _copy(engine, _under_own_names(engine, request.state_dict, "state_dict"), "state_dict")
     elif request.path is not None:
         _copy(engine, _read(engine, request.path), "path")
 
 
-def load_stream(engine: CausalLM, stream: Iterator[tuple[str, Tensor]]) -> None:
-    """Copy each tensor of a stream as it comes. Errors are those of `load`."""
-    if not same_names(engine):
-        # Fused experts, for example, are made from many tensors. The memory of one may be used for the next.
-        copy_all(engine, {name: tensor.to("cpu", copy=True) for name, tensor in stream}, "weights")
+def _load_stream(engine: CausalLM, stream: Iterator[tuple[str, Tensor]]) -> None:
+    """Copy each tensor of a stream as it comes, so that none is held twice. Errors are those of `load`."""
+    if not saved_shapes(engine.base).keys() <= _namings(engine)[-1].keys():
+        # The checkpoint has other names than the module: fused experts, for example, are made from many
+        # tensors. The memory of one may be used for the next.
+        given = {name: tensor.to("cpu", copy=True) for name, tensor in stream}
+        _copy(engine, _under_own_names(engine, given, "weights"), "weights")
         return
-    copies = StreamCopy(engine)
+    copies = _StreamCopy(engine)
     try:
         copies.run(stream)
     except InvalidRequestError as error:
@@ -54,26 +56,51 @@ def load_stream(engine: CausalLM, stream: Iterator[tuple[str, Tensor]]) -> None:
         ) from error
 
 
-def copy_all(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> None:
-    """Copy a state dict into the model, which may have the names of its checkpoint or those of the module.
+class _StreamCopy:
+    def __init__(self, engine: CausalLM) -> None:
+        self.copied: set[str] = set()
+        self._namings = _namings(engine)
+        self._own: dict[str, Tensor] = {}
+        self._by_storage: dict[tuple[int, torch.Size], str] = {}
 
-    Args:
-        field: what the caller gave, for errors.
-    """
-    _copy(engine, _under_own_names(engine, given, field), field)
+    def run(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        """Copy all tensors of `stream`.
+
+        Raises:
+            InvalidRequestError: a tensor is unknown, missing or does not fit, or the stream failed.
+        """
+        for name, tensor in stream:
+            self._copy(name, tensor)
+        own = self._own or self._namings[0]
+        # Of weights that are tied, one name is enough.
+        missing = [name for name in own if name not in self.copied and _storage(own[name]) not in self._by_storage]
+        refuse_weights([f"missing {name!r}" for name in sorted(missing)], "weights")
+
+    def _copy(self, name: str, tensor: Tensor) -> None:
+        # The first name tells which names they are: those of a PEFT model, or those of the model inside.
+        self._own = self._own or next((names for names in self._namings if name in names), self._namings[0])
+        known = {name: tuple(self._own[name].shape)} if name in self._own else {}
+        refuse_weights(shape_problems({name: tuple(tensor.shape)}, known), "weights")
+        own = self._own[name]
+        twin = self._by_storage.setdefault(_storage(own), name)
+        if twin != name and not torch.equal(own, tensor.to(own)):
+            refuse_weights([f"{twin!r} and {name!r} are the same tensor in this model, but differ here"], "weights")
+        with torch.no_grad():
+            own.copy_(tensor)
+        self.copied.add(name)
 
 
 def _copy(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> None:
     """Copy `given` into the model by name: its own names, or the plain names of the model inside a PEFT wrapper."""
-    own = max(namings(engine), key=lambda names: len(names.keys() & given.keys()))
+    own = max(_namings(engine), key=lambda names: len(names.keys() & given.keys()))
     problems = []
     by_storage: dict[tuple[int, torch.Size], str] = {}
     for name in sorted(own.keys() & given.keys()):
-        twin = by_storage.setdefault(storage(own[name]), name)
+        twin = by_storage.setdefault(_storage(own[name]), name)
         if twin != name and not _equal(given[twin], given[name]):
             problems.append(f"{twin!r} and {name!r} are the same tensor in this model, but differ here")
     # Of weights that are tied, one name is enough.
-    expected = {name: value for name, value in own.items() if name in given or storage(value) not in by_storage}
+    expected = {name: value for name, value in own.items() if name in given or _storage(value) not in by_storage}
     refuse_weights([*shape_problems(shapes_of(given), shapes_of(expected)), *problems], field)
     with torch.no_grad():
         for name, value in given.items():
@@ -96,7 +123,7 @@ def _read(engine: CausalLM, path: Path) -> Mapping[str, Tensor]:
 
 def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> Mapping[str, Tensor]:
     """Return `given` under the names of the model if it has those of the model's checkpoint, else as it is."""
-    own = max(namings(engine), key=lambda names: len(names.keys() & given.keys()))
+    own = max(_namings(engine), key=lambda names: len(names.keys() & given.keys()))
     if given.keys() <= own.keys():
         return given
     # Imported here, so that listing the backends does not import transformers.
@@ -104,7 +131,7 @@ def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor], field: str) 
 
     with torch.no_grad():
         # On the meta device, converting costs neither time nor memory.
-        empty = {name: tensor.to("meta") for name, tensor in namings(engine)[-1].items()}
+        empty = {name: tensor.to("meta") for name, tensor in _namings(engine)[-1].items()}
         expected = shapes_of(revert_weight_conversion(engine.base, empty))
     if len(given.keys() & expected.keys()) <= len(given.keys() & own.keys()):
         return given
@@ -147,3 +174,24 @@ def _read_file(path: Path) -> Mapping[str, Tensor]:
         return load_file(path)
     tensors: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
     return tensors
+
+
+def _namings(engine: CausalLM) -> list[dict[str, Tensor]]:
+    """Return the complete sets of names by which the model's tensors are known."""
+    # Adapters that were loaded by name have updates of their own.
+    own: dict[str, Tensor] = {
+        name: tensor for name, tensor in engine.module.state_dict().items() if f".{PREFIX}" not in name
+    }
+    if engine.module is engine.base:
+        return [own]
+    wrapper: Any = engine.module
+    plain = {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
+        for name, tensor in own.items()
+        if wrapper.base_model.prefix not in name
+    }
+    return [own, plain]
+
+
+def _storage(tensor: Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformers_backend.fast.reductions import VARIABLE, agrees, reduction_for
-from transformers_backend.fast.tiles import TiledHead
+from transformers_backend.fast.tiles import VARIABLE, TiledHead, agree, kernels_for
 
 CPU = torch.device("cpu")
 WITH_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -25,13 +24,12 @@ _IN_INTERPRETER = """
 import sys
 import torch
 from transformers_backend.fast import triton_head
-from transformers_backend.fast.reductions import agrees
-from transformers_backend.fast.tiles import TiledHead
+from transformers_backend.fast.tiles import TiledHead, agree
 
 triton_head._BLOCK = 64
 kernels, cpu = triton_head.ByTriton(), torch.device("cpu")
 for dtype in (torch.float32, torch.bfloat16):
-    assert agrees(kernels, cpu, dtype), dtype
+    assert agree(kernels, cpu, dtype), dtype
 torch.manual_seed(0)
 # More rows and entries than a tile, and not a multiple of either.
 for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.02)):
@@ -39,9 +37,9 @@ for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.02)):
     tokens, upstream = torch.randint(1100, (40,)), torch.linspace(-1, 2, 40)
     tokens[:4] = torch.tensor([0, 1023, 1024, 1099])
     found = []
-    for reduction in (None, kernels):
-        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
-        out = TiledHead(leaves[1], None, 0.5, reduction=reduction).logprobs(leaves[0], tokens, 0.7)
+    for each in (False, kernels):
+        leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
+        out = TiledHead(leaves[1], None, 0.5, kernels=each).logprobs(leaves[0], tokens, 0.7)
         found.append((out, *torch.autograd.grad(out, leaves, upstream)))
     for plain, other in zip(*found):
         scale = float(plain.float().abs().max())
@@ -106,7 +104,7 @@ def test_the_triton_kernels_compile_for_hopper(dtype: str) -> None:
 def test_on_cuda_the_triton_kernels_are_right(dtype: torch.dtype) -> None:
     from transformers_backend.fast.triton_head import ByTriton
 
-    assert agrees(ByTriton(), torch.device("cuda"), dtype)
+    assert agree(ByTriton(), torch.device("cuda"), dtype)
 
 
 # The first case has more tokens and entries than a tile, and not a multiple of either.
@@ -123,7 +121,7 @@ def test_a_head_gives_kernels_the_tiles_that_they_need(
         out = head.logprobs(leaves[0], tokens, heat)
         return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
 
-    found = of(TiledHead(leaves[1], None, scale, reduction=Plain()))
+    found = of(TiledHead(leaves[1], None, scale, kernels=Plain()))
     # The product is rounded to the dtype of the head before the factor, as the plain passes round it.
     logits = (leaves[0] @ leaves[1].T).detach().double() * (scale / heat)
     expected = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
@@ -166,14 +164,14 @@ def test_heads_with_a_bias_or_a_cap_are_reduced_by_the_plain_passes() -> None:
 
     hidden, weight, tokens = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 4])
     for head in (
-        TiledHead(weight, torch.zeros(5), reduction=Never()),
-        TiledHead(weight, None, cap=3.0, reduction=Never()),
+        TiledHead(weight, torch.zeros(5), kernels=Never()),
+        TiledHead(weight, None, cap=3.0, kernels=Never()),
     ):
         head.logprobs(hidden, tokens)
     # Nor is the argmax taken by a kernel.
-    TiledHead(weight, None, reduction=Never()).logprobs_and_argmax(hidden, tokens)
+    TiledHead(weight, None, kernels=Never()).logprobs_and_argmax(hidden, tokens)
     with pytest.raises(AssertionError, match="called"):
-        TiledHead(weight, None, reduction=Never()).logprobs(hidden, tokens)
+        TiledHead(weight, None, kernels=Never()).logprobs(hidden, tokens)
 
 
 def test_kernels_that_are_wrong_or_fail_are_not_used() -> None:
@@ -189,9 +187,9 @@ def test_kernels_that_are_wrong_or_fail_are_not_used() -> None:
         def gradient_(self, product: Tensor, *args: object) -> None:
             raise RuntimeError("no compiler")
 
-    assert agrees(Plain(), CPU, torch.float32)
+    assert agree(Plain(), CPU, torch.float32)
     for kernels in (WrongSum(), WrongGradient(), Failing()):
-        assert not agrees(kernels, CPU, torch.float32)
+        assert not agree(kernels, CPU, torch.float32)
 
 
 @WITH_TRITON
@@ -201,14 +199,14 @@ def test_a_gpu_gets_triton_where_it_is_right(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(VARIABLE, raising=False)
         if setting:
             monkeypatch.setenv(VARIABLE, setting)
-        monkeypatch.setattr("transformers_backend.fast.reductions.agrees", lambda *args, right=right: right)
-        reduction_for.cache_clear()
+        monkeypatch.setattr("transformers_backend.fast.tiles.agree", lambda *args, right=right: right)
+        kernels_for.cache_clear()
         try:
-            assert type(reduction_for(torch.device("cuda"), torch.bfloat16)).__name__ == name, (setting, right)
+            assert type(kernels_for(torch.device("cuda"), torch.bfloat16)).__name__ == name, (setting, right)
         finally:
-            reduction_for.cache_clear()
+            kernels_for.cache_clear()
 
 
 def test_a_cpu_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "1")
-    assert reduction_for(CPU, torch.float32) is None
+    assert kernels_for(CPU, torch.float32) is None

@@ -307,6 +307,3 @@ def test_tiles_that_answer_otherwise_are_not_used(
     assert scoring_path(other).head == "sliced"
     assert found.tail_log_mass is not None and expected.tail_log_mass is not None
     torch.testing.assert_close(found.tail_log_mass.values, expected.tail_log_mass.values, rtol=0, atol=1e-5)
-    # What is not about several ids is still made by tiles.
-    other.score_logprobs(rows)
-    assert scoring_path(other).head == "tiled"

@@ -1,35 +1,88 @@
 """Many segments of a pack attend in one call, and the numbers stay those of each row alone.
 
-The kernels run on GPUs only. Here `reference` stands for PyTorch's, and an imitation of its package for FlashAttention,
-so these tests show that the kernels are asked for the right thing. One test runs PyTorch's, on a GPU.
+The kernel runs on GPUs only. Here `reference` stands for it, so these tests show that it is asked for the right thing.
+One test runs PyTorch's, on a GPU.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from corelm import Backend
 from helpers import oracle
-from helpers.fake_flash import fake_flash_attention
 from helpers.plain_forward import Open, assert_same_gradients, assert_scores, gradients, own_loss
 from helpers.scoring_path import scoring_path
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
+from transformers_backend.fast.attention import PackedSegment, VarlenAttention, torch_varlen, varlen_calls
 from transformers_backend.fast.scoring import FastScorer
-from transformers_backend.fast.segments import PackedSegment, varlen_calls
-from transformers_backend.fast.varlen import TorchVarlen, reference, torch_varlen
 from transformers_backend.scoring import ScoringPath
 
 FLOAT = frozenset({torch.float32})
+
+
+def reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute `torch.nn.attention.varlen.varlen_attn` in plain PyTorch, on any device and in any dtype.
+
+    The last query of a sequence stands at its last key.
+
+    Args:
+        query: ``[all queries, heads, size]``.
+        key, value: ``[all keys, heads of keys, size]``.
+        cu_seq_q, cu_seq_k: int32[sequences + 1], where each begins, and where the last ends.
+        max_q, max_k: at least the longest of them; a kernel looks no further.
+        scale: None for one over the root of `size`.
+        window_size: how many keys before and after its own a query sees, -1 for all. ``(-1, 0)`` is causal.
+        enable_gqa: whether there are fewer heads of keys than of queries.
+
+    Returns:
+        ``[all queries, heads, size]``.
+
+    Raises:
+        ValueError: the numbers contradict each other: a kernel would read past its inputs or skip some.
+    """
+    left, right = window_size
+    ends = (len(query), len(key))
+    outputs = []
+    for starts, longest, end in ((cu_seq_q, max_q, ends[0]), (cu_seq_k, max_k, ends[1])):
+        bounds = starts.tolist()
+        if starts.dtype != torch.int32 or bounds[0] != 0 or bounds[-1] != end or int(starts.diff().max()) > longest:
+            raise ValueError(f"sequences begin at {starts}, of {end} tokens with at most {longest} in each")
+    for (q, q_end), (k, k_end) in zip(pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True):
+        places, seen = torch.arange(k_end - k - (q_end - q), k_end - k)[:, None], torch.arange(k_end - k)
+        allowed = torch.ones(q_end - q, k_end - k, dtype=torch.bool)
+        if left >= 0:
+            allowed &= places - seen <= left
+        if right >= 0:
+            allowed &= seen - places <= right
+        own, keys, values = (part.transpose(0, 1)[None] for part in (query[q:q_end], key[k:k_end], value[k:k_end]))
+        mask = allowed.to(query.device)
+        out = scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 class Counted:
@@ -45,7 +98,7 @@ class Counted:
 
 def use(backend: Backend, kernel: Callable[..., Tensor], dtypes: frozenset[torch.dtype] = FLOAT) -> None:
     """Let a backend score with this kernel on the CPU."""
-    plugin, joint = backend.engine.plugin, TorchVarlen(kernel, dtypes)
+    plugin, joint = backend.engine.plugin, VarlenAttention(kernel, dtypes)
     plugin.scorer = FastScorer(plugin.engine, plugin.self_test, 32768, lambda device: joint)
 
 
@@ -58,7 +111,8 @@ def rows_with_common_starts() -> list[list[int]]:
 
 
 def test_segments_have_the_keys_of_their_common_start_and_not_all_at_once() -> None:
-    segments = (PackedSegment(0, 3), PackedSegment(3, 4, ((0, 2),)), PackedSegment(4, 6, ((0, 2), (3, 4))))
+    keys = torch.tensor([0, 1, 3]), torch.tensor([0, 1, 3, 4, 5])
+    segments = (PackedSegment(0, 3), PackedSegment(3, 4, keys[0]), PackedSegment(4, 6, keys[1]))
     (call,) = varlen_calls(segments)
     assert (call.start, call.stop, call.max_q, call.max_k) == (0, 6, 3, 5)
     assert call.cu_seq_q.tolist() == [0, 3, 4, 6] and call.cu_seq_k.tolist() == [0, 3, 6, 11]
@@ -135,7 +189,8 @@ def test_a_kernel_that_is_not_told_of_shared_heads_is_used(monkeypatch: pytest.M
     joint = torch_varlen(torch.device("cuda"))
     assert joint is not None
     query, key, value = (torch.randn(1, heads, 8, 16).bfloat16() for heads in (4, 2, 2))
-    assert joint.fits(None, query, key, value, 3)
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    assert joint.fits(sdpa_attention_forward, layer, query, key, value, 3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -267,46 +322,3 @@ def test_what_the_kernel_cannot_express_attends_as_before(open_model: Open, odd:
         kernel.calls.clear()
         out = backend.score_logprobs(rows, grad=odd == "dropout")
     assert kernel.calls == [] and bool(out.logprobs.values.isfinite().all())
-
-
-# FlashAttention -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def flash() -> Iterator[list[int]]:
-    with fake_flash_attention() as seen:
-        yield seen
-
-
-def gpt_oss() -> Any:
-    config = transformers.GptOssConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, initializer_range=0.2, sliding_window=8, num_local_experts=2,
-        num_experts_per_tok=1, max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return transformers.GptOssForCausalLM(config).eval()
-
-
-@pytest.mark.parametrize("name", ["qwen2", "mixtral", "gemma2", "gpt_oss"])
-def test_flash_attention_gets_rows_without_padding(open_model: Open, flash: list[int], name: str) -> None:
-    """With windows, a cap on the scores (Gemma 2) and sinks (gpt-oss), as transformers passes them."""
-    model = gpt_oss() if name == "gpt_oss" else tiny_model(name, **({"sliding_window": 8} if name == "mixtral" else {}))
-    model.set_attn_implementation("eager")
-    rows = rows_with_common_starts()
-    expected = [oracle.logprobs(model, ids) for ids in rows]
-    # transformers would look for the package, which needs a GPU.
-    for module in model.modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation_internal = "flash_attention_3"
-    before, backend = dict(vars(model.config)), open_model(model)
-    backend.score_logprobs(rows)
-    flash.clear()
-    found = backend.score_logprobs(rows).logprobs.split()
-    for one, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, wanted, rtol=0, atol=1e-5)
-    assert scoring_path(backend).layout == "fused" and scoring_path(backend).shared == 80
-    assert flash == [6] * model.config.num_hidden_layers
-    assert vars(model.config) == before

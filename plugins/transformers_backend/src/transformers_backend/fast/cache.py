@@ -1,4 +1,4 @@
-"""`roomy_cache`: keys and values in buffers with room for the tokens that are read next.
+"""`FastDecoder`: decoding with quick products, and with keys and values in buffers with room for the next tokens.
 
 transformers joins old and new into a new tensor, in every layer at every token; here a token is written into its place.
 Only plain attention layers are replaced. Sliding windows, recurrent states and everything else stay those of
@@ -7,6 +7,8 @@ transformers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +16,21 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from transformers_backend.decoding import Decoder
+from transformers_backend.fast.onednn import quick_products
+
 #: How many more tokens a new buffer has room for, or a quarter of those it holds if that is more.
 _ROOM = 64
+
+
+class FastDecoder(Decoder):
+    @contextmanager
+    def accelerated(self) -> Iterator[None]:
+        with quick_products(self._engine.base):
+            yield
+
+    def _new_cache(self) -> Any:
+        return roomy_cache(self._engine.base.config)
 
 
 def roomy_cache(config: Any) -> DynamicCache:
@@ -29,11 +44,9 @@ class RoomyLayer(DynamicLayer):
     """One layer's `keys` and `values`, ``[rows, heads, length, size]``: the first columns of two larger buffers.
 
     The first tokens are kept without a buffer, because they may still be expanded to more rows.
-
-    Attributes:
-        joins: says that there is nothing else: see `CachedRows.may_join`.
     """
 
+    #: There is nothing else: see `CachedRows.may_join`.
     joins = True
 
     def __init__(self) -> None:

@@ -1,34 +1,205 @@
-"""`ScoringHead`: how this model's log-probabilities can be made of its last hidden states, found out by trying.
+"""`SplitForward`: a model's own forward, cut between its body and its head. `ScoringHead`: how this model's
+log-probabilities can be made of its last hidden states, found out by trying.
 
 tiled    one matrix product, at most scaled and capped: log-probabilities without logits (`tiles`)
 sliced   the model's own forward turns hidden states into logits, a slice of positions at a time
 whole    a slice gives other logits than the plain forward, so all logits are made at once
+
+Between the body's last hidden states and the logits a model may scale, cap or shift. So the model's own forward runs
+both halves: first with a head that sees one column only, then with a body that returns given hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from numbers import Number
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules import module as module_code
 
-from transformers_backend.engine import CausalLM
-from transformers_backend.fast.head_state import HeadState
-from transformers_backend.fast.probing import HeadFormula, equal_but_for_rounding, head_products, probe_head, softcap
-from transformers_backend.fast.probing_queries import answers_alike
-from transformers_backend.fast.split import CannotSplit, SplitForward, autocast_dtype, is_bare
+from corelm.spec import Ragged
+from corelm_engine_kit.token_scores import TokenQuery, TokenScores, scores_of_logits
+from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.scoring import HeadPath
 from transformers_backend.self_test import SelfTest
+from transformers_backend.verdicts import is_of_a_library
 
-#: Number of ids on which products kept from an earlier call are compared. Comparing all would read the whole head.
-_SAMPLED = 8192
+_log = logging.getLogger(__name__)
+
 #: Where the formula is compared at every call. With more than `_LARGE` weights that takes a millisecond or more. For
 #: `_FEW` positions or fewer, the model's own forward is cheaper.
 _LARGE, _FEW = 2**21, 64
-#: How many states of the head are remembered.
-_REMEMBERED = 32
+#: Largest logits of the hidden states with which a head is tried. A cap bends the last ones; a scale shows in all.
+_MAGNITUDES = (1.0, 30.0, 1000.0)
+#: Number of positions tried at each magnitude.
+_TRIED = 2
+#: The witness of a formula has large logits; a state with small ones is tried as well.
+_SMALL = 1 / 30
+#: Number of ids in a set that is tried, and of most probable ones.
+_SET, _TOP = 24, 8
+_TEMPERATURE = 0.7
+#: The libraries whose forwards decide by plain values of modules and configurations only, and what values are plain.
+_LIBRARIES = ("torch", "transformers", "peft")
+_PLAIN = (Number, str, type(None), FunctionType, MethodType)
+#: Where a module keeps the functions that run when it is called.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+# The two halves of a forward ----------------------------------------------------------------------------------------
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast casts here; None if it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _is_bare(head: Any) -> bool:
+    """Return whether `head` is torch's own linear layer, and calling it does nothing but a matrix product.
+
+    An adapter, a quantized layer or one whose weights are offloaded is something else.
+    """
+    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or head.weight.device.type == "meta":
+        return False
+    own = vars(head)
+    return "forward" not in own and not any(own.get(name) for name in _HOOKS)
+
+
+class CannotSplit(Exception):
+    """The model's forward is not one body followed by one head."""
+
+
+class SplitForward:
+    """Runs the two halves.
+
+    Attributes:
+        autocast: the dtype to which autocast cast inside the model's forward, in the latest call of `logits`; None
+            without. The model may turn it on itself, as one that was prepared by accelerate does.
+    """
+
+    def __init__(self, engine: CausalLM) -> None:
+        self.autocast: torch.dtype | None = None
+        self._engine = engine
+        self._output_class: Any = None
+
+    def hidden(self, **inputs: Any) -> Tensor:
+        """Return the body's last hidden states, ``[rows, width, hidden]``, for the inputs of `CausalLM.forward`.
+
+        Raises:
+            CannotSplit: the model has no body that can be told apart.
+        """
+        # The logits are thrown away, so the head gets one column only. A bare head takes none, and is not read.
+        columns = 0 if _is_bare(self._engine.base.get_output_embeddings()) else 1
+        with self._recorded(lambda out: type(out)(last_hidden_state=out.last_hidden_state[:, :columns])) as outputs:
+            self._engine.forward(use_cache=False, **inputs)
+        return self._states(outputs)
+
+    def whole(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the last hidden states ``[n, hidden]`` and the logits ``[n, vocab]`` of a row from one plain forward.
+
+        Raises:
+            CannotSplit: see `hidden`.
+        """
+        with self._recorded(lambda out: out) as outputs:
+            logits = self._engine.plain_logits(ids)
+        return self._states(outputs)[0], logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits ``[n, vocab]`` of hidden states ``[n, hidden]``, which this object has returned."""
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self._engine.device)
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            self.autocast = _autocast_dtype(self._engine.device)
+            return self._output_class(last_hidden_state=hidden[None])
+
+        with self._replaced(body):
+            logits: Tensor = self._engine.forward(None, torch.zeros_like(ids), input_ids=ids, use_cache=False).logits
+        return logits[0]
+
+    def body(self) -> Any:
+        """Return the module whose last hidden states the head turns into logits.
+
+        Raises:
+            CannotSplit: there is none.
+        """
+        base = self._engine.base
+        body = base.get_decoder()
+        # Some models call themselves, or a causal language model inside, their decoder.
+        while body is not None and (body is base or body.get_output_embeddings() is not None):
+            body = getattr(body, "model", None)
+        if body is None:
+            raise CannotSplit
+        return body
+
+    def _states(self, outputs: list[Any]) -> Tensor:
+        if len(outputs) != 1:
+            raise CannotSplit
+        self._output_class = type(outputs[0])
+        states: Tensor = outputs[0].last_hidden_state
+        return states
+
+    @contextmanager
+    def _recorded(self, shown: Callable[[Any], Any]) -> Iterator[list[Any]]:
+        """Yield what the body returns inside; the head sees what `shown` makes of it."""
+        outputs: list[Any] = []
+        read = self.body().forward
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(read(*args, **kwargs))
+            return shown(outputs[-1])
+
+        with self._replaced(body):
+            yield outputs
+
+    @contextmanager
+    def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Replace the body's forward inside. A `forward` set on the instance by someone else is restored afterwards."""
+        own = vars(self.body())
+        before = own.get("forward")
+        own["forward"] = forward
+        try:
+            yield
+        finally:
+            del own["forward"]
+            if before is not None:
+                own["forward"] = before
+
+
+# How logits are made ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class HeadFormula:
+    """How a model makes logits of its last hidden states.
+
+    Attributes:
+        path: see `transformers_backend.fast.head`; the other attributes are of use for "tiled" only.
+        dtype: of the head's matrix product; under autocast, hidden states and weights are cast to it.
+        scale: factor of the head's matrix product.
+        cap: logits are ``cap · tanh(scaled / cap)``; None without one.
+        witness: ``[1, hidden]``, a hidden state that shows the scale and bends at the cap.
+    """
+
+    path: HeadPath
+    dtype: torch.dtype = torch.float32
+    scale: float = 1.0
+    cap: float | None = None
+    witness: Tensor | None = None
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Return the logits for the bare products of hidden states with the head."""
+        scaled = self.scale * products
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
+    def head(self, module: nn.Linear) -> TiledHead:
+        return TiledHead(module.weight, module.bias, self.scale, self.cap, self.dtype)
 
 
 class ScoringHead:
@@ -36,64 +207,48 @@ class ScoringHead:
         self._engine = engine
         self._split = split
         self._self_test = self_test
-        self._state = HeadState(engine)
         # By the dtype of the caller's autocast, None without: one may train under it and sample without.
         self._probed: dict[torch.dtype | None, tuple[Any, HeadFormula]] = {}
-        # The products of each formula's witness with the head, float64[1, V].
-        self._products: dict[torch.dtype | None, Tensor] = {}
-        # Whether tiles give the numbers of the model's own logits. The keys are autocast, whether several ids are
-        # asked for, and the layout of the head.
-        self._answers: dict[tuple[Any, ...], bool] = {}
-        # The states of the head, under which autocast, in which each formula held, without gradients and with them.
-        self._held: set[tuple[torch.dtype | None, bool, Hashable]] = set()
+        # By autocast and by whether gradients are wanted: the latest state in which the formula held.
+        self._held: dict[tuple[torch.dtype | None, bool], Any] = {}
 
     def forget(self) -> None:
         """Probe again before the next use: with other weights another formula may show."""
-        self._split.forget()
         self._probed.clear()
-        self._products.clear()
-        self._answers.clear()
         self._held.clear()
 
-    def path(self, positions: int, *, grad: bool = False, several: bool = False) -> HeadPath:
-        """Return how to make the log-probabilities of so many positions now.
+    def path(self, positions: int, *, grad: bool = False) -> HeadPath:
+        """Return how to make the log-probabilities of so many positions now, with gradients if `grad` says so.
 
         A formula is compared with the model's own forward, on one state, before it is used: since it was found, a scale
-        may have been learned or a hook put on the body. The comparison costs as much as one position. It is made once
-        for each `HeadState`, and at every call where there is none.
-
-        Args:
-            positions: how many positions are scored.
-            grad: whether gradients are wanted.
-            several: whether log-probs over a set of ids, or of several ids at a position, are wanted.
+        may have been learned or a hook put on the body. The comparison costs as much as two positions. It is made when
+        `_state` is another than before, and at every call where there is none.
         """
         for _ in range(2):
             formula = self._formula()
             if formula.path != "tiled":
                 return formula.path
             module = self._module()
-            if module is None or not is_bare(module):
+            if module is None or not _is_bare(module):
                 return "sliced"
-            state = self._present_state(module)
-            known = (autocast_dtype(self._engine.device), grad, state)
-            few = state is None and not grad and positions <= _FEW
-            if few and self._is_large(formula):
+            state, key = self._state(module), (_autocast_dtype(self._engine.device), grad)
+            if state is not None and self._held.get(key) == state:
+                return "tiled"
+            # Both ways must round alike: after a scale or a cap, the model rounds short floats once more.
+            alike = formula.dtype.itemsize >= 4 or (formula.scale == 1.0 and formula.cap is None)
+            if state is None and alike and positions <= _FEW and not grad and module.weight.numel() > _LARGE:
                 return "sliced"
-            if known in self._held or self._holds(formula, grad):
-                if state is not None:
-                    self._remember(known)
-                right = self._tiles_answer(module, formula) and (
-                    not several or self._tiles_answer(module, formula, several=True)
-                )
-                return "tiled" if right else "sliced"
+            if self._holds(formula, module, grad):
+                self._held[key] = state
+                return "tiled"
             self.forget()
         return "sliced"
 
     def tiled(self) -> TiledHead:
         """Return the head as one matrix product. Only for the path "tiled"."""
-        formula, module = self._formula(), self._module()
+        module = self._module()
         assert module is not None
-        return TiledHead(module.weight, module.bias, formula.scale, formula.cap, formula.dtype)
+        return self._formula().head(module)
 
     def _module(self) -> nn.Linear | None:
         """Return the head if it is torch's own linear layer: no adapter, no quantization, weights not offloaded."""
@@ -102,90 +257,65 @@ class ScoringHead:
             return None
         return head
 
-    def _remember(self, known: tuple[torch.dtype | None, bool, Hashable]) -> None:
-        # A scale that is learned has another value at every call.
-        if len(self._held) >= _REMEMBERED:
-            self._held.clear()
-        self._held.add(known)
-
-    def _present_state(self, head: nn.Linear) -> Hashable | None:
-        try:
-            return self._state(self._split.body(), head)
-        except CannotSplit:
-            return None
-
-    def _is_large(self, formula: HeadFormula) -> bool:
-        """Return whether few positions are better left to the model's own forward.
-
-        The head must be large, and both ways must round alike: after a scale or a cap, the model rounds short floats
-        once more.
+    def _state(self, head: nn.Linear) -> Any:
+        """Return what decides, besides the weights of the head, how the model makes logits of its last hidden states:
+        forwards of `_LIBRARIES`, and plain values of modules and configurations. None if anything else has a say, such
+        as a hook or a part between body and head: then only running the head tells.
         """
-        module = self._module()
-        assert module is not None
-        alike = formula.dtype.itemsize >= 4 or (formula.scale == 1.0 and formula.cap is None)
-        return alike and module.weight.numel() > _LARGE
+        module, body, config = self._engine.module, self._split.body(), self._engine.base.config
+        name = next((name for name, part in module.named_modules() if part is body), None)
+        if name is None or module_code._global_forward_hooks or module_code._global_forward_pre_hooks:
+            return None
+        around: list[Any] = [module]
+        for each in name.split(".")[:-1]:
+            around.append(getattr(around[-1], each))
+        for part, inner in zip(around, [*around[1:], body], strict=True):
+            tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False), *vars(part).values()]
+            others = (each for each in part.children() if each is not inner and each is not head)
+            if any(isinstance(each, Tensor) for each in tensors) or any(True for _ in others):
+                return None
+        parts = [*around, body, head]
+        if not all(map(_calls_library_code, parts)):
+            return None
+        configs = [config, config.get_text_config(), getattr(body, "config", config)]
+        return (
+            parts,
+            [type(part).forward for part in parts],
+            [
+                [(name, value) for name, value in vars(owner).items() if isinstance(value, _PLAIN)]
+                for owner in (*parts, *configs)
+            ],
+        )
 
-    def _holds(self, formula: HeadFormula, grad: bool) -> bool:
+    def _holds(self, formula: HeadFormula, module: nn.Linear, grad: bool) -> bool:
         """Return whether the formula gives what the model gives now; with `grad`, also whether gradients reach nothing
         but the hidden states and the head.
         """
-        engine, module = self._engine, self._module()
-        assert module is not None and formula.witness is not None
+        assert formula.witness is not None
         state = formula.witness.to(module.weight.device)
-        with engine.evaluating(), self._without_cache():
+        with self._engine.evaluating(), self._without_cache():
             with torch.set_grad_enabled(grad):
                 state = state.requires_grad_(grad)
                 logits = self._split.logits(state)
             known = (state, module.weight, module.bias)
             if grad and not all(any(leaf is one for one in known) for leaf in _leaves(logits)):
                 return False
-            made = formula.logits(self._products_of(state, module, formula.dtype))
-            return equal_but_for_rounding(made, logits.double(), formula.dtype)
-
-    def _tiles_answer(self, head: nn.Linear, formula: HeadFormula, *, several: bool = False) -> bool:
-        """Return whether tiles answer as the model's own logits do, found out once for each layout of the head.
-
-        Args:
-            several: whether several ids are asked for at a position.
-        """
-        layouts = [(each.dtype, each.shape, each.stride()) for each in (head.weight, head.bias) if each is not None]
-        key = (autocast_dtype(self._engine.device), several, *layouts)
-        if key not in self._answers:
-            with self._engine.evaluating(), self._without_cache():
-                self._answers[key] = answers_alike(self.tiled(), self._split, formula, several=several)
-        return self._answers[key]
-
-    def _products_of(self, state: Tensor, module: nn.Linear, dtype: torch.dtype) -> Tensor:
-        """Return the bare products of the witness with the head, float64[1, V].
-
-        Those of an earlier call are used if a sample of them is still right. If any of the rest is wrong, the model's
-        own logits do not fit them either.
-        """
-        autocast, some = autocast_dtype(self._engine.device), slice(None, None, max(1, len(module.weight) // _SAMPLED))
-        known = self._products.get(autocast)
-        if (
-            known is None
-            or known.shape[-1] != len(module.weight)
-            or known.device != state.device
-            or not equal_but_for_rounding(known[..., some], head_products(state, module, dtype, some), dtype)
-        ):
-            known = self._products[autocast] = head_products(state, module, dtype)
-        return known
+            made = formula.logits(_products(state, module, formula.dtype))
+            return _equal_but_for_rounding(made, logits.double(), formula.dtype)
 
     def _formula(self) -> HeadFormula:
         engine = self._engine
         # What may come between body and logits without being part of the head.
         around = [(tuple(part._forward_hooks), vars(part).get("forward")) for part in (engine.module, engine.base)]
-        head, autocast = engine.base.get_output_embeddings(), autocast_dtype(engine.device)
-        state = (around, head, getattr(getattr(head, "weight", None), "dtype", None), softcap(engine))
+        head, autocast = engine.base.get_output_embeddings(), _autocast_dtype(engine.device)
+        weights = (getattr(head, name, None) for name in ("weight", "bias"))
+        layouts = [(each.dtype, each.shape, each.stride()) for each in weights if isinstance(each, Tensor)]
+        state = (around, head, layouts, _softcap(engine))
         known = self._probed.get(autocast)
         if known is None or known[0] != state:
-            self._products.pop(autocast, None)
-            self._answers = {key: each for key, each in self._answers.items() if key[0] != autocast}
-            self._held = {each for each in self._held if each[0] != autocast}
             with engine.evaluating(), self._without_cache():
-                row, plain = self._self_test.row, None if autocast else self._self_test.plain
-                known = self._probed[autocast] = (state, probe_head(engine, self._split, self._module(), row, plain))
+                formula = _probe(engine, self._split, self._module(), self._self_test.row)
+            known = self._probed[autocast] = (state, formula)
         return known[1]
 
     def _without_cache(self) -> torch.autocast:
@@ -199,6 +329,13 @@ class ScoringHead:
         )
 
 
+def _calls_library_code(part: nn.Module) -> bool:
+    """Return whether calling a module runs the forward of its class, which is of a library, and nothing else."""
+    own, kind = vars(part), type(part)
+    plain = kind.__call__ is nn.Module.__call__ and "forward" not in own and not any(own.get(name) for name in _HOOKS)
+    return plain and kind.__module__.split(".")[0] in _LIBRARIES and is_of_a_library(kind.forward, _LIBRARIES)
+
+
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors in which the gradients of this one end."""
     nodes, seen = [tensor.grad_fn], set()
@@ -210,3 +347,152 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
         if hasattr(node, "variable"):
             yield node.variable
         nodes += [earlier for earlier, _ in node.next_functions]
+
+
+# What is found out --------------------------------------------------------------------------------------------------
+
+
+def _probe(engine: CausalLM, split: SplitForward, module: nn.Linear | None, row: Tensor) -> HeadFormula:
+    """Return how this model's logits can be computed in parts, tried on a row of ids; `module` is a plain head."""
+    hidden = _hidden_if_sliceable(engine, split, row)
+    if hidden is None:
+        return HeadFormula("whole")
+    if module is None or module.weight.shape[1] != hidden.shape[1]:
+        return HeadFormula("sliced")
+    # The model's own forward brings the states to the head if its layers are on several devices.
+    if module.weight.device != hidden.device:
+        return HeadFormula("sliced")
+    dtype = _product_dtype(hidden, module.weight, split.autocast)
+    formula = dtype and _tiled_formula(engine, split, module, hidden[:_TRIED], dtype)
+    return formula if formula and _answers_alike(formula, module, split) else HeadFormula("sliced")
+
+
+def _products(states: Tensor, module: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """Return float64[n, V]: the products of `states` with the head, rounded to `dtype`."""
+    bias = None if module.bias is None else module.bias.to(dtype)
+    return functional.linear(states.to(dtype), module.weight.to(dtype), bias).double()
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor, autocast: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which the model multiplies these two; None if it cannot. Autocast leaves float64 alone."""
+    if autocast is not None and torch.float64 not in (hidden.dtype, weight.dtype):
+        return autocast
+    return hidden.dtype if hidden.dtype == weight.dtype else None
+
+
+def _hidden_if_sliceable(engine: CausalLM, split: SplitForward, row: Tensor) -> Tensor | None:
+    """Return the hidden states ``[n, hidden]`` of `row`, or None if slices of them give other logits than the whole."""
+    try:
+        hidden, whole = split.whole(row)
+        parts, whole = torch.cat([split.logits(part).float() for part in hidden.split(5)]), whole.float()
+    except Exception as error:
+        if is_device_failure(error):
+            raise
+        # A forward that is not a body and a head may fail in any way when it is cut in two.
+        return None
+    eps = max(torch.finfo(dtype).eps for dtype in (engine.base.dtype, split.autocast) if dtype is not None)
+    # Neither ids that the model rules out nor logits that are no numbers say how large a difference may be.
+    finite = whole[whole.isfinite()].abs()
+    tolerance = eps**0.5 * float(finite.max() if len(finite) else 0.0)
+    return hidden if torch.allclose(parts, whole, rtol=0.0, atol=tolerance) else None
+
+
+def _tiled_formula(
+    engine: CausalLM, split: SplitForward, module: nn.Linear, hidden: Tensor, dtype: torch.dtype
+) -> HeadFormula | None:
+    """Return the scale and cap that turn the head's matrix product into the model's own logits, or None."""
+    largest = float(_products(hidden, module, dtype).abs().max())
+    if not 0.0 < largest < float("inf"):
+        # If all products are zero, for example, every formula would fit.
+        return None
+    states = torch.cat([hidden * (magnitude / largest) for magnitude in _MAGNITUDES])
+    products, logits = _products(states, module, dtype), split.logits(states).double()
+    if products.shape != logits.shape:
+        # The model cuts its logits, for example to the vocabulary without padding.
+        return None
+    for cap in dict.fromkeys((_softcap(engine), None)):
+        flat = logits[:_TRIED] if cap is None else torch.atanh(logits[:_TRIED] / cap) * cap
+        scale = float((flat * products[:_TRIED]).sum() / products[:_TRIED].square().sum())
+        scale = 1.0 if abs(scale - 1.0) < 1e-4 else scale
+        formula = HeadFormula("tiled", dtype, scale, cap, witness=states[_TRIED : _TRIED + 1])
+        if all(
+            _equal_but_for_rounding(made, wanted, dtype)
+            for made, wanted in zip(formula.logits(products).split(_TRIED), logits.split(_TRIED), strict=True)
+        ):
+            return formula
+    return None
+
+
+def _softcap(engine: CausalLM) -> float | None:
+    cap = getattr(engine.base.config.get_text_config(), "final_logit_softcapping", None)
+    return float(cap) if cap else None
+
+
+def _equal_but_for_rounding(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    # In float32 that is the rounding of sums, in anything shorter the rounding of one logit.
+    steps = 64 if dtype.itemsize >= 4 else 4
+    # If an id is ruled out by minus infinity, a tolerance taken from it would let everything pass.
+    finite = found[found.isfinite()].abs()
+    tolerance = steps * torch.finfo(dtype).eps * float(finite.max() if len(finite) else 0.0)
+    return torch.allclose(found, wanted, rtol=0.0, atol=tolerance)
+
+
+def _answers_alike(formula: HeadFormula, module: nn.Linear, split: SplitForward) -> bool:
+    """Return whether tiles answer all that may be asked of a position as the model's own logits do."""
+    assert formula.witness is not None
+    head, states = formula.head(module), torch.cat([formula.witness, formula.witness * _SMALL] * 3)
+    logits = split.logits(states).float()
+    for query in _queries(logits):
+        try:
+            alike = _alike(head.scores(states, query), logits, query, formula.dtype)
+        except Exception as error:
+            if is_device_failure(error):
+                raise
+            # A kernel may fail in any way on a device on which it was not tried.
+            _log.warning("the head is not used in tiles: %s: %s", type(error).__name__, error)
+            return False
+        if not alike:
+            _log.warning("the head is not used in tiles: its numbers differ from the model's own")
+            return False
+    return True
+
+
+def _queries(logits: Tensor) -> Iterator[TokenQuery]:
+    """Yield what is tried on two states, three times each."""
+    device, vocab_size, best = logits.device, logits.shape[1], logits[:2].argmax(-1)
+    ends = torch.tensor([0, vocab_size - 1], device=device)
+    plain = TokenQuery(torch.cat([best, logits[:2].argmin(-1), ends]), _TEMPERATURE)
+    yield plain
+    yield replace(plain, temperature=1.0, argmax=True)
+    spread = torch.arange(0, vocab_size, max(1, vocab_size // _SET))
+    # An empty set stands for the whole vocabulary; other sets have an id that matters.
+    some, other = (torch.cat([part, best.cpu()]).unique() for part in (spread, spread[::2]))
+    yield replace(plain, sets=Ragged.from_list([some, other, some, spread[:0], some, other]).to(device))
+    yield replace(plain, top_k=min(_TOP, vocab_size))
+    ids = some.repeat(len(logits), 1)
+    ids[1, 0] = -1
+    yield replace(plain, top_ids=ids.to(device))
+
+
+def _alike(found: TokenScores, logits: Tensor, query: TokenQuery, dtype: torch.dtype) -> bool:
+    wanted = scores_of_logits(logits, query)
+    pairs = [(found.logprobs, wanted.logprobs)]
+    if found.argmax is not None:
+        # Rounding may swap ids that are nearly as probable.
+        pairs.append((logits.gather(1, found.argmax[:, None]), logits.amax(1, keepdim=True)))
+    if found.top is not None and wanted.top is not None:
+        pairs.append((found.top.logprobs, wanted.top.logprobs))
+        # Rounding may swap ids that are nearly as probable; what is said of the ids that were found has to be right.
+        own = scores_of_logits(logits, replace(query, top_k=0, top_ids=found.top.ids)).top
+        assert own is not None
+        pairs += [(found.top.logprobs, own.logprobs), (found.top.tail, own.tail)]
+    # What is rounded are the logits, so their size says by how much.
+    tempered = logits / query.temperature
+    largest = tempered[tempered.isfinite()].abs().max().reshape(1)
+    return all(
+        torch.equal(one.isfinite(), other.isfinite())
+        and _equal_but_for_rounding(
+            torch.cat([one[one.isfinite()], largest]), torch.cat([other[other.isfinite()], largest]), dtype
+        )
+        for one, other in pairs
+    )

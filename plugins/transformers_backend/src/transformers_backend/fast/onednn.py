@@ -7,7 +7,7 @@ once, and a tenth longer for a thousand rows. With AVX-512 it is as fast, and on
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -21,8 +21,6 @@ _log = logging.getLogger(__name__)
 #: layers than `_SMALL` are not looked at.
 _LARGE, _MANY, _SMALL = 2**19, 2**25, 2**16
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``rows · weightᵀ + bias`` by oneDNN, in new memory and without gradients. Ask `is_quicker` first.
@@ -32,13 +30,16 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: float32[m, n].
         bias: float32[m].
     """
-    # The operator reads the memory of a bias as if it lay together.
-    return _operator()(rows, weight, None if bias is None else bias.contiguous())
+    # The operator reads the memory of a bias as if it lay together. PyTorch's own compiler calls it.
+    bias = None if bias is None else bias.contiguous()
+    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
+    return made
 
 
 def is_quicker(weight: Tensor) -> bool:
     """Return whether products with this matrix would be made by MKL, and oneDNN is there and makes them sooner."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous() and _pays_here()
+    plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
+    return plain and _pays_here() and _is_there()
 
 
 @contextmanager
@@ -95,40 +96,27 @@ def _may_pay(part: nn.Linear) -> bool:
 
 
 @cache
-def _operator() -> Product:
-    """Return oneDNN's product of plain tensors; without that operator, one that copies what goes in and comes out."""
-    if _is_right(_direct):
-        return _direct
-    _log.warning(
-        "torch %s has no torch.ops.mkldnn._linear_pointwise as 2.13 has it, so each product by oneDNN copies what goes "
-        "in and comes out, which takes longer",
-        torch.__version__,
-    )
-    return _copying
-
-
-def _direct(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # PyTorch's own compiler calls this operator. It is not public, so it is tried first.
-    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
-    return made
-
-
-def _copying(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear(rows.to_mkldnn(), weight, bias).to_dense()
-
-
-def _is_right(made_by: Product) -> bool:
-    """Return whether a product gives the numbers of PyTorch's on small integers, which both sum exactly."""
+def _is_there() -> bool:
+    """Return whether products would be made by MKL, and oneDNN's operator gives their numbers on small integers, which
+    both sum exactly. It is not public.
+    """
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
     rows, weight, bias = (torch.arange(n, device="cpu").float() % 7 for n in (3 * 2 * 8, 5 * 8, 5))
     rows, weight = rows.view(3, 2, 8)[:, -1:], weight.view(5, 8)
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return all(torch.equal(made_by(rows, weight, b), linear(rows, weight, b)) for b in (bias, None))
+            right = all(torch.equal(product(rows, weight, b), linear(rows, weight, b)) for b in (bias, None))
     except Exception:
-        return False
+        right = False
+    if not right:
+        _log.warning(
+            "matrix products are left to MKL, and decoding a few rows takes up to twice as long, because torch %s has "
+            "no torch.ops.mkldnn._linear_pointwise as 2.13 has it",
+            torch.__version__,
+        )
+    return right
 
 
-@cache
 def _pays_here() -> bool:
-    there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return there and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"

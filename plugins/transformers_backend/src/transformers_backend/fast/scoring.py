@@ -7,9 +7,10 @@ steps, that step runs as in the plain `Scorer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,28 +18,31 @@ from torch import Tensor
 from corelm.spec import Ragged, ScoreRequest
 from corelm_engine_kit.loop import Call
 from corelm_engine_kit.token_scores import ScoredTokens, TokenQuery, TokenScores
+from corelm_engine_kit.transfer import to_device
 from transformers_backend.engine import CausalLM
 from transformers_backend.fast import onednn
-from transformers_backend.fast.head import ScoringHead
-from transformers_backend.fast.layouts import ReadBatch, SharingPays, packed_batches, padded_batches
-from transformers_backend.fast.packing import may_pack
-from transformers_backend.fast.probing import body_drops_out
-from transformers_backend.fast.reading import BodyReader
-from transformers_backend.fast.split import SplitForward
-from transformers_backend.fast.tiled_scores import tiled_scores
-from transformers_backend.fast.varlen import JointAttention, TransformersFlash, torch_varlen
+from transformers_backend.fast.attention import (
+    PackedSegment,
+    VarlenAttention,
+    attention_per_segment,
+    may_pack,
+    torch_varlen,
+)
+from transformers_backend.fast.head import ScoringHead, SplitForward
+from transformers_backend.fast.onednn import quick_products
 from transformers_backend.protocol import SequenceBatch
 from transformers_backend.scoring import (
     PACKED,
     PLAIN_LAYOUTS,
     HeadPath,
+    ReadBatch,
     RowLayout,
     Scorer,
-    ScoringPath,
+    padded_batch,
     states_at,
     tokens_per_pass,
 )
-from transformers_backend.self_test import TAIL, SelfTest, TailLogits
+from transformers_backend.self_test import SelfTest
 
 #: On a CPU, tokens that share a forward pass of packed rows. More of them take more memory and save no time, except
 #: those that share a start.
@@ -47,8 +51,6 @@ _CPU_PACK = 1024
 _SHORT_ROW = 64
 #: A shorter common start is not worth the bookkeeping.
 _SHORTEST_START = 16
-#: Where transformers runs the model with one of these, rows are packed for it, and for nothing else.
-_FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 class FastScorer(Scorer):
@@ -64,89 +66,44 @@ class FastScorer(Scorer):
         engine: CausalLM,
         self_test: SelfTest,
         max_batch_tokens: int,
-        joint: Callable[[torch.device], JointAttention | None] = torch_varlen,
+        joint: Callable[[torch.device], VarlenAttention | None] = torch_varlen,
     ) -> None:
         super().__init__(engine, self_test, max_batch_tokens)
         # The object remembers what became of its trials.
         self._joint = cache(joint)
         self._split = SplitForward(engine)
-        # The head is tried on states of the forward that the self test makes anyway.
-        self_test.read = self._split.plain_logits
         self._head = ScoringHead(engine, self._split, self_test)
-        self._reader = BodyReader(engine, self._split)
 
     def weights_changed(self) -> None:
         self._head.forget()
 
-    def _score_batch(self, batch: SequenceBatch, request: ScoreRequest, call: Call) -> Iterator[ScoredTokens]:
-        if not request.grad and self._is_short_row(batch):
-            yield from self._score_whole("alone", batch, request, call)
+    def _score_batch(
+        self, batch: SequenceBatch, request: ScoreRequest, call: Call, head: HeadPath | None = None
+    ) -> Iterator[ScoredTokens]:
+        if head is None and not request.grad and self._is_short_row(batch):
+            parts = list(self._read_batches(batch.inputs, "alone", "whole"))
+            yield from self._score_parts(parts, "alone", "whole", batch, request, call)
             return
-        several = request.support is not None or request.top_k > 0 or request.top_ids is not None
-        head = self._head.path(int(batch.wanted.sum()), grad=request.grad, several=several)
-        if head == "whole":
-            yield from super()._score_batch(batch, request, call)
-            return
-        if head == "tiled" and request.return_logits:
-            head = "sliced"
-        joint = self._joint_attention()
-        may = {"fused": joint is not None, "packed": self._packs_one_by_one()}
-        layouts: tuple[RowLayout, ...] = (*(layout for layout in PACKED if may[layout]), *PLAIN_LAYOUTS)
+        if head is None:
+            head = self._head.path(int(batch.wanted.sum()), grad=request.grad)
+            if head == "tiled" and request.return_logits:
+                head = "sliced"
+        yield from super()._score_batch(batch, request, call, head)
 
-        @cache
-        def parts(layout: RowLayout) -> list[ReadBatch]:
-            # Rows that share their start would also share its dropout.
-            drops_out = layout in PACKED and body_drops_out(self._engine, self._reader)
-            pays = _never if drops_out else self._sharing_pays
-            # The widest first: it is compared with the plain forward before anything is handed over.
-            return sorted(self._read_batches(batch.inputs, layout, pays), key=lambda part: -part.columns)
-
-        layout = self._self_test.choose(
-            layouts,
-            lambda layout: self._self_test.may_run(_name(layout), self._tails(layout, joint)),
-            lambda layout: parts(layout)[0].columns,
-            _name,
-        )
-        if layout == "alone":
-            yield from super()._score_batch(batch, request, call)
-            return
-        shared = 0 if self.path is None else self.path.shared
-        for part in parts(layout):
-            call.deadline.check()
-            if len(call.aborted_among(batch.rows[part.rows])) == len(part.rows):
-                continue
-            read = partial(self._reader.read, batch.inputs, part, joint if layout == "fused" else None)
-            states = read()
-            rows = batch.inputs.select(part.rows)
-            ends = partial(self._last_logits, part)
-            if not self._confirmed(_name(layout), part.columns, rows, request, states, read, ends):
-                yield from self._score_batch(batch, request, call)
-                return
-            shared += part.shared
-            wanted, targets, index = batch.wanted_of(part.rows)
-            slots = part.index.values[wanted]
-            query = TokenQuery.of(request, targets, index)
-            yield ScoredTokens(index, self._scores_of_states(head, states, slots, query, part.shared > 0))
-        self.path = ScoringPath(head, layout, shared)
-
-    def _scores_of_states(
-        self, head: HeadPath, states: Tensor, slots: Tensor, query: TokenQuery, repeated: bool
-    ) -> TokenScores:
-        """Answer `query` given ``states[slots]``.
-
-        Args:
-            repeated: whether some targets are wanted more than once, because rows share their start.
-        """
+    def _scores(self, head: HeadPath, states: Tensor, slots: Tensor, query: TokenQuery, repeated: bool) -> TokenScores:
         inverse = None
         if repeated and not query.depends_on_row:
             vocab_size = self._engine.vocab_size
             pairs, inverse = (slots * vocab_size + query.targets).unique(return_inverse=True)
             slots, query = pairs // vocab_size, replace(query, targets=pairs % vocab_size)
         if head == "tiled":
-            scores = tiled_scores(self._head.tiled(), states_at(states, slots), query.to(states.device))
+            scores = self._head.tiled().scores(states_at(states, slots), query.to(states.device))
         else:
-            scores = self._scores(states, slots, query, self._split.logits)
+            scores = super()._scores(head, states, slots, query, repeated)
         return scores if inverse is None else scores.select(inverse)
+
+    def _logits(self, states: Tensor, head: HeadPath) -> Tensor:
+        return states if head == "whole" else self._split.logits(states)
 
     def _is_short_row(self, batch: SequenceBatch) -> bool:
         """Return whether it is one row of few tokens, most of them scored, and oneDNN would not save more."""
@@ -160,41 +117,56 @@ class FastScorer(Scorer):
 
     # Packed or padded -------------------------------------------------------------------------------------------------
 
-    def _packs_one_by_one(self) -> bool:
-        return self._engine.passes_positions and may_pack(self._engine.base) == "sdpa"
+    def _layouts(self, head: HeadPath) -> Sequence[RowLayout]:
+        packs = head != "whole" and self._engine.passes_positions and may_pack(self._engine.base)
+        may: dict[RowLayout, bool] = {"packed": packs, "fused": packs and self._joint(self._engine.device) is not None}
+        return (*(layout for layout in PACKED if may[layout]), *PLAIN_LAYOUTS)
 
-    def _joint_attention(self) -> JointAttention | None:
-        """Return what attends in many rows of a pack at once; None if nothing does in this model, on this device."""
-        if not self._engine.passes_positions:
-            return None
-        name = may_pack(self._engine.base)
-        if name in _FLASH:
-            return TransformersFlash(name)
-        return self._joint(self._engine.device) if name == "sdpa" else None
-
-    def _tails(self, layout: RowLayout, joint: JointAttention | None) -> TailLogits:
-        """Return a function that makes the logits of short rows in that layout, from the body's hidden states."""
-
-        def tails(rows: Ragged) -> Iterator[tuple[int, Tensor]]:
-            # A row shares its start with a longer one, and equal rows are read twice.
-            for part in self._read_batches(rows, layout, lambda shared, rest: rest > 0):
-                states = self._reader.read(rows, part, joint if layout == "fused" else None)
-                for place, number in enumerate(part.rows.tolist()):
-                    yield number, self._last_logits(part, states, place)
-
-        return tails
-
-    def _last_logits(self, part: ReadBatch, states: Tensor, place: int) -> Tensor:
-        """Return the logits of the last positions of a row of `part`, given the states of all."""
-        return self._split.logits(states[part.index.split()[place][-TAIL:].to(states.device)])
-
-    def _read_batches(self, rows: Ragged, layout: RowLayout, pays: SharingPays) -> Iterator[ReadBatch]:
-        with_shared = limit = tokens_per_pass(self._engine, self._max_batch_tokens)
+    def _read_batches(
+        self, rows: Ragged, layout: RowLayout, head: HeadPath, *, trial: bool = False
+    ) -> Iterator[ReadBatch]:
         if layout not in PACKED:
-            return padded_batches(rows.lengths, self._row_batches(rows.lengths, layout))
+            return super()._read_batches(rows, layout, head)
+        with_shared = limit = tokens_per_pass(self._engine, self._max_batch_tokens)
         if self._engine.device.type == "cpu":
             limit = min(limit, _CPU_PACK)
-        return packed_batches(rows, limit, with_shared, pays)
+        if trial:
+            # A row shares its start with a longer one, and equal rows are read twice.
+            return packed_batches(rows, limit, with_shared, lambda shared, rest: rest > 0)
+        # Rows that share their start would also share its dropout.
+        drops_out = self._drops_out()
+        return packed_batches(
+            rows, limit, with_shared, lambda shared, rest: not drops_out and self._sharing_pays(shared, rest)
+        )
+
+    def _read(self, rows: Ragged, part: ReadBatch, layout: RowLayout, head: HeadPath) -> Tensor:
+        if head == "whole":
+            return super()._read(rows, part, layout, head)
+        device, packed = self._engine.device, part.packed
+        with quick_products(self._split.body()):
+            if packed is None:
+                return self._split.hidden(**self._engine.inputs(rows.select(part.rows), "right")).flatten(0, 1)
+            joint = self._joint(device) if layout == "fused" else None
+            with attention_per_segment(self._engine.base, packed.segments, joint):
+                ids, positions = (to_device(each[None], device) for each in (packed.ids, packed.positions))
+                return self._split.hidden(input_ids=ids, position_ids=positions, attention_mask=None)[0]
+
+    def _drops_out(self) -> bool:
+        """Return whether the model, in its present mode, reads the same ids twice with different results.
+
+        Dropout has a different name in every family, so reading twice is the only test.
+        """
+        if not (torch.is_grad_enabled() and any(part.training for part in self._engine.module.modules())):
+            return False
+        rows = Ragged(torch.arange(16) % self._engine.readable, torch.tensor([16]))
+        part = padded_batch(rows.lengths, torch.tensor([0]))
+        device = self._engine.device
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
+        ):
+            once, again = (self._read(rows, part, "padded", "tiled") for _ in range(2))
+            return not torch.equal(once, again)
 
     def _sharing_pays(self, shared: int, rest: int) -> bool:
         """Return whether to read a common start only once.
@@ -206,10 +178,92 @@ class FastScorer(Scorer):
         return shared >= _SHORTEST_START and 12 * hidden * shared >= rest**2
 
 
-def _name(layout: RowLayout) -> str:
-    """Return the name under which the self test remembers a layout whose logits are made apart from the body."""
-    return layout if layout in PACKED else f"{layout} (body and head apart)"
+# Rows without padding -----------------------------------------------------------------------------------------------
 
 
-def _never(shared: int, rest: int) -> bool:
-    return False
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows one after another in one row of slots.
+
+    Attributes:
+        ids: int64[slots].
+        positions: int64[slots].
+        segments: which slots attend to which.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    segments: tuple[PackedSegment, ...]
+
+
+def packed_batches(
+    rows: Ragged, max_tokens: int, max_shared: int, pays: Callable[[int, int], bool]
+) -> Iterator[ReadBatch]:
+    """Yield rows packed one after another, up to `max_tokens` of them, or one row that is longer.
+
+    Rows are sorted by their ids. If a row starts like the one before it and `pays` says so, the start is not read
+    again: the row becomes a segment that begins after it. Such rows stay together up to `max_shared` tokens.
+    ``[[5, 6, 7], [5, 6, 8]]`` become ids ``[5, 6, 7, 8]`` with the segments 0–3 and 3–4, the second after 0–2.
+    """
+    order, common = _in_order(rows)
+    pack, lengths = _PackBuilder(), rows.lengths.tolist()
+    for row, shared in zip(order, common, strict=True):
+        length = lengths[row]
+        shared = shared if shared and pays(shared, length - shared) else 0
+        if pack.rows and pack.total + length - shared > (max_shared if shared else max_tokens):
+            yield pack.build(rows)
+            pack, shared = _PackBuilder(), 0
+        pack.add(row, length, shared)
+    if pack.rows:
+        yield pack.build(rows)
+
+
+class _PackBuilder:
+    """Collects rows for one pack.
+
+    Attributes:
+        rows: their numbers. total: number of slots so far.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.total = 0
+        self._segments: list[PackedSegment] = []
+        # For every row the slots of all its positions.
+        self._index: list[Tensor] = []
+
+    def add(self, row: int, length: int, shared: int) -> None:
+        """Add a row whose first `shared` positions are those of the latest row."""
+        start, stop = self.total, self.total + length - shared
+        index = torch.arange(start, stop)
+        index = torch.cat([self._index[-1][:shared], index]) if shared else index
+        self._index.append(index)
+        self.rows.append(row)
+        if stop > start:
+            self._segments.append(PackedSegment(start, stop, index if shared else None))
+        self.total = stop
+
+    def build(self, rows: Ragged) -> ReadBatch:
+        chosen = torch.tensor(self.rows)
+        index = Ragged.from_list(self._index)
+        picked = rows.select(chosen)
+        ids, positions = (torch.empty(self.total, dtype=torch.int64) for _ in range(2))
+        # The slots of a shared start are written more than once, each time with the same values.
+        ids[index.values], positions[index.values] = picked.values.cpu(), picked.positions
+        return ReadBatch(chosen, index, self.total, PackedRows(ids, positions, tuple(self._segments)))
+
+
+def _in_order(rows: Ragged) -> tuple[list[int], list[int]]:
+    """Return row numbers sorted by ids, and how many first ids each row has in common with the one before it."""
+    values = rows.values.cpu().numpy()
+    bounds = list(pairwise(rows.offsets.tolist()))
+    # In big-endian order, bytes compare as the numbers do.
+    keys = [values[start:stop].astype(">i8").tobytes() for start, stop in bounds]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    common = [0]
+    for one, other in pairwise(order):
+        a, b = values[slice(*bounds[one])], values[slice(*bounds[other])]
+        shorter = min(len(a), len(b))
+        differs = a[:shorter] != b[:shorter]
+        common.append(int(differs.argmax()) if differs.any() else shorter)
+    return order, common[: len(order)]

@@ -1,6 +1,6 @@
 """Two Triton kernels for a tile of logits: into the running sums of its rows, and into its gradient.
 
-They are right and quick on an H100 (docs/verified.md): see `reductions`. This file imports Triton.
+They are right and quick on an H100 (docs/verified.md): see `tiles.kernels_for`. This file imports Triton.
 """
 
 # Triton reads the signatures of kernels itself.
@@ -50,15 +50,29 @@ def _gradient(product, columns, normalizer, upstream, width, factor, BLOCK: tl.c
 
 
 class ByTriton:
-    """Reduces contiguous tiles with these kernels. See `TileReduction`."""
+    """Reduces contiguous products of hidden states and some of the head's rows with these kernels.
+
+    `product` is ``[rows, width]`` in the dtype of the head, and a logit is ``factor · product``; `columns` is
+    int64[rows], the column of each row's token, which may lie outside the tile; other tensors are float32[rows].
+    """
 
     def fold(
         self, product: Tensor, factor: float, columns: Tensor, largest: Tensor, total: Tensor, chosen: Tensor
     ) -> None:
+        """Take a tile into what is known of its rows, in place.
+
+        Args:
+            product, factor, columns: see the class.
+            largest, total: the exponentials so far sum to ``total · exp(largest)``.
+            chosen: the logit of each row's token, if it was seen.
+        """
         rows, width = product.shape
         _launch(_fold, (rows,), product, columns, largest, total, chosen, width, factor, BLOCK=_BLOCK)
 
     def gradient_(self, product: Tensor, factor: float, columns: Tensor, normalizer: Tensor, upstream: Tensor) -> None:
+        """Overwrite `product` with ``upstream · (one-hot - softmax)``, given the log of each row's sum of exponentials
+        and the gradient of each log-prob, times the factor.
+        """
         rows, width = product.shape
         grid = rows, triton.cdiv(width, _BLOCK)
         _launch(_gradient, grid, product, columns, normalizer, upstream, width, factor, BLOCK=_BLOCK)

@@ -1,14 +1,14 @@
-"""`WeightsState`: a value by which core notices that the model's weights were changed in place."""
+"""`WeightsState` and `fingerprint`: by what core and the self test notice that somebody has changed the model."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence, ValuesView
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_code
 
 #: Attributes of PEFT's layers: which adapters are active or merged into the weights, and how strongly. PEFT merges into
 #: ``weight.data``, which no version counter sees.
@@ -18,6 +18,10 @@ _OF_ADAPTERS = ("merged_adapters", "_active_adapter", "_disable_adapters", "scal
 _SAMPLED, _ELEMENTS = 4, 1024
 #: By which integers the elements of a dtype are read, by their size in bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: What a module's own dictionary may hold that changes what its forward does: hooks, a replaced or compiled forward,
+#: and the adapters of PEFT that are switched on; X-LoRA as a whole is "disabled".
+_SWITCHES = ("_active_adapter", "_disable_adapters", "disabled")
+_WATCHED = ("_forward_hooks", "_forward_pre_hooks", "forward", "_compiled_call_impl", "is_causal", *_SWITCHES)
 
 
 class WeightsState:
@@ -30,7 +34,10 @@ class WeightsState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._structure = _Structure(module)
+        # The parts at the latest call, and the numbers of the weights that are sampled.
+        self._parts: list[Any] = []
+        self._sampled: list[int] = []
+        self._factors = torch.empty(0, dtype=torch.int64)
         # What is told of the adapters while a call runs with another, and how often that has begun or ended.
         self._told: Hashable | None = None
         self._switches = 0
@@ -49,10 +56,10 @@ class WeightsState:
             self._switches += 1
 
     def __call__(self) -> tuple[Hashable, Hashable, int | None]:
-        structure = self._structure
-        if structure.changed:
-            structure = self._structure = _Structure(self._module)
-        weights = structure.weights()
+        parts = _parts(self._module)
+        weights = [weight for part in parts for weight in vars(part)["_parameters"].values() if weight is not None]
+        if parts != self._parts:
+            self._parts, self._sampled = parts, _sampled(weights)
         try:
             where = tuple([weight._version for weight in weights]), tuple(map(Tensor.data_ptr, weights))
         except RuntimeError:
@@ -60,46 +67,12 @@ class WeightsState:
             where = tuple(map(_version, weights)), tuple(map(_address, weights))
         while True:
             switches, told = self._switches, self._told
-            adapters = structure.adapters() if told is None else told
+            adapters = _adapters(parts) if told is None else told
             # Otherwise another thread has switched them meanwhile.
             if switches == self._switches:
-                return hash(where), adapters, structure.sample(weights)
+                return hash(where), adapters, self._sample(weights)
 
-
-class _Structure:
-    """The parts of a model, in lists that can be read quickly."""
-
-    def __init__(self, module: nn.Module) -> None:
-        parts: list[Any] = [module]
-        self._children: list[ValuesView[Any]] = []
-        self._weights: list[ValuesView[Any]] = []
-        self._adapters: list[dict[str, Any]] = []
-        for part in parts:
-            if part is None:
-                continue
-            own = vars(part)
-            self._children.append(own["_modules"].values())
-            self._weights.append(own["_parameters"].values())
-            if "_disable_adapters" in own or "merged_adapters" in own:
-                self._adapters.append(own)
-            # The list is extended while it is read: parts are in the order of the children of all parts before.
-            parts += own["_modules"].values()
-        self._parts = parts[1:]
-        self._sampled = _sampled(self.weights())
-        self._factors = torch.empty(0, dtype=torch.int64)
-
-    @property
-    def changed(self) -> bool:
-        """Whether the model has other parts now."""
-        return list(chain.from_iterable(self._children)) != self._parts
-
-    def weights(self) -> list[Tensor]:
-        return [weight for weight in chain.from_iterable(self._weights) if weight is not None]
-
-    def adapters(self) -> Hashable:
-        return tuple([_frozen(own.get(name)) for own in self._adapters for name in _OF_ADAPTERS])
-
-    def sample(self, weights: Sequence[Tensor]) -> int | None:
+    def _sample(self, weights: Sequence[Tensor]) -> int | None:
         """Return a hash of elements of a few weights; None if they cannot be read, because they are offloaded."""
         try:
             few = [_spread(weights[number].detach()) for number in self._sampled]
@@ -114,6 +87,20 @@ class _Structure:
             return int((bits * self._factors).sum())
         except (RuntimeError, IndexError):
             return None
+
+
+def _parts(module: nn.Module) -> list[Any]:
+    """Return all parts of a model; what it has in two places, twice."""
+    parts: list[Any] = [module]
+    for part in parts:
+        # The list is extended while it is read.
+        parts += [child for child in vars(part)["_modules"].values() if child is not None]
+    return parts
+
+
+def _adapters(parts: Sequence[Any]) -> Hashable:
+    owners = [own for own in map(vars, parts) if "_disable_adapters" in own or "merged_adapters" in own]
+    return tuple([_frozen(own.get(name)) for own in owners for name in _OF_ADAPTERS])
 
 
 def _frozen(value: Any) -> Hashable:
@@ -159,3 +146,30 @@ def _sampled(weights: Sequence[Tensor]) -> list[int]:
     alike = [number for number in alike if weights[number].requires_grad] or alike
     count = min(_SAMPLED, len(alike))
     return [alike[(2 * place + 1) * len(alike) // (2 * count)] for place in range(count)]
+
+
+def fingerprint(module: nn.Module) -> tuple[Any, int]:
+    """Return the structure of a model, and a number that grows when one of its weights is changed in place.
+
+    The structure differs from an earlier one if a part of the model was replaced, hooked, patched or switched since.
+    Every call of the backend computes this, so it reads attributes only: about two microseconds for each part.
+    """
+    parts = _parts(module)
+    special: list[Any] = []
+    kinds: dict[type, Any] = {}
+    attention: set[Any] = set()
+    changes = 0
+    for number, part in enumerate(parts):
+        own, kind = vars(part), type(part)
+        for name in _WATCHED:
+            if value := own.get(name):
+                # Hooks are known by their numbers, which torch never gives twice.
+                special.append((number, name, tuple(value) if isinstance(value, (dict, list)) else value))
+        kinds.setdefault(kind, kind.forward)
+        if "config" in own:
+            attention.add(getattr(own["config"], "_attn_implementation", None))
+        for weight in own["_parameters"].values():
+            if weight is not None and not weight.is_inference():
+                changes += weight._version
+    everywhere = tuple(module_code._global_forward_hooks), tuple(module_code._global_forward_pre_hooks)
+    return (hash(tuple(map(id, parts))), special, kinds, attention, everywhere), changes
