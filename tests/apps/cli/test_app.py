@@ -164,12 +164,30 @@ def test_a_conversation_that_cannot_be_rendered_fails_alone(files, fabricate):
     assert len(rows(files[1])) == 5
 
 
+def test_answers_survive_an_engine_that_fails_midway(files, fabricate, monkeypatch):
+    fabricate("faulty", "1", {"faulty": "faulty_engine:Faulty"}, {"faulty_engine": FAULTY})
+    monkeypatch.setenv("FAIL_FROM", "2")
+    result = generate(files, "--batch-size", 2, backend="faulty")
+    assert result.exit_code == 3 and "out of memory" in result.stderr and "to continue" in result.stderr
+    assert len(rows(files[1])) == 2
+    monkeypatch.delenv("FAIL_FROM")
+    assert generate(files, "--batch-size", 2, backend="faulty").exit_code == 0
+    assert len(rows(files[1])) == 5
+
+
 def test_an_engine_that_does_not_open_leaves_no_output(files, fabricate):
     fabricate("faulty", "1", {"faulty": "faulty_opening:Faulty"}, {"faulty_opening": FAULTY})
     result = generate(files, "--model", "broken", backend="faulty")
     assert result.exit_code == 3 and "no such model" in result.stderr
     assert "to continue" not in result.stderr and "written" not in result.stderr
     assert not files[1].exists()
+
+
+def test_a_failed_call_is_retried_if_asked(files, fabricate, monkeypatch):
+    fabricate("faulty", "1", {"faulty": "faulty_once:Faulty"}, {"faulty_once": FAULTY})
+    monkeypatch.setenv("FAIL_AT", "1")
+    assert generate(files, "--retry", 2, "--timeout", 30, backend="faulty").exit_code == 0
+    assert len(rows(files[1])) == 5
 
 
 def test_files_are_checked_before_the_engine_opens(files, fabricate, tmp_path):

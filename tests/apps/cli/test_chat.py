@@ -328,3 +328,10 @@ def test_ctrl_c_drops_a_question_that_has_no_answer_yet_and_ctrl_d_ends_the_chat
 def test_a_model_given_as_the_backend_is_told_its_flag():
     result = corelm_command("chat", "--backend", "some/model")
     assert result.exit_code == 2 and "give --backend transformers --model 'some/model'" in result.stderr
+
+
+def test_the_model_is_the_argument_or_a_flag():
+    result = corelm_command("chat", "one", "--model", "two")
+    assert result.exit_code == 2 and "given twice, as one" in result.stderr
+    result = corelm_command("chat", "/nowhere/model", stdin="hello\n")
+    assert result.exit_code == 2 and "/nowhere/model" in result.stderr

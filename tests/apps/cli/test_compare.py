@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from corelm_compare import SideSpec, from_json
 from corelm_compare.prompts import CONVERSATIONS, DEFAULT, TEXTS
 from helpers.command_line import corelm_command, generate, write_rows
 from helpers.lora import lora, merged, save
+from helpers.processes import PATIENCE, heed_interrupts, wait_until
 
 TWO = ("--backend", "toy", "--backend", "toy", "--name", "other")
 PROMPTS = [{"prompt": "The cat"}, {"messages": [{"role": "user", "content": "Hi"}]}, {"ids": [72, 105, 33]}]
@@ -252,3 +257,43 @@ def test_the_help_says_how_many_tokens_are_sampled():
     words = " ".join(corelm_command("compare", "--help").stdout.split())
     assert f"none fills the model's context. Default: {DEFAULT.max_new_tokens}." in words
     assert "Default: 256." in " ".join(corelm_command("generate", "--help").stdout.split())
+
+
+@pytest.mark.nightly
+@pytest.mark.process
+def test_ctrl_c_ends_the_command_and_closes_the_engines(tmp_path):
+    (tmp_path / "slow_plugin.py").write_text(
+        f"""
+import pathlib, time
+import corelm
+from corelm_testing.toy import ToyBackend
+
+class Slow(ToyBackend):
+    @corelm.hookimpl
+    def score_logprobs(self, request):
+        pathlib.Path({str(tmp_path / "scoring")!r}).touch()
+        time.sleep({PATIENCE})
+
+    @corelm.hookimpl
+    def close(self, request):
+        pathlib.Path({str(tmp_path / "closed")!r}).touch()
+"""
+    )
+    info = tmp_path / "slow-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[corelm.backends]\nslow = slow_plugin:Slow\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    run = subprocess.Popen(
+        [sys.executable, "-m", "corelm_cli", "compare", "--backend", "toy", "--backend", "slow"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        preexec_fn=heed_interrupts,
+    )
+    assert wait_until((tmp_path / "scoring").exists)
+    run.send_signal(signal.SIGINT)
+    out, said = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 130 and out == "" and said.splitlines()[-1] == "interrupted"
+    assert (tmp_path / "closed").exists()

@@ -324,6 +324,20 @@ def test_a_model_is_opened_and_timed_and_an_index_that_does_not_answer_is_no_pro
     assert newest["transformers"]["level"] == "ok" and "pip could not ask" in newest["transformers"]["text"]
 
 
+@pytest.mark.parametrize(
+    ("part", "way", "level"),
+    [
+        ("model", "float32 on cuda:0", "warning"),
+        ("model", "bfloat16 on cuda:0", "ok"),
+        ("decoding", "uncached: its forward takes no cache", "warning"),
+        ("scoring", "packed", "ok"),
+        ("scoring", "padded: packed rows differ", "warning"),
+    ],
+)
+def test_what_is_slower_than_it_could_be_is_a_warning(part, way, level):
+    assert models._judged(part, way)[0] == level
+
+
 def test_a_model_that_does_not_open_is_a_problem(tmp_path):
     result = corelm_command("doctor", tmp_path / "gone")
     assert result.exit_code == 1 and "PROBLEM" in result.stdout and "gone" in result.stdout

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import Result
 
 from corelm_testing.toy import Bigram, ByteTokenizer
@@ -122,6 +123,23 @@ def test_whitespace_at_the_end_of_a_prompt_belongs_to_the_completion(files, tiny
         assert row["token_ids"] == whole[len(tokenizer(prompt.rstrip())["input_ids"]) :]
 
 
+def test_a_real_model_gives_the_log_probs_of_its_plain_forward(files, tiny_model):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    choices = [" your name?", " it?", " the weather like today in the north?"]
+    write_rows(files[0], [{"prompt": "What is", "completions": choices}])
+    more = ("--model", tiny_model, "--option", "dtype=float32")
+    assert score(files, *more, backend="transformers").exit_code == 0
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
+    begin = len(tokenizer("What is")["input_ids"])
+    for choice, log_prob in zip(choices, rows(files[1])[0]["log_prob"], strict=True):
+        ids = torch.tensor([tokenizer("What is" + choice)["input_ids"]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(-1, ids[0, 1:, None])[begin - 1 :].sum()
+        assert log_prob == pytest.approx(float(expected), abs=1e-3)
+
+
 def test_answers_of_generate_can_be_scored_and_agree(tmp_path):
     files = write_prompts(tmp_path)
     generate(files, "--log-probs", "raw", "--copy-input", "--num-samples", 2, "--seed", 5, "--ignore-eos")
@@ -210,6 +228,30 @@ class Choosy(ToyBackend):
     assert score(files, backend="choosy").exit_code == 1
     assert [row["line"] for row in rows(files[1])] == [1, 2, 4, 5]
     assert [row["line"] for row in rows(files[1].with_name("scores.errors.jsonl"))] == [3]
+
+
+def test_scoring_goes_on_where_it_stopped(files):
+    write_rows(files[0], [{"text": f"The cat {number}"} for number in range(6)])
+    score(files)
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole[: len(whole) // 2])
+    result = score(files, "--batch-size", 2)
+    assert result.exit_code == 0 and files[1].read_bytes() == whole
+    assert "tokens scored in" in result.stderr and "finish reasons" not in result.stderr
+
+
+def test_scores_with_different_settings_are_not_mixed(files):
+    write_rows(files[0], [{"text": "The cat"}])
+    score(files)
+    before = files[1].read_bytes()
+    for more, message in (
+        (["--temperature", 0], "expected a number above 0, got 0"),
+        (["--temperature", 0.5], "made with temperature 1.0, but temperature is now 0.5"),
+        (["--per-token"], "made with per_token False, but per_token is now True"),
+        (["--option", "max_context=99"], "made with options {}"),
+    ):
+        result = score(files, *more)
+        assert result.exit_code == 2 and message in result.stderr and files[1].read_bytes() == before, more
 
 
 def test_answers_and_scores_are_not_mixed(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,3 +136,11 @@ def test_loads_agree_with_a_plain_table():
         if least is not None:
             assert open_[least] == min(open_.values())
             assert table.mean == pytest.approx(sum(open_.values()) / len(open_))
+
+
+def test_the_simulation_runs_and_no_row_is_lost():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.routing", "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| our routing ") == 3

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from corelm.errors import EngineError
+from corelm.errors import EngineError, InvalidRequestError
 from corelm_fleet.hosting.channel import Channel, Kind
 from corelm_fleet.hosting.connection import Connection
 from corelm_fleet.hosting.failures import Failure
@@ -93,6 +93,28 @@ def test_a_frame_that_does_not_fit_in_memory_ends_all_calls(ends: Ends) -> None:
     with pytest.raises(EngineError) as failure:
         connection.send(Kind.CALL, "x", 5)
     assert failure.value.usable is False and connection.lost
+
+
+def test_calls_end_if_a_request_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (MemoryError(), OSError(22, "Invalid argument")):
+        here, there = socket.socketpair()
+        connection = Connection(Channel(here), lambda: "it ended")
+
+        def fail(*_: object, error: Exception = error) -> NoReturn:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "send_packed", fail)
+            with pytest.raises(EngineError):
+                connection.send(Kind.CALL, "x", 5)
+        connection.close()
+        there.close()
+
+
+def test_what_cannot_be_sent_is_refused_with_a_type(ends: Ends) -> None:
+    connection, _ = ends
+    with pytest.raises(InvalidRequestError):
+        connection.send(Kind.CALL, lambda: None, 5)
 
 
 class Unreadable:

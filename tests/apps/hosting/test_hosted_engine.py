@@ -74,6 +74,26 @@ def test_every_hook_is_carried_or_has_a_reason_not_to_be() -> None:
     assert carried | elsewhere == hooks and not carried & elsewhere
 
 
+def test_a_batch_of_chats_takes_a_fixed_number_of_requests(toy_host: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    connection = toy_host.engine.plugin.host.connection
+    call = type(connection).call
+    monkeypatch.setattr(
+        type(connection), "call", lambda self, what, *rest: asked.append(what.name) or call(self, what, *rest)
+    )
+    policy = LLMPolicy(toy_host, sampling_params={"max_new_tokens": 2}, chat_template="chatml")
+    counts = []
+    for rows in (2, 20):
+        del asked[:]
+        chats = [
+            [{"role": "user", "content": f"number {n}"}, {"role": "assistant", "content": "x"}] * 3 for n in range(rows)
+        ]
+        policy(TensorDict(history=History.from_chats([[*c, {"role": "user", "content": "y"}] for c in chats])), seed=1)
+        counts.append(len(asked))
+    # The first call also asks for texts that are then remembered.
+    assert counts[1] <= counts[0] <= 12, asked
+
+
 def test_a_chat_template_that_is_set_here_is_used_there(model_host: Backend) -> None:
     tokenizer = model_host.tokenizer
     before = tokenizer.chat_template

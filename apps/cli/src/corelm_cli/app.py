@@ -314,6 +314,7 @@ def score(
 @flags.sampling_flags("num_samples")
 def chat(
     sampling: dict[str, Any],
+    path: flags.ModelArgument = None,
     backend: flags.BackendName = "transformers",
     model: flags.Model = None,
     base_url: flags.BaseURL = None,
@@ -341,6 +342,7 @@ def chat(
     Exit code 1: some lines of a pipe were not answered. 2: the command was refused. 3: the engine failed. 130:
     interrupted.
     """
+    model = flags.one_model(path, model)
     engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)
     with typed_exits():
         params = SamplingParams.make(sampling)

@@ -43,6 +43,11 @@ class EngineChoice:
         **limits: Any,
     ) -> EngineChoice:
         """Return the choice that the shared flags of a command make; `limits` are `retry` and `timeout`."""
+        if backend == "transformers" and base_url is not None:
+            raise typer.BadParameter(
+                "the transformers backend runs a model in this process; give --backend vllm, sglang or openai as well",
+                param_hint="--base-url",
+            )
         options, (name, folder) = flags.engine_options(option, base_url), named_adapter(adapter)
         return cls(backend=backend, model=model, options=options, adapter=name, adapter_folder=folder, **limits)
 

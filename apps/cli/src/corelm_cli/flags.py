@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType
@@ -78,6 +80,9 @@ BackendName = Annotated[
     of_engine(help="Name of the backend, as listed by `corelm backends`.", autocompletion=installed_backends),
 ]
 Model = Annotated[str | None, of_engine(help="Path of the model, or a name that the engine knows.")]
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="Path of the model, or a name that the engine knows: as --model.")
+]
 BaseURL = Annotated[str | None, of_engine(help="URL of a running server to use instead of a model.")]
 EngineOptions = Annotated[
     list[str] | None,
@@ -111,10 +116,24 @@ Timed = Annotated[
 ]
 
 
+def one_model(path: str | None, model: str | None) -> str | None:
+    """Return the model that is given as an argument or with ``--model``."""
+    if path is not None and model is not None:
+        raise typer.BadParameter(f"the model is given twice, as {path} and with --model", param_hint="--model")
+    return model or path
+
+
 def to_read(path: Path | None) -> Path | None:
     """Refuse a file that is not there, before libraries are imported, which takes seconds."""
-    if path is not None and str(path) != "-" and (path.is_dir() or not path.exists()):
-        raise typer.BadParameter(f"{path} is a folder" if path.is_dir() else f"there is no file {path}")
+    if path is not None and str(path) != "-":
+        if os.path.isdir(path):
+            raise typer.BadParameter(f"{path} is a folder")
+        # What else is wrong is said where the file is opened.
+        with suppress(OSError):
+            try:
+                os.stat(path)
+            except FileNotFoundError:
+                raise typer.BadParameter(f"there is no file {path}") from None
     return path
 
 

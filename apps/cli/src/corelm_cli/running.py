@@ -44,7 +44,8 @@ def run(job: Job[Any], as_json: bool) -> NoReturn:
         # What engines print must not get among the answers, or into the JSON.
         stdout = stack.enter_context(standard_output()) if job.target is None or as_json else None
         code = _to_its_end(job, summary, stdout)
-        if not job.quiet and (summary.seconds or summary.failed or summary.status == "finished"):
+        begun = summary.seconds and summary.status == "interrupted"
+        if not job.quiet and (summary.written or summary.failed or begun or summary.status == "finished"):
             for line in summary.lines():
                 tell(line)
         exists = job.target is not None and summary.written + summary.present > 0

@@ -38,10 +38,7 @@ class RecordedLogProbs(StrEnum):
 
 def serve(
     context: typer.Context,
-    path: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Path of the model, or a name that the engine knows: as --model."),
-    ] = None,
+    path: flags.ModelArgument = None,
     backend: flags.BackendName = "transformers",
     model: flags.Model = None,
     base_url: flags.BaseURL = None,
@@ -136,11 +133,10 @@ def serve(
     if path is not None and path.startswith("--"):
         # A flag of the engine that comes before any MODEL.
         more, path = [path, *more], None
-    if path is not None and model is not None:
-        raise typer.BadParameter(f"the model is given twice, as {path} and with --model", param_hint="--model")
     own = [flag for each in context.command.params for flag in each.opts if flag.startswith("--")]
     option = [*(option or ()), *flags.engine_flags(more, own)]
-    engine = EngineChoice.from_flags(backend, model or path, base_url, option, retry=retry, adapter=adapter)
+    model = flags.one_model(path, model)
+    engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, adapter=adapter)
     with interrupt_ends_process():
         from corelm_serve.app import ServingApp
         from corelm_serve.options import ServerOptions
