@@ -410,7 +410,13 @@ def _from_rows(rows: Any, field: str) -> Ragged:
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise invalid(field, f"expected rows of token ids, got {shown(rows)}; backend.tokenize turns texts into ids")
     if type(rows) is not list:
-        return rows_of_ids(list(rows), field)
+        try:
+            read = list(rows)
+        except Exception as error:
+            raise invalid(
+                field, f"expected rows of token ids, got {shown(rows)}, which fails: {described(error)}"
+            ) from error
+        return rows_of_ids(read, field)
     found: list[Tensor | array[int]] = []
     problems: Problems = {}
     for index, row in enumerate(rows):

@@ -327,11 +327,17 @@ class Dispatcher:
     def _own(self) -> None:
         pause: float | None = None
         while True:
-            with suppress(Empty):
-                self._inbox.get(timeout=pause)()
-                while True:
-                    self._inbox.get_nowait()()
-            pause = self._look()
+            try:
+                with suppress(Empty):
+                    self._inbox.get(timeout=pause)()
+                    while True:
+                        self._inbox.get_nowait()()
+                pause = self._look()
+            except BaseException as error:
+                # No caller may wait for an owner that is gone.
+                pause = None
+                for call in self.queue.clear():
+                    call.settle(error=own(self._failure(error)))
             if self._ended():
                 with self._starting:
                     self._owner = None

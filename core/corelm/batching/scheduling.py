@@ -235,13 +235,20 @@ class TicketQueue(Generic[T]):
 
     def _batches(self) -> Iterator[tuple[list[T], bool]]:
         """Yield for each group, the oldest first, the tickets that can go together, and whether no more could."""
-        inside, seen = self.inside, set[Hashable]()
-        for at, head in enumerate(inside):
-            if (group := _group(head)) not in seen:
-                seen.add(group)
-                yield self._batch(group, itertools.islice(inside, at, None))
-            if head.barrier:
-                return
+        if not (inside := self.inside):
+            return
+        # The oldest goes most often, without a look at the others.
+        yield self._batch(first := _group(inside[0]), inside)
+        groups: dict[Hashable, list[T]] = {}
+        barrier: list[T] = []
+        for ticket in inside:
+            groups.setdefault(_group(ticket), []).append(ticket)
+            if ticket.barrier:
+                barrier = [ticket]
+                break
+        del groups[first]
+        for group, tickets in groups.items():
+            yield self._batch(group, [*tickets, *barrier])
 
     def _batch(self, group: Hashable, tickets: Iterable[T]) -> tuple[list[T], bool]:
         batch: list[T] = []

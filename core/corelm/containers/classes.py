@@ -305,15 +305,15 @@ def objects(value: Any, dims: int) -> list[Any]:
 
 def of_one_width(row_values: Sequence[Tensor], key: NestedKey) -> list[Tensor]:
     """Return rows that have as many values a token; those without tokens are given as many. Refuse others."""
-    shape = next((values.shape[1:] for values in row_values if values.numel()), row_values[0].shape[1:])
+    shape = next((values.shape[1:] for values in row_values if len(values)), row_values[0].shape[1:])
     problems = {
         row: f"has {[*values.shape[1:]]} values a token, but another row has {[*shape]}; read them apart, or give all "
         "rows the same top_logprobs or top_k"
         for row, values in enumerate(row_values)
-        if values.numel() and values.shape[1:] != shape
+        if len(values) and values.shape[1:] != shape
     }
     refuse(problems, str(key))
-    return [values if values.numel() else values.new_empty((len(values), *shape)) for values in row_values]
+    return [values if len(values) else values.new_empty((0, *shape)) for values in row_values]
 
 
 def must_have_lengths(found: Tensor, wanted: Tensor, name: str, of: str = "tokens") -> None:

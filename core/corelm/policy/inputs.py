@@ -279,12 +279,13 @@ class InputReader:
     def _tokens(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
         holder, top, name, own_key = td, self._top, self._names[part], self._own_key
         held = find_value(td, top)
-        if own_key and not isinstance(held, (Tensor, Tokens)) and (batch := input_ids_of(td, top, held, part)):
-            holder, top = batch
-            held, name, own_key = find_value(holder, top), ".".join(top), False
         plain = isinstance(held, TensorDictBase)
         fields = {*held.keys()} if plain or isinstance(held, Tokens) else set()
         completions = part == "full" and "full" not in fields and fields >= {"prompt", "response"}
+        bare = own_key and not completions and not isinstance(held, (Tensor, Tokens))
+        if bare and (batch := input_ids_of(td, top, held, part)):
+            holder, top = batch
+            held, name, own_key, plain, fields = find_value(holder, top), ".".join(top), False, False, set()
         found = held
         if plain and completions:
             parts = {each: as_list(find_value(held, each)) for each in ("prompt", "response")}
@@ -308,7 +309,7 @@ class InputReader:
             whole = cells.ids
             if part == "prompt" and "full" in fields:
                 whole = _cells(find_value(held, "full") if plain else held, "full", name).ids
-            unsure = _UNCLEAR if {"response", "full"} <= fields else _NO_PADS if cells.in_rows else None
+            unsure = _UNCLEAR if {"response", "full"} <= fields else _NO_PADS if cells.in_rows and not plain else None
             mask_key, misfit = _mask_next_to(holder, top, whole.lengths.tolist(), plain, unsure)
             if misfit is not None and not has_masks:
                 if fields:
@@ -666,7 +667,7 @@ def _mask_rows(held: Any, name: str, field: str | None = None, in_rows: bool = F
     if isinstance(value, Tensor) and value.ndim and not value.is_nested:
         mask = as_mask(value, name).cpu()
         return Ragged(mask.reshape(-1), torch.full((math.prod(mask.shape[:-1]),), mask.shape[-1]))
-    return read_rows(value, torch.bool, name)[0]
+    return read_rows(value, torch.bool, name)[0].to("cpu")
 
 
 def _must_be_as_long(cells: Ragged, mask: Ragged, name: str) -> None:

@@ -348,6 +348,18 @@ def _refuse_unknown(given: Mapping[str, Any], sampling: SamplingParams) -> None:
 
 
 _NEUTRAL = SamplingParams()
+_made = PolicyOptions.__init__
+
+
+@functools.wraps(_made)
+def _make(self: PolicyOptions, **given: Any) -> None:
+    # The same mistakes as in `replace`.
+    if not given.keys() <= set(OPTIONS):
+        _refuse_unknown(given, SamplingParams.make(given.get("sampling_params")))
+    _made(self, **given)
+
+
+PolicyOptions.__init__ = _make  # type: ignore[method-assign]
 
 
 def out_keys(options: PolicyOptions) -> list[NestedKey]:

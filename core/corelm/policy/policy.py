@@ -255,6 +255,9 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         engine.require_here()
         if not isinstance(td, TensorDictBase):
             kind, call = type(td).__name__, PASSED[options.input_mode]
+            if isinstance(td, Mapping) and "input_ids" in td:
+                names = [name for name in ("input_ids", "attention_mask") if name in td]
+                call = ", ".join(f"{name}=batch[{name!r}]" for name in names)
             raise validate.invalid("tensordict", f"expected a TensorDict, got {kind}; pass TensorDict({call})")
         if seed is not None and not options.generate:
             raise validate.invalid("seed", "scoring samples nothing; leave the seed out")

@@ -229,7 +229,10 @@ def _must_be_normalised(held: LogProbs, sets: TokenSets, name: str, temperature:
     if problems:
         temperatures = {one.temperature for one in labels if one is not None}
         first = next(iter(temperatures)) if len(temperatures) == 1 else "…"
-        raise ProvenanceMismatchError(
-            f'support_key: {name}: {spelled_out(problems)}; both with log_probs_mode="processed", the scores '
-            f'with sampling_params={{"temperature": {first}}}, or score without support_key'
+        advice = (
+            f'both with log_probs_mode="processed", the scores with sampling_params={{"temperature": {first}}}, or '
+            "score without support_key"
         )
+        if 0.0 in temperatures:
+            advice = "greedy answers have the log-prob 0 under truncation; score without support_key"
+        raise ProvenanceMismatchError(f"support_key: {name}: {spelled_out(problems)}; {advice}")

@@ -19,6 +19,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from corelm.errors import refuse
 from corelm.validate import invalid
 
 Side = Literal["left", "right"]
@@ -370,6 +371,9 @@ def _made(given: Any, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
+_MASK = "expected True and False, or 1 and 0; got a mask"
+
+
 def as_mask(given: Any, field: str) -> Tensor:
     """Return a mask as bool. It may hold zeros and ones, as transformers writes masks.
 
@@ -378,12 +382,16 @@ def as_mask(given: Any, field: str) -> Tensor:
     Raises:
         InvalidRequestError: it is not a plain tensor, has no values, or holds something else; the error names `field`.
     """
-    why = unreadable(given)
-    if not why and given.dtype != torch.bool:
-        odd = given[(given != 0) & (given != 1)]
-        why = f"a mask that holds {odd[0].item()}" if odd.numel() else ""
+    if why := unreadable(given):
+        why = f"expected True and False, or 1 and 0; got {why}"
+    elif given.dtype != torch.bool:
+        odd = (given != 0) & (given != 1)
+        if given.ndim == 2:
+            rows = odd.any(-1).nonzero()[:, 0].tolist()
+            refuse({row: f"{_MASK} that holds {given[row][odd[row]][0].item()}" for row in rows}, field)
+        why = f"{_MASK} that holds {given[odd][0].item()}" if bool(odd.any()) else ""
     if why:
-        raise invalid(field, f"expected True and False, or 1 and 0; got {why}")
+        raise invalid(field, why)
     mask: Tensor = given.to(torch.bool)
     return mask
 

@@ -244,3 +244,29 @@ def test_the_mask_of_the_prompts_is_not_taken_for_that_of_their_answers(backend,
 def test_a_mask_that_is_not_numbers_is_refused_by_row(backend, mask):
     with refused(InvalidRequestError, field="tokens.prompt"):
         tokens_policy(backend, True)(TensorDict(tokens=[[72, 105], [87]], attention_mask=mask))
+
+
+@each("where", ["inside", "beside"])
+def test_a_mask_of_padded_prompts_beside_ragged_responses_is_refused(backend, where):
+    parts = {"prompt": torch.tensor([[PAD, 72, 105], ROWS[1]]), "response": [[33], [33, 33]]}
+    mask = {"attention_mask": LEFT["attention_mask"]}
+    td = TensorDict(
+        tokens=TensorDict(parts | (mask if where == "inside" else {})), **(mask if where == "beside" else {})
+    )
+    with refused(InvalidRequestError, field="masks"):
+        tokens_policy(backend, False)(td)
+
+
+def test_completions_are_scored_also_beside_input_ids(backend):
+    parts = {"prompt": torch.tensor([ROWS[1]]), "response": torch.tensor([[33, 34]])}
+    alone, beside = (
+        corelm.ragged(tokens_policy(backend, False)(TensorDict(tokens=TensorDict(td))), ("log_probs", "full"))
+        for td in (parts, {**parts, "input_ids": torch.tensor([[1, 2]])})
+    )
+    assert alone.tolist() == beside.tolist() and alone.lengths.tolist() == [5]
+
+
+def test_the_row_of_a_mask_that_holds_something_else_is_named(backend):
+    mask = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.5, 1.0]])
+    with pytest.raises(InvalidRequestError, match=r"row 1: .* holds 0\.5"):
+        tokens_policy(backend, True)(TensorDict(tokens=LEFT["input_ids"], attention_mask=mask))

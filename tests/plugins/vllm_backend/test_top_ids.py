@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from corelm.spec import GenerateRequest
-from corelm_engine_kit import RowError
+from corelm_engine_kit import RowError, checked_top_ids
 from helpers.each import case
 from helpers.fake_vllm import PROMPTS, VOCAB, Connect, FakeVLLM, next_logprobs
 from helpers.requests import generation, scoring
-from vllm_backend.top_ids import flat_candidates, named_candidates, wanted
+from vllm_backend.top_ids import flat_candidates, limit, named_candidates, wanted
 
 
 def request(k: int, logprobs: Any = "raw", **sampling: Any) -> GenerateRequest:
@@ -50,9 +50,38 @@ def test_one_candidate_more_shows_whether_there_are_others() -> None:
             assert wanted(given, 20) == expected
 
 
+def test_the_limit_of_an_engine_is_at_most_its_vocabulary() -> None:
+    assert [limit(most, 500) for most in (-1, 0, 20, 1000)] == [500, 0, 20, 500]
+
+
 # What is returned -----------------------------------------------------------------------------------------------------
 
 INF = math.inf
+
+
+def of(ids: list[list[int]], logprobs: list[list[float]], k: int, vocab_size: int = 9) -> Any:
+    return checked_top_ids(torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float64), k, vocab_size)
+
+
+def test_ids_without_a_probability_are_left_out_and_the_tail_is_exact() -> None:
+    logs = [math.log(0.75), math.log(0.25)]
+    top = of([[4, 2, 0], [8, 7, 6]], [[*logs, -INF], [math.log(0.5), math.log(0.2), math.log(0.1)]], 2)
+    assert top.ids.tolist() == [[4, 2], [8, 7]]
+    assert top.tail.tolist() == [-INF, pytest.approx(math.log(0.3))]
+    assert of([[4, 2, 0]], [[0.0, -INF, -INF]], 3).ids.tolist() == [[4, -1, -1]]
+    assert of([[1, 0]], [[math.log(0.6), math.log(0.4 - 1e-9)]], 2, vocab_size=2).tail.tolist() == [-INF]
+
+
+def test_candidates_that_are_no_log_probs_in_order_are_refused() -> None:
+    for logprobs in [[-0.5, math.nan], [math.nan, -1.0], [-1.0, -0.5], [0.5, -1.0], [-INF, -INF], [-INF, -1.0]]:
+        with case(logprobs), pytest.raises(RowError):
+            of([[4, 2]], [logprobs], 2)
+
+
+def test_a_candidate_outside_the_vocabulary_is_refused() -> None:
+    for token in [-1, 9]:
+        with case(token), pytest.raises(RowError, match="outside the vocabulary of 9"):
+            of([[4, token]], [[-0.5, -1.0]], 2)
 
 
 def flat(*positions: list[tuple[int, float]]) -> Any:

@@ -18,7 +18,7 @@ import torch
 from corelm_fleet.hosting.packing import pack, unpack
 
 #: Both sides must have the same. Count it up when frames or what is in them change.
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 _HEAD = struct.Struct("<4sBQQI")
 _MAGIC = b"clm1"
