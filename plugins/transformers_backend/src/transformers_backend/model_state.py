@@ -99,7 +99,8 @@ def _parts(module: nn.Module) -> list[Any]:
 
 
 def _adapters(parts: Sequence[Any]) -> Hashable:
-    owners = [own for own in map(vars, parts) if "_disable_adapters" in own or "merged_adapters" in own]
+    # PEFT's layers have an active one from the beginning, and some have nothing else until they are switched.
+    owners = [own for own in map(vars, parts) if any(name in own for name in _OF_ADAPTERS[:3])]
     return tuple([_frozen(own.get(name)) for own in owners for name in _OF_ADAPTERS])
 
 

@@ -278,6 +278,15 @@ def test_a_change_between_two_calls_takes_effect(open_model: Open, name: str) ->
     check(backend, model, head)
 
 
+def test_a_factor_of_the_body_may_be_a_tensor_that_changes_in_place(open_model: Open) -> None:
+    model = falcon()
+    model.model.lm_head_multiplier = torch.tensor(float(model.model.lm_head_multiplier))
+    backend = open_model(model)
+    for _ in range(2):
+        check(backend, model, None)
+        model.model.lm_head_multiplier.mul_(2)
+
+
 def test_a_hook_is_called_until_it_is_removed(open_model: Open) -> None:
     def tanh(module: Any, args: Any, out: Any) -> Any:
         if isinstance(out, Tensor):
@@ -362,6 +371,8 @@ def test_short_floats_of_a_scaled_head_are_always_rounded_alike(open_model: Open
     found = backend.score_logprobs([ids]).logprobs.values
     assert scoring_path(backend).head == "tiled"
     torch.testing.assert_close(backend.score_logprobs([ids], grad=True).logprobs.values.detach(), found)
+    short = backend.score_logprobs([ids[:40]]).logprobs.values
+    torch.testing.assert_close(short, found[:40])
     few = backend.score_logprobs([ids], score_from=60).logprobs.values
     torch.testing.assert_close(few[60:], found[60:])
 

@@ -24,9 +24,11 @@ _IN_INTERPRETER = """
 import sys
 import torch
 from transformers_backend.fast import triton_head
+from transformers_backend.fast import tiles
 from transformers_backend.fast.tiles import TiledHead, agree
 
-triton_head._BLOCK = 64
+# As many tiles as a GPU would have.
+triton_head._BLOCK, tiles._CPU_TILE = 64, (32, 512)
 kernels, cpu = triton_head.ByTriton(), torch.device("cpu")
 for dtype in (torch.float32, torch.bfloat16):
     assert agree(kernels, cpu, dtype), dtype

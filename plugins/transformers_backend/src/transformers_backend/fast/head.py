@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from numbers import Number
 from types import FunctionType, MethodType
 from typing import Any
@@ -270,14 +271,16 @@ class ScoringHead:
         for each in name.split(".")[:-1]:
             around.append(getattr(around[-1], each))
         for part, inner in zip(around, [*around[1:], body], strict=True):
-            tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False), *vars(part).values()]
-            others = (each for each in part.children() if each is not inner and each is not head)
-            if any(isinstance(each, Tensor) for each in tensors) or any(True for _ in others):
+            if any(each is not inner and each is not head for each in part.children()):
                 return None
-        parts = [*around, body, head]
+        parts, configs = [*around, body, head], [config, config.get_text_config(), getattr(body, "config", config)]
+        # A forward may multiply by a tensor, whose value only running it tells.
+        held = [vars(owner).values() for owner in (*around, body, *configs)]
+        held += [(*part.parameters(recurse=False), *part.buffers(recurse=False)) for part in (*around, body)]
+        if any(isinstance(each, Tensor) for each in chain.from_iterable(held)):
+            return None
         if not all(map(_calls_library_code, parts)):
             return None
-        configs = [config, config.get_text_config(), getattr(body, "config", config)]
         return (
             parts,
             [type(part).forward for part in parts],

@@ -20,19 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
 from corelm.spec import Ragged, TopIds
 from corelm_engine_kit.token_scores import TokenQuery, TokenScores, logprobs_by_sets, logprobs_in_sets
 from transformers_backend.fast import onednn
+from transformers_backend.fast.set_logits import SetLogits
 
 _log = logging.getLogger(__name__)
 
 #: Tokens × vocabulary entries of a tile. On a CPU, 4 MiB of float32 stay in its cache; elsewhere 128 MiB give a GPU
 #: enough to do with each tile. With fewer tokens than that, a tile on a CPU is wider.
 _CPU_TILE, _TILE = (1024, 1024), (2048, 16384)
-#: The most logits that are made at a time for sets: 4 MiB of float32 on a CPU.
-_CPU_ELEMENTS, _ELEMENTS = 2**20, 2**25
 #: More logits that wait to be ranked than this many times those wanted, in one row, are ranked at once.
 _WAITING = 4
 #: Set to 0 to leave out the kernels of `triton_head`.
@@ -92,7 +90,7 @@ class TiledHead:
 
         `sets` has n rows of ids, none of them empty. Only the head's rows of these ids are read.
         """
-        logits = self.scale * _products_in_sets(self, hidden, sets)
+        logits = self.scale * SetLogits.apply(hidden, self.weight, self.bias, sets, self.dtype or hidden.dtype)
         logits = logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
         return logprobs_in_sets(logits / temperature, sets, tokens)
 
@@ -534,35 +532,6 @@ def _true_places(mask: Tensor) -> Tensor:
     some = mask.view(torch.int64).nonzero()
     places = (some * 8 + torch.arange(8)).view(-1)
     return places[mask[places]]
-
-
-# Sets of ids --------------------------------------------------------------------------------------------------------
-
-
-def _products_in_sets(head: TiledHead, hidden: Tensor, sets: Ragged) -> Tensor:
-    """Return float32[total] (float64 of float64): the bare product of a state and a row of the head, with the bias,
-    rounded to the dtype of the head, for each value of `sets`.
-
-    One product makes those of some positions for every id in any set. That is more than is needed, but it is
-    a matrix product, whose sums are rounded like those of the whole head.
-    """
-    dtype, device = head.dtype or hidden.dtype, hidden.device
-    # A table of the vocabulary takes less time than sorting.
-    table = torch.zeros(len(head.weight), dtype=torch.bool, device=device)
-    table[sets.values] = True
-    known, columns = table.nonzero()[:, 0], (table.cumsum(0) - 1)[sets.values]
-    # In float32, so that the gradients of all chunks are summed before they are rounded.
-    exact = torch.promote_types(dtype, torch.float32)
-    weight, bias = head.weight[known].to(exact), None if head.bias is None else head.bias[known].to(exact)
-    places, ends = sets.row_index.to(device) * len(known) + columns, sets.offsets.tolist()
-    size = max(1, (_CPU_ELEMENTS if device.type == "cpu" else _ELEMENTS) // max(1, len(known)))
-    made = []
-    for start in range(0, len(hidden), size):
-        states = hidden[start : start + size].to(dtype)
-        inside = places[ends[start] : ends[start + len(states)]] - start * len(known)
-        product = linear(states, weight.to(dtype), None if bias is None else bias.to(dtype))
-        made.append(product.flatten().gather(0, inside))
-    return torch.cat(made).to(exact)
 
 
 # Kernels ------------------------------------------------------------------------------------------------------------
