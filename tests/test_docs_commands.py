@@ -197,7 +197,7 @@ def test_what_is_printed_can_be_typed(line, complete, tmp_path, monkeypatch, cap
     # A flag may act while the arguments are read: --install-completion writes to the home folder.
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
-    for name in ("prompts.jsonl", "choices.jsonl"):
+    for name in ("prompts.jsonl", "choices.jsonl", "book.txt"):
         Path(name).touch()
     said = complaint(line, pytestconfig, capsys)
     # A sentence names the flags that it is about; a block is to be copied.

@@ -56,4 +56,4 @@ from .rendering.render import segments_of as segments_of
 from .rendering.render import special_tokens as special_tokens
 from .rendering.response_parsers import AUTO as AUTO
 from .rendering.template import Template as Template
-from .tensors.ragged import non_tensors as non_tensors
+from .tensors.lazy_rows import non_tensors as non_tensors

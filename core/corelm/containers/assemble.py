@@ -20,7 +20,8 @@ from corelm.containers.history import ChatHistory, History
 from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
-from corelm.tensors.ragged import SECOND, Field, Ragged, Shape, is_integer, lazy_rows, non_tensors, runs
+from corelm.tensors.lazy_rows import Field, Shape, lazy_rows, non_tensors
+from corelm.tensors.ragged import SECOND, Ragged, is_integer, runs
 
 #: The fields of a request with one value, or k of them, per token, which go into `log_probs` next to the
 #: numbers, and what they are called there.

@@ -38,7 +38,8 @@ from torch import Tensor
 
 from corelm.errors import InvalidRequestError, refuse
 from corelm.spec.provenance import Provenance
-from corelm.tensors.ragged import FlatRows, Ragged, Shape, as_tensor, flat_source, lazy_rows, unreadable
+from corelm.tensors.lazy_rows import FlatRows, Shape, flat_source, lazy_rows
+from corelm.tensors.ragged import Ragged, as_tensor, unreadable
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import as_list, invalid, read_once, shown
 

@@ -13,7 +13,7 @@ from corelm.containers.classes import as_stored, field_readers, objects, unneste
 from corelm.errors import InvalidRequestError, refuse
 from corelm.rendering.template import Template, check_encodable, map_chats, read_chatml
 from corelm.spec.message import Chat, Message
-from corelm.tensors.ragged import FlatObjects, Shape, flat_source, nested, non_tensors
+from corelm.tensors.lazy_rows import FlatObjects, Shape, flat_source, nested, non_tensors
 from corelm.validate import as_list, invalid, read_once
 
 

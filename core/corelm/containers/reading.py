@@ -38,7 +38,8 @@ from corelm.containers.classes import (
 from corelm.containers.history import ChatHistory, History
 from corelm.errors import InvalidRequestError, MissingKeyError, refuse
 from corelm.spec.provenance import Provenance
-from corelm.tensors.ragged import Ragged, as_mask, flat_source, is_integer
+from corelm.tensors.lazy_rows import flat_source
+from corelm.tensors.ragged import Ragged, as_mask, is_integer
 from corelm.tensors.token_sets import TokenSets
 
 Path = tuple[str, ...]

@@ -17,7 +17,8 @@ from corelm.containers.reading import about_ids, key_parts, list_keys, provenanc
 from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, Parts
-from corelm.tensors.ragged import Ragged, non_tensors
+from corelm.tensors.lazy_rows import non_tensors
+from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 

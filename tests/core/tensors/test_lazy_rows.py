@@ -14,7 +14,8 @@ from corelm.containers.history import History
 from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
-from corelm.tensors.ragged import FlatObjects, FlatRows, Ragged, lazy_rows
+from corelm.tensors.lazy_rows import FlatObjects, FlatRows, lazy_rows
+from corelm.tensors.ragged import Ragged
 from helpers.each import each
 
 ROWS = [[1, 2, 3], [4], [5, 6], [7]]

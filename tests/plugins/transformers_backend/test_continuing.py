@@ -127,11 +127,11 @@ def test_a_stop_string_beyond_the_limit_of_a_row_does_not_count(open_model: Open
 def test_other_distributions_do_not_join(open_model: Open) -> None:
     backend = open_model(tiny_model())
     part = backend.generate(PROMPTS, SAMPLED | {"max_new_tokens": 4, "temperature": 0.7}, logprobs="processed")
-    with pytest.raises(ProvenanceMismatchError, match=r"temperature 0\.7"):
+    with pytest.raises(ProvenanceMismatchError, match=r"'temperature': 0\.7"):
         backend.generate(PROMPTS, SAMPLED, logprobs="processed", continue_from=part)
-    with pytest.raises(ProvenanceMismatchError, match="support 'truncated'"):
+    with pytest.raises(ProvenanceMismatchError, match="'support': 'truncated'"):
         backend.generate(PROMPTS, SAMPLED | {"temperature": 0.7, "top_k": 3}, logprobs="processed", continue_from=part)
-    with pytest.raises(ProvenanceMismatchError, match="mode 'processed'"):
+    with pytest.raises(ProvenanceMismatchError, match="'mode': 'processed'"):
         backend.generate(PROMPTS, SAMPLED, continue_from=part)
 
 

@@ -30,7 +30,8 @@ from corelm.application import CONTAINERS, Path, TokenColumns, entries, non_tens
 from corelm.containers import LogProbs, Masks, Tokens
 from corelm.errors import printable
 from corelm.spec import Provenance
-from corelm.tensors.ragged import FlatObjects, FlatRows, Ragged, flat_source, lazy_rows
+from corelm.tensors.lazy_rows import FlatObjects, FlatRows, flat_source, lazy_rows
+from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid
 
 __all__ = ["Summary", "container_html", "show_results", "summary"]

@@ -163,26 +163,29 @@ class Scorer:
         self, batch: SequenceBatch, request: ScoreRequest, call: Call, head: HeadPath = "whole"
     ) -> Iterator[ScoredTokens]:
         """Yield the wanted log-probs of `batch`, one forward pass after another."""
-        test, inputs = self._self_test, batch.inputs
 
         @cache
         def parts(layout: RowLayout) -> list[ReadBatch]:
             # The widest first: it is compared with the plain forward before anything is handed over.
-            return sorted(self._read_batches(inputs, layout, head), key=lambda part: -part.columns)
+            return sorted(self._read_batches(batch.inputs, layout, head), key=lambda part: -part.columns)
 
-        layout = test.choose(
-            self._layouts(head),
-            lambda layout: test.may_run(_name(layout, head), partial(self._tails, layout, head)),
-            lambda layout: parts(layout)[0].columns,
-            lambda layout: _name(layout, head),
-        )
+        layout = self._choose(head, lambda layout: parts(layout)[0].columns)
         if layout == "alone" and head != "whole":
             yield from self._score_batch(batch, request, call, "whole")
             return
         if head == "whole" and layout in _SLOWER and len(batch.rows) > 1:
-            test.warn_once(_SLOWER[layout], "about twice as long for short rows")
+            self._self_test.warn_once(_SLOWER[layout], "about twice as long for short rows")
         if not (yield from self._score_parts(parts(layout), layout, head, batch, request, call)):
             yield from self._score_batch(batch, request, call, head)
+
+    def _choose(self, head: HeadPath, columns: Callable[[RowLayout], int]) -> RowLayout:
+        test = self._self_test
+        return test.choose(
+            self._layouts(head),
+            lambda layout: test.may_run(_name(layout, head), partial(self._tails, layout, head)),
+            columns,
+            lambda layout: _name(layout, head),
+        )
 
     def _score_parts(
         self,

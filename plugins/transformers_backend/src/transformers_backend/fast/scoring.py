@@ -81,6 +81,9 @@ class FastScorer(Scorer):
         self, batch: SequenceBatch, request: ScoreRequest, call: Call, head: HeadPath | None = None
     ) -> Iterator[ScoredTokens]:
         if head is None and not request.grad and self._is_short_row(batch):
+            if not self._self_test.is_causal:
+                # The trial of the way that others go tells it.
+                self._choose(self._head.path(int(batch.wanted.sum())), lambda layout: 0)
             parts = list(self._read_batches(batch.inputs, "alone", "whole"))
             yield from self._score_parts(parts, "alone", "whole", batch, request, call)
             return
@@ -109,9 +112,8 @@ class FastScorer(Scorer):
         """Return whether it is one row of few tokens, most of them scored, and oneDNN would not save more."""
         if len(batch.rows) > 1 or not len(batch.wanted) / 2 <= batch.wanted.sum() <= len(batch.wanted) <= _SHORT_ROW:
             return False
-        if self._self_test.is_short or not self._self_test.is_causal:
-            # Rounded to short floats in between, a scaled head would give other numbers. The trial of another way tells
-            # whether the model is causal.
+        if self._self_test.is_short:
+            # Rounded to short floats in between, a scaled head would give other numbers.
             return False
         weight = getattr(self._engine.base.get_output_embeddings(), "weight", None)
         return not (isinstance(weight, Tensor) and onednn.is_quicker(weight))
