@@ -337,7 +337,7 @@ def test_a_response_that_is_wider_than_the_sequence_is_refused(trainer, uneven):
 def test_an_additive_mask_is_refused_by_the_losses(trainer, uneven, field):
     td = relaid(uneven, "prompt left, response right", 0)
     td["masks", field] = torch.zeros(td["tokens", "full"].shape).index_fill(-1, torch.tensor([0]), -torch.inf)
-    with pytest.raises(InvalidRequestError, match=rf"masks\.{field}: row 0: expected True and False, or 1 and 0; got .*-inf"):
+    with pytest.raises(InvalidRequestError, match=rf"masks\.{field}: row 0: expected True and False, .* got .*-inf"):
         GRPOLoss(LossActor(LLMPolicy(trainer)))(td)
 
 
