@@ -24,7 +24,7 @@ def test_what_is_imported_exists(library: str) -> None:
 
 @pytest.mark.parametrize(
     "looked_up",
-    [pytest.param(each, id=f"{each.library}: {each.names}") for each in LOOKED_UP if installed(each.library)],
+    [pytest.param(each, id=f"{each.package}: {each.names}") for each in LOOKED_UP if installed(each.package)],
 )
 def test_what_is_looked_up_exists(looked_up: LookedUp) -> None:
     assert looked_up.missing() == []

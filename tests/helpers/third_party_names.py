@@ -143,12 +143,12 @@ class LookedUp:
     """Names that code looks up.
 
     Attributes:
-        library: the library that may rename them.
+        package: the library that may rename them.
         where: returns what has them: an object, or a set of names.
         names: the names, with spaces between them.
     """
 
-    library: str
+    package: str
     where: Callable[[], Any]
     names: str
 

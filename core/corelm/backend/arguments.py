@@ -719,7 +719,7 @@ def _scaled_is(mode: Mode, sampling: SamplingParams, with_support: bool) -> bool
 
 
 def _refuse_unreadable(values: Any, field: str) -> None:
-    """Refuse what is not a plain tensor with values in memory."""
+    """Refuse values that are not a plain tensor in memory."""
     if why := unreadable(values):
         raise invalid(field, f"expected a dense tensor, got {why}")
 
@@ -813,7 +813,7 @@ def _most(field: str, given: Any, capability: str, engine: OpenEngine) -> int:
 
 
 def _given_support(given: Any, sequences: Ragged, starts: Tensor, vocab_size: int) -> tuple[TokenSets, Problems]:
-    """Return one set for each position of the sequences, its ids ascending, and the rows whose sets are wrong.
+    """Return a set of ascending ids for each position of the sequences, and the rows whose sets are wrong.
 
     Args:
         given: `TokenSets` or nested lists, one set a position: as many as the sequence has, or as many as are scored.

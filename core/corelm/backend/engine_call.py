@@ -252,7 +252,7 @@ class Delivery:
                 raise fail(f"row {row}: finish reason {self._reasons[row]!r} in on_tokens, {reason!r} in the result")
 
     def complete(self, batch: GenerateResult) -> None:
-        """Hand on what is missing of the caller's result: answers that were not streamed, and their ends."""
+        """Send the caller the tokens and finish reasons that the engine did not stream."""
         told = {row: (len(self._ids[at]), self._reasons[at]) for at, row in enumerate(self._rows)}
         logprobs = None if batch.logprobs is None else batch.logprobs.tolist()
         with self._lock:

@@ -65,7 +65,7 @@ class _Backend(Protocol):
 
 
 class _Stream(Generic[T]):
-    """What both streams are: a call whose tokens are read while the engine works on it, and its result."""
+    """The base of both streams: a call whose tokens the caller reads while the engine works on it, and its result."""
 
     _call: PreparedCall[GenerateResult] | None = None
     _future: Future[Any] | None = None

@@ -163,7 +163,7 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
 
 
 def _kept(name: str, there: Any, rows: InputRows, read: bool) -> bool:
-    """Return whether what is there under the key of a container stays, or says the same as what is written.
+    """Return whether scoring in place keeps a container that is there, or would write the same.
 
     The ids decide, if there are any: the text of an answer lacks the special tokens and the stop string that its ids
     have.

@@ -11,7 +11,6 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType
@@ -128,12 +127,13 @@ def to_read(path: Path | None) -> Path | None:
     if path is not None and str(path) != "-":
         if os.path.isdir(path):
             raise typer.BadParameter(f"{path} is a folder")
-        # What else is wrong is said where the file is opened.
-        with suppress(OSError):
-            try:
-                os.stat(path)
-            except FileNotFoundError:
-                raise typer.BadParameter(f"there is no file {path}") from None
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            raise typer.BadParameter(f"there is no file {path}") from None
+        except OSError:
+            # The command says what else is wrong when it opens the file.
+            pass
     return path
 
 

@@ -136,7 +136,7 @@ class Adapters:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Put back afterwards which adapters are active, and what is trained. Layers that are new are switched off."""
+        """Restore the active adapters and `requires_grad` afterwards. Switch off layers that were added inside."""
         module: Any = self._engine.module
         layers = {layer: (layer.active_adapter, layer.disable_adapters) for layer in _layers(module)}
         if any(layer.merged_adapters for layer in layers):

@@ -33,7 +33,7 @@ class Finding:
     remedy: str = ""
 
 
-#: Prefix of the line with the answer. Imported modules may print lines of their own.
+#: The interpreter starts its answer with this, because modules that it imports may print lines of their own.
 _MARK = "corelm-doctor:"
 #: Python would find modules in the current folder first: a checkout of an engine, for example.
 _PROGRAM = """
