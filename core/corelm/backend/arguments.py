@@ -11,12 +11,12 @@ from __future__ import annotations
 import operator
 import uuid
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from corelm.spec.version_runs import renamed, with_runs
 from corelm.tensors.ragged import Ragged, as_tensor, is_integer, unreadable
 from corelm.tensors.token_sets import TokenSets, ascending
 from corelm.validate import as_list, count, flag, invalid, is_bool, is_index, one_of, read_once, shown, unencodable
+
+P = TypeVar("P", Ragged, TokenSets)
 
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
 _WITHOUT_PADS = "pass a list with the ids of each row, without pads"
@@ -86,20 +88,10 @@ def prepare_generation(
         if on_tokens is not None:
             raise invalid("continue_from", "answers that go on cannot be streamed yet; call generate")
         label: dict[str, Any] = {"logprobs": logprobs, "return_support": return_support, "top_logprobs": top_logprobs}
-        version = weights.version_with(adapter)
+        part = PartialAnswers(engine, continue_from, rows, sampling, stop_ids, adapter=adapter, **label)
         return _prepare_continuation(
             engine,
-            PartialAnswers(
-                capabilities,
-                engine.tokenizer,
-                continue_from,
-                rows,
-                sampling,
-                stop_ids,
-                version,
-                adapter=adapter,
-                **label,
-            ),
+            part,
             seeds_of_call(engine, sampling, count, seeds),
             names,
             problems or {},
@@ -108,7 +100,10 @@ def prepare_generation(
             adapter=adapter,
             **label,
         )
-    top_logprobs = 0 if top_logprobs == 0 else _top_of_answers(top_logprobs, mode, engine)
+    if top_logprobs != 0:
+        top_logprobs = _most("top_logprobs", top_logprobs, "top_logprobs", engine)
+        if mode == "none":
+            raise invalid("top_logprobs", "no log-probs were asked for; give logprobs='raw' or 'processed' as well")
     problems = {**row_problems(rows, capabilities, sampling), **(problems or {})}
     served = torch.arange(count)
     if problems or on_error != "raise":
@@ -193,10 +188,7 @@ def _prepare_continuation(
 ) -> PreparedCall[GenerateResult]:
     """Return a call that continues the unfinished answers. Its result holds every answer from its first token on.
 
-    Args:
-        seeds, names: those of all answers.
-        problems: prompts that are known to be bad, and why.
-        options: the other arguments of `prepare_generation`.
+    `seeds` and `names` are those of all answers, and `options` the other arguments of `prepare_generation`.
     """
     rows = part.index // part.samples
     with renumbering(rows):
@@ -360,8 +352,7 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None, *, copy:
     if not isinstance(ids, Ragged):
         return _from_rows(ids, field)
     for values, of_what in ((ids.values, "token"), (ids.lengths, "length")):
-        if why := unreadable(values):
-            raise invalid(field, f"expected a dense tensor, got {why}")
+        _refuse_unreadable(values, field)
         if (values.dtype != torch.int64 and not is_integer(values)) or values.ndim != 1:
             raise invalid(field, f"expected one integer per {of_what}, got {values.dtype}{list(values.shape)}")
     try:
@@ -371,18 +362,17 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None, *, copy:
         raise invalid(field, str(error)) from error
 
 
+def _refuse_unreadable(values: Any, field: str) -> None:
+    if why := unreadable(values):
+        raise invalid(field, f"expected a dense tensor, got {why}")
+
+
 def refuse_pads(ids: Ragged, tokenizer: Any, eos_ids: Collection[int], field: str, advice: str) -> None:
     """Refuse rows of a dense tensor without a mask that begin or end with the tokenizer's pad id.
 
     A tokenizer without a pad id pads with EOS, as dense results do. Many tokenizers pad with EOS or BOS, which may also
     be a token at an edge: if every row begins, or ends, with one, the first, or last, is no pad. Padding to the longest
     row leaves that row without pads.
-
-    Args:
-        ids: the rows, with their pads.
-        eos_ids: all ids that end an answer.
-        field: what is at fault, for the error.
-        advice: what to do about it.
     """
     eos, bos = getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "bos_token_id", None)
     pad = getattr(tokenizer, "pad_token_id", None)
@@ -396,11 +386,8 @@ def refuse_pads(ids: Ragged, tokenizer: Any, eos_ids: Collection[int], field: st
         for row in (pads > int(token)).nonzero().flatten().tolist():
             problems.setdefault(row, f"{where} with the pad id {pad}, {int(pads[row])} times")
     if problems:
-        raise InvalidRequestError(
-            f"{field}: {spelled_out(problems)}. Without an attention mask, pads would be read as tokens; {advice}",
-            field=field,
-            problems=problems,
-        )
+        why = f"{spelled_out(problems)}. Without an attention mask, pads would be read as tokens; {advice}"
+        raise InvalidRequestError(f"{field}: {why}", field=field, problems=problems)
 
 
 def _from_rows(rows: Any, field: str) -> Ragged:
@@ -413,33 +400,26 @@ def _from_rows(rows: Any, field: str) -> Ragged:
         try:
             read = list(rows)
         except Exception as error:
-            raise invalid(
-                field, f"expected rows of token ids, got {shown(rows)}, which fails: {described(error)}"
-            ) from error
+            failed = f"got {shown(rows)}, which fails: {described(error)}"
+            raise invalid(field, f"expected rows of token ids, {failed}") from error
         return rows_of_ids(read, field)
     found: list[Tensor | array[int]] = []
     problems: Problems = {}
     for index, row in enumerate(rows):
         try:
-            found.append(_row(row))
+            tensor = as_tensor(row) if hasattr(row, "__array__") else None
+            if tensor is None and not isinstance(row, (list, tuple)):
+                raise TypeError
+            if tensor is not None and (unreadable(tensor) or tensor.ndim != 1 or not is_integer(tensor)):
+                raise TypeError
+            found.append(array("q", map(_index, row)) if tensor is None else tensor)
         except Exception:
             problems[index] = f"expected a list of token ids (int64), got {shown(row)}"
     refuse(problems, field)
     return Ragged.from_list(found)
 
 
-def _row(row: Any) -> Tensor | array[int]:
-    if hasattr(row, "__array__"):
-        tensor = as_tensor(row)
-        if unreadable(tensor) or tensor.ndim != 1 or not is_integer(tensor):
-            raise TypeError
-        return tensor
-    if not isinstance(row, (list, tuple)):
-        raise TypeError
-    return array("q", map(_index, row))
-
-
-# Texts ----------------------------------------------------------------------------------------------------------------
+# One value per row ----------------------------------------------------------------------------------------------------
 
 
 def texts(given: Any) -> tuple[str, ...]:
@@ -447,8 +427,7 @@ def texts(given: Any) -> tuple[str, ...]:
     given = [given] if isinstance(given, str) else as_list(given)
     if not isinstance(given, list):
         raise invalid("texts", f"expected a str or a list of str, got {shown(given)}{read_once(given)}")
-    if problems := not_texts(given):
-        refuse(problems, "texts")
+    refuse(not_texts(given), "texts")
     return tuple(given)
 
 
@@ -461,9 +440,6 @@ def not_texts(values: Sequence[Any]) -> Problems:
         if what := unencodable(value) if isinstance(value, str) else f"expected a str, got {type(value).__name__}":
             problems[row] = what
     return problems
-
-
-# One value per row ----------------------------------------------------------------------------------------------------
 
 
 def names_of_requests(given: Sequence[str] | None, rows: int) -> tuple[str, ...]:
@@ -482,11 +458,9 @@ def _integers(given: Any, count: int, field: str) -> Tensor:
         found = as_tensor(given if hasattr(given, "__array__") else [_index(value) for value in given])
     except Exception:
         found = torch.empty(0, 0)
-    if why := unreadable(found):
-        raise invalid(field, f"expected {count} integers, got {why}")
     # torch makes floats of an empty list.
-    if found.shape != (count,) or not (is_integer(found) or count == 0):
-        raise invalid(field, f"expected {count} integers, got {shown(given)}")
+    if (why := unreadable(found)) or found.shape != (count,) or not (is_integer(found) or count == 0):
+        raise invalid(field, f"expected {count} integers, got {why or shown(given)}")
     return found.to("cpu", torch.int64, copy=True)
 
 
@@ -505,10 +479,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 def seeds_of_call(engine: OpenEngine, sampling: SamplingParams, rows: int, given: Any = None) -> Tensor | None:
     """Return int64[rows * samples], the seeds of a call's answers: those given, or derived from ``sampling.seed`` or
-    torch's generator.
-
-    None lets the engine choose. It is returned for an engine that takes no seeds, and, unless the caller gave
-    a seed, for one whose seeds are costly.
+    torch's generator. None lets the engine choose: see ``GenerateRequest.seeds``.
     """
     capabilities, samples, greedy = engine.capabilities, sampling.num_samples or 1, sampling.temperature == 0.0
     if not capabilities.per_answer_seeds:
@@ -535,9 +506,7 @@ def seeds(given: Any, answers: int) -> Tensor:
 
 def answer_seeds(seed: int, rows: Iterable[int], samples: int = 1) -> Tensor:
     """int64[len(rows) * samples], each in [0, 2**63): one seed for sample s of row r, from (seed, r, s) and nothing
-    else.
-
-    So the other rows of a batch and the number of samples change no answer.
+    else. So the other rows of a batch and the number of samples change no answer.
 
     >>> bool(answer_seeds(7, [0, 1], 2)[2] == answer_seeds(7, [1], 4)[0])
     True
@@ -571,14 +540,13 @@ def _mixed(states: Sequence[int], *levels: Iterable[int]) -> Tensor:
     return torch.tensor(list(map(operator.rshift, states, repeat(1))), dtype=torch.int64)
 
 
-# Rows that an engine can serve ----------------------------------------------------------------------------------------
+# What an engine can serve ---------------------------------------------------------------------------------------------
 
 
 def row_problems(rows: Ragged, capabilities: Capabilities, sampling: SamplingParams | None = None) -> Problems:
     """Return the rows with ids outside the vocabulary, without tokens, or without room in the context.
 
-    Args:
-        sampling: what the rows are prompts for, which must leave room for the answer; None for rows to score.
+    With `sampling` they are prompts, which must leave room for the answer; without, they are to be scored.
     """
     may_be_empty, room = sampling is not None and capabilities.empty_prompt, 0
     if sampling is not None:
@@ -611,13 +579,8 @@ def _too_long(tokens: int, limit: int, sampling: SamplingParams | None) -> str:
         answer = "an answer" if new is None else f"an answer of max_new_tokens={new}"
         return f"{tokens} tokens leave no room for {answer} in the context of {limit}; {shorter}"
     default = f" ({new} is the default)" if new == _DEFAULT_MAX_NEW_TOKENS else ""
-    return (
-        f"{tokens} tokens and max_new_tokens={new}{default} do not fit the context of {limit}; give max_new_tokens="
-        f"{left} or less, or {shorter}"
-    )
-
-
-# Sampling parameters --------------------------------------------------------------------------------------------------
+    misfit = f"{tokens} tokens and max_new_tokens={new}{default} do not fit the context of {limit}"
+    return f"{misfit}; give max_new_tokens={left} or less, or {shorter}"
 
 
 def sampling_is_honoured(sampling: SamplingParams, engine: OpenEngine) -> None:
@@ -626,39 +589,27 @@ def sampling_is_honoured(sampling: SamplingParams, engine: OpenEngine) -> None:
     for name, value in given.items():
         if name not in capabilities.sampling:
             known = ", ".join(sorted(capabilities.sampling)) or "none"
-            raise CapabilityError(
-                f"backend {engine.name!r} does not honour {name}={shown(value)}; it honours: {known}", capability=name
-            )
+            told = f"backend {engine.name!r} does not honour {name}={shown(value)}; it honours: {known}"
+            raise CapabilityError(told, capability=name)
         legal = capabilities.sampling[name]
         if legal is not None and not legal[0] <= value <= legal[1]:
-            raise InvalidRequestError(
-                f"sampling parameter {name!r}: backend {engine.name!r} takes {legal[0]} to {legal[1]}, got {value}",
-                field=name,
-            )
+            told = f"backend {engine.name!r} takes {legal[0]} to {legal[1]}, got {value}"
+            raise InvalidRequestError(f"sampling parameter {name!r}: {told}", field=name)
     for token in sampling.stop_token_ids:
         if token >= capabilities.vocab_size:
             raise invalid("stop_token_ids", f"{token} is outside the vocabulary of {capabilities.vocab_size}")
     if sampling.stop and sampling.skip_special_tokens:
         specials = skipped_texts(engine.tokenizer)
-        for stop in sampling.stop:
-            if any(special in stop for special in specials):
-                raise invalid(
-                    "stop",
-                    f"{shown(stop)} contains a special token, and special tokens are left out of the text; give its id "
-                    "in stop_token_ids, or skip_special_tokens=False",
-                )
+        if wrong := [stop for stop in sampling.stop if any(special in stop for special in specials)]:
+            what = f"{shown(wrong[0])} contains a special token, and special tokens are left out of the text"
+            raise invalid("stop", f"{what}; give its id in stop_token_ids, or skip_special_tokens=False")
     if sampling.num_beams > 1:
         # A temperature of 1 is the default, which a caller may have left alone.
         drawn = [name for name in ("top_k", "top_p", "min_p", "temperature") if name in given and given[name] != 0.0]
         if drawn:
             names = ", ".join(drawn)
-            raise CapabilityError(
-                f"beam search does not sample, so {names} would have no effect; drop {names} or num_beams",
-                capability=drawn[0],
-            )
-
-
-# Log-probs ------------------------------------------------------------------------------------------------------------
+            told = f"beam search does not sample, so {names} would have no effect; drop {names} or num_beams"
+            raise CapabilityError(told, capability=drawn[0])
 
 
 def generation_mode(
@@ -702,11 +653,7 @@ def generation_mode(
 
 
 def _scaled_is(mode: Mode, sampling: SamplingParams, with_support: bool) -> bool:
-    """Return whether an engine with `scaled` log-probs has those of `mode`.
-
-    Scaled log-probs are those of the logits divided by the temperature, or by 1 in greedy decoding. Those after
-    truncation are these minus the log of the mass that truncation has left, which comes with the kept ids.
-    """
+    """Return whether `scaled` log-probs, see `Capabilities`, are those of `mode`, or give them with the kept ids."""
     if sampling.penalties or sampling.min_new_tokens or sampling.engine_kwargs:
         # Engines differ in whether penalties and forbidden ids are applied before or after they compute the number.
         return False
@@ -718,12 +665,6 @@ def _scaled_is(mode: Mode, sampling: SamplingParams, with_support: bool) -> bool
 # Kept ids and the most probable ids -----------------------------------------------------------------------------------
 
 
-def _refuse_unreadable(values: Any, field: str) -> None:
-    """Refuse values that are not a plain tensor in memory."""
-    if why := unreadable(values):
-        raise invalid(field, f"expected a dense tensor, got {why}")
-
-
 def _support_comes_from_engine(return_support: Any, sampling: SamplingParams, engine: OpenEngine) -> bool:
     """Check the argument `return_support` of `generate`. Return whether only the engine knows the support.
 
@@ -732,11 +673,8 @@ def _support_comes_from_engine(return_support: Any, sampling: SamplingParams, en
     if not flag("return_support", return_support):
         return False
     if sampling.num_beams > 1:
-        raise CapabilityError(
-            "beam search does not sample token by token, so no token was drawn from a set of ids; leave out "
-            "return_support=True",
-            capability="num_beams",
-        )
+        why = "beam search does not sample token by token, so no token was drawn from a set of ids"
+        raise CapabilityError(f"{why}; leave out return_support=True", capability="num_beams")
     if sampling.greedy:
         return False
     if sampling.engine_kwargs:
@@ -764,41 +702,8 @@ def _with_known_support(batch: GenerateResult, *, greedy: bool) -> GenerateResul
     if greedy:
         ones = torch.ones(ids.values.shape[0], dtype=torch.int64)
         kept = TokenSets(Ragged(ids.values.clone(), ones), ids.lengths)
-    mass = torch.zeros(ids.values.shape, dtype=torch.float32, device=ids.values.device)
-    return replace(batch, kept_ids=kept, kept_log_mass=ids.with_values(mass))
-
-
-def _top_of_answers(given: Any, mode: Literal["none", "raw", "processed"], engine: OpenEngine) -> int:
-    """Check the argument `top_logprobs` of `generate`."""
-    k = _most("top_logprobs", given, "top_logprobs", engine)
-    if k and mode == "none":
-        raise invalid("top_logprobs", "no log-probs were asked for; give logprobs='raw' or 'processed' as well")
-    return k
-
-
-def _ids_at_positions(
-    engine: OpenEngine, sequences: Ragged, starts: Tensor, support: Any, top_k: Any, top_ids: Any
-) -> tuple[dict[str, Any], Problems]:
-    """Check the arguments of `score_logprobs` of these names, of which only one may be given.
-
-    Returns:
-        The fields of a `ScoreRequest` that they make, and the rows whose ids are wrong.
-    """
-    k = _most("top_k", top_k, "score_top_k", engine)
-    given = [name for name, one in (("support", support), ("top_ids", top_ids)) if one is not None]
-    given += ["top_k"] if k else []
-    if len(given) > 1:
-        raise invalid(given[-1], f"give only one of {' and '.join(given)} in a call")
-    vocab = engine.capabilities.vocab_size
-    if support is not None:
-        engine.require("score_support", "it normalises over the whole vocabulary; leave out support")
-        sets, problems = _given_support(support, sequences, starts, vocab)
-        return {"support": sets}, problems
-    if top_ids is not None:
-        engine.require("score_top_ids", "it returns no log-probs of other ids than those given; leave out top_ids")
-        ids, problems = _given_top_ids(top_ids, sequences, starts, vocab)
-        return {"top_ids": ids}, problems
-    return {"top_k": k}, {}
+    mass = ids.with_values(torch.zeros_like(ids.values, dtype=torch.float32))
+    return replace(batch, kept_ids=kept, kept_log_mass=mass)
 
 
 def _most(field: str, given: Any, capability: str, engine: OpenEngine) -> int:
@@ -812,114 +717,111 @@ def _most(field: str, given: Any, capability: str, engine: OpenEngine) -> int:
     return k
 
 
-def _given_support(given: Any, sequences: Ragged, starts: Tensor, vocab_size: int) -> tuple[TokenSets, Problems]:
-    """Return a set of ascending ids for each position of the sequences, and the rows whose sets are wrong.
+def _ids_at_positions(
+    engine: OpenEngine, sequences: Ragged, starts: Tensor, support: Any, top_k: Any, top_ids: Any
+) -> tuple[dict[str, Any], Problems]:
+    """Check the arguments of `score_logprobs` of these names, of which only one may be given.
 
-    Args:
-        given: `TokenSets` or nested lists, one set a position: as many as the sequence has, or as many as are scored.
-        starts: int64[rows]: where scoring starts.
+    Returns:
+        The fields of a `ScoreRequest` that they make, and the rows whose ids are wrong.
     """
-    sets = _token_sets(given)
-    sets = TokenSets(ascending(sets.ids.to("cpu")), sets.lengths)
-    if len(sets) != len(sequences):
-        raise invalid("support", f"expected sets for {len(sequences)} rows, got {len(sets)}")
-    whole, scored = sequences.lengths, (sequences.lengths - starts).clamp_min(0)
-    found = sets.lengths
+    k = _most("top_k", top_k, "score_top_k", engine)
+    asked = {"support": support, "top_ids": top_ids, "top_k": k or None}
+    given = [name for name, one in asked.items() if one is not None]
+    if len(given) > 1:
+        raise invalid(given[-1], f"give only one of {' and '.join(given)} in a call")
+    vocab, checked = engine.capabilities.vocab_size, sequences.positions >= starts[sequences.row_index]
+    if support is not None:
+        engine.require("score_support", "it normalises over the whole vocabulary; leave out support")
+        sets, problems = _at_positions("support", _token_sets(support), sequences, starts, TokenSets.empty)
+        wrong = set_problems(sets, sequences, vocab, checked, empty=True)
+        problems |= {row: f"support, position {position}: {what}" for row, (position, what) in wrong.items()}
+        return {"support": sets}, problems
+    if top_ids is None:
+        return {"top_k": k}, {}
+    engine.require("score_top_ids", "it returns no log-probs of other ids than those given; leave out top_ids")
+    rows, differ = _rows_of_top_ids(top_ids)
+    k = rows.values.shape[1]
+    ids, problems = _at_positions(
+        "top_ids", rows, sequences, starts, lambda lengths: Ragged(torch.full((int(lengths.sum()), k), -1), lengths)
+    )
+    ids = ids.with_values(torch.where(checked[:, None], ids.values, -1))
+    ordered = ids.values.sort(-1).values
+    twice = ((ordered.diff(dim=-1) == 0) & (ordered[:, 1:] >= 0)).any(-1)
+    outside = ((ids.values < -1) | (ids.values >= vocab)).any(-1)
+    for wrong_at, what in ((twice, "names an id twice"), (outside, f"names an id outside the vocabulary of {vocab}")):
+        for index in wrong_at.nonzero().flatten().tolist():
+            row, position = int(sequences.row_index[index]), int(sequences.positions[index])
+            problems.setdefault(row, f"top_ids, position {position}: {what}")
+    return {"top_ids": ids}, problems | differ
+
+
+def _at_positions(
+    field: str, given: P, sequences: Ragged, starts: Tensor, blank: Callable[[Tensor], P]
+) -> tuple[P, Problems]:
+    """Return rows as long as the sequences, and which of those given are of another length.
+
+    A row has as many positions as its sequence, or as many as are scored. Blank ones stand before these, and in rows at
+    fault, which are refused or skipped.
+    """
+    if len(given) != len(sequences):
+        raise invalid(field, f"expected sets for {len(sequences)} rows, got {len(given)}")
+    whole, found = sequences.lengths, given.lengths
+    scored = (whole - starts).clamp_min(0)
     fits = (found == whole) | (found == scored)
-    problems: Problems = {
-        row: f"support: has sets for {int(found[row])} positions; expected one for each of its {int(whole[row])} ids, "
-        f"or for the {int(scored[row])} that are scored"
-        for row in (~fits).nonzero().flatten().tolist()
-    }
-    # Empty sets fill the positions before those that are scored, and the rows at fault, which are refused or skipped.
+    problems: Problems = {}
+    for row in (~fits).nonzero().flatten().tolist():
+        expected = f"expected one for each of its {int(whole[row])} ids, or for the {int(scored[row])} that are scored"
+        problems[row] = f"{field}: has sets for {int(found[row])} positions; {expected}"
     kept = torch.where(fits, found, 0)
     if problems:
-        sets = sets.slice(torch.zeros_like(kept), kept)
-    if not torch.equal(kept, whole):
-        sets = TokenSets.empty(whole - kept).join(sets)
-    checked = sequences.positions >= starts[sequences.row_index]
-    wrong = set_problems(sets, sequences, vocab_size, checked, empty=True)
-    problems |= {row: f"support, position {position}: {what}" for row, (position, what) in wrong.items()}
-    return sets, problems
-
-
-def _given_top_ids(given: Any, sequences: Ragged, starts: Tensor, vocab_size: int) -> tuple[Ragged, Problems]:
-    """Return ids ``[total, k]`` as long as the sequences, -1 where nothing is scored, and the rows that are wrong.
-
-    Args:
-        given: a `Ragged` with ``values[total, k]``, a tensor ``[rows, time, k]``, or a list of tensors ``[time, k]``.
-            A row has as many positions as its sequence, or as many as are scored; -1 stands for no id.
-        starts: int64[rows]: where scoring starts.
-    """
-    rows = _rows_of_top_ids(given)
-    if len(rows) != len(sequences):
-        raise invalid("top_ids", f"expected ids for {len(sequences)} rows, got {len(rows)}")
-    k = rows[0].shape[1] if rows else 1
-    problems: Problems = {}
-    out = torch.full((sequences.values.shape[0], k), -1)
-    for row, (ids, first, end, start) in enumerate(
-        zip(rows, sequences.offsets[:-1].tolist(), sequences.offsets[1:].tolist(), starts.tolist(), strict=True)
-    ):
-        whole, scored = end - first, max(0, end - first - start)
-        if ids.shape[1] != k:
-            problems[row] = f"top_ids: names {ids.shape[1]} ids at each position, but row 0 names {k}"
-        elif len(ids) not in (whole, scored):
-            problems[row] = (
-                f"top_ids: names ids at {len(ids)} positions; expected {whole}, or the {scored} that are scored"
-            )
-        else:
-            out[end - scored : end] = ids[len(ids) - scored :]
-    ordered = out.sort(-1).values
-    twice = ((ordered.diff(dim=-1) == 0) & (ordered[:, 1:] >= 0)).any(-1)
-    outside = ((out < -1) | (out >= vocab_size)).any(-1)
-    for wrong, what in ((twice, "names an id twice"), (outside, f"names an id outside the vocabulary of {vocab_size}")):
-        for index in wrong.nonzero().flatten().tolist():
-            row = int(sequences.row_index[index])
-            problems.setdefault(row, f"top_ids, position {int(sequences.positions[index])}: {what}")
-    return Ragged(out, sequences.lengths), problems
+        given = given.slice(torch.zeros_like(kept), kept)
+    return given if torch.equal(kept, whole) else blank(whole - kept).join(given), problems
 
 
 def _token_sets(given: Any) -> TokenSets:
-    """Return sets in memory that the caller does not hold."""
-    if isinstance(given, TokenSets):
-        _refuse_unreadable(given.ids.values, "support")
-        if given.ids.values.dtype != torch.int64 or given.ids.values.ndim != 1:
-            raise invalid("support", f"expected ids in int64, got {given.ids.values.dtype}")
-        try:
-            # Build and validate new sets: the caller may have modified the lengths since they were checked.
-            return TokenSets(Ragged(given.ids.values.clone(), given.ids.lengths.clone()), given.lengths.clone())
-        except ValueError as error:
-            raise invalid("support", str(error)) from error
+    """Return sets of ascending ids in memory that the caller does not hold."""
     try:
-        rows = [list(row) for row in as_list(given)]
-        for row, sets in enumerate(rows):
-            for position, ids in enumerate(sets):
-                # A mask over the vocabulary, for example: its values would be read as the ids 0 and 1.
-                if _holds_bools(ids):
-                    raise TypeError(f"row {row}, set {position} holds bools instead of ids")
-        return TokenSets.from_list(rows)
+        if isinstance(given, TokenSets):
+            ids = given.ids.values
+            if (why := unreadable(ids)) or ids.dtype != torch.int64 or ids.ndim != 1:
+                raise TypeError(why or f"its ids are {ids.dtype}{list(ids.shape)}")
+            # Build and validate new sets: the caller may have modified the lengths since they were checked.
+            sets = TokenSets(Ragged(ids.clone(), given.ids.lengths.clone()), given.lengths.clone())
+        else:
+            rows = [list(row) for row in as_list(given)]
+            for row, of_row in enumerate(rows):
+                for position, ids in enumerate(of_row):
+                    # A mask over the vocabulary, for example: its values would be read as the ids 0 and 1.
+                    plain = isinstance(ids, Tensor) or {*map(type, ids)} <= {int}
+                    if is_bool(ids) or (not plain and any(map(is_bool, ids))):
+                        raise TypeError(f"row {row}, set {position} holds bools instead of ids")
+            sets = TokenSets.from_list(rows)
     except Exception as error:
         expected = "TokenSets such as kept_ids of a result, or a list of ids for each position of each row"
         raise invalid("support", f"expected {expected}, got {shown(given)}: {described(error)}") from error
+    return TokenSets(ascending(sets.ids.to("cpu")), sets.lengths)
 
 
-def _holds_bools(ids: Any) -> bool:
-    if isinstance(ids, Tensor):
-        return ids.dtype == torch.bool
-    return not {*map(type, ids)} <= {int} and any(map(is_bool, ids))
-
-
-def _rows_of_top_ids(given: Any) -> list[Tensor]:
+def _rows_of_top_ids(given: Any) -> tuple[Ragged, Problems]:
+    """Return ids ``[total, k]``, and the rows that name another number of ids than row 0, which are left empty."""
     expected = "expected a Ragged with values[total, k], or for each row a tensor [time, k], of ids in int64"
     if isinstance(given, Ragged):
         _refuse_unreadable(given.values, "top_ids")
-        rows = list(given.split())
-    else:
-        rows = list(given) if isinstance(given, (Tensor, list, tuple)) else [given]
+        given = given.split()
+    rows = list(given) if isinstance(given, (Tensor, list, tuple)) else [given]
     for number, row in enumerate(rows):
         if not isinstance(row, Tensor):
             raise invalid("top_ids", f"{expected}; row {number} is {shown(row)}, which is not a tensor")
         _refuse_unreadable(row, "top_ids")
         if row.ndim != 2 or row.dtype != torch.int64 or not row.shape[1]:
             raise invalid("top_ids", f"{expected}; row {number} is {row.dtype}{list(row.shape)}")
-    return [row.cpu() for row in rows]
+    k = rows[0].shape[1] if rows else 1
+    differ = {
+        number: f"top_ids: names {row.shape[1]} ids at each position, but row 0 names {k}"
+        for number, row in enumerate(rows)
+        if row.shape[1] != k
+    }
+    fit = [row.cpu() if row.shape[1] == k else row.new_empty(0, k) for row in rows]
+    values = torch.cat([torch.empty(0, k, dtype=torch.int64), *fit])
+    return Ragged(values, torch.tensor(list(map(len, fit)), dtype=torch.int64)), differ

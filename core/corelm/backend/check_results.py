@@ -47,11 +47,7 @@ class WrongResult(Exception):
 
 
 def refuse_failed(batch: GenerateResult | ScoreResult, samples: int, backend: str) -> None:
-    """Raise an `EngineError` for rows that the engine did not serve; its `problems` name the prompts or sequences.
-
-    Args:
-        samples: rows for each prompt or sequence.
-    """
+    """Raise an `EngineError` for rows that the engine did not serve, by prompt or sequence with so many `samples`."""
     errors: Sequence[str] = batch.errors or ()
     if isinstance(batch, GenerateResult):
         rows = zip_longest(batch.finish_reasons, errors, fillvalue="")
@@ -86,8 +82,8 @@ def _one_a_row(batch: Any, rows: int, *names: str) -> None:
                 raise WrongResult(f"row {row}: {name}: expected a str, got {type(value).__name__}")
 
 
-def _not_a(kind: str, batch: Any) -> WrongResult:
-    return WrongResult(f"the result is a {type(batch).__name__}, expected a {kind}")
+def _not_a(kind: type, batch: Any) -> WrongResult:
+    return WrongResult(f"the result is a {type(batch).__name__}, expected a {kind.__name__}")
 
 
 def _rows(
@@ -111,6 +107,8 @@ def _rows(
         grad: whether the values may carry gradients, and so are not copied.
         copy: whether to copy them out of the engine's buffers.
     """
+    if given is None:
+        raise WrongResult(f"returned no {name}, but they were asked for")
     if not isinstance(given, Ragged):
         raise WrongResult(f"{name} is a {type(given).__name__}, expected a Ragged")
     values = given.values
@@ -158,7 +156,7 @@ def _check_vocabulary(name: str, ids: Tensor, vocab_size: int) -> None:
 
 def _tokens(batch: Any, request: TokenizeRequest, _: Capabilities) -> TokenizeResult:
     if not isinstance(batch, TokenizeResult):
-        raise _not_a("TokenizeResult", batch)
+        raise _not_a(TokenizeResult, batch)
     ids = _rows("ids", batch.ids, torch.int64)
     if len(ids) != len(request.texts):
         raise WrongResult(f"returned {len(ids)} rows for {len(request.texts)} texts")
@@ -178,7 +176,7 @@ def _tokens(batch: Any, request: TokenizeRequest, _: Capabilities) -> TokenizeRe
 
 def _answers(batch: Any, request: GenerateRequest, capabilities: Capabilities) -> GenerateResult:
     if not isinstance(batch, GenerateResult):
-        raise _not_a("GenerateResult", batch)
+        raise _not_a(GenerateResult, batch)
     vocab = capabilities.vocab_size
     ids = _rows("ids", batch.ids, torch.int64, vocab_size=vocab)
     given = request.prompts.lengths.tolist()
@@ -193,8 +191,6 @@ def _answers(batch: Any, request: GenerateRequest, capabilities: Capabilities) -
     _check_ends(batch, ids, given, request, capabilities.max_context)
     changed: dict[str, Any] = {"ids": ids, "logprobs": None}
     if request.logprobs != "none":
-        if batch.logprobs is None:
-            raise WrongResult(f"returned no log-probs, but {request.logprobs} ones were asked for")
         changed["logprobs"] = _rows("logprobs", batch.logprobs, torch.float32, ids, finite=True)
         label = Provenance.label(request.logprobs, request.sampling)
         if batch.mode != label["mode"]:
@@ -216,9 +212,9 @@ def _answers(batch: Any, request: GenerateRequest, capabilities: Capabilities) -
 def _check_ends(
     batch: GenerateResult, ids: Ragged, given: Sequence[int], request: GenerateRequest, context: int | None
 ) -> None:
-    """Check that every answer ends where it has to, for the reason that it reports.
+    """Check that every answer, to prompts of `given` lengths, ends where it has to, for the reason that it reports.
 
-    Core does not know which ends `engine_kwargs` ask for, so they excuse any end. `given` are the lengths of prompts.
+    Core does not know which ends `engine_kwargs` ask for, so they excuse any end.
     """
     sampling, lengths = request.sampling, ids.lengths.tolist()
     is_stop = torch.isin(ids.values.cpu(), torch.tensor(list(request.stop_ids), dtype=torch.int64))
@@ -254,8 +250,6 @@ def _kept(batch: GenerateResult, ids: Ragged, request: GenerateRequest, vocab_si
     kept, mass = batch.kept_ids, batch.kept_log_mass
     if not request.return_support:
         raise WrongResult("returned the ids that truncation had left, but they were not asked for")
-    if kept is None or mass is None:
-        raise WrongResult("returned no kept_ids or no kept_log_mass, but return_support was asked for")
     if not isinstance(kept, TokenSets):
         raise WrongResult(f"kept_ids is a {type(kept).__name__}, expected a TokenSets")
     if not torch.equal(kept.lengths, ids.lengths):
@@ -310,7 +304,7 @@ def set_problems(
 
 def _scores(batch: Any, request: ScoreRequest, capabilities: Capabilities) -> ScoreResult:
     if not isinstance(batch, ScoreResult):
-        raise _not_a("ScoreResult", batch)
+        raise _not_a(ScoreResult, batch)
     sequences, grad, vocab = request.sequences, request.grad, capabilities.vocab_size
     logprobs = _rows("logprobs", batch.logprobs, torch.float32, sequences, finite=True, grad=grad)
     changed: dict[str, Any] = {"logprobs": logprobs, "scored": _rows("scored", batch.scored, torch.bool, sequences)}
@@ -336,35 +330,20 @@ def _scores(batch: Any, request: ScoreRequest, capabilities: Capabilities) -> Sc
     if grad and not logprobs.values.requires_grad and bool(scored.any()):
         raise WrongResult("returned log-probs without a gradient, but one was asked for")
     if request.return_logits:
-        _check_logits(batch, request, vocab)
+        logits = _rows("logits", batch.logits, None, sequences, shape=(vocab,), grad=grad, copy=False).values.detach()
+        # Keep the `not (...)`: NaN fails every comparison and must be refused. -inf is an id that cannot follow.
+        if not value_range(logits)[1] < math.inf:
+            _refuse((~(logits < math.inf)).any(-1).cpu(), sequences, "the logits hold nan or inf")
     if request.return_argmax:
-        changed["argmax"] = _argmax(batch, scored, request, vocab)
+        changed["argmax"] = _rows("argmax", batch.argmax, torch.int64, sequences)
+        best = changed["argmax"].values.cpu()
+        _refuse(~scored & (best != -1), sequences, "the argmax of what was not scored must be -1")
+        _check_vocabulary("an argmax", best[scored], vocab)
     elif batch.argmax is not None:
         raise WrongResult("returned an argmax, but none was asked for")
     if request.top_k or request.top_ids is not None or batch.top_ids is not None:
         changed |= _top(batch, request.top_k, sequences, scored, vocab, request.top_ids, grad=grad)
     return replace(batch, **changed)
-
-
-def _argmax(batch: ScoreResult, scored: Tensor, request: ScoreRequest, vocab_size: int) -> Ragged:
-    sequences = request.sequences
-    if batch.argmax is None:
-        raise WrongResult("returned no argmax, but it was asked for")
-    argmax = _rows("argmax", batch.argmax, torch.int64, sequences)
-    found = argmax.values.cpu()
-    _refuse(~scored & (found != -1), sequences, "the argmax of what was not scored must be -1")
-    _check_vocabulary("an argmax", found[scored], vocab_size)
-    return argmax
-
-
-def _check_logits(batch: ScoreResult, request: ScoreRequest, vocab_size: int) -> None:
-    if batch.logits is None:
-        raise WrongResult("returned no logits, but they were asked for")
-    logits = _rows("logits", batch.logits, None, request.sequences, shape=(vocab_size,), grad=request.grad, copy=False)
-    values = logits.values.detach()
-    # Keep the `not (...)`: NaN fails every comparison and must be refused. -inf is an id that cannot follow.
-    if not value_range(values)[1] < math.inf:
-        _refuse((~(values < math.inf)).any(-1).cpu(), request.sequences, "the logits hold nan or inf")
 
 
 def _top(
@@ -377,20 +356,16 @@ def _top(
     *,
     grad: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields of the most probable ids, or of those that a `ScoreRequest` names, by name.
+    """Return the fields of the most probable ids, or of those that a `ScoreRequest` has `named`, by name.
 
     Args:
         k: how many of the most probable ids were asked for.
         tokens: the ids that were sampled or scored.
         counted: bool[total], on the CPU: where there is something to return.
-        named: the ids that the request names.
-        grad: whether gradients were asked for.
     """
     k = k if named is None else named.values.shape[1]
     if not k:
         raise WrongResult("returned log-probs of the most probable ids, but they were not asked for")
-    if None in (batch.top_ids, batch.top_logprobs, batch.tail_log_mass):
-        raise WrongResult("returned not all of top_ids, top_logprobs and tail_log_mass, but they were asked for")
     ids = _rows("top_ids", batch.top_ids, torch.int64, tokens, shape=(k,))
     logprobs = _rows("top_logprobs", batch.top_logprobs, torch.float32, tokens, shape=(k,), grad=grad)
     tail = _rows("tail_log_mass", batch.tail_log_mass, torch.float32, tokens, grad=grad)

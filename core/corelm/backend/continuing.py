@@ -18,7 +18,6 @@ from corelm.backend.check_results import set_problems
 from corelm.backend.skipping import spread
 from corelm.errors import Problems, ProvenanceMismatchError, refuse
 from corelm.spec.answer_text import StopStrings
-from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import GenerateResult, fields_of_rows
 from corelm.spec.sampling import SamplingParams
@@ -35,13 +34,9 @@ class PartialAnswers:
     """Answers of an earlier call for the same prompts. Those that have not ended go on.
 
     Args:
-        capabilities, tokenizer: those of the engine that is to continue them.
+        engine: the `OpenEngine` that is to continue them.
         old: the argument `continue_from`. A caller may have saved them, cut them, or put them together.
-        prompts: the prompts of this call.
-        sampling: how this call samples.
-        stop_ids: the ids that end an answer.
-        version: the label of the weights in force.
-        asked: the arguments that `_must_agree` takes.
+        prompts, sampling, stop_ids, adapter, asked: those of this call. `asked` is what `_must_agree` takes.
 
     Attributes:
         index: int64: the answers that go on.
@@ -57,27 +52,25 @@ class PartialAnswers:
 
     def __init__(
         self,
-        capabilities: Capabilities,
-        tokenizer: Any,
+        engine: Any,
         old: Any,
         prompts: Ragged,
         sampling: SamplingParams,
         stop_ids: frozenset[int],
-        version: str,
+        adapter: Adapter,
         **asked: Any,
     ) -> None:
         self.samples, limit = sampling.num_samples or 1, sampling.max_new_tokens
         if not isinstance(old, GenerateResult):
             raise invalid("continue_from", f"expected a GenerateResult, got a {type(old).__name__}")
-        if len(old.ids) != len(prompts) * self.samples:
-            raise invalid(
-                "continue_from", f"has {len(old.ids)} answers, but the call is for {len(prompts) * self.samples}"
-            )
-        _must_agree(old, sampling, **asked)
+        if len(old.ids) != (count := len(prompts) * self.samples):
+            raise invalid("continue_from", f"has {len(old.ids)} answers, but the call is for {count}")
+        _must_agree(old, sampling, adapter, **asked)
+        version = engine.weights.version_with(adapter)
         self._old, self._sampling = old, sampling
-        strings = StopStrings.of(sampling, tokenizer)
+        strings = StopStrings.of(sampling, engine.tokenizer)
         self._stops = [strings.after(prompt) for prompt in prompts.tolist() for _ in range(self.samples)]
-        wrong = _field_problems(old, capabilities.vocab_size)
+        wrong = _field_problems(old, engine.capabilities.vocab_size)
         # Why each answer has ended; "" for those that go on.
         self._reasons: list[str] = []
         rows = zip(old.ids.tolist(), old.finish_reasons, _runs_of(old), self._stops, strict=True)
@@ -106,11 +99,9 @@ class PartialAnswers:
                 )
             elif len(ids) < sampling.min_new_tokens:
                 # The engine would count these tokens from the seam on.
-                wrong.setdefault(
-                    row,
-                    f"has fewer than min_new_tokens={sampling.min_new_tokens} tokens, and the engine would "
-                    "count only new ones; sample this row from its prompt",
-                )
+                few = f"has fewer than min_new_tokens={sampling.min_new_tokens} tokens"
+                why = f"{few}, and the engine would count only new ones; sample this row from its prompt"
+                wrong.setdefault(row, why)
         refuse(wrong, "continue_from")
         self.index = torch.tensor([row for row, ended in enumerate(self._reasons) if not ended], dtype=torch.int64)
         self.lengths = old.ids.lengths[self.index]
@@ -118,16 +109,13 @@ class PartialAnswers:
             for name, value in sampling.penalties:
                 if name != "repetition_penalty":
                     # A repetition penalty counts the prompt as well, so it sees them.
-                    raise invalid(
-                        name,
-                        f"{name}={value} counts the tokens of an answer, and the engine would count only new ones; "
-                        "sample these answers from their prompts",
-                    )
+                    why = f"{name}={value} counts the tokens of an answer, and the engine would count only new ones"
+                    raise invalid(name, f"{why}; sample these answers from their prompts")
         repeated = prompts if self.samples == 1 else prompts.repeat(self.samples)
         self.joined_prompts = repeated.join(old.ids.to(prompts.values.device)).select(self.index)
         if limit is not None and len(self.index):
             # One limit for all rows, that of the row that needs most; none if some would not fit the context then.
-            limit, context = limit - int(self.lengths.min()), capabilities.max_context
+            limit, context = limit - int(self.lengths.min()), engine.capabilities.max_context
             if context is not None and int(self.joined_prompts.lengths.max()) + limit > context:
                 limit = None
         self.sampling_of_rest = SamplingParams.make(sampling, num_samples=None, min_new_tokens=0, max_new_tokens=limit)
@@ -171,25 +159,24 @@ class PartialAnswers:
 def _must_agree(
     old: GenerateResult,
     sampling: SamplingParams,
+    adapter: Adapter,
     *,
     logprobs: Any,
-    adapter: Adapter,
     return_support: bool,
     top_logprobs: int,
 ) -> None:
     """Refuse partial answers that were not sampled for what this call asks for: its arguments of these names."""
-    if old.texts is not None:
-        raise invalid("continue_from", "this engine's texts are not what its ids decode to, so they cannot be joined")
-    if old.adapter != adapter:
-        raise invalid("continue_from", f"was sampled with adapter={old.adapter!r}; give the same")
-    if (old.logprobs is None) != (logprobs == "none"):
-        has = "no log-probs" if old.logprobs is None else "log-probs"
-        raise invalid("continue_from", f"has {has}, but logprobs={logprobs!r} was asked for; ask for the same")
-    if (old.kept_ids is None) == return_support:
-        raise invalid("continue_from", "return_support must be what it was when these answers were begun")
     k = 0 if old.top_ids is None else old.top_ids.values.shape[-1]
-    if k != top_logprobs:
-        raise invalid("continue_from", f"was sampled with top_logprobs={k}; give the same")
+    has = "no log-probs" if old.logprobs is None else "log-probs"
+    for differs, what in (
+        (old.texts is not None, "this engine's texts are not what its ids decode to, so they cannot be joined"),
+        (old.adapter != adapter, f"was sampled with adapter={old.adapter!r}; give the same"),
+        ((old.logprobs is None) != (logprobs == "none"), f"has {has}, but {logprobs=} was asked for; ask for the same"),
+        ((old.kept_ids is None) == return_support, "return_support must be what it was when these answers were begun"),
+        (k != top_logprobs, f"was sampled with top_logprobs={k}; give the same"),
+    ):
+        if differs:
+            raise invalid("continue_from", what)
     if old.logprobs is None:
         return
     wanted: dict[str, Any] = {**Provenance.label(logprobs, sampling)}
@@ -208,10 +195,7 @@ def _must_agree(
 def _field_problems(old: GenerateResult, vocab_size: int) -> Problems:
     """Return the rows with another number of values than tokens, or with a set that cannot be that of its token.
 
-    An empty set stands for the whole vocabulary.
-
-    Raises:
-        InvalidRequestError: the result lacks a field which another one needs, or an entry for a row.
+    Refuse a result that lacks a field which another one needs, or a row. An empty set is the whole vocabulary.
     """
     for names in _TOGETHER:
         if len({getattr(old, name) is None for name in names}) > 1:

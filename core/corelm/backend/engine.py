@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import tenacity
 import torch
@@ -115,9 +115,6 @@ class EngineLock:
     acquires it removes its turn in the first step of a ``finally``: a function of our own could be interrupted before
     it has done anything. Everything else is only there to wake the waiting threads sooner. `OpenEngine.call` shows how.
 
-    Args:
-        name: the name of the backend, for errors.
-
     Attributes:
         holders: the turns that hold the lock.
         waiting: the turns that wait for it, each with what wakes its thread.
@@ -146,11 +143,9 @@ class EngineLock:
         return turn
 
     def acquire(self, turn: Turn, timeout: float | None = None, remind: Callable[[], object] | None = None) -> None:
-        """Wait until the turn holds the lock.
+        """Wait until a new turn holds the lock. It may have been made on another thread, which waits for this one.
 
         Args:
-            turn: a new turn. It may have been made on another thread, which waits for this one.
-            timeout: seconds to wait for the lock; None waits as long as it takes.
             remind: called every `_REMINDER` seconds while others hold the lock, to make them release it. What
                 it raises ends the wait.
 
@@ -219,9 +214,8 @@ class EngineLock:
         return not others
 
     def _others(self, turn: Turn) -> list[Turn]:
-        return [
-            each for each in list(self.holders) if each not in turn.around and each.hook not in turn.concurrent_with
-        ]
+        beside = turn.concurrent_with
+        return [each for each in list(self.holders) if each not in turn.around and each.hook not in beside]
 
     def _is_nested(self, turn: Turn) -> bool:
         return not self.holders.keys().isdisjoint(turn.around)
@@ -240,14 +234,11 @@ class OpenEngine:
 
     Args:
         plugin: what the plugin's ``open`` returned.
-        name: the name that the engine was opened by.
-        model_name: the name that labels its numbers.
         software: the distributions and versions of the plugin and the engine, as far as they are known.
-        wrappers, retry, timeout: see `get_backend`.
         model: the model object that the plugin was given, if it was given one.
+        name, model_name, wrappers, retry, timeout: see `Backend` and `get_backend`.
 
     Attributes:
-        plugin, software: as given. Those that `Backend` has, too, are explained there.
         hooks: its hooks by name, bound when it was opened.
         own: the names of those that are core's own.
         weights: their labels, the adapters, and what sleeps.
@@ -280,14 +271,11 @@ class OpenEngine:
         self.capabilities: Capabilities = plugin.capabilities
         self.tokenizer: Any = plugin.tokenizer
         ids = self.capabilities.eos_token_ids
-        if ids is None:
-            # That of a tokenizer in another process costs a call to it.
-            eos = getattr(self.tokenizer, "eos_token_id", None)
-            ids = frozenset() if eos is None else frozenset([eos])
-        self.eos_token_ids = ids
+        # That of a tokenizer in another process costs a call to it.
+        eos = getattr(self.tokenizer, "eos_token_id", None) if ids is None else None
+        self.eos_token_ids = ids or frozenset([] if eos is None else [eos])
         self.given_model = (lambda: None) if model is None else weakref.ref(model)
-        self.model_name = model_name
-        self.software = software
+        self.model_name, self.software = model_name, software
         self.timeout = None if timeout is None else seconds("timeout", timeout)
         self.listener: WeightsListener | None = None
         self.closed = False
@@ -327,14 +315,10 @@ class OpenEngine:
         return hook in self.hooks
 
     def require(self, capability: str, why: str) -> None:
-        """Refuse a call that needs a capability which the engine does not have.
+        """Raise a `CapabilityError` if the engine did not declare a capability. The plugin's `reasons` may say why.
 
         Args:
-            capability: a field of `Capabilities`.
-            why: why the call needs it, or what the caller can do without it, if the plugin's `reasons` do not say.
-
-        Raises:
-            CapabilityError: the engine did not declare the capability.
+            why: why a call needs it, or what the caller can do without it, if they do not.
         """
         if not getattr(self.capabilities, capability):
             why = getattr(self.plugin, "reasons", {}).get(capability, why)
@@ -433,11 +417,7 @@ class OpenEngine:
             try:
                 result = self._asked[hook](request)
             except BaseException as error:
-                told = _typed(error, self.name, hook)
-                told = call.failed(told) if isinstance(told, CoreLMError) else told
-                if told is error:
-                    raise
-                raise told from error
+                _reraise(error, self.name, hook, call.failed)
             changed = seen is not None and self.ask("weights_state", _STATE) != seen
             if changed or (seen is not None and weights.state is not state):
                 weights.require_same(hook, state, changed)
@@ -468,10 +448,9 @@ class OpenEngine:
                 torch.set_grad_enabled(grad)
 
     def alone(self, function: Callable[[], T], hook: str = "", when: When = "drain") -> T:
-        """Return what the function returns. It is called while no call is in the engine.
+        """Return what the function returns. It is called while no call is in the engine, and calls hooks with `ask`.
 
         Args:
-            function: what to call. It calls hooks with `ask`.
             hook: the one that it is about.
             when: `abort` ends the answers in the engine; beside `now`, they go on.
         """
@@ -498,17 +477,10 @@ class OpenEngine:
         try:
             return self.hooks[hook](request)
         except BaseException as error:
-            told = _typed(error, self.name, hook)
-            if told is error:
-                raise
-            raise told from error
+            _reraise(error, self.name, hook)
 
     def convert(self, hook: Literal["tokenize", "to_containers"], request: Any) -> Any:
-        """Return what one of these hooks makes of a request. Core's own are plain functions, and take no turn.
-
-        Raises:
-            CoreLMError: as for `call`.
-        """
+        """Return what one of these hooks makes of a request. Core's own are plain functions, and take no turn."""
         around = self._supervised or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO)
         if around or hook not in self.own:
             return self.call(Call(hook, request))
@@ -519,10 +491,7 @@ class OpenEngine:
         except WrongResult as wrong:
             raise self.fault(hook)(str(wrong)) from None
         except BaseException as error:
-            told = _typed(error, self.name, hook)
-            if told is error:
-                raise
-            raise told from error
+            _reraise(error, self.name, hook)
 
     def _supervise(self, call: Call, timeout: float | None, attended: Callable[[], bool] | None) -> Any:
         """Make a call that has a timeout, retries, a reader of its tokens, wrappers or a log around it."""
@@ -704,15 +673,23 @@ class PreparedCall(Call, Generic[R]):
         return result
 
 
-def _typed(error: BaseException, name: str, hook: str) -> BaseException:
-    """Return the error for the caller of a hook that has raised `error`: itself if it is core's or ends the program."""
+def _reraise(
+    error: BaseException, name: str, hook: str, failed: Callable[[CoreLMError], CoreLMError] | None = None
+) -> NoReturn:
+    """Raise the error for the caller of a hook that has raised `error`: itself if it is core's or ends the program."""
+    told: BaseException = error
     # An engine can raise asyncio.CancelledError or SystemExit, too. They are its failure and end no program.
     # On the main thread, a SystemExit may be that of the program's own handler of a signal.
-    if isinstance(error, CoreLMError) or is_interrupt(error) or (isinstance(error, SystemExit) and is_main_thread()):
-        return error
-    if isinstance(error, TimeoutError):
-        return BackendTimeoutError(f"backend {name!r}, hook {hook}: {message(error)}")
-    return EngineError(f"backend {name!r}, hook {hook}: {described(error)}")
+    own = isinstance(error, CoreLMError) or is_interrupt(error) or (isinstance(error, SystemExit) and is_main_thread())
+    if not own and isinstance(error, TimeoutError):
+        told = BackendTimeoutError(f"backend {name!r}, hook {hook}: {message(error)}")
+    elif not own:
+        told = EngineError(f"backend {name!r}, hook {hook}: {described(error)}")
+    if failed is not None and isinstance(told, CoreLMError):
+        told = failed(told)
+    if told is error:
+        raise error
+    raise told from error
 
 
 # Timeouts and retries -------------------------------------------------------------------------------------------------
@@ -721,14 +698,10 @@ _left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def call_for(timeout: float, function: Callable[[], T], name: str) -> T:
-    """Return what the function returns, but wait for at most `timeout` seconds.
+    """Return what the function returns, but wait for at most `timeout` seconds. It runs in the caller's torch modes.
 
-    The function runs on a new daemon thread, with the caller's context variables and torch modes. If the wait
-    ends early, the function goes on, its result is dropped, and the thread ends with it.
-
-    Raises:
-        TimeoutError: the function did not return in time.
-        EngineError: the system has no room for another thread.
+    If the wait ends early with a `TimeoutError`, the function goes on in its daemon thread, and its result is dropped.
+    An `EngineError` says that the system has no room for a thread.
     """
     outcome = Outcome()
     thread = threading.Thread(target=outcome.of, args=(in_caller_modes(function),), name=name, daemon=True)
@@ -745,11 +718,7 @@ def call_for(timeout: float, function: Callable[[], T], name: str) -> T:
 
 
 def _retrying(retry: int | tenacity.BaseRetrying | None) -> tenacity.BaseRetrying | None:
-    """Return what repeats a failed call: for a number of attempts, or as a tenacity `Retrying` says.
-
-    Raises:
-        InvalidRequestError: `retry` is neither.
-    """
+    """Return what repeats a failed call: for a number of attempts, or as a tenacity `Retrying` says."""
     if retry is None:
         return None
     if isinstance(retry, tenacity.Retrying):
@@ -784,13 +753,10 @@ _open: weakref.WeakSet[OpenEngine] = weakref.WeakSet()
 
 
 def end_calls(engines: Iterable[OpenEngine], end: float) -> bool:
-    """Refuse later calls to these engines, and abort the calls in them until they have ended.
+    """Refuse later calls to these engines, and abort the calls in them until all have ended, or `end` has come.
 
     Returns:
         Whether all have ended.
-
-    Args:
-        end: when to stop waiting for them, in the seconds of `time.monotonic`.
     """
     # All are told to end before one is waited for.
     while engines := [engine for engine in engines if not engine.end_calls()]:

@@ -42,11 +42,7 @@ def checked_adapter(given: Any) -> Adapter:
 
 
 def checked_name(given: Any) -> str:
-    """Return the name of an adapter.
-
-    Raises:
-        InvalidRequestError: it is not one; `field` is ``adapter``.
-    """
+    """Return the name of an adapter, or refuse what is none."""
     if not isinstance(given, str) or not given.strip() or not given.isprintable() or _NOT_IN_NAMES & {*given}:
         raise invalid("adapter", f"expected the name of an adapter, without @ + / \\, got {shown(given)}")
     return given
@@ -55,13 +51,7 @@ def checked_name(given: Any) -> str:
 def source_of_weights(weights: NewWeights, streams: bool) -> dict[str, Any]:
     """Return the field of a `WeightUpdate` that says where the base weights come from.
 
-    Args:
-        weights: see `NewWeights`.
-        streams: whether the engine takes an iterator one by one.
-
-    Raises:
-        InvalidRequestError: there is nothing to load, or an iterator failed that was read to its end; `field`
-            is ``weights``.
+    An engine that `streams` takes an iterator one by one; for others it is read to its end.
     """
     if isinstance(weights, (str, os.PathLike)):
         return {"path": Path(weights)}
@@ -71,24 +61,16 @@ def source_of_weights(weights: NewWeights, streams: bool) -> dict[str, Any]:
         return {"state_dict": weights}
     if isinstance(weights, Iterable):
         return {"stream": checked_pairs(weights)} if streams else {"state_dict": collected(weights)}
-    raise invalid(
-        "weights",
-        f"expected a state dict, a model, a path, or an iterator of (name, tensor), got {type(weights).__name__}",
-    )
+    expected = "expected a state dict, a model, a path, or an iterator of (name, tensor)"
+    raise invalid("weights", f"{expected}, got {type(weights).__name__}")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a model by the names that `save_pretrained` would give them. The model is not changed.
 
-    Adapters of PEFT are merged in a copy. Tensors are shared with the model wherever names and values are the
-    module's own. A tied tensor keeps both its names: a checkpoint may have either.
-
-    Args:
-        model: a model of transformers, a PEFT model around one, or either in a wrapper (`torch.compile`,
-            DDP). Another module gives its `state_dict`.
-
-    Raises:
-        InvalidRequestError: the adapters cannot be merged, or a tensor has no values; `field` is ``weights``.
+    It is a model of transformers, a PEFT model around one, whose adapters are merged in a copy, or either in a wrapper
+    (`torch.compile`, DDP). Another module gives its `state_dict`. Tensors are shared with the model wherever names and
+    values are the module's own. A tied tensor keeps both its names: a checkpoint may have either.
     """
     model = unwrapped(model)
     with torch.no_grad():
@@ -105,9 +87,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def checked_pairs(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of an iterator, each without its graph, and gathered if it is sharded.
 
-    Raises:
-        InvalidRequestError: an item is not a name and a tensor, a name comes twice, or the iterator raised;
-            `field` is ``weights``.
+    An `InvalidRequestError` says that an item is not a name and a tensor, a name comes twice, or the iterator raised.
     """
     found: set[str] = set()
     try:
@@ -147,11 +127,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _merged(model: Any) -> nn.Module:
     """Return the model inside a PEFT model, with the adapters merged into copies of the weights that they change."""
     if not hasattr(model, "merge_and_unload"):
-        raise invalid(
-            "weights",
-            f"a {type(model).__name__} with these adapters cannot be merged; pass a model of peft.get_peft_model with "
-            "LoRA or other adapters that PEFT can merge, or the merged model",
-        )
+        what = f"a {type(model).__name__} with these adapters cannot be merged"
+        good = "a model of peft.get_peft_model with LoRA or other adapters that PEFT can merge, or the merged model"
+        raise invalid("weights", f"{what}; pass {good}")
     if any(getattr(module, "disable_adapters", False) is True for module in model.modules()):
         raise invalid("weights", "the adapters are disabled; enable them, or pass the state dict of the base model")
     try:
@@ -166,9 +144,8 @@ def _merged(model: Any) -> nn.Module:
                 setattr(module, name, nn.Parameter(tensor.detach().clone(), requires_grad=False))
         merged: nn.Module = twin.merge_and_unload()
     except Exception as error:
-        raise invalid(
-            "weights", f"PEFT could not merge the adapters ({described(error)}); pass the merged model, or its path"
-        ) from error
+        what = f"PEFT could not merge the adapters ({described(error)})"
+        raise invalid("weights", f"{what}; pass the merged model, or its path") from error
     return merged
 
 
@@ -180,15 +157,7 @@ def source_of_adapter(
 ) -> dict[str, Any]:
     """Return the fields of a `WeightUpdate` that say where an adapter comes from.
 
-    Args:
-        name: its name.
-        weights: see `NewAdapter`.
-        config: the configuration of a state dict; None for that of the last adapter of this name.
-        last_config: that one, if it is known.
-
-    Raises:
-        InvalidRequestError: there is nothing to load, or its configuration is not known; `field` is
-            ``weights`` or ``config``.
+    `config` is the configuration of a state dict; None for `last_config`, that of the last adapter of this name.
     """
     if isinstance(weights, (str, os.PathLike, nn.Module)) and config is not None:
         where = "model" if isinstance(weights, nn.Module) else "folder"
@@ -202,20 +171,13 @@ def source_of_adapter(
         raise invalid("weights", f"expected a folder, a PEFT model or a state dict, got {type(weights).__name__}")
     found = last_config if config is None else _plain_config(config)
     if found is None:
-        raise invalid(
-            "config",
-            "a state dict does not say what its adapter is; give config=, as in config=peft_model.peft_config"
-            "['default'], or give the PEFT model or its folder",
-        )
+        give = "give config=, as in config=peft_model.peft_config['default'], or give the PEFT model or its folder"
+        raise invalid("config", f"a state dict does not say what its adapter is; {give}")
     return {"state_dict": weights, "adapter_config": found}
 
 
 def _plain_config(config: Any) -> dict[str, Any]:
-    """Return PEFT's configuration of an adapter, or what its ``to_dict()`` returned, in plain JSON values.
-
-    Raises:
-        InvalidRequestError: it is neither; `field` is ``config``.
-    """
+    """Return PEFT's configuration of an adapter, or what its ``to_dict()`` returned, in plain JSON values."""
     values = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(values, Mapping):
         raise invalid("config", f"expected a LoraConfig, or a mapping of its fields, got {shown(config)}")
@@ -233,10 +195,7 @@ def _plain(value: Any) -> Any:
 
 
 def _of_peft_model(name: str, model: Any) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """Return the state dict and the configuration of an adapter of a PEFT model.
-
-    That is the adapter of this name, or the active one if the model has no such adapter.
-    """
+    """Return the state dict and the configuration of the adapter of this name in a PEFT model, or of the active one."""
     model = unwrapped(model)
     peft = sys.modules.get("peft")
     known = getattr(model, "peft_config", None)
@@ -249,7 +208,5 @@ def _of_peft_model(name: str, model: Any) -> tuple[Mapping[str, Tensor], dict[st
         raise invalid("weights", f"the model has {len(names)} active adapters and none called {name!r}")
     (chosen,) = names
     with torch.no_grad():
-        state: Mapping[str, Tensor] = peft.get_peft_model_state_dict(
-            model, adapter_name=chosen, save_embedding_layers=False
-        )
+        state = peft.get_peft_model_state_dict(model, adapter_name=chosen, save_embedding_layers=False)
     return state, _plain_config(known[chosen])

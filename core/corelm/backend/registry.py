@@ -96,12 +96,7 @@ class BackendInfo:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The result of `scan`.
-
-    Attributes:
-        backends: the installed and allowed backends, sorted by name.
-        unreadable: for each distribution whose metadata could not be read, its location and the error.
-    """
+    """The installed and allowed backends, by name, and each distribution that cannot be read: its location and why."""
 
     backends: tuple[BackendInfo, ...]
     unreadable: tuple[str, ...]
@@ -124,7 +119,8 @@ def scan() -> Scan:
         try:
             claims = list(_claims(distribution))
         except Exception as error:  # a corrupt file must not hide the other backends
-            unreadable.append(f"{_where(distribution)} ({described(error)})")
+            # A distribution without a readable name has no public attribute that tells its location.
+            unreadable.append(f"{getattr(distribution, '_path', distribution)} ({described(error)})")
             continue
         if claims:
             # A distribution may be on sys.path twice; the first one is used, as for imports.
@@ -169,10 +165,12 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
     except BaseException as error:
         if is_interrupt(error):
             raise
-        raise BackendImportError(
-            f"backend {name!r} is installed ({info.label}), but importing {info.target} failed with "
-            f"{described(error)}. {_cure(error, info)}"
-        ) from error
+        # No command for pip: it could install somebody else's package of that name from an index.
+        cure = f"Install a newer {info.distribution} from where you have it"
+        if isinstance(error, ModuleNotFoundError) and error.name and error.name != info.target.partition(":")[0]:
+            cure = f"Install what has the module {error.name.partition('.')[0]!r}, or a newer {info.distribution}"
+        failed = f"importing {info.target} failed with {described(error)}"
+        raise BackendImportError(f"backend {name!r} is installed ({info.label}), but {failed}. {cure}") from error
     faults = list(_faults(plugin))
     if faults:
         raise BackendIncompatibleError(f"backend {name!r} ({info.label}, {info.target}): {'; '.join(faults)}")
@@ -180,17 +178,24 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
 
 
 def open_plugin(name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any, BackendInfo]:
-    """Import the plugin with that name and have it open an engine.
-
-    Returns:
-        What the plugin's ``open`` returned, and the backend's metadata.
+    """Import the plugin with that name and have it open an engine. Return it, and the backend's metadata.
 
     Raises:
-        CoreLMError: see `load_backend` and `check_options`, or the plugin's own.
+        CoreLMError: see `load_backend`, or the plugin's own.
+        InvalidRequestError: its ``open`` does not accept an option; `field` names it, and the message the nearest.
         EngineError: the engine did not open; its own error is the cause.
     """
     plugin, info = load_backend(name)
-    check_options(plugin, info, model, options)
+    signature = inspect.signature(plugin.open)
+    try:
+        signature.bind(model, **options)
+    except TypeError as error:
+        known = [p.name for p in signature.parameters.values() if p.name != "model" and p.kind is not p.VAR_KEYWORD]
+        unknown = next((option for option in options if option not in signature.parameters), None)
+        hint = instead_of(unknown or "", known)
+        hint += "" if hint.endswith("?") else "."
+        told = f"backend {name!r}: {error}{hint} Its options: {', '.join(known) or 'none'}"
+        raise InvalidRequestError(told, field=unknown) from error
     try:
         return plugin.open(model, **options), info
     except CoreLMError:
@@ -215,25 +220,6 @@ def options_named_by(name: str) -> frozenset[str]:
     return frozenset(each.name for each in inspect.signature(plugin.open).parameters.values() if each.kind in kinds)
 
 
-def check_options(plugin: type[Any], info: BackendInfo, model: Any, options: Mapping[str, Any]) -> None:
-    """Refuse an option that the plugin's ``open`` does not accept, before ``open`` starts.
-
-    Raises:
-        InvalidRequestError: the message suggests the nearest option; `field` is the unknown one.
-    """
-    signature = inspect.signature(plugin.open)
-    try:
-        signature.bind(model, **options)
-    except TypeError as error:
-        known = [p.name for p in signature.parameters.values() if p.name != "model" and p.kind is not p.VAR_KEYWORD]
-        unknown = next((option for option in options if option not in signature.parameters), None)
-        hint = instead_of(unknown or "", known)
-        hint += "" if hint.endswith("?") else "."
-        raise InvalidRequestError(
-            f"backend {info.name!r}: {error}{hint} Its options: {', '.join(known) or 'none'}", field=unknown
-        ) from error
-
-
 def install_line(name: str) -> str | None:
     """Return the command that installs backend `name` and its engine, or None if it is not one of core's extras."""
     distribution = _extras().get(name)
@@ -246,32 +232,27 @@ def _claims(distribution: metadata.Distribution) -> Iterator[BackendInfo]:
     name, version = distribution.metadata["Name"], distribution.metadata["Version"]
     if not name or not version:
         raise ValueError("the METADATA file has no name or no version")
-    engines = {point.name: point.value for point in distribution.entry_points.select(group=ENGINES)}
-    for point in distribution.entry_points.select(group=BACKENDS):
-        yield BackendInfo(
-            name=point.name,
-            distribution=name,
-            version=version,
-            target=point.value,
-            requires_core=_requires_core(distribution),
-            engine_available=_importable(engines[point.name]) if point.name in engines else None,
-            engine_module=engines.get(point.name),
-        )
-
-
-def _requires_core(distribution: metadata.Distribution) -> str | None:
     specifiers = [
         str(each.specifier)
         for each in map(Requirement, distribution.requires or ())
         if canonicalize_name(each.name) == DISTRIBUTION and (each.marker is None or each.marker.evaluate({"extra": ""}))
     ]
-    return ",".join(filter(None, specifiers)) if specifiers else None
-
-
-def _importable(module: str) -> bool:
-    spec = find_spec(module.partition(".")[0])
-    # A folder that only has the engine's name is found as a namespace package, which has no origin.
-    return spec is not None and spec.origin is not None
+    engines = {point.name: point.value for point in distribution.entry_points.select(group=ENGINES)}
+    for point in distribution.entry_points.select(group=BACKENDS):
+        module, available = engines.get(point.name), None
+        if module is not None:
+            spec = find_spec(module.partition(".")[0])
+            # A folder that only has the engine's name is found as a namespace package, which has no origin.
+            available = spec is not None and spec.origin is not None
+        yield BackendInfo(
+            name=point.name,
+            distribution=name,
+            version=version,
+            target=point.value,
+            requires_core=",".join(filter(None, specifiers)) if specifiers else None,
+            engine_available=available,
+            engine_module=module,
+        )
 
 
 def _problem(info: BackendInfo, claims: int) -> str | None:
@@ -326,10 +307,7 @@ def _not_found(name: str, found: Scan) -> CoreLMError:
 
 
 def _faults(plugin: Any) -> Iterator[str]:
-    """Yield the reasons why a plugin does not fit the hook specification.
-
-    pluggy later reports misspelt hooks, but it cannot report missing ones.
-    """
+    """Yield why a plugin does not fit the hook specification. pluggy reports misspelt hooks, but not missing ones."""
     if not isinstance(plugin, type):
         yield f"its entry point refers to an object of type {type(plugin).__name__}; expected a class"
         return
@@ -339,7 +317,10 @@ def _faults(plugin: Any) -> Iterator[str]:
     else:
         try:
             if not SpecifierSet(requires).contains(API_VERSION, prereleases=True):
-                yield f"it needs hook specification {requires}, but this core has {API_VERSION}; {_older(requires)}"
+                bounds = [each.version for each in SpecifierSet(requires) if each.operator in _FROM]
+                newer = any(Version(each.removesuffix(".*")) > Version(API_VERSION) for each in bounds)
+                advice = "upgrade core" if newer else "upgrade the plugin"
+                yield f"it needs hook specification {requires}, but this core has {API_VERSION}; {advice}"
         except (InvalidSpecifier, TypeError, AttributeError):
             yield f'requires_api is {requires!r}, expected a version range such as ">=1,<2"'
     if not callable(getattr(plugin, "open", None)):
@@ -349,20 +330,3 @@ def _faults(plugin: Any) -> Iterator[str]:
     for hook in ("generate", "score_logprobs"):
         if hasattr(plugin, hook) and not hasattr(getattr(plugin, hook), f"{PROJECT}_impl"):
             yield f"its method {hook} is not marked with @corelm.hookimpl"
-
-
-def _cure(error: BaseException, info: BackendInfo) -> str:
-    # No command for pip: it could install somebody else's package of that name from an index.
-    if isinstance(error, ModuleNotFoundError) and error.name and error.name != info.target.partition(":")[0]:
-        return f"Install what has the module {error.name.partition('.')[0]!r}, or a newer {info.distribution}"
-    return f"Install a newer {info.distribution} from where you have it"
-
-
-def _older(requires: str) -> str:
-    lowest = [Version(each.version.removesuffix(".*")) for each in SpecifierSet(requires) if each.operator in _FROM]
-    return "upgrade core" if any(each > Version(API_VERSION) for each in lowest) else "upgrade the plugin"
-
-
-def _where(distribution: metadata.Distribution) -> str:
-    # A distribution without a readable name has no public attribute that tells its location.
-    return str(getattr(distribution, "_path", distribution))

@@ -83,11 +83,9 @@ def renumbering(rows: Tensor) -> Iterator[None]:
 
 
 def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
-    """Return an error about rows of a request as one about the caller's rows.
+    """Return an error about rows of a request as one about the caller's `rows`; several may belong to one of these.
 
-    Args:
-        error: names rows of the request in `problems`. An error that names none, or other ones, is returned as it is.
-        rows: int64: the caller's row for each row of the request. Several may belong to one.
+    An error that names no rows in `problems`, or other ones, is returned as it is.
     """
     problems: Problems = getattr(error, "problems", {})
     names = rows.tolist()
@@ -112,12 +110,11 @@ def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
 
 
 def spread(batch: B, served: Tensor, lengths: Tensor, problems: Mapping[int, str], version: str) -> B:
-    """Put the rows of a result back among those that were skipped, which get a message in `errors`.
+    """Put the `served` rows of a result back among those that were skipped, which get a message in `errors`.
 
     A skipped answer is empty and has the finish reason `error`. Nothing of a skipped sequence is scored.
 
     Args:
-        served: int64, ascending: the rows that the engine has served.
         lengths: int64[rows]: how many tokens each row of the whole result has.
         problems: the rows that were skipped, and why.
         version: the label of the weights in force.

@@ -90,10 +90,8 @@ class WeightsListener(Protocol):
 class AdapterState:
     """An adapter that was loaded at some time. One that the engine was opened with has the label "0".
 
-    Attributes:
-        label: its version. It goes on counting if the adapter is loaded again after it was unloaded.
-        loaded: whether it is loaded.
-        config: its configuration, for a later state dict of the same name; None if it is not known.
+    The label goes on counting if the adapter is loaded again after it was unloaded. `config` is kept for a later state
+    dict of the same name; it is None if it is not known.
     """
 
     label: str = "0"
@@ -142,15 +140,7 @@ class _Update:
 
 
 class Weights:
-    """The weights of one engine.
-
-    Args:
-        engine: the `OpenEngine`.
-
-    Attributes:
-        state: see `State`.
-        noticed: whether the engine notices a change by the owner of its model.
-    """
+    """The weights of one `OpenEngine`: their `state`, and whether it notices what the owner of its model changes."""
 
     def __init__(self, engine: Any) -> None:
         self.state = State(without_weights=engine.capabilities.without_weights)
@@ -193,10 +183,9 @@ class Weights:
         return f"{weights}+{adapter}@{self.state.adapters.get(adapter, AdapterState()).label}"
 
     def look(self) -> tuple[Hashable | None, State]:
-        """Return the state of the model, and the `State` with its label in force.
+        """Return the state of the model, None if it is not told or the weights sleep, and the `State` with its label.
 
-        A state of the model that was not seen before gets a new label; the first one gets the label that is
-        in force. It is None if the engine does not tell it, and while the weights sleep.
+        A state of the model that was not seen before gets a new label; the first one gets the label in force.
         """
         if not self.noticed or "weights" in self.state.asleep:
             return None, self.state
@@ -214,14 +203,10 @@ class Weights:
             return seen, self.state
 
     def require_same(self, hook: str, then: State, changed: bool = False) -> None:
-        """Refuse the numbers of a call during which the owner has changed the weights.
+        """Refuse the numbers of a call during which the owner has changed the weights, since the `State` before it.
 
-        A change by core is none: a wrapper of the hook may update the weights during the call.
-
-        Args:
-            then: the `State` before the call.
-            changed: whether the engine tells another state of its model now. If not, what another thread has noticed
-                counts.
+        A change by core is none: a wrapper of the hook may update the weights during the call. If the engine does not
+        tell another state of its model now (`changed`), what another thread has noticed counts.
         """
         if self.state.changes == then.changes and (changed or self.state.label != then.label):
             raise self._engine.fault(hook)(_CHANGED)
@@ -231,11 +216,8 @@ class Weights:
     def update(self, request: WeightUpdate, version: str | None) -> str:
         """Load base weights or an adapter, or unload one, or take note that the owner has changed the base weights.
 
-        Errors are those of `Backend.update_weights`, `load_adapter`, `unload_adapter` and `weights_changed`.
-
-        Args:
-            request: what changes, without a label.
-            version: the label that is returned; None counts up from the last one.
+        `request` has no label yet. The one that is returned is `version`; None counts up from the last one. Errors are
+        those of `Backend.update_weights`, `load_adapter`, `unload_adapter` and `weights_changed`.
         """
         if version is not None and not isinstance(version, str):
             raise invalid("version", f"expected a str, got {shown(version)}")
@@ -275,8 +257,8 @@ class Weights:
             if listener is not None and self.state.label == unused:
                 listener.update_failed(unused)
             raise
-        told = "%s: weights %s are in force, after %s"
-        _log.info(told, self._name, brief(repr(request.version)), brief(repr(before.label)))
+        last_label = brief(repr(before.label))
+        _log.info("%s: weights %s are in force, after %s", self._name, brief(repr(request.version)), last_label)
         return request.version
 
     def _change_adapter(self, request: WeightUpdate, version: str | None) -> str:
@@ -368,12 +350,7 @@ class Weights:
             raise self._engine.fault(hook)(f"returned {shown(result)}: {otherwise}")
 
     def _move(self, *, look: bool = False, **changes: Any) -> None:
-        """Go on to another state.
-
-        Args:
-            look: whether the state in which the model is now is the only one that has a label.
-            changes: fields of `State`.
-        """
+        """Change fields of `State`. With `look`, only the state in which the model is now has a label afterwards."""
         with self._mutex:
             state = replace(self.state, changes=self.state.changes + 1, **changes)
             if look and self.noticed:
@@ -391,24 +368,20 @@ class Weights:
         return label
 
     def refuse_to_answer(self) -> NoReturn:
-        asleep = self.state.asleep
-        if not asleep:
+        if not (asleep := self.state.asleep):
             raise self._lacks_weights()
         tags = "" if len(asleep) == len(SLEEP_TAGS) else repr([*asleep])
         what = f"its {_named(asleep)} {'sleeps' if asleep == {'kv_cache'} else 'sleep'}"
         raise BackendAsleepError(f"backend {self._name!r} cannot answer: {what}; call backend.wake({tags}) first")
 
     def _lacks_weights(self) -> BackendAsleepError:
-        return BackendAsleepError(
-            f"backend {self._name!r} has no weights yet; call backend.update_weights(…) with a complete set first"
-        )
+        call = "call backend.update_weights(…) with a complete set first"
+        return BackendAsleepError(f"backend {self._name!r} has no weights yet; {call}")
 
     def _require_room(self) -> None:
         if "weights" in self.state.asleep:
-            raise BackendAsleepError(
-                f"backend {self._name!r}: there is no memory for new weights while its weights sleep; call "
-                "backend.wake(['weights']) first"
-            )
+            why = "there is no memory for new weights while its weights sleep; call backend.wake(['weights']) first"
+            raise BackendAsleepError(f"backend {self._name!r}: {why}")
 
     # Answers that go on in an update ---------------------------------------------------------------------------------
 
@@ -418,11 +391,6 @@ class Weights:
         The engine says from which token on an answer was sampled with the weights of an update. Whether these
         have the label that the update asked for is known at its end. So a call waits for the end of an update
         in which it begins or whose weights it has seen, unless the update's listener makes it.
-
-        Raises:
-            BackendTimeoutError: an update was under way when the time of the call was over.
-            EngineError: the runs are none or go back to earlier weights, the result does not say what it was
-                sampled with although it has to, or it names weights that were refused.
         """
         deadline, fail = Deadline(request.timeout), self._engine.fault("generate")
         while True:
@@ -440,10 +408,8 @@ class Weights:
         runs = batch.version_runs
         if runs is None:
             if batch.weight_versions is None:
-                raise fail(
-                    "returned neither version_runs nor weight_versions, but a backend that declares "
-                    "updates_in_flight has to; see corelm_engine_kit.VersionLog"
-                )
+                needed = "but a backend that declares updates_in_flight has to; see corelm_engine_kit.VersionLog"
+                raise fail(f"returned neither version_runs nor weight_versions, {needed}")
             runs = tuple(((version, 0),) for version in batch.weight_versions)
         seen = {version for of_row in runs for version, _ in of_row}
         updates = [each for each in self._updates if each.number > known]
@@ -467,10 +433,8 @@ class Weights:
 
     def _pause(self, deadline: Deadline) -> None:
         if deadline.is_over():
-            raise BackendTimeoutError(
-                f"backend {self._name!r}, hook generate: an update of the weights was under way when the "
-                f"{deadline.timeout:g} s of the call were over"
-            )
+            late = f"an update of the weights was under way when the {deadline.timeout:g} s of the call were over"
+            raise BackendTimeoutError(f"backend {self._name!r}, hook generate: {late}")
         time.sleep(_PAUSE)
 
 
@@ -484,10 +448,7 @@ def _read_config(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _out_of_order(rows: Sequence[VersionRuns], labels: Sequence[str]) -> str:
-    """Return what is wrong with runs in another order than that of the updates; "" if nothing is.
-
-    A label that was loaded twice tells nothing.
-    """
+    """Return where runs are in another order than the updates; "". A label that was loaded twice tells nothing."""
     order = {label: place for place, label in enumerate(labels) if labels.count(label) == 1}
     for row, runs in enumerate(rows):
         known = [(order[version], version, first) for version, first in runs if version in order]

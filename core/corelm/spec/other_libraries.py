@@ -14,44 +14,38 @@ from corelm.validate import did_you_mean, invalid
 _LOG_PROBS = "a policy returns the log-probs of sampled tokens; its option log_probs_mode chooses which"
 _DISTRIBUTIONS = "a policy returns those of the most probable ids with its option top_logprobs=k; get_dist returns all"
 _OUTPUTS = "core always returns the same containers; choose them with the options return_… of the policy"
+_STOP_TEXT = "not supported: a text ends before its stop string; backend.detokenize(ids) shows it"
+_PADS = "prompts are not padded on their way to the engine, and pad_output=True pads with the tokenizer's pad id"
+_STREAM = "call policy.stream(td) or policy.astream(td); leave it out"
 #: Names of sampling parameters that core never passes to an engine, and what to do instead.
 NOT_OURS = {
     "max_length": "it counts the prompt too; give max_new_tokens",
-    "max_gen_toks": "give max_new_tokens",
-    "max_output_tokens": "give max_new_tokens",
-    "max_completion_length": "give max_new_tokens",
+    **dict.fromkeys(("max_gen_toks", "max_output_tokens", "max_completion_length"), "give max_new_tokens"),
     "best_of": "give num_samples and choose",
     "num_generations": "give num_samples",
-    "until": "give stop",
-    "stop_strs": "give stop",
-    "logprobs": _LOG_PROBS,
-    "return_logprob": _LOG_PROBS,
-    "return_logprobs": _LOG_PROBS,
-    "output_logits": _LOG_PROBS,
-    "output_scores": _LOG_PROBS,
-    "top_logprobs": _DISTRIBUTIONS,
-    "top_logprobs_num": _DISTRIBUTIONS,
+    **dict.fromkeys(("until", "stop_strs"), "give stop"),
+    **dict.fromkeys(("logprobs", "return_logprob", "return_logprobs", "output_logits", "output_scores"), _LOG_PROBS),
+    **dict.fromkeys(("top_logprobs", "top_logprobs_num"), _DISTRIBUTIONS),
     "prompt_logprobs": "a policy with generate=False scores prompts; leave it out",
     "echo": "the fields prompt and full of the containers hold the prompt; leave it out",
     "return_dict_in_generate": _OUTPUTS,
     "return_full_text": "text.full holds the prompt and the answer; leave it out",
-    "include_stop_str_in_output": "not supported: a text ends before its stop string; backend.detokenize(ids) shows it",
-    "no_stop_trim": "not supported: a text ends before its stop string; backend.detokenize(ids) shows it",
-    "pad_token_id": "prompts are not padded on their way to the engine, and pad_output=True pads with the tokenizer's "
-    "pad id; leave it out",
+    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), _STOP_TEXT),
+    "pad_token_id": f"{_PADS}; leave it out",
     "eos_token_id": "the model's own EOS ids end an answer; give stop_token_ids for more, or ignore_eos=True",
     "bos_token_id": "the tokenizer adds it; leave it out",
-    **dict.fromkeys(("stream", "stream_options"), "call policy.stream(td) or policy.astream(td); leave it out"),
+    **dict.fromkeys(("stream", "stream_options"), _STREAM),
     "truncate_prompt_tokens": "give the policy truncation='left'",
 }
 _SAMPLING = "give the policy sampling_params={…}"
-_OPENED = "it belongs to the engine: give it to get_backend"
 _BATCHING = "give batching=True, or batching=Limits(…)"
 _OBJECTS = "not supported, because objects of Python would work with one engine only"
 _STRUCTURED = (
     "the engine decodes it: give sampling_params={'engine_kwargs': {…}}, or open an OpenAI server with extra_body={…} "
     "(see the page about structured output)"
 )
+_MODEL = "give the model as the second argument of get_backend"
+_HUB = "log in with `hf auth login` or set HF_TOKEN, which the engines read"
 _KEYS = "keys={{'{0}': …}} for what is written, and input_key for what is read"
 _FEW = "sampling_params={{'engine_kwargs': {{'{0}': …}}}}, or open an OpenAI server with extra_body={{'{0}': …}}"
 #: Other names, and what to do instead. Some engines take some of them in `engine_kwargs` or when they are opened.
@@ -67,26 +61,22 @@ ELSEWHERE = {
     "use_beam_search": "give num_beams",
     "output_kind": _OUTPUTS,
     "streamer": "call policy.stream(td)",
-    "tokenizer": _OPENED,
+    "tokenizer": "it belongs to the engine: give it to get_backend",
     "chat_template_name": "give chat_template, a text or the name of one of the tokenizer's templates",
-    "chat_template_kwargs": "give template_kwargs",
-    "chat_template_args": "give template_kwargs",
+    **dict.fromkeys(("chat_template_kwargs", "chat_template_args"), "give template_kwargs"),
     "enable_thinking": "give template_kwargs={'enable_thinking': …}",
     "add_generation_prompt": "it follows from the last turn of a conversation; leave it out",
     "tools": "give template_kwargs={'tools': […]}",
     "tool_choice": "not supported, because engines differ in it; leave it out",
-    "reasoning_parser": "give response_parser",
-    "tool_call_parser": "give response_parser",
+    **dict.fromkeys(("reasoning_parser", "tool_call_parser"), "give response_parser"),
     "pad_model_input": "not supported, because prompts are never padded; leave it out",
     "layout": "give pad_output=True for padded tensors; the default is rows of their own lengths",
     "messages": "conversations are given in the TensorDict; leave it out",
-    "model_name_or_path": "give the model as the second argument of get_backend",
-    "pretrained": "give the model as the second argument of get_backend",
-    "model_path": "give the model as the second argument of get_backend",
+    **dict.fromkeys(("model_name_or_path", "pretrained", "model_path"), _MODEL),
     "device_map": "for one device, open with device='cuda:0'; for several, with model_kwargs={'device_map': …}",
     "torch_dtype": "open with dtype='bfloat16'",
-    "token": "log in with `hf auth login` or set HF_TOKEN, which the engines read; for a server, open with api_key='…'",
-    "use_auth_token": "log in with `hf auth login` or set HF_TOKEN, which the engines read",
+    "token": f"{_HUB}; for a server, open with api_key='…'",
+    "use_auth_token": _HUB,
     **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "open with model_kwargs={'quantization_config': …}"),
     "organization": "open with headers={'OpenAI-Organization': '…'}",
 }

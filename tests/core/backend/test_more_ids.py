@@ -218,14 +218,14 @@ def first_set(ids):
 @each(
     "bend, says",
     [
-        (lambda b: replace(b, kept_ids=None), "no kept_ids"),
+        (lambda b: replace(b, kept_ids=None), "kept_ids is a NoneType"),
         (first_set(lambda row: []), "row 0, position 0: the set is empty"),
         (first_set(lambda row: row[0][::-1]), "row 0, position 0: the ids of the set are not in ascending order"),
         (first_set(lambda row: [*row[0], 9999]), "row 0, position 0: the set has an id outside the vocabulary"),
         (lambda b: replace(b, kept_ids=b.kept_ids.select([1, 0])), "the set lacks the token"),
         (lambda b: replace(b, kept_ids=b.kept_ids.select([0])), "kept_ids and ids differ in length"),
         (lambda b: replace(b, kept_log_mass=other(b.kept_log_mass, 0, 0.5)), "row 0, position 0: the log-prob is 0.5"),
-        (lambda b: replace(b, top_ids=None), "returned not all of top_ids"),
+        (lambda b: replace(b, top_ids=None), "returned no top_ids"),
         (
             lambda b: replace(b, top_ids=b.top_ids.with_values(b.top_ids.values[:, :3])),
             "expected torch.int64[total, 8]",
@@ -244,7 +244,7 @@ def test_a_wrong_result_of_generate_is_refused(bend, says):
     "bend, says",
     [
         (lambda b: replace(b, support="truncated"), "reports support"),
-        (lambda b: replace(b, top_ids=None), "returned not all of top_ids"),
+        (lambda b: replace(b, top_ids=None), "returned no top_ids"),
         (lambda b: replace(b, top_ids=other(b.top_ids, 0, 5)), "row 0, position 0: nothing was scored here"),
         (lambda b: replace(b, top_ids=b.top_ids.with_values(b.top_ids.values.roll(1, 0))), "nothing was scored here"),
     ],

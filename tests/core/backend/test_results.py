@@ -108,7 +108,7 @@ def test_a_bad_generation_is_an_engine_error(bend, says):
         (lambda b: replace(b, temperature=0.5), "temperature 0.5"),
         (lambda b: replace(b, mode="cooked"), "mode 'cooked'"),
         (lambda b: replace(b, support="truncated"), "support 'truncated'"),
-        (lambda b: replace(b, scored=None), "scored is a NoneType"),
+        (lambda b: replace(b, scored=None), "returned no scored"),
         (lambda b: replace(b, weight_versions=(0,)), "row 0: weight_versions: expected a str, got int"),
         (lambda b: replace(b, scored=hand_made(b.scored.values.to("meta"), b.scored.lengths)), "scored is a tensor on"),
         (lambda b: replace(b, logprobs=of_graph(b.logprobs)), "logprobs carries a graph"),
