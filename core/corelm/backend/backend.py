@@ -170,14 +170,9 @@ class Backend:
         parse_special: bool = True,
         offsets: bool = False,
     ) -> TokenizeResult:
-        """Return one row of ids per text. A single text is one row."""
-        request = TokenizeRequest(
-            texts=arguments.texts(texts),
-            add_special_tokens=add_special_tokens,
-            parse_special=parse_special,
-            offsets=offsets,
-        )
-        tokens: TokenizeResult = self.engine.convert("tokenize", request)
+        """Return one row of ids per text; a single text is one row. The options are those of `TokenizeRequest`."""
+        how = {"add_special_tokens": add_special_tokens, "parse_special": parse_special, "offsets": offsets}
+        tokens: TokenizeResult = self.engine.convert("tokenize", TokenizeRequest(texts=arguments.texts(texts), **how))
         return tokens
 
     def detokenize(self, ids: Any, *, skip_special_tokens: bool = True, before: Any = None) -> list[str]:
@@ -359,13 +354,10 @@ class Backend:
         """
         engine, processed = self.engine, batch.mode == "processed"
         versions = batch.weight_versions or (engine.weights.version_with(batch.adapter),)
-        sampling = None
-        runs: list[VersionRuns] = [()] * len(versions)
-        if isinstance(batch, GenerateResult):
-            sampling = batch.sampling
-            if batch.version_runs is not None:
-                # Runs of one version say no more than the version.
-                runs = [row if len(row) > 1 else () for row in batch.version_runs]
+        sampling = batch.sampling if isinstance(batch, GenerateResult) else None
+        of_rows = batch.version_runs if isinstance(batch, GenerateResult) else None
+        # Runs of one version say no more than the version.
+        runs: list[VersionRuns] = [row if len(row) > 1 else () for row in of_rows or [()] * len(versions)]
         rows = list(zip(versions, runs, strict=True))
         made = {}
         for version, of_row in {*rows}:
@@ -390,20 +382,11 @@ class Backend:
         return self.engine.entered
 
     def require_outside(self, field: str) -> None:
-        """Refuse what waits for a call that another thread makes, if that thread would wait for this one.
-
-        Args:
-            field: the name of the method to refuse.
-
-        Raises:
-            InvalidRequestError: this thread is in a call to the engine, or belongs to a batcher.
-        """
+        """Refuse a method that waits for a call that another thread makes, if that thread would wait for this one."""
         if self.entered:
-            raise invalid(
-                field,
-                "this code runs inside a call to the engine (in a hook wrapper, or in a callback of a batcher), and "
-                f"{field} would wait forever for that call to end; use `generate`, or call the policy itself, here",
-            )
+            where = "this code runs inside a call to the engine (in a hook wrapper, or in a callback of a batcher)"
+            why = f"{where}, and {field} would wait forever for that call to end"
+            raise invalid(field, f"{why}; use `generate`, or call the policy itself, here")
 
     def stream(
         self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, **options: Any
@@ -440,11 +423,7 @@ class Backend:
         return change()
 
     def update_weights(
-        self,
-        weights: NewWeights,
-        version: str | None = None,
-        when: When = "drain",
-        expect: object = None,
+        self, weights: NewWeights, version: str | None = None, when: When = "drain", expect: object = None
     ) -> str:
         """Load new weights, and return the version that every later row carries.
 
@@ -468,9 +447,8 @@ class Backend:
         engine = self.engine
         engine.require("update_weights", "its weights cannot be changed")
         if when == "now":
-            engine.require(
-                "updates_in_flight", 'type when="drain" to let its answers finish, or when="abort" to end them'
-            )
+            why = 'type when="drain" to let its answers finish, or when="abort" to end them'
+            engine.require("updates_in_flight", why)
         self._require_listener(expect)
         source = source_of_weights(weights, engine.capabilities.weight_stream)
         update = WeightUpdate(version="", when=when, expect=expect, **source)
@@ -510,13 +488,7 @@ class Backend:
         return self.engine.weights.adapters
 
     def load_adapter(
-        self,
-        name: str,
-        weights: NewAdapter,
-        *,
-        config: Any = None,
-        version: str | None = None,
-        when: When = "drain",
+        self, name: str, weights: NewAdapter, *, config: Any = None, version: str | None = None, when: When = "drain"
     ) -> str:
         """Load an adapter (LoRA, for example), or replace the one of this name, and return its version.
 
@@ -579,11 +551,8 @@ class Backend:
         why = "it cannot sleep as it was opened; its README says how an engine that can is opened"
         engine.require("sleep_levels", why)
         if engine.entered:
-            raise EngineError(
-                f"backend {engine.name!r}: it cannot sleep in the middle of a call, which would go on without its "
-                "memory; call sleep outside other calls",
-                usable=True,
-            )
+            why = "it cannot sleep in the middle of a call, which would go on without its memory"
+            raise EngineError(f"backend {engine.name!r}: {why}; call sleep outside other calls", usable=True)
         one_of("when", when, WHENS_OF_SLEEP)
         if is_bool(level) or level not in SLEEP_LEVELS:
             what = "expected 1, which keeps the weights outside the accelerator, or 2, which drops them"

@@ -47,9 +47,7 @@ class Call:
         """Return the result of a call without rows."""
 
     def finish(self, result: Any) -> Any:
-        """Return the caller's result, made from the engine's, which was checked. No other call can change the weights
-        yet.
-        """
+        """Return the caller's result, made from the engine's, which was checked. The weights cannot change yet."""
         return result
 
     def failed(self, error: CoreLMError) -> CoreLMError:
@@ -59,12 +57,8 @@ class Call:
 
 @dataclass(slots=True)
 class Arrival:
-    """When the tokens of one answer came out of the engine.
-
-    Attributes:
-        first: when the first tokens came, in the seconds of `time.monotonic`.
-        last: when the last tokens so far came.
-        later: how many tokens came after the first ones.
+    """When the first tokens of one answer came out of the engine, when the last so far, in the seconds of
+    `time.monotonic`, and how many tokens came `later` than the first ones.
     """
 
     first: float
@@ -141,10 +135,6 @@ def current_call() -> EngineCall | None:
 Listener = Callable[[TokenChunk], Any]
 
 
-class _WrongChunk(Exception):
-    pass
-
-
 class Delivery:
     """Checks the chunks of one call and hands them on. It is the ``on_tokens`` of the call's request.
 
@@ -173,16 +163,14 @@ class Delivery:
         prompts: Sequence[Tensor] = (),
         samples: int = 1,
     ) -> None:
-        self._prompts, self._samples = prompts, samples
-        self.started = self.under_way = False
+        self.started = self.under_way = self._left = False
         self.arrivals: dict[int, Arrival] = {}
-        self._listener, self._rows = listener, rows
+        self._listener, self._rows, self._prompts, self._samples = listener, rows, prompts, samples
         self._vocab_size, self._with_logprobs = vocab_size, with_logprobs
         self._ids: list[list[int]] = [[] for _ in rows]
         self._logprobs: list[list[float]] = [[] for _ in rows]
         self._reasons: list[str | None] = [None for _ in rows]
         self._fault = ""
-        self._left = False
         # Reentrant, because a listener may leave while it is called.
         self._lock = threading.RLock()
 
@@ -194,7 +182,7 @@ class Delivery:
             try:
                 ids, logprobs = self._checked(chunk)
             except Exception as error:
-                self._fault = str(error) if isinstance(error, _WrongChunk) else described(error)
+                self._fault = described(error)
                 return
             row, now = chunk.row, time.monotonic()
             if (known := self.arrivals.get(row)) is not None:
@@ -227,12 +215,9 @@ class Delivery:
             self._left = True
 
     def compare(self, batch: GenerateResult, fail: Callable[[str], EngineError]) -> None:
-        """Check that the chunks of each row, joined, are that row of the engine's result, or the beginning of it.
+        """Fail if a chunk was wrong, or those of a row, joined, are not that row of the result, or its beginning.
 
         A row that failed has no answer to compare its chunks with.
-
-        Raises:
-            EngineError: they differ, or a chunk was wrong.
         """
         if self._fault:
             raise fail(f"on_tokens: {self._fault}")
@@ -268,19 +253,18 @@ class Delivery:
     ) -> None:
         if not self._left:
             self.started = True
-            self._listener(
-                TokenChunk(row=row, ids=tuple(ids), logprobs=tuple(logprobs), finish_reason=reason, text=text)
-            )
+            told = TokenChunk(row=row, ids=tuple(ids), logprobs=tuple(logprobs), finish_reason=reason, text=text)
+            self._listener(told)
 
     def _checked(self, chunk: TokenChunk) -> tuple[list[int], list[float]]:
         """Return the ids and the log-probs of a chunk, these rounded to float32 as in the result."""
         row, ids = chunk.row, list(chunk.ids)
         if type(row) is not int or not 0 <= row < len(self._rows):
-            raise _WrongChunk(f"row {row!r} is not one of the {len(self._rows)} rows of the result")
+            raise ValueError(f"row {row!r} is not one of the {len(self._rows)} rows of the result")
         if self._reasons[row] is not None:
-            raise _WrongChunk(f"row {row}: got more after its last chunk")
+            raise ValueError(f"row {row}: got more after its last chunk")
         for token in ids:
             # The reader decodes it before the result is there to compare it with.
             if type(token) is not int or not 0 <= token < self._vocab_size:
-                raise _WrongChunk(f"row {row}: id {token!r} is not an int in the vocabulary of {self._vocab_size}")
+                raise ValueError(f"row {row}: id {token!r} is not an int in the vocabulary of {self._vocab_size}")
         return ids, array("f", chunk.logprobs).tolist() if self._with_logprobs else []

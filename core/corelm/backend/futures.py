@@ -50,14 +50,7 @@ def join(threads: Iterable[threading.Thread], timeout: float) -> None:
 
 
 def start(thread: threading.Thread, what: str) -> None:
-    """Start the thread.
-
-    Args:
-        what: what needs the thread, for the error.
-
-    Raises:
-        EngineError: the system has no room for another thread. The engine itself is fine.
-    """
+    """Start a thread for `what`. An `EngineError` says that the system has no room for another; the engine is fine."""
     try:
         # An interrupt in `Thread.start` would leave a thread that never starts.
         uninterrupted(thread.start)
@@ -68,14 +61,8 @@ def start(thread: threading.Thread, what: str) -> None:
 def in_thread(function: Callable[[], T], name: str, future: Future[T] | None = None) -> Future[T]:
     """Run the function on a new daemon thread, which never keeps the interpreter from ending. Return its future.
 
-    Cancelling the future drops the result; the function still runs to its end.
-
-    Args:
-        name: the thread's name.
-        future: the future to settle, for a function that looks at it; None makes one.
-
-    Raises:
-        EngineError: the system has no room for another thread.
+    Cancelling the future drops the result; the function still runs to its end. A function that looks at its own future
+    is given one. Errors are those of `start`.
     """
     outcome: Future[T] = Future() if future is None else future
 
@@ -129,11 +116,7 @@ class Outcome:
         self._found.put((result, error))
 
     def get(self, timeout: float | None = None) -> Any:
-        """Return what the function returned, or raise what it raised.
-
-        Raises:
-            queue.Empty: the function has not ended within `timeout` seconds.
-        """
+        """Return what the function returned, or raise what it raised; `queue.Empty` if it has not ended in time."""
         result, error = next_item(self._found, timeout)
         try:
             if error is not None:
@@ -151,16 +134,10 @@ _ABORT_AGAIN = 0.1
 
 
 class Aborts:
-    """Ends requests in the engine. While one call to the engine is under way, further names wait and share the next.
+    """Ends requests in the engine with `abort`. While one call of it is under way, further names wait for the next.
 
-    An abort that reaches the engine before its request does is lost, so it is repeated until the request has ended.
-
-    Args:
-        abort: ends the requests with these names.
-        name: the name of the backend.
-
-    Attributes:
-        thread: the thread that ends requests; None while there are none.
+    An abort that reaches the engine before its request does is lost, so it is repeated until the request has ended. The
+    `thread` that does so is None while there are no requests.
     """
 
     def __init__(self, abort: Callable[[tuple[str, ...]], object], name: str) -> None:

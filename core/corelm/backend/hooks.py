@@ -43,12 +43,7 @@ Hook = Callable[[Any], Any]
 
 
 def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[str, Hook], frozenset[str]]:
-    """Return the hooks of an engine by name, and the names of those that are core's own and do not enter it.
-
-    Args:
-        engine: what the plugin's ``open`` returned.
-        name: the name that the engine was opened by.
-        wrappers: objects with ``@hookimpl(wrapper=True)`` methods.
+    """Return the hooks of an open engine by name, and the names of those that are core's own and do not enter it.
 
     Raises:
         BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the
@@ -68,9 +63,8 @@ def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[s
         for wrapper in wrappers:
             manager.register(wrapper)
             if not manager.get_hookcallers(wrapper):
-                raise _misfit(
-                    name, f"the wrapper {wrapper!r} has no hook; mark its methods with @hookimpl(wrapper=True)"
-                )
+                mark = "mark its methods with @hookimpl(wrapper=True)"
+                raise _misfit(name, f"the wrapper {wrapper!r} has no hook; {mark}")
         # Otherwise a misspelt hook would be ignored silently.
         manager.check_pending()
     except (pluggy.PluginValidationError, ValueError) as error:

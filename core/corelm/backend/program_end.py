@@ -62,7 +62,9 @@ def end_as_interrupted() -> None:
     """
     # First, so that Ctrl-C ends the process at once if a file cannot be written.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for stream in (sys.stdout, sys.stderr, *_open_files()):
+    # Of the type and not of the object: a proxy may say that it is a file, or fail when it is asked.
+    files = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
+    for stream in (sys.stdout, sys.stderr, *files):
         with suppress(Exception):
             stream.flush()
     signal.raise_signal(signal.SIGINT)
@@ -93,11 +95,6 @@ def _call_endings() -> None:
             function()
     except KeyboardInterrupt:
         end_as_interrupted()
-
-
-def _open_files() -> list[io.IOBase]:
-    # Of the type and not of the object: a proxy may say that it is a file, or fail when it is asked.
-    return [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
 
 
 # Python offers no public way to be called before the other threads are awaited; `concurrent.futures` uses

@@ -75,20 +75,14 @@ class _Stream(Generic[T]):
 
     @property
     def result(self) -> T:
-        """The result of the whole call, once the last chunk has been read.
-
-        Raises:
-            InvalidRequestError: the stream was not read to its end.
-        """
+        """The result of the whole call, once the last chunk has been read; refused before."""
         if self._result is None:
             raise invalid("result", "the stream has no result before its last chunk was read; read it to its end")
         return self._result
 
-    def _start(
-        self, backend: _Backend, call: PreparedCall[GenerateResult], put: Callable[[TokenChunk | None], object]
-    ) -> None:
-        """Make the call. None is put after its last chunk. `put` must not refer to the stream: the engine would keep it
-        alive after its reader has dropped it.
+    def _start(self, backend: _Backend, call: PreparedCall[GenerateResult], put: Callable[[Any], object]) -> None:
+        """Make the call. `put` takes its chunks, and None after the last. It must not refer to the stream: the engine
+        would keep it alive after its reader has dropped it.
         """
         assert isinstance(call.request, GenerateRequest)
         self._new_text = AnswerTexts(call.request.sampling, call.engine.tokenizer).answer
@@ -116,12 +110,11 @@ class _Stream(Generic[T]):
 
     def _chunk(self, event: TokenChunk) -> AnswerChunk:
         assert self._call is not None
-        row, reason = event.row, event.finish_reason
+        row, ids, reason = event.row, tuple(event.ids), event.finish_reason
         if row not in self._texts:
             self._texts[row] = self._new_text(self._call.deliveries[0].prompt_of(row))
-        text = self._texts[row].add(event.ids, reason, event.text)
-        ids, logprobs = tuple(event.ids), tuple(event.logprobs)
-        return AnswerChunk(row=row, text=text, ids=ids, logprobs=logprobs, finish_reason=reason)
+        text = self._texts[row].add(ids, reason, event.text)
+        return AnswerChunk(row=row, text=text, ids=ids, logprobs=tuple(event.logprobs), finish_reason=reason)
 
     def _answer(self) -> GenerateResult:
         """Return the result of the call, which has ended, or raise its error."""
@@ -140,9 +133,8 @@ class _Stream(Generic[T]):
             uninterrupted(self._future.cancel)
 
     def _pauses(self) -> Iterator[float]:
-        """Yield how long to sleep, again and again, until an engine that can abort has let go of a request that left.
-
-        This ends after `_PATIENCE` seconds, and at once if the engine answers others in the same call.
+        """Yield how long to sleep, again and again, until an engine that can abort has let go of a request that left,
+        for `_PATIENCE` seconds at most. An engine that answers others in the same call is not waited for.
         """
         if (call := self._call) is not None and call.engine.capabilities.abort:
             end = time.monotonic() + _PATIENCE

@@ -50,7 +50,7 @@ def changed_lengths(given: Ragged) -> Ragged:
         (lambda b: replace(b, finish_reasons=("length", "tired")), "row 1: finish reason 'tired'"),
         (lambda b: replace(b, ids=rows([1, 1], [3, VOCAB])), "outside the vocabulary"),
         (lambda b: replace(b, ids=rows([1], [3, 3, 3])), "row 1: 3 tokens, but max_new_tokens is 2"),
-        (lambda b: replace(b, logprobs=None), "no log-probs"),
+        (lambda b: replace(b, logprobs=None), "returned no logprobs"),
         (lambda b: replace(b, logprobs=floats([-1.0], [-1.0] * 3)), "differ in length"),
         (lambda b: replace(b, logprobs=floats([-1.0] * 2, [-1.0, NAN])), "row 1, position 1"),
         (lambda b: replace(b, logprobs=floats([-1.0] * 2, [-INF, -1.0])), "row 1, position 0"),
