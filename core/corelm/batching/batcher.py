@@ -141,11 +141,7 @@ class DynamicBatcher(Backend):
         return answer
 
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
-        """Queue a prepared call and return its future. See `Backend.submit_generate`.
-
-        Args:
-            block: whether this thread may wait for room in the queue.
-        """
+        """Queue a prepared call and return its future; `block` lets this thread wait for room. See `Backend.submit`."""
         if not call.rows:
             done: Future[R] = Future()
             done.set_result(call.run())
@@ -218,11 +214,7 @@ class DynamicBatcher(Backend):
         self.close(flush=well)
 
     def state(self) -> BatchingState:
-        """Return what the batcher is doing at this moment.
-
-        Raises:
-            BackendClosedError: this is a fork of the process that opened the backend.
-        """
+        """Return what the batcher is doing at this moment. A fork of the process that opened it cannot tell."""
         self.engine.require_here()
         return self.dispatcher.read(self._state)
 
@@ -262,11 +254,7 @@ _DISPATCHERS: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 
 def stop_together(dispatchers: Sequence[Dispatcher], end: float) -> None:
-    """Stop the dispatchers, and end the calls in their engines.
-
-    Args:
-        end: when to stop waiting for them, in the seconds of `time.monotonic`.
-    """
+    """Stop the dispatchers, and end the calls in their engines until `end`, in the seconds of `time.monotonic`."""
     callers = {thread for dispatcher in dispatchers for thread in dispatcher.daemons()}
     # All are told to end before one is waited for.
     for dispatcher in dispatchers:

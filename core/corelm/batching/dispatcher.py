@@ -51,8 +51,7 @@ class QueuedCall(Ticket):
         prepared: the call to make; None for a turn.
         batcher: must not be garbage-collected before the request is answered.
         timeout: seconds after which the request fails, whether it is queued or in the engine; None for never.
-        modes: the torch modes of the thread that made the request.
-        caller: the thread that made the request.
+        modes: the torch modes of the thread that made the request, which is the `caller`.
         answer: where the result goes; for a turn, where None says that it has come.
         end: the time at which the request fails.
         over: the caller has been given a result or an error, or has left.
@@ -83,18 +82,10 @@ class QueuedCall(Ticket):
 
 
 class Dispatcher:
-    """Takes requests, which any thread may `submit`, to an engine.
+    """Takes requests, which any thread may `submit`, to an engine, in the order of a queue.
 
-    Args:
-        engine: the engine to call.
-        queue: decides which requests go next.
-        workers: the largest number of threads that call the engine; they are started when needed.
-        clock: returns seconds and never goes back.
-
-    Attributes:
-        in_flight: requests in the engine.
-        batches: calls to the engine so far.
-        closed: whether the dispatcher refuses new requests.
+    At most so many `workers` call the engine, threads that are started when they are needed. The `clock` returns
+    seconds and never goes back. `in_flight` holds the requests in the engine, `batches` counts the calls to it so far.
     """
 
     def __init__(
@@ -125,10 +116,7 @@ class Dispatcher:
     # For callers -----------------------------------------------------------------------------------------------------
 
     def submit(self, call: QueuedCall, block: bool = True) -> Future[Any]:
-        """Queue a call and return its future.
-
-        Args:
-            block: whether this thread may wait for room in a full queue. Otherwise only the call waits.
+        """Queue a call and return its future. With `block`, this thread may wait for room in a full queue.
 
         Raises:
             BackendClosedError: the batcher is closed, or belongs to another process.
@@ -175,12 +163,7 @@ class Dispatcher:
             raise
 
     def in_turn(self, call: QueuedCall, function: Callable[[], T]) -> T:
-        """Wait for this thread's turn in the queue, and call the function while the engine is this thread's.
-
-        Raises:
-            BackendTimeoutError: the turn did not come in time.
-            BackendClosedError: the batcher was closed before the turn came.
-        """
+        """Wait for this thread's turn in the queue, and call the function while the engine is this thread's."""
         if self.mine:
             return function()
         end = partial(self._remove, [call])
@@ -215,11 +198,7 @@ class Dispatcher:
         return function() if self._owner is None else self._by_owner(function)
 
     def left(self, calls: Iterable[QueuedCall]) -> float | None:
-        """Return the seconds until the last of these calls times out; None for never.
-
-        Raises:
-            BackendTimeoutError: all of them have timed out.
-        """
+        """Return the seconds until the last of these calls times out, None for never; raise if all have."""
         left = max(call.end for call in calls) - self.clock()
         if left <= 0:
             raise BackendTimeoutError(f"backend {self.engine.name!r}: the timeout passed before the engine was called")
@@ -298,11 +277,7 @@ class Dispatcher:
             raise BackendClosedError("this batcher is closed; open the backend again with get_backend")
 
     def _post(self, function: Callable[[], object]) -> None:
-        """Have the owner call the function soon.
-
-        Raises:
-            EngineError: the system has no room for the owner's thread.
-        """
+        """Have the owner call the function soon. Raise an `EngineError` if the system has no room for its thread."""
         self._inbox.put(function)
         if self._owner is None:
             with self._starting:
@@ -438,9 +413,7 @@ class Dispatcher:
     def _came_back(self, batch: list[QueuedCall], took: list[float], there: list[QueuedCall]) -> None:
         """Note that a worker has done with a batch.
 
-        Args:
-            took: how long each call to the engine took.
-            there: the requests whose callers wait. They have not been told yet.
+        `took` says how long each call to the engine took; the callers of those that are `there` have not been told yet.
         """
         self._busy -= 1
         self._remove(batch)

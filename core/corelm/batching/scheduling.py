@@ -60,9 +60,8 @@ class Limits:
             if value is not None or name not in ("max_batch_size", "max_batch_tokens"):
                 object.__setattr__(self, name, validate.count(name, value, 1))
         if self.max_batch_size is not None and self.min_batch_size > self.max_batch_size:
-            raise validate.invalid(
-                "min_batch_size", f"{self.min_batch_size} is more than max_batch_size={self.max_batch_size}"
-            )
+            more = f"{self.min_batch_size} is more than max_batch_size={self.max_batch_size}"
+            raise validate.invalid("min_batch_size", more)
         if self.batching_timeout is not None:
             object.__setattr__(self, "batching_timeout", validate.seconds("batching_timeout", self.batching_timeout))
         validate.one_of("on_full", self.on_full, ("block", "raise"))
@@ -81,11 +80,9 @@ class Limits:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Ticket:
-    """A place in the queue.
+    """A place in the queue for so many rows and tokens, those given and those to be sampled.
 
     Attributes:
-        rows: number of rows.
-        tokens: number of tokens, those given and those to be sampled.
         key: requests with equal keys may share a call; a request with None goes alone.
         barrier: earlier requests are sent before it, and later ones after it.
         arrived: when it was queued; set by the queue.
@@ -152,17 +149,11 @@ class TicketQueue(Generic[T]):
         return len(self) >= self.limits.max_queue
 
     def require_room(self) -> None:
-        """Refuse a ticket that would stand outside, with ``on_full="raise"``.
-
-        Raises:
-            QueueFullError: the queue is full.
-        """
+        """Raise a `QueueFullError` if a ticket would stand outside, with ``on_full="raise"``."""
         if self.full and self.limits.on_full == "raise":
-            raise QueueFullError(
-                f"the queue is full: max_queue={self.limits.max_queue} requests are waiting. Call again later, let "
-                "more wait with a larger max_queue, or let callers wait outside with on_full='block'",
-                usable=True,
-            )
+            full = f"the queue is full: max_queue={self.limits.max_queue} requests are waiting"
+            advice = "let more wait with a larger max_queue, or let callers wait outside with on_full='block'"
+            raise QueueFullError(f"{full}. Call again later, {advice}", usable=True)
 
     def add(self, ticket: T, now: float) -> None:
         full = self.full
@@ -189,20 +180,13 @@ class TicketQueue(Generic[T]):
     def rush(self) -> int:
         """Send every ticket that is in the queue now as soon as the engine can take it.
 
-        Returns:
-            A number above those of all tickets so far, and below those of later ones.
+        The number that is returned is above those of all tickets so far, and below those of later ones.
         """
         self._rushed = next(self._numbers)
         return self._rushed
 
     def take(self, now: float, rows: int = 0, tokens: int = 0) -> list[T]:
-        """Remove the tickets to send now and return them; [] for none.
-
-        Args:
-            now: the time.
-            rows: rows that are in the engine.
-            tokens: tokens that are in the engine.
-        """
+        """Remove the tickets to send `now` and return them. So many `rows` and `tokens` are in the engine already."""
         batch = self._next(now, rows, tokens)
         for ticket in batch:
             del self._tickets[ticket.number]
