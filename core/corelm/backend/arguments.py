@@ -427,7 +427,8 @@ def texts(given: Any) -> tuple[str, ...]:
     given = [given] if isinstance(given, str) else as_list(given)
     if not isinstance(given, list):
         raise invalid("texts", f"expected a str or a list of str, got {shown(given)}{read_once(given)}")
-    refuse(not_texts(given), "texts")
+    if problems := not_texts(given):
+        refuse(problems, "texts")
     return tuple(given)
 
 

@@ -355,9 +355,10 @@ class Backend:
         engine, processed = self.engine, batch.mode == "processed"
         versions = batch.weight_versions or (engine.weights.version_with(batch.adapter),)
         sampling = batch.sampling if isinstance(batch, GenerateResult) else None
-        of_rows = batch.version_runs if isinstance(batch, GenerateResult) else None
-        # Runs of one version say no more than the version.
-        runs: list[VersionRuns] = [row if len(row) > 1 else () for row in of_rows or [()] * len(versions)]
+        runs: list[VersionRuns] = [()] * len(versions)
+        if isinstance(batch, GenerateResult) and batch.version_runs is not None:
+            # Runs of one version say no more than the version.
+            runs = [row if len(row) > 1 else () for row in batch.version_runs]
         rows = list(zip(versions, runs, strict=True))
         made = {}
         for version, of_row in {*rows}:
