@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from types import MappingProxyType
@@ -10,13 +10,15 @@ from typing import Any, Literal, get_args
 
 from corelm.spec.records import SLEEP_LEVELS
 from corelm.spec.sampling import EVERY_ENGINE, FIELDS, LARGEST
-from corelm.validate import count, did_you_mean, flag, invalid, positive, shown, token_ids
+from corelm.validate import count, did_you_mean, flag, invalid, is_bool, positive, shown, token_ids
 
 Range = tuple[float, float]
 GenerationMode = Literal["raw", "processed", "scaled"]
 
 #: Sampling parameters whose values are not numbers, so that they have no range.
 _WITHOUT_RANGE = frozenset({"stop", "early_stopping", "engine_kwargs"})
+#: Capability that is a number → the lowest one.
+_COUNTS = {"vocab_size": 1, "score_top_k": 0, "top_logprobs": 0}
 #: What `score_logprobs` can do in addition to scoring.
 _OF_SCORES = ("score_temperature", "logits", "argmax", "gradients", "score_support", "score_top_k", "score_top_ids")
 #: Capability → the one without which it means nothing.
@@ -123,21 +125,24 @@ class Capabilities:
     precision: float | None = None
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        put("vocab_size", count("vocab_size", self.vocab_size, 1, LARGEST))
+        given = {name: count(name, getattr(self, name), low, LARGEST) for name, low in _COUNTS.items()}
+        values: dict[str, Any] = {**given, "sampling": _parameters(self.sampling)}
         if self.max_context is not None:
-            put("max_context", count("max_context", self.max_context, 1, LARGEST))
-        if self.eos_token_ids is not None:
-            put("eos_token_ids", _ids(self.eos_token_ids, self.vocab_size))
-        for name in ("score_top_k", "top_logprobs"):
-            put(name, count(name, getattr(self, name), 0, LARGEST))
+            values["max_context"] = count("max_context", self.max_context, 1, LARGEST)
         if self.precision is not None:
-            put("precision", positive("precision", self.precision))
-        put("sampling", _parameters(self.sampling))
-        put("generation_modes", _modes(self.generation_modes))
-        put("sleep_levels", _levels(self.sleep_levels))
+            values["precision"] = positive("precision", self.precision)
+        if self.eos_token_ids is not None:
+            ids = token_ids("eos_token_ids", tuple(_members("eos_token_ids", self.eos_token_ids)))
+            if ids and max(ids) >= (size := given["vocab_size"]):
+                raise invalid("eos_token_ids", f"expected ids from 0 to {size - 1}, got {shown(max(ids))}")
+            values["eos_token_ids"] = frozenset(ids)
+        for name, known in (("generation_modes", get_args(GenerationMode)), ("sleep_levels", SLEEP_LEVELS)):
+            found = _members(name, getattr(self, name))
+            if wrong := [each for each in found if type(each) is not type(known[0]) or each not in known]:
+                raise invalid(name, f"unknown {shown(wrong[0])}; known: {', '.join(map(str, known))}")
+            values[name] = frozenset(found)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         for each in fields(self):
             if isinstance(each.default, bool):
                 flag(each.name, getattr(self, each.name))
@@ -154,13 +159,6 @@ class Capabilities:
         # A mappingproxy can be neither pickled nor copied.
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return partial(Capabilities, **{**values, "sampling": dict(self.sampling)}), ()
-
-
-def _ids(given: Any, vocab_size: int) -> frozenset[int]:
-    ids = token_ids("eos_token_ids", tuple(_members("eos_token_ids", given, "a set of token ids")))
-    if ids and max(ids) >= vocab_size:
-        raise invalid("eos_token_ids", f"expected ids from 0 to {vocab_size - 1}, got {shown(max(ids))}")
-    return frozenset(ids)
 
 
 def _parameters(given: Any) -> Mapping[str, Range | None]:
@@ -180,31 +178,13 @@ def _parameters(given: Any) -> Mapping[str, Range | None]:
 
 
 def _is_range(span: Any) -> bool:
-    return (
-        isinstance(span, (tuple, list))
-        and len(span) == 2
-        and all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in span)
-        # NaN fails the comparison, so it is refused here too.
-        and span[0] <= span[1]
-    )
+    if not isinstance(span, (tuple, list)) or len(span) != 2 or any(map(is_bool, span)):
+        return False
+    # NaN fails the comparison, so it is refused here too.
+    return all(isinstance(end, (int, float)) for end in span) and bool(span[0] <= span[1])
 
 
-def _modes(given: Any) -> frozenset[GenerationMode]:
-    known = get_args(GenerationMode)
-    for mode in _members("generation_modes", given, 'a set, as in frozenset({"raw"})'):
-        if mode not in known:
-            raise invalid("generation_modes", f"unknown mode {shown(mode)}; known modes: {', '.join(known)}")
-    return frozenset(given)
-
-
-def _levels(given: Any) -> frozenset[int]:
-    levels = frozenset(_members("sleep_levels", given, "a set, as in frozenset({1, 2})"))
-    if not levels <= {*SLEEP_LEVELS} or not {*map(type, levels)} <= {int}:
-        raise invalid("sleep_levels", f"expected levels out of {shown(SLEEP_LEVELS)}, got {shown(given)}")
-    return levels
-
-
-def _members(name: str, given: Any, expected: str) -> Iterable[Any]:
+def _members(name: str, given: Any) -> Collection[Any]:
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Collection):
-        raise invalid(name, f"expected {expected}, got {shown(given)}")
+        raise invalid(name, f"expected a set, got {shown(given)}")
     return given

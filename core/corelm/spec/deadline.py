@@ -11,7 +11,7 @@ from corelm.validate import positive
 
 
 class Deadline:
-    """The end of one call, counted from the moment this is made.
+    """The end of one call, counted from the moment this is made; no end if `timeout` is None.
 
     A plugin makes one from ``request.timeout`` when a hook is called. It calls `check` between two steps of
     its own work, or passes `left` as the timeout of a call that it waits for.
@@ -19,10 +19,6 @@ class Deadline:
     >>> now = iter([100.0, 101.5])
     >>> Deadline(2.0, clock=lambda: next(now)).left()
     0.5
-
-    Args:
-        timeout: seconds from now, or None for a call without a limit.
-        clock: returns the current time in seconds. Tests pass their own, so that they need not sleep.
     """
 
     def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,16 +50,10 @@ class Deadline:
 
 @contextmanager
 def opening_within(open_timeout: float, what: str) -> Iterator[Deadline]:
-    """Yield the deadline of finding out what an engine can do.
+    """Yield the deadline of finding out what an engine can do: `open_timeout` seconds, the option of that name.
 
-    Args:
-        open_timeout: seconds; the option of that name.
-        what: the engine, for the message.
-
-    Raises:
-        InvalidRequestError: the option is not a number above 0.
-        BackendTimeoutError: the ``with`` block ended with a `TimeoutError` after the deadline. An earlier one
-            passes unchanged: it is about a single request.
+    A `TimeoutError` that ends the block after the deadline becomes a `BackendTimeoutError` that says what was opened.
+    An earlier one passes unchanged: it is about a single request.
     """
     deadline = Deadline(positive("open_timeout", open_timeout))
     try:

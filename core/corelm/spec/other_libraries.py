@@ -110,12 +110,7 @@ _OFF = {"typical_p": 1, "encoder_repetition_penalty": 1, "num_beam_groups": 1, "
 def sampling_fields(value: Any, names: Iterable[str]) -> Mapping[str, Any] | None:
     """Return what a `GenerationConfig` of transformers or a `SamplingParams` of vLLM says; None for another object.
 
-    Args:
-        value: the object.
-        names: the sampling parameters of core, with their aliases.
-
-    Raises:
-        InvalidRequestError: it has a field set that has no equal here.
+    A field that is set and has no equal among core's `names`, its sampling parameters and their aliases, is refused.
     """
     library, kind = type(value).__module__.partition(".")[0], type(value).__name__
     if library == "transformers" and kind == "GenerationConfig":

@@ -60,16 +60,12 @@ class Provenance:
 
     @staticmethod
     def label(logprobs: Literal["none", "raw", "processed"], sampling: SamplingParams) -> LogProbLabel:
-        """Return the label of sampled tokens' log-probs, as a request asks for them.
+        """Return the label of sampled tokens' log-probs, given ``request.logprobs`` and ``request.sampling``.
 
-        A plugin puts it into its results, and core compares them with it.
+        A plugin puts it into its results, and core compares them with it. "none" is labelled like "raw".
 
         >>> Provenance.label("processed", SamplingParams(temperature=0.5, top_k=3))
         {'mode': 'processed', 'temperature': 0.5, 'support': 'truncated'}
-
-        Args:
-            logprobs: ``request.logprobs``; "none" is labelled like "raw".
-            sampling: ``request.sampling``.
         """
         if logprobs != "processed":
             return {"mode": "raw", "temperature": 1.0, "support": "full"}
@@ -78,11 +74,9 @@ class Provenance:
 
     @staticmethod
     def label_of_scores(temperature: float, truncated: bool = False) -> LogProbLabel:
-        """Return the label of given tokens' log-probs: at a temperature other than 1 they are not the model's own.
+        """Return the label of given tokens' log-probs at ``request.temperature``, `truncated` if a support is given.
 
-        Args:
-            temperature: ``request.temperature``.
-            truncated: whether ``request.support`` is given.
+        At a temperature other than 1 they are not the model's own.
         """
         own = temperature == 1.0 and not truncated
         support: Support = "truncated" if truncated else "full"

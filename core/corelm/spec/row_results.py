@@ -73,16 +73,10 @@ class TopIds:
 
 
 def log_tail_mass(logprobs: Tensor) -> Tensor:
-    """Return the log of the probability that the ids which are not among the given ones have together.
+    """Return float32[...]: the log of the probability that all ids but those of ``logprobs[..., k]`` have together.
 
     Log-probs are rounded, so the result is only as good as their sum: a tail of 1e-6 may be off by a tenth. It is -inf
     if the probabilities add up to 1 or, by rounding, to more.
-
-    Args:
-        logprobs: float[..., k].
-
-    Returns:
-        float32[...].
     """
     mass = logprobs.double().exp().sum(-1)
     return torch.log1p(-mass.clamp(max=1.0)).float()
@@ -99,8 +93,7 @@ class RowAnswer:
         kept_ids: for each id, the ids that truncation had left, in any order; empty if they were not asked for.
         kept_log_mass: for each id, the log of the probability of those ids before truncation; empty likewise.
         top: the most probable ids where each id was sampled; None if they were not asked for.
-        cached_tokens: how many ids of the prompt came from the prefix cache, as the engine says; what is no count is
-            left out.
+        cached_tokens: how many ids of the prompt came from the prefix cache; what is no count is left out.
     """
 
     ids: Sequence[int]
@@ -217,11 +210,11 @@ def score_result(request: ScoreRequest, rows: Mapping[int, RowScores | RowFailur
     """
     sequences = request.sequences
     starts = request.score_from.clamp_min(1).tolist()
-    values = torch.zeros(sequences.values.shape[0])
-    scored = torch.zeros(sequences.values.shape[0], dtype=torch.bool)
-    argmax = torch.full((sequences.values.shape[0],), -1) if request.return_argmax else None
+    total = sequences.values.shape[0]
+    values, scored = torch.zeros(total), torch.zeros(total, dtype=torch.bool)
+    argmax = torch.full((total,), -1) if request.return_argmax else None
     k = request.top_k if request.top_ids is None else request.top_ids.values.shape[1]
-    top = TopIds.nothing(sequences.values.shape[0], k) if k else None
+    top = TopIds.nothing(total, k) if k else None
     errors = [""] * len(sequences)
     for number, found in rows.items():
         first, end = sequences.offsets[number : number + 2].tolist()

@@ -12,13 +12,10 @@ from corelm.spec.other_libraries import NOT_OURS, instead_of, sampling_fields
 from corelm.validate import count, factor, flag, invalid, is_index, number, shown, token_ids, unencodable
 
 ALIASES = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens"),
     "min_tokens": "min_new_tokens",
-    "n": "num_samples",
-    "num_return_sequences": "num_samples",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
+    **dict.fromkeys(("n", "num_return_sequences"), "num_samples"),
+    **dict.fromkeys(("stop_sequences", "stop_strings"), "stop"),
     "stop_ids": "stop_token_ids",
     "repeat_penalty": "repetition_penalty",
     "random_seed": "seed",
@@ -172,24 +169,19 @@ class SamplingParams:
 
     @property
     def truncates_support(self) -> bool:
-        """Whether some ids may have lost their probability.
-
-        Top-k, top-p and min-p cut the distribution, ``min_new_tokens`` forbids the ids that end an answer for
-        a while, and core does not know what ``engine_kwargs`` do.
+        """Whether some ids may have lost their probability: `min_new_tokens` forbids some for a while, and core does not
+        know what `engine_kwargs` do.
         """
         return self.truncates or self.min_new_tokens > 0 or bool(self.engine_kwargs)
 
     @property
     def penalties(self) -> tuple[tuple[str, float], ...]:
         """The penalties in force, by name."""
-        return tuple(
-            (name, getattr(self, name)) for name in PENALTIES if getattr(self, name) != getattr(_NEUTRAL, name)
-        )
+        values = ((name, getattr(self, name)) for name in PENALTIES)
+        return tuple((name, value) for name, value in values if value != getattr(_NEUTRAL, name))
 
     def engine_parameters(self) -> dict[str, Any]:
-        """Return the parameters that an engine must declare to be given them: not at their default, and not handled by
-        core.
-        """
+        """Return the parameters, but for defaults, that an engine must declare to be given them."""
         found = {}
         for name in FIELDS:
             if name not in EVERY_ENGINE and getattr(self, name) != getattr(_NEUTRAL, name):
@@ -198,11 +190,7 @@ class SamplingParams:
 
 
 def _canonical(given: Mapping[str, Any], none_is_default: bool = False) -> dict[str, Any]:
-    """Return the parameters under their own names; refuse conflicts and unknown names.
-
-    Args:
-        none_is_default: whether to leave out what is None, except for `max_new_tokens`.
-    """
+    """Return the parameters under their own names; refuse conflicts and unknown names. None may be the default."""
     out: dict[str, Any] = {}
     source: dict[str, str] = {}
     for name, value in given.items():
@@ -216,9 +204,7 @@ def _canonical(given: Mapping[str, Any], none_is_default: bool = False) -> dict[
             raise invalid(key, f"{both} are the same parameter; give one")
         out[key], source[key] = value, name
     if none_is_default:
-        for key in [*out]:
-            if out[key] is None and key != "max_new_tokens":
-                del out[key]
+        return {key: value for key, value in out.items() if value is not None or key == "max_new_tokens"}
     return out
 
 
