@@ -88,18 +88,10 @@ def prepare_generation(
         if on_tokens is not None:
             raise invalid("continue_from", "answers that go on cannot be streamed yet; call generate")
         label: dict[str, Any] = {"logprobs": logprobs, "return_support": return_support, "top_logprobs": top_logprobs}
-        part = PartialAnswers(engine, continue_from, rows, sampling, stop_ids, adapter=adapter, **label)
-        return _prepare_continuation(
-            engine,
-            part,
-            seeds_of_call(engine, sampling, count, seeds),
-            names,
-            problems or {},
-            timeout=timeout,
-            on_error=on_error,
-            adapter=adapter,
-            **label,
-        )
+        part = PartialAnswers(engine, continue_from, rows, sampling, stop_ids, adapter, **label)
+        label |= {"adapter": adapter, "timeout": timeout, "on_error": on_error}
+        seeds = seeds_of_call(engine, sampling, count, seeds)
+        return _prepare_continuation(engine, part, seeds, names, problems or {}, **label)
     if top_logprobs != 0:
         top_logprobs = _most("top_logprobs", top_logprobs, "top_logprobs", engine)
         if mode == "none":
@@ -633,11 +625,9 @@ def generation_mode(
     if wanted == "none":
         return wanted
     if sampling.num_beams > 1:
-        raise CapabilityError(
-            "beam search does not sample token by token, so its tokens have no log-probs; give the policy "
-            "return_log_probs=False, or backend.generate logprobs='none'",
-            capability="num_beams",
-        )
+        why = "beam search does not sample token by token, so its tokens have no log-probs"
+        advice = "give the policy return_log_probs=False, or backend.generate logprobs='none'"
+        raise CapabilityError(f"{why}; {advice}", capability="num_beams")
     modes = capabilities.generation_modes
     if wanted in modes or ("scaled" in modes and _scaled_is(wanted, sampling, with_support)):
         return wanted
@@ -645,12 +635,9 @@ def generation_mode(
     if other in modes and sampling.temperature == 1.0 and not (sampling.truncates_support or sampling.penalties):
         # Tokens are drawn from the model's own distribution.
         return other
-    raise CapabilityError(
-        f"backend {backend!r} returns no {wanted} log-probs with these sampling parameters (its modes: "
-        f"{', '.join(sorted(modes)) or 'none'}); at temperature 1 without truncation and penalties, raw and processed "
-        "log-probs are the same",
-        capability="generation_modes",
-    )
+    what = f"no {wanted} log-probs with these sampling parameters (its modes: {', '.join(sorted(modes)) or 'none'})"
+    same = "at temperature 1 without truncation and penalties, raw and processed log-probs are the same"
+    raise CapabilityError(f"backend {backend!r} returns {what}; {same}", capability="generation_modes")
 
 
 def _scaled_is(mode: Mode, sampling: SamplingParams, with_support: bool) -> bool:
@@ -679,17 +666,11 @@ def _support_comes_from_engine(return_support: Any, sampling: SamplingParams, en
     if sampling.greedy:
         return False
     if sampling.engine_kwargs:
-        raise invalid(
-            "return_support",
-            "core does not know how engine_kwargs change the distribution, so the ids that are left would not say "
-            "what a log-prob is of; leave out engine_kwargs or return_support=True",
-        )
+        why = "core does not know how engine_kwargs change the distribution, nor what a log-prob over these ids is of"
+        raise invalid("return_support", f"{why}; leave out engine_kwargs or return_support=True")
     if sampling.truncates_support and not sampling.truncates:
-        raise invalid(
-            "return_support",
-            "min_new_tokens leaves nearly the whole vocabulary, and that would be returned for every token; give "
-            "top_k, top_p or min_p as well, or leave out return_support=True",
-        )
+        why = "min_new_tokens leaves nearly the whole vocabulary, and that would be returned for every token"
+        raise invalid("return_support", f"{why}; give top_k, top_p or min_p as well, or leave out return_support=True")
     if sampling.truncates:
         why = "it does not say which ids truncation has left; leave out return_support=True"
         engine.require("return_support", why)

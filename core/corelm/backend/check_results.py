@@ -115,10 +115,8 @@ def _rows(
     if why := unreadable(values):
         raise WrongResult(f"{name} is {why}")
     if values.is_inference():
-        raise WrongResult(
-            f"{name} is an inference tensor, which autograd cannot use later; compute it under torch.no_grad() and not "
-            "under torch.inference_mode()"
-        )
+        advice = "compute it under torch.no_grad() and not under torch.inference_mode()"
+        raise WrongResult(f"{name} is an inference tensor, which autograd cannot use later; {advice}")
     if values.requires_grad and not grad:
         raise WrongResult(f"{name} carries a graph, but no gradient was asked for; compute it under torch.no_grad()")
     right = values.is_floating_point() if dtype is None else values.dtype == dtype
@@ -240,10 +238,8 @@ def _check_ends(
                 raise WrongResult(f"row {row}: finish reason 'length' after {length} tokens, but the limit is {limit}")
         if reason == "stop" and not stopped and not sampling.stop:
             end = f"ends with id {int(ids.values[ids.offsets[row + 1] - 1])}" if length else "has no tokens"
-            raise WrongResult(
-                f"row {row}: finish reason 'stop', but the answer {end}, and neither a stop id nor a stop string ended "
-                "it; keep the token that ended the answer in the ids"
-            )
+            why = f"finish reason 'stop', but the answer {end}, and neither a stop id nor a stop string ended it"
+            raise WrongResult(f"row {row}: {why}; keep the token that ended the answer in the ids")
 
 
 def _kept(batch: GenerateResult, ids: Ragged, request: GenerateRequest, vocab_size: int) -> dict[str, Any]:

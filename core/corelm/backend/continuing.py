@@ -186,10 +186,8 @@ def _must_agree(
         wanted["penalties"] = dict(sampling.penalties)
         found["penalties"] = wanted["penalties"] if old.sampling is None else dict(old.sampling.penalties)
     if found != wanted:
-        raise ProvenanceMismatchError(
-            f"continue_from: its log-probs are of {found}, and those that follow would be of {wanted}; sample as these "
-            "answers were begun"
-        )
+        why = f"its log-probs are of {found}, and those that follow would be of {wanted}"
+        raise ProvenanceMismatchError(f"continue_from: {why}; sample as these answers were begun")
 
 
 def _field_problems(old: GenerateResult, vocab_size: int) -> Problems:

@@ -206,11 +206,9 @@ class EngineLock:
             alone = [other for other in others if other.exclusive]
             return not alone and (nested or not exclusive)
         if others and nested and any(map(self._is_nested, exclusive)):
-            raise EngineError(
-                f"backend {self._name!r}: two calls under way each want to update the weights, and would wait for each "
-                "other; this one is refused. Update the weights outside other calls",
-                usable=True,
-            )
+            why = "two calls under way each want to update the weights, and would wait for each other"
+            advice = "this one is refused. Update the weights outside other calls"
+            raise EngineError(f"backend {self._name!r}: {why}; {advice}", usable=True)
         return not others
 
     def _others(self, turn: Turn) -> list[Turn]:
@@ -338,10 +336,8 @@ class OpenEngine:
     def require_here(self) -> None:
         """Raise a `BackendClosedError` in a fork of the process that opened the engine."""
         if os.getpid() != self._process:
-            raise BackendClosedError(
-                f"backend {self.name!r} belongs to another process, which this one is a fork of; "
-                "call get_backend in this process"
-            )
+            where = "belongs to another process, which this one is a fork of; call get_backend in this process"
+            raise BackendClosedError(f"backend {self.name!r} {where}")
 
     @property
     def elsewhere(self) -> bool:
@@ -369,17 +365,14 @@ class OpenEngine:
     ) -> Any:
         """Make a call: take the engine's turn, ask the hook, check what it returned, finish it. Type every failure.
 
-        Args:
-            call: the call.
-            timeout: seconds, instead of the request's own.
-            attended: returns whether a caller still waits for the result; None if this thread does.
-            turn: only `_supervise` gives it, which has done all that is to be done around the call.
+        `attended` returns whether a caller still waits for the result; None if this thread does. Only `_supervise`
+        gives a `turn`: it has done all that is to be done around the call. A timeout is instead of the request's
+        own, and bounds the wait for the turn and the engine's work together.
 
         Raises:
             BackendClosedError: the engine is closed, or no caller waits any more when the call's turn comes.
             BackendAsleepError: the hook needs a part of the engine that sleeps, or weights that it has not got.
-            CapabilityError: the engine has no such hook.
-            BackendTimeoutError: waiting for a turn and the engine's work together took longer than the timeout.
+            CapabilityError, BackendTimeoutError: the engine has no such hook, or did not answer in time.
             EngineError: the hook raised another exception (chained), or returned None or what cannot be read.
         """
         hook, request, lock, weights = call.hook, call.request, self.lock, self.weights
@@ -514,10 +507,9 @@ class OpenEngine:
                         raise
                     if not turn.entered:
                         raise self.lock.busy() from None
-                    raise BackendTimeoutError(
-                        f"backend {self.name!r}, hook {hook}: no answer within {timeout:g} s; the engine still works "
-                        "on the call, and later calls wait for it"
-                    ) from None
+                    late = f"no answer within {timeout:g} s"
+                    still = "the engine still works on the call, and later calls wait for it"
+                    raise BackendTimeoutError(f"backend {self.name!r}, hook {hook}: {late}; {still}") from None
 
         with no_inference_mode():
             if not call.rows:
@@ -560,17 +552,10 @@ class OpenEngine:
     def close(self, patience: float = PATIENCE, *, abort: bool = False) -> None:
         """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
 
-        An engine that takes one call at a time finishes that call first, as long as its caller waits for it.
-        An engine with `concurrent_calls` ends the calls under way. In a fork of the process that opened the
-        engine, this does nothing.
-
-        Args:
-            patience: seconds to wait for a call whose caller has stopped waiting. The engine aborts it if it can.
-            abort: also abort the calls that callers wait for.
-
-        Raises:
-            BackendTimeoutError: the engine still works on such a call. It takes no other, and its `close` is
-                called when that call ends.
+        An engine that takes one call at a time finishes that call first, as long as its caller waits for it. With
+        `abort`, it aborts it if it can. A call whose caller has stopped waiting is aborted, with `patience` seconds to
+        end; after these, its end calls the engine's `close`, and this raises a `BackendTimeoutError`. An engine with
+        `concurrent_calls` ends the calls under way. In a fork of the process that opened it, this does nothing.
         """
         if self.elsewhere:
             return
@@ -594,10 +579,9 @@ class OpenEngine:
             except TimeoutError:
                 self.closed = self._release_late = True
                 if self.lock.holders:
-                    raise BackendTimeoutError(
-                        f"backend {self.name!r} still works on a call whose caller has stopped waiting; it is closed "
-                        "to new calls, and the engine is released when that call ends"
-                    ) from None
+                    still = "still works on a call whose caller has stopped waiting; it is closed to new calls"
+                    told = f"backend {self.name!r} {still}, and the engine is released when that call ends"
+                    raise BackendTimeoutError(told) from None
             finally:
                 self.lock.holders.pop(turn, None)
                 self.lock.local.turn = outside
@@ -606,10 +590,8 @@ class OpenEngine:
         self._release()
 
     def end_calls(self) -> bool:
-        """Refuse later calls and abort those in the engine if it can. Return whether none is left in it.
-
-        An engine with `concurrent_calls` is not waited for, unless its plugin says that it works `on_caller_threads`.
-        """
+        """Refuse later calls and abort those in the engine if it can. Return whether none is left to wait for."""
+        # Those of an engine with `concurrent_calls` work on threads of its own, unless its plugin says otherwise.
         if self.elsewhere or not (self._exclusive or self.on_caller_threads):
             return True
         self.closed = True
@@ -637,8 +619,6 @@ class PreparedCall(Call, Generic[R]):
     """A call with a checked request that has not been made yet.
 
     Attributes:
-        engine: the engine to call.
-        finish: see `Call`. It reads which weights are in force.
         caller_rows: int64: the caller's row for each row of the request.
         tokens: most tokens that the engine has to hold: those given and those that may be sampled.
         on_caller_thread: the call has to be made on its caller's own thread, where autograd's settings are.

@@ -1,8 +1,7 @@
 """Let callers on many threads and in many tasks share an engine's calls.
 
 - `scheduling.py`: the rules that say which requests go next, without threads.
-- `merging.py`: how requests are merged into one call, and how its result is split.
-- `dispatcher.py`: the thread that owns the queue, and those that take requests to the engine.
+- `dispatcher.py`: the thread that owns the queue, those that take requests to the engine, and how requests are merged.
 - `batcher.py`: `DynamicBatcher`, the backend in front of them.
 """
 

@@ -13,8 +13,7 @@ from corelm.backend.backend import Backend
 from corelm.backend.engine import PATIENCE, PreparedCall, R, end_calls
 from corelm.backend.futures import join
 from corelm.backend.program_end import at_program_end, program_deadline
-from corelm.batching.dispatcher import Dispatcher, QueuedCall
-from corelm.batching.merging import sharing_key
+from corelm.batching.dispatcher import Dispatcher, QueuedCall, sharing_key
 from corelm.batching.scheduling import Limits, TicketQueue
 from corelm.errors import EngineError
 from corelm.spec.records import GenerateRequest, When

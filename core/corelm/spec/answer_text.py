@@ -46,13 +46,9 @@ _CONTEXT = 16
 
 
 class LeftContexts:
-    """Decodes rows of ids, each after other ids.
+    """Decodes rows of ids, each after the ids `before` it, for example its prompt; none, to decode it by itself.
 
     An incomplete character at the end of these other ids counts as text of the row: the row may complete it.
-
-    Args:
-        decode_rows: returns the texts of rows.
-        before: the ids before each row, for example its prompt; a row without any is decoded by itself.
     """
 
     def __init__(self, decode_rows: DecodeRows, before: Sequence[Sequence[int]]) -> None:
@@ -123,11 +119,7 @@ class StopStrings:
 
     @classmethod
     def of(cls, sampling: SamplingParams, tokenizer: Any) -> StopStrings:
-        """Return the stop strings of `sampling`, to be found in what `tokenizer` decodes.
-
-        Args:
-            tokenizer: has ``decode(ids, skip_special_tokens=...)``, as those of transformers do.
-        """
+        """Return those of `sampling` in what a ``tokenizer.decode(ids, skip_special_tokens=...)`` returns."""
 
         def decode(ids: list[int], skip: bool = sampling.skip_special_tokens) -> str:
             text: str = tokenizer.decode(ids, skip_special_tokens=skip)
@@ -248,8 +240,7 @@ class Reasoning:
 class StopStringWatch:
     """Watches one answer grow; made by `StopStrings.watch`.
 
-    It keeps only as many of the latest ids as a stop string can stretch across, so that a step takes the same
-    time however long the answer is.
+    It keeps only the latest ids, across which a stop string can stretch, so that each step takes the same time.
     """
 
     def __init__(self, stop_strings: StopStrings) -> None:
@@ -301,8 +292,7 @@ class StopStringWatch:
 def skipped_texts(tokenizer: Any) -> frozenset[str]:
     """Return the texts of all tokens that `tokenizer` leaves out with ``skip_special_tokens``.
 
-    These are the special tokens that have a name and all others that were added as special tokens. Some
-    tokenizers name only a few of theirs.
+    These are the special tokens that have a name, of which some tokenizers have only a few, and those that were added.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     texts = {token.content for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ()))
@@ -326,15 +316,12 @@ def _may_overlap(stop: str, text: str) -> bool:
 
 
 def text_before_stop(text: str, before: str, stops: Sequence[str]) -> str:
-    """Return `text` up to the first stop string that its last token completed, or all of it if there is none.
+    """Return an answer's `text` up to the first stop string that its last token completed, or all of it.
 
-    A stop string that was complete earlier (within ``min_new_tokens``) did not end the answer and stays.
+    One that was complete `before` that token (within ``min_new_tokens``) did not end the answer and stays.
 
     >>> text_before_stop("a. b. c", "a. b", ["."])
     'a. b'
-
-    Args:
-        text: the answer. before: the answer without its last token.
     """
     found = [at for stop in stops if (at := text.find(stop, _search_start(before, stop))) >= 0]
     return text[: min(found)] if found else text
@@ -356,7 +343,7 @@ _CLEANED = 4
 
 
 class AnswerTexts:
-    """Makes an `AnswerText` for each answer of a request.
+    """Makes an `AnswerText` for each answer of a request; the tokenizer is one as `StopStrings.of` takes.
 
     >>> class Letters:
     ...     def decode(self, ids, skip_special_tokens=True):
@@ -364,10 +351,6 @@ class AnswerTexts:
     >>> answer = AnswerTexts(SamplingParams(stop=("cd",)), Letters()).answer()
     >>> answer.add([0, 1, 2]), answer.add([2]), answer.add([3], "stop")
     ('ab', 'c', '')
-
-    Args:
-        sampling: the stop strings, and whether special tokens are left out of the text.
-        tokenizer: has ``decode(ids, skip_special_tokens=...)``.
     """
 
     def __init__(self, sampling: SamplingParams, tokenizer: Any) -> None:
@@ -378,11 +361,7 @@ class AnswerTexts:
         self.cleaned = _CLEANED if getattr(tokenizer, "clean_up_tokenization_spaces", False) else 0
 
     def answer(self, before: Sequence[int] = ()) -> AnswerText:
-        """Return the text of an answer.
-
-        Args:
-            before: the prompt, if the answer continues its text. A message of a chat is a text of its own.
-        """
+        """Return the text of an answer to the prompt `before`, if it continues its text; that of a message does not."""
         return AnswerText(self, before)
 
 
@@ -403,7 +382,6 @@ class AnswerText:
         """Add the next tokens of the answer and return the text that is new and certain.
 
         Args:
-            ids: the tokens.
             finish_reason: why the answer ended with them; None if it goes on.
             text: the engine's own text of the whole answer, if that is not what the tokenizer decodes.
         """

@@ -171,21 +171,15 @@ def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined_parts(content: Sequence[Any]) -> str:
-    """Return the text of a list of text parts.
-
-    Raises:
-        InvalidRequestError: a part is not text.
-    """
-    texts = [
-        part["text"]
-        if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS and "text" in part
-        else part
-        for part in content
-    ]
-    for part in texts:
-        if not isinstance(part, str):
+    """Return the text of a list of text parts; refuse another part."""
+    texts: list[str] = []
+    for part in content:
+        is_text = isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS
+        text = part.get("text") if is_text else part
+        if not isinstance(text, str):
             expected = 'expected a text, or a list of parts such as {"type": "text", "text": "…"}'
             raise invalid("content", f"{expected}, got the part {shown(part)}; images are not supported")
+        texts.append(text)
     return "\n".join(texts)
 
 

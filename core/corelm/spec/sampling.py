@@ -169,8 +169,8 @@ class SamplingParams:
 
     @property
     def truncates_support(self) -> bool:
-        """Whether some ids may have lost their probability: `min_new_tokens` forbids some for a while, and core does not
-        know what `engine_kwargs` do.
+        """Whether some ids may have lost their probability: `min_new_tokens` forbids some for a while, and core
+        does not know what `engine_kwargs` do.
         """
         return self.truncates or self.min_new_tokens > 0 or bool(self.engine_kwargs)
 
