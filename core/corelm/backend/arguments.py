@@ -411,9 +411,6 @@ def _from_rows(rows: Any, field: str) -> Ragged:
     return Ragged.from_list(found)
 
 
-# One value per row ----------------------------------------------------------------------------------------------------
-
-
 def texts(given: Any) -> tuple[str, ...]:
     """Return one text per row of a sequence of texts (see `as_list`); a single str is one row."""
     given = [given] if isinstance(given, str) else as_list(given)

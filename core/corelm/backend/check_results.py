@@ -58,9 +58,6 @@ def refuse_failed(batch: GenerateResult | ScoreResult, samples: int, backend: st
         raise EngineError(f"backend {backend!r}: {spelled_out(problems)}", usable=True, problems=problems)
 
 
-# Fields ---------------------------------------------------------------------------------------------------------------
-
-
 def _refuse(wrong: Tensor, rows: Ragged, what: str) -> None:
     if bool(wrong.any()):
         index = int(wrong.nonzero()[0])
@@ -149,9 +146,6 @@ def _check_vocabulary(name: str, ids: Tensor, vocab_size: int) -> None:
         raise WrongResult(f"returned {name} outside the vocabulary of {vocab_size}")
 
 
-# Texts ----------------------------------------------------------------------------------------------------------------
-
-
 def _tokens(batch: Any, request: TokenizeRequest, _: Capabilities) -> TokenizeResult:
     if not isinstance(batch, TokenizeResult):
         raise _not_a(TokenizeResult, batch)
@@ -167,9 +161,6 @@ def _tokens(batch: Any, request: TokenizeRequest, _: Capabilities) -> TokenizeRe
     wrong = (start < 0) | (end < start) | (end > sizes)
     _refuse(wrong, ids, "the id covers other characters than those of its text")
     return replace(batch, ids=ids, offsets=offsets)
-
-
-# Answers --------------------------------------------------------------------------------------------------------------
 
 
 def _answers(batch: Any, request: GenerateRequest, capabilities: Capabilities) -> GenerateResult:
@@ -293,9 +284,6 @@ def set_problems(
         note(checked & ~some, "the set is empty")
     note(checked & some & ~sets.contains(needed), "the set lacks the token {token} that is at this position")
     return found
-
-
-# Scores ---------------------------------------------------------------------------------------------------------------
 
 
 def _scores(batch: Any, request: ScoreRequest, capabilities: Capabilities) -> ScoreResult:

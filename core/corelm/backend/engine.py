@@ -70,8 +70,6 @@ _REMINDER = 0.1
 _LOOK_AGAIN = 0.25
 _STATE = WeightsStateRequest()
 
-# The engine's lock ----------------------------------------------------------------------------------------------------
-
 
 @dataclass(eq=False, slots=True)
 class Turn:
@@ -217,9 +215,6 @@ class EngineLock:
 
     def _is_nested(self, turn: Turn) -> bool:
         return not self.holders.keys().isdisjoint(turn.around)
-
-
-# The engine -----------------------------------------------------------------------------------------------------------
 
 
 class OpenEngine:
@@ -672,8 +667,6 @@ def _reraise(
     raise told from error
 
 
-# Timeouts and retries -------------------------------------------------------------------------------------------------
-
 _left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -726,8 +719,6 @@ def _repeated(retry: tenacity.BaseRetrying, end: float | None, deliveries: Seque
 
     return retry.copy(stop=stop, retry=tenacity.retry_all(retry.retry, unheard))
 
-
-# The end of the program -----------------------------------------------------------------------------------------------
 
 _open: weakref.WeakSet[OpenEngine] = weakref.WeakSet()
 

@@ -128,8 +128,6 @@ def current_call() -> EngineCall | None:
     return _current.get()
 
 
-# Tokens, while the engine works --------------------------------------------------------------------------------
-
 #: Takes the chunks of a call, with the caller's numbers of the rows, from one thread at a time. A thread of
 #: the engine calls it, so it has to return at once, must not fail, and must not ask the backend for anything.
 Listener = Callable[[TokenChunk], Any]

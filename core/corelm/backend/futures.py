@@ -127,8 +127,6 @@ class Outcome:
             del error
 
 
-# Ending requests ------------------------------------------------------------------------------------------------------
-
 #: Seconds after which a request that is still under way is aborted again.
 _ABORT_AGAIN = 0.1
 

@@ -149,9 +149,6 @@ def _merged(model: Any) -> nn.Module:
     return merged
 
 
-# Adapters -------------------------------------------------------------------------------------------------------------
-
-
 def source_of_adapter(
     name: str, weights: NewAdapter, config: Any, last_config: Mapping[str, Any] | None
 ) -> dict[str, Any]:

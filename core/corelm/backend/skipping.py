@@ -67,9 +67,6 @@ def admitted(problems: Problems, rows: int, on_error: OnError, field: str) -> Te
     return ServedRows.without(problems, rows).index
 
 
-# Errors about rows ---------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def renumbering(rows: Tensor) -> Iterator[None]:
     """Raise what is raised in the block as `renumbered` returns it."""
@@ -104,9 +101,6 @@ def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
     text = f"{before}{told}{after}" if named else f"{told}; in the numbers of the engine's rows: {message}"
     made.args, made.__dict__["problems"] = (text,), dict(sorted(found.items()))
     return made
-
-
-# Results -------------------------------------------------------------------------------------------------------------
 
 
 def spread(batch: B, served: Tensor, lengths: Tensor, problems: Mapping[int, str], version: str) -> B:

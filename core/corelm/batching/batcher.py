@@ -126,8 +126,6 @@ class DynamicBatcher(Backend):
     def __repr__(self) -> str:
         return f"DynamicBatcher({self.backend!r})"
 
-    # Making calls ----------------------------------------------------------------------------------------------------
-
     def run(self, call: PreparedCall[R]) -> R:
         """Make a prepared call in its turn, together with others where they may share, and return its result."""
         if not call.rows or self.dispatcher.mine:
@@ -163,8 +161,6 @@ class DynamicBatcher(Backend):
             timeout=call.request.timeout,
             modes=modes,
         )
-
-    # Weights, aborting, closing --------------------------------------------------------------------------------------
 
     def _in_turn(self, change: Callable[[], T], when: When = "drain") -> T:
         if when != "drain":

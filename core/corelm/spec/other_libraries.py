@@ -88,8 +88,6 @@ def instead_of(name: Any, known: Iterable[str]) -> str:
     return f"; {exact}" if exact else did_you_mean(name, known)
 
 
-# Their objects --------------------------------------------------------------------------------------------------------
-
 #: Parameters that transformers ignores if it does not sample, and those that belong to its beam search.
 _SAMPLED, _BEAMS = ("temperature", "top_k", "top_p", "min_p", "top_h"), ("length_penalty", "early_stopping")
 #: Fields that change no answer.
