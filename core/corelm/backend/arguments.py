@@ -40,9 +40,7 @@ from corelm.tensors.token_sets import TokenSets, ascending
 from corelm.validate import as_list, count, flag, invalid, is_bool, is_index, one_of, read_once, shown, unencodable
 
 P = TypeVar("P", Ragged, TokenSets)
-
 _DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
-_WITHOUT_PADS = "pass a list with the ids of each row, without pads"
 
 
 @torch.inference_mode(False)
@@ -317,9 +315,6 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None, *, copy:
         field: the argument's name, for errors.
         engine: its pads are refused in a tensor or array, which has no mask here; None looks for no pads.
         copy: whether the rows must not share memory with `ids`, which the caller may write to while a request waits.
-
-    Raises:
-        InvalidRequestError: `ids` is of another kind; if some rows are at fault, `rows` names them.
     """
     if type(ids) is list and {*map(type, ids)} <= {list, tuple} and {*map(type, chain.from_iterable(ids))} <= {int}:
         # An id of more than 64 bits is looked for below.
@@ -340,7 +335,8 @@ def rows_of_ids(ids: Any, field: str, engine: OpenEngine | None = None, *, copy:
             raise invalid(field, f"expected one row per sequence, got a tensor of shape {tuple(ids.shape)}")
         ids = Ragged(ids.reshape(-1), torch.full((ids.shape[0],), ids.shape[1]))
         if engine is not None:
-            refuse_pads(ids, engine.tokenizer, engine.eos_token_ids, field, _WITHOUT_PADS)
+            advice = "pass a list with the ids of each row, without pads"
+            refuse_pads(ids, engine.tokenizer, engine.eos_token_ids, field, advice)
     if not isinstance(ids, Ragged):
         return _from_rows(ids, field)
     for values, of_what in ((ids.values, "token"), (ids.lengths, "length")):
@@ -611,11 +607,7 @@ def generation_mode(
 ) -> Literal["none", "raw", "processed"]:
     """Return the mode to request from the engine: `wanted`, or the other one if both give the same numbers.
 
-    Args:
-        with_support: whether the engine is asked for the ids that truncation has left as well.
-
-    Raises:
-        CapabilityError: the engine cannot return `wanted`, and none of its modes equals it here.
+    Refuse the call if none of its modes does, also not `with_support`, the ids that truncation has left.
     """
     if not isinstance(wanted, str) or wanted not in ("none", "raw", "processed"):
         one_of("logprobs", wanted, ("none", "raw", "processed"))
@@ -699,10 +691,8 @@ def _most(field: str, given: Any, capability: str, engine: OpenEngine) -> int:
 def _ids_at_positions(
     engine: OpenEngine, sequences: Ragged, starts: Tensor, support: Any, top_k: Any, top_ids: Any
 ) -> tuple[dict[str, Any], Problems]:
-    """Check the arguments of `score_logprobs` of these names, of which only one may be given.
-
-    Returns:
-        The fields of a `ScoreRequest` that they make, and the rows whose ids are wrong.
+    """Return the fields of a `ScoreRequest` that these arguments make, of which only one may be given, and the rows
+    whose ids are wrong.
     """
     k = _most("top_k", top_k, "score_top_k", engine)
     asked = {"support": support, "top_ids": top_ids, "top_k": k or None}

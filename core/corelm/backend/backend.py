@@ -109,9 +109,6 @@ class Backend:
         """Short facts that the engine tells about itself, as they are now: ``{"decoding": "cached and padded"}``.
 
         Empty for an engine that tells none, and for one in another process.
-
-        Raises:
-            BackendClosedError: the backend was closed.
         """
         self.engine.require_open()
         return MappingProxyType(dict(getattr(self.engine.plugin, "info", {})))
@@ -139,13 +136,10 @@ class Backend:
         return result
 
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
-        """Start a prepared call and return its future at once. This backend makes the call on a new thread.
+        """Start a prepared call and return its future at once; see `submit_generate`. This makes it on a new thread.
 
-        Cancelling the future aborts the request in an engine that can abort; another engine finishes it, and the result
-        is dropped. One that is cancelled before its turn is not sent. `block` allows to wait for room in a full queue.
-
-        Raises:
-            EngineError: the system has no room for a thread.
+        A call that is cancelled before its turn is not sent. `block` allows to wait for room in a full queue. An
+        `EngineError` says that the system has no room for a thread.
         """
         future: Future[R] = Future()
         names, works_on = call.request.request_ids, self.engine.works_on
@@ -298,11 +292,8 @@ class Backend:
             return_argmax: also return the most probable id at every scored position; -1 at the others.
             grad: results carry gradients to the model's parameters.
             device: where the results go; None leaves it to the engine.
-            request_ids: one name per sequence.
-            timeout: as for `generate`.
-            on_error: as for `generate`. Nothing of a bad row is scored, and `errors` says why.
-            adapter: as for `generate`. Scores with ``adapter=False`` are those of the reference that an
-                adapter started from.
+            request_ids, timeout, on_error, adapter: as for `generate`. Nothing of a bad row is scored. Scores with
+                ``adapter=False`` are those of the reference that an adapter started from.
             support: `TokenSets`, or nested lists: the ids over which to normalise at each position, as
                 `kept_ids` of answers sampled with `return_support` has them; one set for each id of a
                 sequence, or for each that is scored. An empty set stands for the whole vocabulary.
@@ -347,11 +338,7 @@ class Backend:
         return containers
 
     def provenance(self, batch: GenerateResult | ScoreResult) -> Provenance | tuple[Provenance, ...]:
-        """Return where the log-probs of a result came from: one for all rows if they agree, else one per row.
-
-        Args:
-            batch: what this backend returned.
-        """
+        """Return where the log-probs of a result of this backend came from: one for all rows, or one for each."""
         engine, processed = self.engine, batch.mode == "processed"
         versions = batch.weight_versions or (engine.weights.version_with(batch.adapter),)
         sampling = batch.sampling if isinstance(batch, GenerateResult) else None
@@ -461,8 +448,7 @@ class Backend:
         Use it for changes that the engine may not notice. It waits for calls under way; the engine empties its caches.
 
         Args:
-            version: the label of these weights; None counts up from the last label.
-            expect: as for `update_weights`.
+            version, expect: as for `update_weights`.
 
         Raises:
             BackendAsleepError: the engine has dropped its weights, or was opened without: only an update brings some.

@@ -54,9 +54,8 @@ def logged(backend: str, hook: str, request: Any) -> Iterator[None]:
         yield
     except CoreLMError as error:
         seconds = f"{time.monotonic() - started:.3g} s"
-        how = (
-            f"timed out after {seconds}:" if isinstance(error, BackendTimeoutError) else f"failed after {seconds} with"
-        )
+        late = isinstance(error, BackendTimeoutError)
+        how = f"timed out after {seconds}:" if late else f"failed after {seconds} with"
         logger.info("%s: %s %s %s", backend, told, how, brief(described(error)))
         raise
     if hook not in _QUIET:

@@ -44,10 +44,6 @@ class PartialAnswers:
         samples: answers per prompt.
         joined_prompts: for each of these, its prompt and its tokens.
         sampling_of_rest: how the engine samples the rest of these.
-
-    Raises:
-        InvalidRequestError: `old` is no result of these prompts, or cannot be continued like this.
-        ProvenanceMismatchError: its log-probs are of another distribution than those that would follow.
     """
 
     def __init__(

@@ -31,7 +31,6 @@ READ_WEIGHTS = frozenset({"generate", "score_logprobs"})
 #: Hooks that go on while weights are updated in flight.
 GO_ON = frozenset({"generate"})
 
-_SPECIFIED = tuple(name for name in vars(BackendSpec) if not name.startswith("_"))
 #: Capability → the hook without which it cannot work.
 _NEEDED = (
     *(("score", "score_logprobs"), ("update_weights", "update_weights"), ("adapters", "update_weights")),
@@ -45,9 +44,7 @@ Hook = Callable[[Any], Any]
 def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[str, Hook], frozenset[str]]:
     """Return the hooks of an open engine by name, and the names of those that are core's own and do not enter it.
 
-    Raises:
-        BackendIncompatibleError: the engine lacks `capabilities` or `tokenizer`, or has a hook that the
-            specification does not know or that takes other arguments.
+    Refuse an engine without `capabilities` or `tokenizer`, or with a hook that is not, or not like this, specified.
     """
     misfit = f"open returned a {type(engine).__name__} without `capabilities` or `tokenizer`"
     try:
@@ -70,7 +67,7 @@ def hooks_of(engine: Any, name: str, wrappers: Sequence[object]) -> tuple[dict[s
     except (pluggy.PluginValidationError, ValueError) as error:
         raise _misfit(name, str(error)) from error
     calls: dict[str, Hook] = {}
-    for hook in _SPECIFIED:
+    for hook in (name for name in vars(BackendSpec) if not name.startswith("_")):
         caller = getattr(manager.hook, hook)
         # What only wraps a hook, to observe it, does not implement it.
         if [each for each in caller.get_hookimpls() if not (each.wrapper or each.hookwrapper)]:

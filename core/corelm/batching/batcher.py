@@ -189,14 +189,12 @@ class DynamicBatcher(Backend):
     def close(self, *, flush: bool = True) -> None:
         """Answer the waiting requests, end the threads and close the engine.
 
+        Errors are those of `Backend.close`.
+
         Args:
             flush: True also waits for the calls under way, as long as their callers do. False fails the waiting
                 requests with `BackendClosedError`, and aborts the calls under way if the engine can abort. After 5
                 seconds it fails these as well, except for a call that computes gradients on its caller's own thread.
-
-        Raises:
-            BackendTimeoutError: the engine still works on a call that no caller waits for. The backend is
-                closed, and the engine is released when that call ends.
         """
         ended = True
         try:

@@ -124,13 +124,7 @@ class Dispatcher:
     # For callers -----------------------------------------------------------------------------------------------------
 
     def submit(self, call: QueuedCall, block: bool = True) -> Future[Any]:
-        """Queue a call and return its future. With `block`, this thread may wait for room in a full queue.
-
-        Raises:
-            BackendClosedError: the batcher is closed, or belongs to another process.
-            EngineError: the system has no room for a thread.
-            QueueFullError: the queue is full, with ``on_full="raise"``.
-        """
+        """Queue a call and return its future. With `block`, this thread may wait for room in a full queue."""
         self._require_open()
         call.answer = future = Future[Any]()
         # The future must not keep the request alive after its end.
