@@ -1,9 +1,9 @@
 """From what a caller passes to a call that is ready to be made: `prepare_generation` and `prepare_scoring`.
 
-Arguments are read and checked here, on the caller's thread, before a hook is called; one that is wrong is refused with
-its name, so no plugin has to check its requests. The engine may then serve the call later, on another thread, or
-together with other calls (`corelm.batching`). Functions named `…_problems` return ``{row: what is wrong}``, so
-that the caller can refuse all bad rows together, or skip them.
+Arguments are read and checked here, on the caller's thread, before a hook is called; one that is wrong is
+refused with its name, so no plugin has to check its requests. The engine may then serve the call later, on
+another thread, or together with other calls (`corelm.batching`). Functions named `…_problems` return
+``{row: what is wrong}``, so that the caller can refuse all bad rows together, or skip them.
 """
 
 from __future__ import annotations
@@ -358,9 +358,9 @@ def _refuse_unreadable(values: Any, field: str) -> None:
 def refuse_pads(ids: Ragged, tokenizer: Any, eos_ids: Collection[int], field: str, advice: str) -> None:
     """Refuse rows of a dense tensor without a mask that begin or end with the tokenizer's pad id.
 
-    A tokenizer without a pad id pads with EOS, as dense results do. Many tokenizers pad with EOS or BOS, which may also
-    be a token at an edge: if every row begins, or ends, with one, the first, or last, is no pad. Padding to the longest
-    row leaves that row without pads.
+    A tokenizer without a pad id pads with EOS, as dense results do. Many tokenizers pad with EOS or BOS,
+    which may also be a token at an edge: if every row begins, or ends, with one, the first, or last, is no
+    pad. Padding to the longest row leaves that row without pads.
     """
     eos, bos = getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "bos_token_id", None)
     pad = getattr(tokenizer, "pad_token_id", None)
@@ -730,8 +730,8 @@ def _at_positions(
 ) -> tuple[P, Problems]:
     """Return rows as long as the sequences, and which of those given are of another length.
 
-    A row has as many positions as its sequence, or as many as are scored. Blank ones stand before these, and in rows at
-    fault, which are refused or skipped.
+    A row has as many positions as its sequence, or as many as are scored. Blank ones stand before these, and
+    in rows at fault, which are refused or skipped.
     """
     if len(given) != len(sequences):
         raise invalid(field, f"expected sets for {len(sequences)} rows, got {len(given)}")

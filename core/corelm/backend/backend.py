@@ -51,17 +51,17 @@ T = TypeVar("T")
 class Backend:
     """One opened engine. Use it as a context manager: leaving the block closes the engine.
 
-    If an exception ends the block, Ctrl-C for example, the calls of other threads are aborted if the engine can.
-    Requests are checked before a hook sees them, and results before the caller does. The engine is entered by one
-    thread at a time unless it declares `concurrent_calls`. A backend cannot be copied or pickled, and a fork of its
-    process cannot use it: open the engine in the process that needs it.
+    If an exception ends the block, Ctrl-C for example, the calls of other threads are aborted if the engine
+    can. Requests are checked before a hook sees them, and results before the caller does. The engine is
+    entered by one thread at a time unless it declares `concurrent_calls`. A backend cannot be copied or
+    pickled, and a fork of its process cannot use it: open the engine in the process that needs it.
 
     A timeout ends the caller's wait. An engine that does not declare `stops_at_timeout` is then called on a
     thread and finishes alone; scoring with gradients stays on the caller's thread. A thread that makes a call
     has its caller's context variables, gradient mode, autocast and CUDA device.
 
-    `generate` and `score_logprobs` check their arguments and hand the prepared call to `run`; the variants that do not
-    wait hand it to `submit`. A subclass that decides when and where calls are made overrides these two.
+    `generate` and `score_logprobs` check their arguments and hand the prepared call to `run`; the variants that
+    do not wait hand it to `submit`. A subclass that decides when and where calls are made overrides these two.
 
     Args:
         engine: the engine to call; `get_backend` opens one by name.
@@ -138,8 +138,8 @@ class Backend:
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
         """Start a prepared call and return its future at once; see `submit_generate`. This makes it on a new thread.
 
-        A call that is cancelled before its turn is not sent. `block` allows to wait for room in a full queue. An
-        `EngineError` says that the system has no room for a thread.
+        A call that is cancelled before its turn is not sent. `block` allows to wait for room in a full queue.
+        An `EngineError` says that the system has no room for a thread.
         """
         future: Future[R] = Future()
         names, works_on = call.request.request_ids, self.engine.works_on
@@ -212,20 +212,20 @@ class Backend:
             timeout: seconds that the call may take; None for the backend's own timeout.
             on_error: "raise" looks for all bad rows first and then runs nothing. "skip" serves the other
                 rows; a bad row comes back empty, with the finish reason `error` and its message in `errors`.
-            adapter: the name of the adapter that answers, see `load_adapter`; False for the base weights alone. None
-                leaves the model as it is: without an adapter, or with those active in a PEFT model object.
+            adapter: the name of the adapter that answers, see `load_adapter`; False for the base weights alone.
+                None leaves the model as it is: without an adapter, or with those active in a PEFT model object.
             return_support: also return, for each sampled token, the ids that top-k, top-p and min-p had left
                 (`kept_ids`) and the log of their mass (`kept_log_mass`). `score_logprobs` takes them as
                 `support`. The set is empty, which stands for the whole vocabulary, if nothing was cut off.
             top_logprobs: how many of the most probable ids to return at each sampled token, with their
                 log-probs under the distribution of `logprobs`, and the log of the mass of all others.
-            continue_from: what an earlier call returned for the same prompts, for example when an update has aborted
-                it: its answers go on from their ids, under the weights in force, up to `max_new_tokens` in all. Old
-                tokens keep their log-probs and versions. Answers that have ended are returned as they are.
+            continue_from: what an earlier call returned for the same prompts, for example when an update has
+                aborted it: its answers go on from their ids, under the weights in force, up to `max_new_tokens` in
+                all. Old tokens keep their log-probs and versions. Answers that have ended are returned as they are.
 
         Raises:
-            InvalidRequestError: bad ids, an empty or too long prompt, an illegal sampling value; or `continue_from` is
-                no result of such a call, or something in `sampling` would be counted from its end on.
+            InvalidRequestError: bad ids, an empty or too long prompt, an illegal sampling value; or `continue_from`
+                is no result of such a call, or something in `sampling` would be counted from its end on.
             ProvenanceMismatchError: the log-probs of `continue_from` are of another distribution.
             CapabilityError: the engine cannot do what was asked.
             EngineError: the engine failed, or returned what the specification does not allow.
@@ -254,9 +254,9 @@ class Backend:
     ) -> Future[GenerateResult]:
         """Start `generate`, with the same arguments, and return its future. Wait only for room in a full queue.
 
-        Cancelling the future aborts the request in an engine that can abort; another engine finishes it, and the result
-        is dropped. The future's callbacks run on a thread of the backend and should not take long. Do not wait for the
-        future in one of them or in a hook wrapper: its call may wait for them to end.
+        Cancelling the future aborts the request in an engine that can abort; another engine finishes it, and
+        the result is dropped. The future's callbacks run on a thread of the backend and should not take long.
+        Do not wait for the future in one of them or in a hook wrapper: its call may wait for them to end.
 
         Raises:
             InvalidRequestError, CapabilityError: as for `generate`; raised here and not by the future.
@@ -292,8 +292,8 @@ class Backend:
             return_argmax: also return the most probable id at every scored position; -1 at the others.
             grad: results carry gradients to the model's parameters.
             device: where the results go; None leaves it to the engine.
-            request_ids, timeout, on_error, adapter: as for `generate`. Nothing of a bad row is scored. Scores with
-                ``adapter=False`` are those of the reference that an adapter started from.
+            request_ids, timeout, on_error, adapter: as for `generate`. Nothing of a bad row is scored. Scores
+                with ``adapter=False`` are those of the reference that an adapter started from.
             support: `TokenSets`, or nested lists: the ids over which to normalise at each position, as
                 `kept_ids` of answers sampled with `return_support` has them; one set for each id of a
                 sequence, or for each that is scored. An empty set stands for the whole vocabulary.
@@ -387,8 +387,8 @@ class Backend:
         of messages, which do not continue the text of the prompt: SentencePiece drops the first space of a text.
 
         Raises:
-            InvalidRequestError: as for `generate`, and raised here; the errors of the engine are raised while reading.
-                Also in a hook wrapper or a callback of a batcher, where the stream would wait for itself.
+            InvalidRequestError: as for `generate`, and raised here; the errors of the engine are raised while
+                reading. Also in a hook wrapper or a callback of a batcher, where the stream would wait for itself.
             CapabilityError: as for `generate`, and raised here.
         """
         return AnswerStream(self, partial(self._plan, prompts, sampling, options))
@@ -460,8 +460,8 @@ class Backend:
     def runs(self, model: nn.Module) -> bool:
         """Return whether the engine runs this model object, so that training it in place changes the engine's weights.
 
-        It does if it was opened with the object, or with one in it: PEFT and DDP wrap models. An engine that does not
-        tell the state of its weights (the hook `weights_state`) runs a copy.
+        It does if it was opened with the object, or with one in it: PEFT and DDP wrap models. An engine that
+        does not tell the state of its weights (the hook `weights_state`) runs a copy.
         """
         given = self.engine.given_model()
         if given is None or not self.engine.implements("weights_state"):
@@ -519,8 +519,8 @@ class Backend:
     def sleep(self, level: int = 1, when: When = "drain") -> None:
         """Free the memory of the engine's accelerator until `wake`, for example for a step of the optimizer.
 
-        It waits for calls under way. Calls that come later, until the engine is awake, are refused. If this raises
-        another error than the first three, part of the engine may sleep: `wake` it, or close it.
+        It waits for calls under way. Calls that come later, until the engine is awake, are refused. If this
+        raises another error than the first three, part of the engine may sleep: `wake` it, or close it.
 
         Args:
             level: 1 keeps the weights in the memory of the machine. 2 drops them, for an update that follows
@@ -570,8 +570,8 @@ class Backend:
             InvalidRequestError: an unknown part.
             StaleWeightsError: the listener objects: the weights came back as others. Rows get a label that no
                 weights had before.
-            EngineError: the engine failed. It counts as asleep, and `wake` can be called again. If it failed when the
-                listener looked, it is awake, and rows get a label as above, until an update succeeds.
+            EngineError: the engine failed. It counts as asleep, and `wake` can be called again. If it failed
+                when the listener looked, it is awake, and rows get a label as above, until an update succeeds.
         """
         named = SLEEP_TAGS if tags is None else [tags] if isinstance(tags, str) else tags
         named = [*named] if isinstance(named, Iterable) else []
@@ -601,8 +601,8 @@ class Backend:
     def close(self) -> None:
         """Release the engine. Every later call raises `BackendClosedError`; closing twice is fine.
 
-        An engine that takes one call at a time finishes that call first, as long as its caller waits for it: give calls
-        a timeout to bound this. If no caller waits for it any more, an engine that can abort ends it.
+        An engine that takes one call at a time finishes that call first, as long as its caller waits for it: give
+        calls a timeout to bound this. If no caller waits for it any more, an engine that can abort ends it.
 
         Raises:
             BackendTimeoutError: the engine still works on a call whose caller has stopped waiting. The

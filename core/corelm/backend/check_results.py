@@ -1,13 +1,13 @@
 """Read what a hook returned: checked against the specification, and in storage that the engine does not hold.
 
-Core does this for every plugin. It checks what is cheap and fatal: rows, lengths, types, ids in the vocabulary,
-log-probs that are finite and at most 0, finish reasons, labels. The conformance kit checks the numbers.
-`OpenEngine.call` makes an `EngineError` of a `WrongResult`, and of an error of another kind, from a result
-that cannot be read at all.
+Core does this for every plugin. It checks what is cheap and fatal: rows, lengths, types, ids in the
+vocabulary, log-probs that are finite and at most 0, finish reasons, labels. The conformance kit checks the
+numbers. `OpenEngine.call` makes an `EngineError` of a `WrongResult`, and of an error of another kind, from a
+result that cannot be read at all.
 
-An engine may reuse its buffers for the next call, but containers create rows from a result much later, so tensors are
-copied: 12 bytes a token, and more where other ids were asked for. Logits and what carries gradients are large and are
-not copied: a plugin promises not to modify them.
+An engine may reuse its buffers for the next call, but containers create rows from a result much later, so
+tensors are copied: 12 bytes a token, and more where other ids were asked for. Logits and what carries
+gradients are large and are not copied: a plugin promises not to modify them.
 """
 
 from __future__ import annotations

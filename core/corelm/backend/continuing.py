@@ -1,9 +1,9 @@
 """`PartialAnswers`: the argument `continue_from` of `generate`, checked, and how the engine's answers join it.
 
-The ids of a partial answer are kept, never tokenized again: the engine is asked with the prompt and the ids that the
-answer has. It has one limit for all rows, so a row that needs fewer tokens than another may get too many: these are cut
-off here. So is what follows a stop string that begins in the old part and ends in the new one, which the engine cannot
-see.
+The ids of a partial answer are kept, never tokenized again: the engine is asked with the prompt and the ids
+that the answer has. It has one limit for all rows, so a row that needs fewer tokens than another may get too
+many: these are cut off here. So is what follows a stop string that begins in the old part and ends in the new
+one, which the engine cannot see.
 """
 
 from __future__ import annotations

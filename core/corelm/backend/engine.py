@@ -360,9 +360,9 @@ class OpenEngine:
     ) -> Any:
         """Make a call: take the engine's turn, ask the hook, check what it returned, finish it. Type every failure.
 
-        `attended` returns whether a caller still waits for the result; None if this thread does. Only `_supervise`
-        gives a `turn`: it has done all that is to be done around the call. A timeout is instead of the request's
-        own, and bounds the wait for the turn and the engine's work together.
+        `attended` returns whether a caller still waits for the result; None if this thread does. Only
+        `_supervise` gives a `turn`: it has done all that is to be done around the call. A timeout is instead
+        of the request's own, and bounds the wait for the turn and the engine's work together.
 
         Raises:
             BackendClosedError: the engine is closed, or no caller waits any more when the call's turn comes.
@@ -548,9 +548,9 @@ class OpenEngine:
         """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
 
         An engine that takes one call at a time finishes that call first, as long as its caller waits for it. With
-        `abort`, it aborts it if it can. A call whose caller has stopped waiting is aborted, with `patience` seconds to
-        end; after these, its end calls the engine's `close`, and this raises a `BackendTimeoutError`. An engine with
-        `concurrent_calls` ends the calls under way. In a fork of the process that opened it, this does nothing.
+        `abort`, it aborts it if it can. A call whose caller has stopped waiting is aborted, with `patience` seconds
+        to end; after these, its end calls the engine's `close`, and this raises a `BackendTimeoutError`. An engine
+        with `concurrent_calls` ends the calls under way. In a fork of the process that opened it, this does nothing.
         """
         if self.elsewhere:
             return
@@ -673,8 +673,8 @@ _left_behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 def call_for(timeout: float, function: Callable[[], T], name: str) -> T:
     """Return what the function returns, but wait for at most `timeout` seconds. It runs in the caller's torch modes.
 
-    If the wait ends early with a `TimeoutError`, the function goes on in its daemon thread, and its result is dropped.
-    An `EngineError` says that the system has no room for a thread.
+    If the wait ends early with a `TimeoutError`, the function goes on in its daemon thread, and its result is
+    dropped. An `EngineError` says that the system has no room for a thread.
     """
     outcome = Outcome()
     thread = threading.Thread(target=outcome.of, args=(in_caller_modes(function),), name=name, daemon=True)

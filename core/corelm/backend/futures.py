@@ -61,8 +61,8 @@ def start(thread: threading.Thread, what: str) -> None:
 def in_thread(function: Callable[[], T], name: str, future: Future[T] | None = None) -> Future[T]:
     """Run the function on a new daemon thread, which never keeps the interpreter from ending. Return its future.
 
-    Cancelling the future drops the result; the function still runs to its end. A function that looks at its own future
-    is given one. Errors are those of `start`.
+    Cancelling the future drops the result; the function still runs to its end. A function that looks at its
+    own future is given one. Errors are those of `start`.
     """
     outcome: Future[T] = Future() if future is None else future
 
@@ -134,8 +134,8 @@ _ABORT_AGAIN = 0.1
 class Aborts:
     """Ends requests in the engine with `abort`. While one call of it is under way, further names wait for the next.
 
-    An abort that reaches the engine before its request does is lost, so it is repeated until the request has ended. The
-    `thread` that does so is None while there are no requests.
+    An abort that reaches the engine before its request does is lost, so it is repeated until the request has
+    ended. The `thread` that does so is None while there are no requests.
     """
 
     def __init__(self, abort: Callable[[tuple[str, ...]], object], name: str) -> None:

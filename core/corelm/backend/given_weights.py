@@ -1,7 +1,7 @@
 """What `update_weights` and `load_adapter` are given, as an engine is sent it: under the names of a checkpoint.
 
-The names inside a module differ from those of its checkpoint: transformers 5 fuses the experts of a layer, PEFT keeps
-adapters next to the weights that they change, `torch.compile` and DDP put a prefix before each name.
+The names inside a module differ from those of its checkpoint: transformers 5 fuses the experts of a layer, PEFT
+keeps adapters next to the weights that they change, `torch.compile` and DDP put a prefix before each name.
 
 Core imports neither transformers nor PEFT. If a model comes from one of them, the caller has imported it already.
 """
@@ -68,9 +68,9 @@ def source_of_weights(weights: NewWeights, streams: bool) -> dict[str, Any]:
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a model by the names that `save_pretrained` would give them. The model is not changed.
 
-    It is a model of transformers, a PEFT model around one, whose adapters are merged in a copy, or either in a wrapper
-    (`torch.compile`, DDP). Another module gives its `state_dict`. Tensors are shared with the model wherever names and
-    values are the module's own. A tied tensor keeps both its names: a checkpoint may have either.
+    It is a model of transformers, a PEFT model around one, whose adapters are merged in a copy, or either in a
+    wrapper (`torch.compile`, DDP). Another module gives its `state_dict`. Tensors are shared with the model wherever
+    names and values are the module's own. A tied tensor keeps both its names: a checkpoint may have either.
     """
     model = unwrapped(model)
     with torch.no_grad():

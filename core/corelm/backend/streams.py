@@ -1,8 +1,8 @@
 """`AnswerStream` and `AsyncAnswerStream`: answers that are read while the engine samples them.
 
-The engine's thread puts the chunks of a call into a queue, and the reader takes them out and decodes their text. The
-queue has no limit: a slow reader costs memory, a few hundred bytes a token, and never makes the engine or other callers
-wait.
+The engine's thread puts the chunks of a call into a queue, and the reader takes them out and decodes their
+text. The queue has no limit: a slow reader costs memory, a few hundred bytes a token, and never makes the
+engine or other callers wait.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class AnswerChunk:
     Attributes:
         row: the answer's row, counted in C order over the batch; with `num_samples`, the answers to one
             prompt follow each other.
-        text: the text that is new and certain. It may be empty: half a character, or what may be the beginning of a
-            stop string, waits for the next tokens. The texts of a row, joined, are the text of the answer.
+        text: the text that is new and certain. It may be empty: half a character, or what may be the beginning
+            of a stop string, waits for the next tokens. The texts of a row, joined, are the text of the answer.
         ids: the new tokens.
         logprobs: one per id, of the distribution that was asked for; empty if none were asked for.
         finish_reason: why the answer ended, in its last chunk; None in the others.

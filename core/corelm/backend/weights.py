@@ -1,7 +1,7 @@
 """`Weights`: which weights an engine has, under which labels, and which part of it sleeps.
 
-`State` says all of it. It is replaced as a whole, so an interrupt leaves either the state before or the one after it. A
-change (an update, an adapter, sleep, waking) takes the engine's turn alone, and goes through these states:
+`State` says all of it. It is replaced as a whole, so an interrupt leaves either the state before or the one after
+it. A change (an update, an adapter, sleep, waking) takes the engine's turn alone, and goes through these states:
 
 =========  =============================================================================================
 begun      what is true if nobody learns how it ends: weights under a label that none had before, an
@@ -90,8 +90,8 @@ class WeightsListener(Protocol):
 class AdapterState:
     """An adapter that was loaded at some time. One that the engine was opened with has the label "0".
 
-    The label goes on counting if the adapter is loaded again after it was unloaded. `config` is kept for a later state
-    dict of the same name; it is None if it is not known.
+    The label goes on counting if the adapter is loaded again after it was unloaded. `config` is kept for a
+    later state dict of the same name; it is None if it is not known.
     """
 
     label: str = "0"
@@ -205,8 +205,8 @@ class Weights:
     def require_same(self, hook: str, then: State, changed: bool = False) -> None:
         """Refuse the numbers of a call during which the owner has changed the weights, since the `State` before it.
 
-        A change by core is none: a wrapper of the hook may update the weights during the call. If the engine does not
-        tell another state of its model now (`changed`), what another thread has noticed counts.
+        A change by core is none: a wrapper of the hook may update the weights during the call. If the engine
+        does not tell another state of its model now (`changed`), what another thread has noticed counts.
         """
         if self.state.changes == then.changes and (changed or self.state.label != then.label):
             raise self._engine.fault(hook)(_CHANGED)
@@ -216,8 +216,8 @@ class Weights:
     def update(self, request: WeightUpdate, version: str | None) -> str:
         """Load base weights or an adapter, or unload one, or take note that the owner has changed the base weights.
 
-        `request` has no label yet. The one that is returned is `version`; None counts up from the last one. Errors are
-        those of `Backend.update_weights`, `load_adapter`, `unload_adapter` and `weights_changed`.
+        `request` has no label yet. The one that is returned is `version`; None counts up from the last one.
+        Errors are those of `Backend.update_weights`, `load_adapter`, `unload_adapter` and `weights_changed`.
         """
         if version is not None and not isinstance(version, str):
             raise invalid("version", f"expected a str, got {shown(version)}")

@@ -64,32 +64,31 @@ class BatchingState:
 class DynamicBatcher(Backend):
     """A backend in front of an opened `Backend`, whose callers share the engine's calls.
 
-    Requests with equal execution parameters (all but prompts and seeds) share a call, first in, first out, within the
-    `Limits`. An invalid request is refused before it is queued, and a request that fails in the engine fails alone.
-    Sharing changes no answer in float32: every answer keeps the seed that it has without sharing. In lower precision
-    the other rows of a batch can change the last bits of a sum.
+    Requests with equal execution parameters (all but prompts and seeds) share a call, first in, first out,
+    within the `Limits`. An invalid request is refused before it is queued, and a request that fails in the
+    engine fails alone. Sharing changes no answer in float32: every answer keeps the seed that it has without
+    sharing. In lower precision the other rows of a batch can change the last bits of a sum.
 
     A call has the gradient mode, autocast and CUDA device of the threads that made its requests. Requests
     that differ in these do not share a call. It does not have their context variables.
 
-    One thread calls an engine that takes one call at a time. An engine that declares `concurrent_calls` batches by
-    itself (but see `merge`): it gets one call per request, each on a thread of its own, and the limits bound the rows
-    and tokens in flight. Without `max_batch_size`, up to 4,096 requests are in flight.
+    One thread calls an engine that takes one call at a time. An engine that declares `concurrent_calls`
+    batches by itself (but see `merge`): it gets one call per request, each on a thread of its own, and the
+    limits bound the rows and tokens in flight. Without `max_batch_size`, up to 4,096 requests are in flight.
 
-    Scoring with gradients or logits shares no call. It runs in its turn on the caller's own thread, because autograd's
-    settings belong to a thread.
-    `update_weights`, `weights_changed` and `sleep` wait for the requests before them, and later requests wait for
-    them; with ``when="abort"`` or ``"now"`` nothing waits in the queue. Requests that come while the engine sleeps are
-    refused.
+    Scoring with gradients or logits shares no call. It runs in its turn on the caller's own thread, because
+    autograd's settings belong to a thread. `update_weights`, `weights_changed` and `sleep` wait for the
+    requests before them, and later requests wait for them; with ``when="abort"`` or ``"now"`` nothing waits
+    in the queue. Requests that come while the engine sleeps are refused.
 
-    A request's timeout starts when the request is made. A shared call gets the time of the request that has most left,
-    and each request fails when its own time is over. ``get_backend(retry=…)`` repeats a shared call as a whole.
+    A request's timeout starts when the request is made. A shared call gets the time of the request that has most
+    left, and each request fails when its own time is over. ``get_backend(retry=…)`` repeats a shared call as a whole.
 
     Args:
         backend: an opened backend that is not batched.
         limits: how requests are combined; None for the defaults.
-        merge: False passes each request on at once to an engine whose calls share decoding steps (transformers), so
-            that none waits for the end of others. One call with many rows is faster than many calls.
+        merge: False passes each request on at once to an engine whose calls share decoding steps (transformers),
+            so that none waits for the end of others. One call with many rows is faster than many calls.
         clock: returns seconds and never goes back.
 
     Attributes:

@@ -451,9 +451,9 @@ class Dispatcher:
     def _serve(self, batch: list[QueuedCall]) -> None:
         """Have the engine answer a batch, and tell the callers.
 
-        A batch that fails is asked again in halves, so that a bad request is left alone with its error and the others
-        are served. Nothing is asked again if the error concerns all requests alike, or if the engine is not healthy. A
-        call whose caller has been given tokens is not asked again: the next answer may have others.
+        A batch that fails is asked again in halves, so that a bad request is left alone with its error and the
+        others are served. Nothing is asked again if the error concerns all requests alike, or if the engine is not
+        healthy. A call whose caller has been given tokens is not asked again: the next answer may have others.
         """
         took, answers, parts = list[float](), list[tuple[QueuedCall, Any]](), [batch]
         try:
@@ -529,10 +529,10 @@ def _concerns_all(error: Exception) -> bool:
 def sharing_key(call: PreparedCall[Any], modes: CallerModes) -> Hashable | None:
     """Return a key that is equal for requests that may share a call, or None for a request that has to go alone.
 
-    Autocast and the like change an engine's numbers, so requests that were made under different torch modes go apart.
-    Seeds are given per answer, so they may differ, but answers with and without a seed go apart. Gradients and logits
-    belong to one caller. A request has one adapter for all its rows. Only the engine knows what `engine_kwargs` mean
-    and whether two of them are the same, so requests with `engine_kwargs` go alone.
+    Autocast and the like change an engine's numbers, so requests that were made under different torch modes go
+    apart. Seeds are given per answer, so they may differ, but answers with and without a seed go apart.
+    Gradients and logits belong to one caller. A request has one adapter for all its rows. Only the engine knows
+    what `engine_kwargs` mean and whether two of them are the same, so requests with `engine_kwargs` go alone.
     """
     request = call.request
     if call.on_caller_thread:

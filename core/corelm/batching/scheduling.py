@@ -38,8 +38,8 @@ class Limits:
             sets no limit for an engine with `concurrent_calls`, which batches by itself.
         max_batch_tokens: most tokens in the engine at once, those given and those to be sampled; None sets no
             limit. A request with more tokens goes alone.
-        batching_timeout: seconds after which the oldest request goes even if fewer rows than `min_batch_size` wait.
-            None follows the engine: a quarter of the time of its last call, at least 0.1 s and at most 1 s.
+        batching_timeout: seconds after which the oldest request goes even if fewer rows than `min_batch_size`
+            wait. None follows the engine: a quarter of the time of its last call, at least 0.1 s and at most 1 s.
         max_queue: the largest number of requests that may wait.
         on_full: what happens to a request beyond `max_queue`: "block" keeps its caller waiting, "raise" refuses it.
 
@@ -103,9 +103,9 @@ T = TypeVar("T", bound=Ticket)
 class TicketQueue(Generic[T]):
     """Tickets in the order of their arrival. Tickets beyond `max_queue` stand outside until there is room.
 
-    For an engine that takes one call at a time, requests with equal keys share a call. A group of equal keys is ready
-    when it has enough rows, has no room for more, or its oldest request has waited long enough. Of the groups that are
-    ready, the one with the oldest request goes. Requests of a group keep their order.
+    For an engine that takes one call at a time, requests with equal keys share a call. A group of equal keys
+    is ready when it has enough rows, has no room for more, or its oldest request has waited long enough. Of
+    the groups that are ready, the one with the oldest request goes. Requests of a group keep their order.
 
     An engine with `concurrent_calls` batches by itself: each request goes alone, in order, as far as the limits allow.
 

@@ -1,14 +1,14 @@
 """The text of answers: what ids add to the text before them, where stop strings end it, and how it is streamed.
 
-`LeftContexts`: some decoders make another text of ids that stand alone: those of SentencePiece drop the first space of
-a text, and a character may have bytes on both sides. So an answer is decoded together with the end of its prompt.
+`LeftContexts`: some decoders make another text of ids that stand alone: those of SentencePiece drop the first space
+of a text, and a character may have bytes on both sides. So an answer is decoded together with the end of its prompt.
 
 `StopStrings` has the rule for every backend:
 
-- A stop string ends an answer with the token that completes it. That token stays in the ids; the text ends before the
-  stop string.
-- One that was complete before the answer had ``min_new_tokens`` tokens does not count, then or later.
-- Text is what the ids decode to after those of the prompt. With ``skip_special_tokens`` a stop string may stretch
+- A stop string ends an answer with the token that completes it. That token stays in the ids; the text ends
+  before the stop string.
+- One that was complete before the answer had ``min_new_tokens`` tokens does not count, then or later. - Text
+is what the ids decode to after those of the prompt. With ``skip_special_tokens`` a stop string may stretch
   across a special token; core refuses one that contains it, which could never be found.
 - No stop string counts in the reasoning of an answer (`SamplingParams.reasoning_marks`).
 - The decoder shows a piece of a character as U+FFFD, so U+FFFD at the end of a text is not yet text.
@@ -16,9 +16,9 @@ a text, and a character may have bytes on both sides. So an answer is decoded to
 An engine that samples in this process uses `StopStrings.watch`. For one that returns whole answers there are
 `StopStrings.first_end`, and `StopStrings.occurs_in` to confirm that it stopped for one.
 
-`AnswerTexts`: the text of answers whose tokens arrive little by little, in pieces that are never taken back and that,
-joined, are the text of the result. So a piece is held back while its last character may be incomplete, while it may
-begin a stop string, and while the tokenizer may still change it.
+`AnswerTexts`: the text of answers whose tokens arrive little by little, in pieces that are never taken back
+and that, joined, are the text of the result. So a piece is held back while its last character may be
+incomplete, while it may begin a stop string, and while the tokenizer may still change it.
 """
 
 from __future__ import annotations

@@ -40,15 +40,15 @@ class Capabilities:
         vocab_size: legal ids are in ``[0, vocab_size)``.
         max_context: the largest number of tokens in prompt and answer together; None if there is no limit.
         eos_token_ids: the ids that end an answer by themselves; None means the tokenizer's ``eos_token_id``.
-        sampling: the `SamplingParams` fields that the engine honours, each with its legal inclusive range, or None for
-            every value that `SamplingParams` allows. Greedy decoding needs a temperature range that includes 0. Leave
-            out what every engine must honour or core handles itself, such as stop ids, `max_new_tokens` and
-            `num_samples`.
-        generation_modes: the log-probs that `generate` can return: `raw`, `processed` or `scaled`. `scaled` is for
-            engines that divide the logits by the temperature (by 1 at temperature 0) and ignore truncation. Core asks
-            such an engine for `raw` or `processed` if the scaled number equals it, and else refuses the request. One
-            that declares `return_support` as well is also asked for `processed` ones together with the support: the
-            scaled ones minus the log of the mass that truncation has left.
+        sampling: the `SamplingParams` fields that the engine honours, each with its legal inclusive range, or
+            None for every value that `SamplingParams` allows. Greedy decoding needs a temperature range that
+            includes 0. Leave out what every engine must honour or core handles itself, such as stop ids,
+            `max_new_tokens` and `num_samples`.
+        generation_modes: the log-probs that `generate` can return: `raw`, `processed` or `scaled`. `scaled` is
+            for engines that divide the logits by the temperature (by 1 at temperature 0) and ignore truncation.
+            Core asks such an engine for `raw` or `processed` if the scaled number equals it, and else refuses
+            the request. One that declares `return_support` as well is also asked for `processed` ones together
+            with the support: the scaled ones minus the log of the mass that truncation has left.
         score: `score_logprobs` works.
         score_temperature: `score_logprobs` works at temperatures other than 1.
         logits: `score_logprobs` can return full logits.
@@ -67,27 +67,27 @@ class Capabilities:
             the caller gave some; otherwise ``GenerateRequest.seeds`` is None and the engine chooses. If seeds
             are free, core always sends them and draws the seed of a call without one from torch's generator.
         concurrent_calls: hooks may be called from several threads at once.
-        stops_at_timeout: soon after ``request.timeout`` seconds, `generate` and `score_logprobs` raise a `TimeoutError`
-            and the engine stops working. Otherwise core ends the caller's wait, and the engine finishes the request
-            while later calls wait.
-        streaming: `generate` hands tokens to ``request.on_tokens`` as it samples them. Otherwise core hands over each
-            answer when the call has ended.
+        stops_at_timeout: soon after ``request.timeout`` seconds, `generate` and `score_logprobs` raise a
+            `TimeoutError` and the engine stops working. Otherwise core ends the caller's wait, and the engine
+            finishes the request while later calls wait.
+        streaming: `generate` hands tokens to ``request.on_tokens`` as it samples them. Otherwise core hands
+            over each answer when the call has ended.
         update_weights: the optional hook `update_weights` works.
-        weight_stream: `update_weights` reads ``request.stream`` while it loads. Otherwise core collects the tensors of
-            an iterator on the CPU and passes a state dict.
-        updates_in_flight: `update_weights` may be called with ``when="now"`` while calls of `generate` are running.
-            They go on with the new weights and say in `version_runs` from which token on. Before and after it, on the
-            same thread, core may also score and generate, to check it. `generate` always returns `version_runs` or
-            `weight_versions`.
-        without_weights: the engine was opened without weights. Core refuses to generate and score until an update has
-            loaded some.
+        weight_stream: `update_weights` reads ``request.stream`` while it loads. Otherwise core collects the
+            tensors of an iterator on the CPU and passes a state dict.
+        updates_in_flight: `update_weights` may be called with ``when="now"`` while calls of `generate` are
+            running. They go on with the new weights and say in `version_runs` from which token on. Before and
+            after it, on the same thread, core may also score and generate, to check it. `generate` always
+            returns `version_runs` or `weight_versions`.
+        without_weights: the engine was opened without weights. Core refuses to generate and score until an
+            update has loaded some.
         sleep_levels: the levels at which the optional hooks `sleep` and `wake` work: 1, 2 or both. See `SleepRequest`.
         adapters: requests may name an adapter (LoRA, for example), and the hook `update_weights` loads and unloads
             adapters, even if the capability `update_weights`, which is about the base weights, is not declared.
         abort: the optional hook `abort` works.
-        precision: how far its log-probs of a row are from those of a float32 forward of the same weights, in nats a
-            token on average. Comparisons and canaries treat smaller differences as rounding. None is the precision of
-            the logits' dtype; an engine with quantized activations has to declare more.
+        precision: how far its log-probs of a row are from those of a float32 forward of the same weights, in
+            nats a token on average. Comparisons and canaries treat smaller differences as rounding. None is
+            the precision of the logits' dtype; an engine with quantized activations has to declare more.
 
     Raises:
         InvalidRequestError: an unknown name, a value of another type or out of range, or capabilities that

@@ -26,8 +26,8 @@ def as_in_checkpoint(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str,
 def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor that `save_pretrained` would write of a model. Tied weights have one name.
 
-    A model on the meta device has them, too: so they are known for a checkpoint that has a configuration and no
-    weights.
+    A model on the meta device has them, too: so they are known for a checkpoint that has a configuration and
+    no weights.
     """
     once: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

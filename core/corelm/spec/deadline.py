@@ -52,8 +52,8 @@ class Deadline:
 def opening_within(open_timeout: float, what: str) -> Iterator[Deadline]:
     """Yield the deadline of finding out what an engine can do: `open_timeout` seconds, the option of that name.
 
-    A `TimeoutError` that ends the block after the deadline becomes a `BackendTimeoutError` that says what was opened.
-    An earlier one passes unchanged: it is about a single request.
+    A `TimeoutError` that ends the block after the deadline becomes a `BackendTimeoutError` that says what was
+    opened. An earlier one passes unchanged: it is about a single request.
     """
     deadline = Deadline(positive("open_timeout", open_timeout))
     try:

@@ -46,8 +46,8 @@ another `CoreLMError`     The same error.
 any other `Exception`     An `EngineError` with the exception as its cause.
 ========================  ==========================================================================================
 
-Do not raise for a row that fails alone: return its finish reason `error` (in scores: nothing scored) and say why in
-`errors`. The other rows of the call are then served.
+Do not raise for a row that fails alone: return its finish reason `error` (in scores: nothing scored) and say
+why in `errors`. The other rows of the call are then served.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ class BackendSpec:
     def update_weights(self, request: WeightUpdate) -> bool:
         """Load new weights and drop everything computed with the old ones.
 
-        An update without weights says that the owner has changed them: there is only something to drop. One with an
-        ``adapter`` loads or unloads that adapter, and leaves the base weights alone.
+        An update without weights says that the owner has changed them: there is only something to drop. One
+        with an ``adapter`` loads or unloads that adapter, and leaves the base weights alone.
 
-        Return True if every later result uses the new weights. Raise `InvalidRequestError` or `CapabilityError` only if
-        nothing was changed: core then keeps the label of the old weights. After any other exception it takes the
-        weights for partly new, and gives them a label that no others have.
+        Return True if every later result uses the new weights. Raise `InvalidRequestError` or
+        `CapabilityError` only if nothing was changed: core then keeps the label of the old weights. After any
+        other exception it takes the weights for partly new, and gives them a label that no others have.
         """
 
     @hookspec(firstresult=True)

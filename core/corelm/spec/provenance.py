@@ -29,17 +29,17 @@ class LogProbLabel(TypedDict):
 class Provenance:
     """Where a row of log-probabilities came from.
 
-    `raw` is the model's own distribution: temperature 1, full support and no penalties, however the token was sampled.
-    `processed` is the distribution sampled from, built in the order penalties → temperature → top-k → top-p → min-p.
-    Greedy decoding is temperature 0: its processed log-probabilities are 0.
+    `raw` is the model's own distribution: temperature 1, full support and no penalties, however the token was
+    sampled. `processed` is the distribution sampled from, built in the order penalties → temperature → top-k
+    → top-p → min-p. Greedy decoding is temperature 0: its processed log-probabilities are 0.
 
     Attributes:
         backend: the backend's name. A label: it may differ between two numbers that belong together.
         model: the model's name. A label, as above.
-        weight_version: the version of the weights. A label, as above. With an adapter it also names that and its
-            version, as in ``"3+policy@12"``; with ``adapter=False`` it is ``"3+none"``.
-        mode: `raw` or `processed`. This and the next three attributes are the distribution: they must agree before two
-            numbers are compared.
+        weight_version: the version of the weights. A label, as above. With an adapter it also names that and
+            its version, as in ``"3+policy@12"``; with ``adapter=False`` it is ``"3+none"``.
+        mode: `raw` or `processed`. This and the next three attributes are the distribution: they must agree
+            before two numbers are compared.
         temperature: what the logits were divided by.
         support: `truncated` if some ids may have lost their probability, else `full`.
         penalties: (name, value) of each penalty in force.
@@ -99,8 +99,8 @@ class Provenance:
     def matches(self, other: Provenance) -> bool:
         """Return whether log-probabilities of the two may be subtracted from one another.
 
-        The label of truncated numbers does not say which ids were left. Whoever has these ids, as `corelm.kl` does,
-        compares them as well.
+        The label of truncated numbers does not say which ids were left. Whoever has these ids, as `corelm.kl`
+        does, compares them as well.
 
         >>> policy, reference = Provenance("vllm", "mine", "12"), Provenance("transformers", "base", "0")
         >>> policy.matches(reference), policy.matches(Provenance("vllm", "mine", "12", "processed", 0.7))

@@ -2,14 +2,14 @@
 
 A hook takes one record, and not separate arguments, because a record can gain a field without breaking plugins.
 
-Row r of a result belongs to row r of its request. Ids are int64, log-probs are float32 and in nats, masks are bool. A
-result holds no inference tensors, and a graph only if gradients were requested. Core copies ids, offsets, log-probs and
-masks out of a result before the next call, so an engine may reuse their buffers. It does not copy logits, nor results
-with gradients: a plugin must not modify these later. Do not modify the tensors of a `ContainerRequest`: rows are copied
-from them on first access.
+Row r of a result belongs to row r of its request. Ids are int64, log-probs are float32 and in nats, masks are
+bool. A result holds no inference tensors, and a graph only if gradients were requested. Core copies ids,
+offsets, log-probs and masks out of a result before the next call, so an engine may reuse their buffers. It
+does not copy logits, nor results with gradients: a plugin must not modify these later. Do not modify the
+tensors of a `ContainerRequest`: rows are copied from them on first access.
 
-The examples are one batch: prompts ``[[5, 6], [7, 8, 9]]`` with answers ``[[11, 2], [12, 13, 14]]``, where id 2 is EOS.
-In drawings, a dot is a pad.
+The examples are one batch: prompts ``[[5, 6], [7, 8, 9]]`` with answers ``[[11, 2], [12, 13, 14]]``, where id
+2 is EOS. In drawings, a dot is a pad.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class TokenizeResult:
 class TokenChunk:
     """New tokens of one answer, which a backend with `streaming` hands to ``GenerateRequest.on_tokens``.
 
-    The chunks of a row, joined, must be the beginning of its row of the `GenerateResult`. When the call ends, core
-    hands over what is missing of each row: its other tokens and its finish reason.
+    The chunks of a row, joined, must be the beginning of its row of the `GenerateResult`. When the call ends,
+    core hands over what is missing of each row: its other tokens and its finish reason.
 
     Attributes:
         row: the row of the `GenerateResult`.
@@ -107,27 +107,27 @@ class TokenChunk:
 class GenerateRequest:
     """Sample one answer for every prompt.
 
-    Core repeats each prompt for each of its samples, so ``sampling.num_samples`` is None. EOS, `stop_token_ids` and
-    `ignore_eos` are combined in `stop_ids`.
+    Core repeats each prompt for each of its samples, so ``sampling.num_samples`` is None. EOS,
+    `stop_token_ids` and `ignore_eos` are combined in `stop_ids`.
 
     Attributes:
         prompts: one row of ids per prompt.
         sampling: how to sample.
         logprobs: which log-prob of each sampled token to return. `raw`: of the model's own distribution, whatever
             `sampling` changes. `processed`: of the distribution that the token was drawn from. See `Provenance`.
-        seeds: int64[answers], each in [0, 2**63): answer i is drawn from the random stream ``seeds[i]``. None lets the
-            engine choose: it takes no seeds, or they are costly and the caller gave none.
+        seeds: int64[answers], each in [0, 2**63): answer i is drawn from the random stream ``seeds[i]``. None
+            lets the engine choose: it takes no seeds, or they are costly and the caller gave none.
         stop_ids: an answer ends with the first of these ids and keeps it.
         request_ids: one unique name per row, for `abort`.
         timeout: seconds for the whole call; None for no limit.
         on_tokens: takes tokens as they are sampled; None unless the backend declares `streaming` and the caller reads
             along. It returns at once, raises nothing that concerns the engine, and may be called on any thread.
-        adapter: the name of the adapter that answers, or False for none. None, the engine's default, unless the backend
-            declares `adapters`.
-        return_support: whether to return the ids that each token was drawn from. True only for a backend that declares
-            it, with top-k, top-p or min-p in force and a temperature above 0.
-        top_logprobs: how many of the most probable ids to return at each token, with their log-probs of the kind that
-            `logprobs` names; at most what the backend declares.
+        adapter: the name of the adapter that answers, or False for none. None, the engine's default, unless
+            the backend declares `adapters`.
+        return_support: whether to return the ids that each token was drawn from. True only for a backend that
+            declares it, with top-k, top-p or min-p in force and a temperature above 0.
+        top_logprobs: how many of the most probable ids to return at each token, with their log-probs of the
+            kind that `logprobs` names; at most what the backend declares.
         weight_version: the label of the weights when core makes the request; None unless the backend declares
             `updates_in_flight`. An update may come before the hook sees the request: see
             `corelm_engine_kit.VersionLog`.
@@ -162,8 +162,8 @@ class GenerateResult:
     Attributes:
         ids: the sampled ids, with the stop id or the token of a stop string that ended the answer.
         logprobs: one per id; None only if the request says ``logprobs="none"``.
-        finish_reasons: one per row. `stop`: the last token is a stop id or completes a stop string. `length`: the
-            answer reached its limit. `abort` and `error`: the request was aborted, or failed.
+        finish_reasons: one per row. `stop`: the last token is a stop id or completes a stop string. `length`:
+            the answer reached its limit. `abort` and `error`: the request was aborted, or failed.
         mode: with `temperature` and `support`, the distribution of the log-probs. `Provenance.label` makes all three.
         temperature: see `Provenance`.
         support: see `Provenance`.
@@ -176,15 +176,15 @@ class GenerateResult:
             changed weights, of ``WeightUpdate.version``. `corelm_engine_kit.VersionLog` does the counting.
         errors: for each row whose finish reason is `error`, what went wrong; "" for the others. None if all are "".
         adapter: leave it None. Core sets it to that of the request.
-        cached_tokens: for each row, how many ids of its prompt the engine took from its prefix cache; None for a row of
-            which the engine does not say, or in place of all.
+        cached_tokens: for each row, how many ids of its prompt the engine took from its prefix cache; None
+            for a row of which the engine does not say, or in place of all.
         sampling: leave it None. Core sets it to that of the call.
-        kept_ids: for each id, those that truncation had left when it was drawn, ascending, itself among them. This and
-            the next four fields are None unless requested.
-        kept_log_mass: float32, one per id: the log of the probability that these ids had together before truncation, at
-            the temperature and with the penalties of the request.
-        top_ids: int64, ``values[total, top_logprobs]``: the most probable ids where each id was sampled, the most
-            probable first; -1 in the last columns if fewer ids have a probability.
+        kept_ids: for each id, those that truncation had left when it was drawn, ascending, itself among them.
+            This and the next four fields are None unless requested.
+        kept_log_mass: float32, one per id: the log of the probability that these ids had together before
+            truncation, at the temperature and with the penalties of the request.
+        top_ids: int64, ``values[total, top_logprobs]``: the most probable ids where each id was sampled, the
+            most probable first; -1 in the last columns if fewer ids have a probability.
         top_logprobs: float32, like `top_ids`: their log-probs, as `logprobs`; -inf where the id is -1.
         tail_log_mass: float32, one per id: the log of the probability of all other ids; -inf if they have none.
     """
@@ -219,10 +219,10 @@ class ScoreRequest:
     Attributes:
         sequences: one row of ids per sequence.
         score_from: int64[rows], at least 1: the first position to score. Earlier positions need not be computed.
-        support: as long as the sequences: the ids over which to normalise at each position, ascending, the given one
-            among them. An empty set stands for the whole vocabulary.
-        top_ids: int64, ``values[total, k]``, as long as the sequences: ids whose log-probs to return at every scored
-            position; those of a position differ from one another, and -1 stands for no id.
+        support: as long as the sequences: the ids over which to normalise at each position, ascending, the
+            given one among them. An empty set stands for the whole vocabulary.
+        top_ids: int64, ``values[total, k]``, as long as the sequences: ids whose log-probs to return at every
+            scored position; those of a position differ from one another, and -1 stands for no id.
     """
 
     sequences: Ragged
@@ -254,15 +254,15 @@ class ScoreResult:
     Attributes:
         logprobs: as long as the sequences; 0.0 where `scored` is False.
         scored: as long as the sequences: whether the log-prob of this token was computed. Never at position 0.
-        logits: ``values[total, vocab]`` in the model's scale, before any temperature; None unless requested. Row t
-            predicts token t. Rows that are not scored are 0.
-        argmax: int64, as long as the sequences: the most probable id at this position given the ids before it, any of
-            equally probable ones; -1 where `scored` is False. None unless requested.
+        logits: ``values[total, vocab]`` in the model's scale, before any temperature; None unless requested.
+            Row t predicts token t. Rows that are not scored are 0.
+        argmax: int64, as long as the sequences: the most probable id at this position given the ids before
+            it, any of equally probable ones; -1 where `scored` is False. None unless requested.
         mode: with `temperature` and `support`, what `Provenance.label_of_scores` makes.
         errors: for each row that could not be scored, what went wrong; "" for the others. None if all are "".
         top_ids: as long as the sequences; with ``request.top_ids``, those, in their order. -1 where `scored` is False.
-        top_logprobs: at the temperature of the request, with gradients if those were requested; 0.0 where `scored` is
-            False.
+        top_logprobs: at the temperature of the request, with gradients if those were requested; 0.0 where
+            `scored` is False.
         tail_log_mass: as long as the sequences; 0.0 where `scored` is False.
     """
 
@@ -291,8 +291,8 @@ def fields_of_rows(batch: GenerateResult | ScoreResult) -> dict[str, Any]:
 class WeightUpdate:
     """New weights: a state dict, a stream or a path, or nothing if their owner has changed them in place.
 
-    Core calls the hook while no other call is running, unless `when` is `now`: then calls of `generate` may be running,
-    and go on with the new weights. Core says `now` only to a backend that declares `updates_in_flight`.
+    Core calls the hook while no other call is running, unless `when` is `now`: then calls of `generate` may be
+    running, and go on with the new weights. Core says `now` only to a backend that declares `updates_in_flight`.
 
     Attributes:
         version: the label that every later result carries.
@@ -300,13 +300,13 @@ class WeightUpdate:
         number: counts the updates of the base weights, from 1 on. See `GenerateRequest.weight_update`.
         state_dict: tensors by parameter name, or None.
         path: where the weights are saved, or None.
-        stream: names and tensors that can be read once, or None. The memory of a tensor may be used for the next one.
-            Reading raises an `InvalidRequestError` if the caller's iterator fails. Only for engines that declare
-            `weight_stream`.
-        expect: what the caller said the engine should answer, or None. A plugin with engines behind it hands it on to
-            those that listen to their updates; others ignore it.
-        adapter: the adapter that is loaded or replaced; with neither `state_dict` nor `path`, the one to unload. The
-            base weights stay. None unless the backend declares `adapters`.
+        stream: names and tensors that can be read once, or None. The memory of a tensor may be used for the
+            next one. Reading raises an `InvalidRequestError` if the caller's iterator fails. Only for engines
+            that declare `weight_stream`.
+        expect: what the caller said the engine should answer, or None. A plugin with engines behind it hands
+            it on to those that listen to their updates; others ignore it.
+        adapter: the adapter that is loaded or replaced; with neither `state_dict` nor `path`, the one to
+            unload. The base weights stay. None unless the backend declares `adapters`.
         adapter_config: PEFT's ``adapter_config.json`` of the adapter in `state_dict`; None for a folder, which has it.
     """
 
@@ -340,8 +340,8 @@ class SleepRequest:
     """Free the memory of the accelerator. Core calls the hook while no other call is running.
 
     Attributes:
-        level: 1 keeps the weights, outside the accelerator, and drops the KV cache. 2 drops both: core serves no call
-            after the engine was woken until `update_weights` has loaded weights.
+        level: 1 keeps the weights, outside the accelerator, and drops the KV cache. 2 drops both: core serves
+            no call after the engine was woken until `update_weights` has loaded weights.
         when: `drain` or `abort`. See `When`.
     """
 
@@ -447,9 +447,9 @@ class ContainerRequest:
         chats: one conversation per row.
         logprobs: float32, as long as ``tokens.full``.
         scored: bool, as long as ``tokens.full``: False where the log-prob means nothing and is set to 0.0.
-        kept_ids: the ids over which each log-prob was normalised, ascending. An empty set stands for the whole
-            vocabulary, and for a token that was not scored. This and the next five fields are as long as
-            ``tokens.full``; `top_ids` and the three after it are as in `ScoreResult`.
+        kept_ids: the ids over which each log-prob was normalised, ascending. An empty set stands for the
+            whole vocabulary, and for a token that was not scored. This and the next five fields are as long
+            as ``tokens.full``; `top_ids` and the three after it are as in `ScoreResult`.
         kept_log_mass: as in `GenerateResult`; 0.0 where `scored` is False.
         greedy: one per row: whether every token that counts is the most probable one.
         provenance: one per row, None for a row of unknown origin; or one for all rows.

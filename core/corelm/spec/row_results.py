@@ -75,8 +75,8 @@ class TopIds:
 def log_tail_mass(logprobs: Tensor) -> Tensor:
     """Return float32[...]: the log of the probability that all ids but those of ``logprobs[..., k]`` have together.
 
-    Log-probs are rounded, so the result is only as good as their sum: a tail of 1e-6 may be off by a tenth. It is -inf
-    if the probabilities add up to 1 or, by rounding, to more.
+    Log-probs are rounded, so the result is only as good as their sum: a tail of 1e-6 may be off by a tenth.
+    It is -inf if the probabilities add up to 1 or, by rounding, to more.
     """
     mass = logprobs.double().exp().sum(-1)
     return torch.log1p(-mass.clamp(max=1.0)).float()

@@ -61,16 +61,16 @@ class SamplingParams:
         num_samples: answers per prompt; None is one answer and adds no batch dimension.
         seed: fixes the answers: each gets a seed derived from this one, its prompt's row and its number among
             that prompt's samples.
-        num_beams: number of beams, if the engine has beam search; 1 samples. A search draws nothing: it takes only the
-            temperatures 0 and 1, which mean the same then, no truncation and no `num_samples`.
+        num_beams: number of beams, if the engine has beam search; 1 samples. A search draws nothing: it takes
+            only the temperatures 0 and 1, which mean the same then, no truncation and no `num_samples`.
         length_penalty: exponent of the length in a beam's score: the sum of its log-probs divided by length ** penalty.
         early_stopping: end the beam search as soon as there are `num_beams` complete answers.
         do_sample: False is temperature 0. It follows from the temperature if it is not given.
         skip_special_tokens: leave special tokens out of the text. Ids keep them.
-        reasoning_marks: the texts that begin and end the reasoning of an answer, in which no stop string counts:
-            ``("<think>", "</think>")``, for example. A policy takes them from its `response_parser`.
-        engine_kwargs: passed to the engine's own sampling call. Names of core, and those that would change what the
-            engine returns, are refused.
+        reasoning_marks: the texts that begin and end the reasoning of an answer, in which no stop string
+            counts: ``("<think>", "</think>")``, for example. A policy takes them from its `response_parser`.
+        engine_kwargs: passed to the engine's own sampling call. Names of core, and those that would change
+            what the engine returns, are refused.
 
     Aliases such as `max_tokens` are understood.
 
@@ -131,8 +131,8 @@ class SamplingParams:
     def make(cls, value: object = None, **changes: Any) -> SamplingParams:
         """Return parameters from a `SamplingParams`, a mapping or nothing, with the keyword changes applied.
 
-        None in a mapping is the default, except for `max_new_tokens`. A `GenerationConfig` of transformers and the
-        `SamplingParams` of vLLM are read as their libraries read them.
+        None in a mapping is the default, except for `max_new_tokens`. A `GenerationConfig` of transformers
+        and the `SamplingParams` of vLLM are read as their libraries read them.
 
         >>> params = SamplingParams.make({"max_tokens": 8, "do_sample": False}, n=2)
         >>> params.max_new_tokens, params.temperature, params.num_samples
@@ -204,7 +204,9 @@ def _canonical(given: Mapping[str, Any], none_is_default: bool = False) -> dict[
             raise invalid(key, f"{both} are the same parameter; give one")
         out[key], source[key] = value, name
     if none_is_default:
-        return {key: value for key, value in out.items() if value is not None or key == "max_new_tokens"}
+        for key in [*out]:
+            if out[key] is None and key != "max_new_tokens":
+                del out[key]
     return out
 
 
