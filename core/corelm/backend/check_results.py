@@ -97,12 +97,8 @@ def _rows(
 ) -> Ragged:
     """Return a field as rows of this `dtype`, or of any floating-point type, with as many values as those of `like`.
 
-    Args:
-        vocab_size: ids must be below it.
-        finite: log-probs must be finite and at most 0.
-        shape: that of the values of one position.
-        grad: whether the values may carry gradients, and so are not copied.
-        copy: whether to copy them out of the engine's buffers.
+    Ids must be below `vocab_size`, and log-probs be `finite` and at most 0. `shape` is that of the values of one
+    position. They are copied out of the engine's buffers if asked for, and if they may carry no gradients.
     """
     if given is None:
         raise WrongResult(f"returned no {name}, but they were asked for")
@@ -253,12 +249,8 @@ def set_problems(
 ) -> dict[int, tuple[int, str]]:
     """Return, for each row with a wrong set, its first position with one, and what is wrong with it.
 
-    Args:
-        sets: one set a position; the ids of each are expected to be ascending.
-        tokens: int64, as long as the sets: the id that the set at each position must have.
-        vocab_size: ids are below it.
-        checked: bool[positions], on the CPU: the positions that matter.
-        empty: whether a set may be empty.
+    The ids of each set are expected to be ascending and to have that of `tokens` at the position, an int64 below
+    `vocab_size`. Only positions that are True in `checked`, on the CPU, matter. A set may be `empty` or not.
     """
     ids, at, needed = sets.ids.values.cpu(), sets.ids.row_index, tokens.values.cpu()
     found: dict[int, tuple[int, str]] = {}
@@ -342,10 +334,7 @@ def _top(
 ) -> dict[str, Any]:
     """Return the fields of the most probable ids, or of those that a `ScoreRequest` has `named`, by name.
 
-    Args:
-        k: how many of the most probable ids were asked for.
-        tokens: the ids that were sampled or scored.
-        counted: bool[total], on the CPU: where there is something to return.
+    `k` were asked for where `counted`, a bool for each of the sampled or scored `tokens`, on the CPU, is True.
     """
     k = k if named is None else named.values.shape[1]
     if not k:

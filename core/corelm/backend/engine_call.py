@@ -139,12 +139,8 @@ class Delivery:
     A chunk that breaks the specification ends the delivery, and `compare` then fails the call.
 
     Args:
-        listener: takes the chunks.
         rows: the caller's row for each row of the request's result.
-        vocab_size: legal ids are in ``[0, vocab_size)``.
-        with_logprobs: whether chunks carry log-probs.
-        prompts: the caller's prompts, if the text of an answer continues that of its prompt.
-        samples: answers per prompt.
+        prompts: the caller's prompts, each with so many samples, if the text of an answer continues its prompt's.
 
     Attributes:
         started: whether the listener has been given something. Such a call is not repeated.

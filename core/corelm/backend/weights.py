@@ -73,10 +73,8 @@ class WeightsListener(Protocol):
         """Prepare for new weights. What this raises ends the update before it began."""
 
     def after_update(self, update: WeightUpdate) -> None:
-        """Look at the engine, which has loaded the weights of `update`.
-
-        Raises:
-            EngineError: it does not answer as those weights should. They get a label that none had before.
+        """Look at the engine, which has loaded the weights of `update`. If it does not answer as these should, raise an
+        `EngineError`: they get a label that none had before.
         """
 
     def awake(self) -> None:

@@ -109,9 +109,7 @@ class TicketQueue(Generic[T]):
 
     An engine with `concurrent_calls` batches by itself: each request goes alone, in order, as far as the limits allow.
 
-    Attributes:
-        limits: those that hold for the engine.
-        arrivals: how many tickets were ever added.
+    `limits` are those that hold for the engine; `arrivals` counts the tickets that were ever added.
     """
 
     def __init__(self, limits: Limits, concurrent_calls: bool) -> None:
