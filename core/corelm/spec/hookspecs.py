@@ -61,22 +61,7 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
-    from corelm.spec.records import (
-        AbortRequest,
-        CloseRequest,
-        ContainerRequest,
-        GenerateRequest,
-        GenerateResult,
-        HealthRequest,
-        ScoreRequest,
-        ScoreResult,
-        SleepRequest,
-        TokenizeRequest,
-        TokenizeResult,
-        WakeRequest,
-        WeightsStateRequest,
-        WeightUpdate,
-    )
+    from corelm.spec import records
 
 API_VERSION = "1.1"
 PROJECT = "corelm"
@@ -91,28 +76,28 @@ class BackendSpec:
     # Core implements `tokenize` and `to_containers`. A plugin implements `generate`, and `score_logprobs` if it scores.
 
     @hookspec(firstresult=True)
-    def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
+    def tokenize(self, request: records.TokenizeRequest) -> records.TokenizeResult:
         """Turn texts into ids, with special tokens only if requested. Core's default calls ``backend.tokenizer``."""
 
     @hookspec(firstresult=True)
-    def generate(self, request: GenerateRequest) -> GenerateResult:
+    def generate(self, request: records.GenerateRequest) -> records.GenerateResult:
         """Sample one answer per row, each from its own seed, and return the log-probs of its tokens.
 
         The first stop id ends an answer and stays in it.
         """
 
     @hookspec(firstresult=True)
-    def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
+    def score_logprobs(self, request: records.ScoreRequest) -> records.ScoreResult:
         """Return the log-probability of each given token under the model; sample nothing."""
 
     @hookspec(firstresult=True)
-    def to_containers(self, request: ContainerRequest) -> TensorDict:
+    def to_containers(self, request: records.ContainerRequest) -> TensorDict:
         """Wrap rows as TensorClasses in a TensorDict. Core's default works for every engine."""
 
     # Optional.
 
     @hookspec(firstresult=True)
-    def update_weights(self, request: WeightUpdate) -> bool:
+    def update_weights(self, request: records.WeightUpdate) -> bool:
         """Load new weights and drop everything computed with the old ones.
 
         An update without weights says that the owner has changed them: there is only something to drop. One
@@ -124,7 +109,7 @@ class BackendSpec:
         """
 
     @hookspec(firstresult=True)
-    def weights_state(self, request: WeightsStateRequest) -> Hashable:
+    def weights_state(self, request: records.WeightsStateRequest) -> Hashable:
         """Return a value by which states of the weights are told apart: where it is equal, the weights are.
 
         For an engine whose model other code can change in place. Core asks before and after every call, so it
@@ -132,7 +117,7 @@ class BackendSpec:
         """
 
     @hookspec(firstresult=True)
-    def sleep(self, request: SleepRequest) -> bool:
+    def sleep(self, request: records.SleepRequest) -> bool:
         """Free the accelerator's memory, at one of the levels that ``capabilities.sleep_levels`` declares.
 
         Return True. The engine's processes go on, and `health` and `tokenize` still work. Raise
@@ -140,7 +125,7 @@ class BackendSpec:
         """
 
     @hookspec(firstresult=True)
-    def wake(self, request: WakeRequest) -> bool:
+    def wake(self, request: records.WakeRequest) -> bool:
         """Take the memory of the named parts again. Weights that level 1 kept are the same as before.
 
         Return True. Core calls `update_weights` while the weights are awake and the KV cache is not, if the
@@ -148,13 +133,13 @@ class BackendSpec:
         """
 
     @hookspec(firstresult=True)
-    def health(self, request: HealthRequest) -> bool:
+    def health(self, request: records.HealthRequest) -> bool:
         """Return whether the engine can serve. Must be cheap; return False instead of raising."""
 
     @hookspec(firstresult=True)
-    def abort(self, request: AbortRequest) -> bool:
+    def abort(self, request: records.AbortRequest) -> bool:
         """End the named requests and no others. Return True even if they have already ended."""
 
     @hookspec(firstresult=True)
-    def close(self, request: CloseRequest) -> bool:
+    def close(self, request: records.CloseRequest) -> bool:
         """Release processes, threads and memory. Called once; return True when everything is released."""
