@@ -40,24 +40,14 @@ from corelm.errors import (
     is_main_thread,
     message,
 )
+from corelm.spec import records
 from corelm.spec.capabilities import Capabilities
-from corelm.spec.records import (
-    AbortRequest,
-    CloseRequest,
-    GenerateRequest,
-    GenerateResult,
-    HealthRequest,
-    ScoreRequest,
-    ScoreResult,
-    WeightsStateRequest,
-    When,
-)
 from corelm.spec.row_results import generate_result, score_result
 from corelm.tensors.modes import in_caller_modes, no_inference_mode
 from corelm.validate import invalid, seconds, shown
 
 T = TypeVar("T")
-R = TypeVar("R", GenerateResult, ScoreResult)
+R = TypeVar("R", records.GenerateResult, records.ScoreResult)
 
 #: Seconds that closing waits for a call whose caller has stopped waiting.
 PATIENCE = 5.0
@@ -68,7 +58,7 @@ _REMINDER = 0.1
 #: Seconds after which a waiting thread looks again even if it was not woken: the thread that should have
 #: woken it may have been interrupted.
 _LOOK_AGAIN = 0.25
-_STATE = WeightsStateRequest()
+_STATE = records.WeightsStateRequest()
 
 
 @dataclass(eq=False, slots=True)
@@ -435,7 +425,7 @@ class OpenEngine:
                 # The engine has switched gradients on or off.
                 torch.set_grad_enabled(grad)
 
-    def alone(self, function: Callable[[], T], hook: str = "", when: When = "drain") -> T:
+    def alone(self, function: Callable[[], T], hook: str = "", when: records.When = "drain") -> T:
         """Return what the function returns. It is called while no call is in the engine, and calls hooks with `ask`.
 
         Args:
@@ -538,11 +528,11 @@ class OpenEngine:
     def health(self) -> bool:
         if self.closed or self.elsewhere:
             return False
-        return not self.implements("health") or bool(self.call(Call("health", HealthRequest())))
+        return not self.implements("health") or bool(self.call(Call("health", records.HealthRequest())))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self.require("abort", "its requests cannot be aborted")
-        self.call(Call("abort", AbortRequest(request_ids=tuple(request_ids))))
+        self.call(Call("abort", records.AbortRequest(request_ids=tuple(request_ids))))
 
     def close(self, patience: float = PATIENCE, *, abort: bool = False) -> None:
         """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
@@ -596,7 +586,7 @@ class OpenEngine:
     def _release(self) -> None:
         if self._release_claim.acquire(blocking=False):
             if self.implements("close"):
-                self.ask("close", CloseRequest())
+                self.ask("close", records.CloseRequest())
             logger.info("%s: closed", self.name)
 
     def _abort_quietly(self, turns: Iterable[Turn]) -> None:
@@ -606,7 +596,7 @@ class OpenEngine:
     def _abort(self, turns: Iterable[Turn], hook: str = "") -> None:
         names = tuple(name for turn in list(turns) if hook in ("", turn.hook) for name in turn.request_ids)
         if names and self.capabilities.abort:
-            self.ask("abort", AbortRequest(request_ids=names))
+            self.ask("abort", records.AbortRequest(request_ids=names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -621,7 +611,7 @@ class PreparedCall(Call, Generic[R]):
 
     engine: OpenEngine
     hook: Literal["generate", "score_logprobs"]
-    request: GenerateRequest | ScoreRequest
+    request: records.GenerateRequest | records.ScoreRequest
     finish: Callable[[Any], R]  # type: ignore[assignment]
     caller_rows: Tensor
     rows: int
@@ -631,7 +621,7 @@ class PreparedCall(Call, Generic[R]):
     on_caller_thread: bool = False
 
     def nothing(self) -> R:
-        if isinstance(self.request, GenerateRequest):
+        if isinstance(self.request, records.GenerateRequest):
             return self.finish(generate_result(self.request, []))
         none = score_result(self.request, {})
         if self.request.return_logits:

@@ -36,18 +36,9 @@ from corelm.errors import (
     InvalidRequestError,
     brief,
 )
+from corelm.spec import records
 from corelm.spec.deadline import Deadline
 from corelm.spec.provenance import Adapter, VersionRuns
-from corelm.spec.records import (
-    SLEEP_LEVELS,
-    SLEEP_TAGS,
-    GenerateRequest,
-    GenerateResult,
-    SleepRequest,
-    WakeRequest,
-    WeightsStateRequest,
-    WeightUpdate,
-)
 from corelm.spec.version_runs import check_runs, counted_up, renamed, with_runs
 from corelm.validate import invalid, shown
 
@@ -69,10 +60,10 @@ class WeightsListener(Protocol):
     It may call the engine from the thread that tells it.
     """
 
-    def before_update(self, update: WeightUpdate) -> None:
+    def before_update(self, update: records.WeightUpdate) -> None:
         """Prepare for new weights. What this raises ends the update before it began."""
 
-    def after_update(self, update: WeightUpdate) -> None:
+    def after_update(self, update: records.WeightUpdate) -> None:
         """Look at the engine, which has loaded the weights of `update`. If it does not answer as these should, raise an
         `EngineError`: they get a label that none had before.
         """
@@ -117,7 +108,7 @@ class State:
     asleep: frozenset[str] = frozenset()
     without_weights: bool = False
     adapters: Mapping[str, AdapterState] = field(default_factory=dict)
-    unseen: WeightUpdate | None = None
+    unseen: records.WeightUpdate | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -189,7 +180,7 @@ class Weights:
             return None, self.state
         with self._mutex:
             # Read inside, or a thread that was held up here would put the label of an older state in force again.
-            seen, state = self._engine.ask("weights_state", WeightsStateRequest()), self.state
+            seen, state = self._engine.ask("weights_state", records.WeightsStateRequest()), self.state
             if seen is not None and state.known.get(seen) != state.label:
                 label = state.known.get(seen) or (self._unused(None) if state.known else state.label)
                 if label != state.label:
@@ -211,7 +202,7 @@ class Weights:
 
     # Changing --------------------------------------------------------------------------------------------------------
 
-    def update(self, request: WeightUpdate, version: str | None) -> str:
+    def update(self, request: records.WeightUpdate, version: str | None) -> str:
         """Load base weights or an adapter, or unload one, or take note that the owner has changed the base weights.
 
         `request` has no label yet. The one that is returned is `version`; None counts up from the last one.
@@ -223,7 +214,7 @@ class Weights:
         label: str = self._engine.alone(partial(change, request, version), "update_weights", request.when)
         return label
 
-    def _change_base(self, request: WeightUpdate, version: str | None) -> str:
+    def _change_base(self, request: records.WeightUpdate, version: str | None) -> str:
         listener, loads = self._engine.listener, self._engine.capabilities.update_weights
         if loads:
             self._require_room()
@@ -259,7 +250,7 @@ class Weights:
         _log.info("%s: weights %s are in force, after %s", self._name, brief(repr(request.version)), last_label)
         return request.version
 
-    def _change_adapter(self, request: WeightUpdate, version: str | None) -> str:
+    def _change_adapter(self, request: records.WeightUpdate, version: str | None) -> str:
         self._require_room()
         name, (_, before) = request.adapter, self.look()
         assert name is not None
@@ -284,13 +275,13 @@ class Weights:
         self._move(label=self._unused(None), look=True)
         return self.state.label
 
-    def sleep(self, request: SleepRequest) -> None:
+    def sleep(self, request: records.SleepRequest) -> None:
         """Put the engine to sleep. See `Backend.sleep`."""
 
         def change() -> None:
             # Notice what the owner has changed so far: once the engine sleeps, its weights are elsewhere.
             _, before = self.look()
-            drops = request.level == max(SLEEP_LEVELS)
+            drops = request.level == max(records.SLEEP_LEVELS)
             if drops and (names := ", ".join(self.adapters)):
                 how = f"unload them first ({names}), or sleep at level 1"
                 raise invalid("level", f"2 drops the adapters as well; {how}")
@@ -298,7 +289,7 @@ class Weights:
                 what = f"backend {self._name!r} cannot sleep: its {_named(before.asleep)} sleep already"
                 raise BackendAsleepError(f"{what}; call backend.wake() first")
             without = before.without_weights or drops
-            self._move(asleep=frozenset(SLEEP_TAGS), without_weights=without)
+            self._move(asleep=frozenset(records.SLEEP_TAGS), without_weights=without)
             self._ask_for("sleep", request, before)
             # Weights that were moved are no weights that their owner has changed.
             self._move(look=True)
@@ -314,7 +305,7 @@ class Weights:
             if not (woken := tags & before.asleep):
                 # Another thread has woken it in the meantime.
                 return
-            self._ask_for("wake", WakeRequest(tags=woken, last=woken == before.asleep), before)
+            self._ask_for("wake", records.WakeRequest(tags=woken, last=woken == before.asleep), before)
             self._move(asleep=before.asleep - woken, look=True)
             if self._engine.listener is None or not self.answers:
                 return
@@ -341,7 +332,7 @@ class Weights:
             if not getattr(request, "by_owner", False):
                 with self._mutex:
                     self.state = replace(before, changes=self.state.changes + 1)
-                if isinstance(request, WeightUpdate) and request.adapter is None:
+                if isinstance(request, records.WeightUpdate) and request.adapter is None:
                     self._updates[-1].label = None
             raise
         if result is not True:
@@ -352,7 +343,7 @@ class Weights:
         with self._mutex:
             state = replace(self.state, changes=self.state.changes + 1, **changes)
             if look and self.noticed:
-                seen = self._engine.ask("weights_state", WeightsStateRequest())
+                seen = self._engine.ask("weights_state", records.WeightsStateRequest())
                 state = replace(state, known={} if seen is None else {seen: state.label})
             self.state = state
 
@@ -368,7 +359,7 @@ class Weights:
     def refuse_to_answer(self) -> NoReturn:
         if not (asleep := self.state.asleep):
             raise self._lacks_weights()
-        tags = "" if len(asleep) == len(SLEEP_TAGS) else repr([*asleep])
+        tags = "" if len(asleep) == len(records.SLEEP_TAGS) else repr([*asleep])
         what = f"its {_named(asleep)} {'sleeps' if asleep == {'kv_cache'} else 'sleep'}"
         raise BackendAsleepError(f"backend {self._name!r} cannot answer: {what}; call backend.wake({tags}) first")
 
@@ -383,7 +374,7 @@ class Weights:
 
     # Answers that go on in an update ---------------------------------------------------------------------------------
 
-    def sample(self, request: GenerateRequest) -> Any:
+    def sample(self, request: records.GenerateRequest) -> Any:
         """Have an engine with `updates_in_flight` sample, and return its result under the labels that its weights got.
 
         The engine says from which token on an answer was sampled with the weights of an update. Whether these
@@ -400,7 +391,7 @@ class Weights:
             self._pause(deadline)
         known = last[0].number if last else 0
         batch = self._engine.ask("generate", replace(request, weight_version=label, weight_update=known))
-        if not isinstance(batch, GenerateResult):
+        if not isinstance(batch, records.GenerateResult):
             return batch
         check_runs(batch, fail)
         runs = batch.version_runs
@@ -458,4 +449,4 @@ def _out_of_order(rows: Sequence[VersionRuns], labels: Sequence[str]) -> str:
 
 
 def _named(tags: Iterable[str]) -> str:
-    return " and ".join(tag.replace("kv_cache", "KV cache") for tag in SLEEP_TAGS if tag in tags)
+    return " and ".join(tag.replace("kv_cache", "KV cache") for tag in records.SLEEP_TAGS if tag in tags)
