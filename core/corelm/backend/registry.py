@@ -20,21 +20,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from corelm import errors
 from corelm._version import __version__
-from corelm.errors import (
-    BackendConflictError,
-    BackendImportError,
-    BackendIncompatibleError,
-    BackendNotFoundError,
-    BackendNotInstalledError,
-    CoreLMError,
-    EngineError,
-    InvalidRequestError,
-    described,
-    first_few,
-    how_to_install,
-    is_interrupt,
-)
 from corelm.spec.hookspecs import API_VERSION, PROJECT
 from corelm.spec.other_libraries import instead_of
 from corelm.validate import nearest
@@ -120,7 +107,7 @@ def scan() -> Scan:
             claims = list(_claims(distribution))
         except Exception as error:  # a corrupt file must not hide the other backends
             # A distribution without a readable name has no public attribute that tells its location.
-            unreadable.append(f"{getattr(distribution, '_path', distribution)} ({described(error)})")
+            unreadable.append(f"{getattr(distribution, '_path', distribution)} ({errors.described(error)})")
             continue
         if claims:
             # A distribution may be on sys.path twice; the first one is used, as for imports.
@@ -155,25 +142,24 @@ def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
     if not claims:
         raise _not_found(name, found)
     if len(claims) > 1:
-        raise BackendConflictError(
-            f"backend {name!r} is claimed by {' and '.join(info.label for info in claims)}. "
-            f"Uninstall all but one of them, for example: pip uninstall {claims[-1].distribution}"
-        )
+        claimed = f"backend {name!r} is claimed by {' and '.join(info.label for info in claims)}"
+        advice = f"Uninstall all but one of them, for example: pip uninstall {claims[-1].distribution}"
+        raise errors.BackendConflictError(f"{claimed}. {advice}")
     info = claims[0]
     try:
         plugin = metadata.EntryPoint(name, info.target, BACKENDS).load()
     except BaseException as error:
-        if is_interrupt(error):
+        if errors.is_interrupt(error):
             raise
         # No command for pip: it could install somebody else's package of that name from an index.
         cure = f"Install a newer {info.distribution} from where you have it"
         if isinstance(error, ModuleNotFoundError) and error.name and error.name != info.target.partition(":")[0]:
             cure = f"Install what has the module {error.name.partition('.')[0]!r}, or a newer {info.distribution}"
-        failed = f"importing {info.target} failed with {described(error)}"
-        raise BackendImportError(f"backend {name!r} is installed ({info.label}), but {failed}. {cure}") from error
+        told = f"backend {name!r} is installed ({info.label}), but importing {info.target} failed"
+        raise errors.BackendImportError(f"{told} with {errors.described(error)}. {cure}") from error
     faults = list(_faults(plugin))
     if faults:
-        raise BackendIncompatibleError(f"backend {name!r} ({info.label}, {info.target}): {'; '.join(faults)}")
+        raise errors.BackendIncompatibleError(f"backend {name!r} ({info.label}, {info.target}): {'; '.join(faults)}")
     return plugin, info
 
 
@@ -195,25 +181,25 @@ def open_plugin(name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any,
         hint = instead_of(unknown or "", known)
         hint += "" if hint.endswith("?") else "."
         told = f"backend {name!r}: {error}{hint} Its options: {', '.join(known) or 'none'}"
-        raise InvalidRequestError(told, field=unknown) from error
+        raise errors.InvalidRequestError(told, field=unknown) from error
     try:
         return plugin.open(model, **options), info
-    except CoreLMError:
+    except errors.CoreLMError:
         raise
     except BaseException as error:
-        if is_interrupt(error):
+        if errors.is_interrupt(error):
             raise
-        told = f"backend {name!r} ({info.label}) could not be opened: {described(error)}"
+        told = f"backend {name!r} ({info.label}) could not be opened: {errors.described(error)}"
         if info.engine_available is False:
             told = ": ".join(filter(None, [f"{told}. Its engine is not installed", install_line(name)]))
-        raise EngineError(told, usable=False) from error
+        raise errors.EngineError(told, usable=False) from error
 
 
 def options_named_by(name: str) -> frozenset[str]:
     """Return the options that the ``open`` of a plugin lists; none if no plugin of that name can be loaded here."""
     try:
         plugin, _ = load_backend(name)
-    except CoreLMError:
+    except errors.CoreLMError:
         # The engine may be opened in another environment, which has the plugin.
         return frozenset()
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -223,7 +209,7 @@ def options_named_by(name: str) -> frozenset[str]:
 def install_line(name: str) -> str | None:
     """Return the command that installs backend `name` and its engine, or None if it is not one of core's extras."""
     distribution = _extras().get(name)
-    return how_to_install(distribution) if distribution else None
+    return errors.how_to_install(distribution) if distribution else None
 
 
 def _claims(distribution: metadata.Distribution) -> Iterator[BackendInfo]:
@@ -278,19 +264,19 @@ def _extras() -> dict[str, str]:
     }
 
 
-def _not_found(name: str, found: Scan) -> CoreLMError:
+def _not_found(name: str, found: Scan) -> errors.CoreLMError:
     extras, allowed = _extras(), allow_list()
     installed = f"Installed: {', '.join(found.names) or 'none'}."
     if allowed is not None:
         # The variable may hold anything, so each name is shown with its special characters escaped.
-        listing = first_few([ascii(name) for name in sorted(allowed)]) or "none"
+        listing = errors.first_few([ascii(name) for name in sorted(allowed)]) or "none"
         installed = f"{ALLOW_LIST} allows: {listing}. Of these, installed: {', '.join(found.names) or 'none'}."
     if found.unreadable:
         installed += f" Skipped, because their metadata cannot be read: {', '.join(found.unreadable)}."
     if allowed is not None and name not in allowed:
-        return BackendNotFoundError(f"backend {name!r} is not allowed by {ALLOW_LIST}. {installed}")
+        return errors.BackendNotFoundError(f"backend {name!r} is not allowed by {ALLOW_LIST}. {installed}")
     if name in extras:
-        return BackendNotInstalledError(f"backend {name!r} is not installed: {install_line(name)}. {installed}")
+        return errors.BackendNotInstalledError(f"backend {name!r} is not installed: {install_line(name)}. {installed}")
     reachable = {*found.names, *(extras if allowed is None else extras.keys() & allowed)}
     near = _NICKNAMES.get(name.lower())
     if near not in reachable:
@@ -303,7 +289,7 @@ def _not_found(name: str, found: Scan) -> CoreLMError:
     else:
         first = "transformers" if "transformers" in reachable else min(reachable, default="NAME")
         hint = f"If it is a model, name the backend first: get_backend({first!r}, {name!r})."
-    return BackendNotFoundError(f"no backend is named {name!r}. {hint} {installed}")
+    return errors.BackendNotFoundError(f"no backend is named {name!r}. {hint} {installed}")
 
 
 def _faults(plugin: Any) -> Iterator[str]:
