@@ -97,8 +97,8 @@ def _rows(
 ) -> Ragged:
     """Return a field as rows of this `dtype`, or of any floating-point type, with as many values as those of `like`.
 
-    Ids must be below `vocab_size`, and log-probs be `finite` and at most 0. `shape` is that of the values of one
-    position. They are copied out of the engine's buffers if asked for, and if they may carry no gradients.
+    Ids must be below `vocab_size`, and log-probs be `finite` and at most 0. `shape` is that of the values of
+    one position. They are copied out of the engine's buffers if asked for, and if they may carry no gradients.
     """
     if given is None:
         raise WrongResult(f"returned no {name}, but they were asked for")

@@ -33,8 +33,8 @@ _TOGETHER = (("kept_ids", "kept_log_mass"), ("top_ids", "top_logprobs", "tail_lo
 class PartialAnswers:
     """Answers of an earlier call for the same prompts. Those that have not ended go on.
 
-    Those that are `old`, the argument `continue_from`, may have been saved, cut or put together by their caller. The
-    other arguments are those of this call; `asked` is what `_must_agree` takes.
+    Those that are `old`, the argument `continue_from`, may have been saved, cut or put together by their
+    caller. The other arguments are those of this call; `asked` is what `_must_agree` takes.
 
     Attributes:
         index: int64: the answers that go on.

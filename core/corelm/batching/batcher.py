@@ -151,15 +151,11 @@ class DynamicBatcher(Backend):
 
     def _ticket(self, call: PreparedCall[Any], *, turn: bool = False) -> QueuedCall:
         modes = CallerModes()
-        return QueuedCall(
-            prepared=None if turn else call,
-            batcher=self,
-            rows=call.rows,
-            tokens=call.tokens,
-            key=None if turn else sharing_key(call, modes),
-            timeout=call.request.timeout,
-            modes=modes,
-        )
+        given: dict[str, Any] = {"batcher": self, "rows": call.rows, "tokens": call.tokens, "modes": modes}
+        given["timeout"] = call.request.timeout
+        if turn:
+            return QueuedCall(prepared=None, **given)
+        return QueuedCall(prepared=call, key=sharing_key(call, modes), **given)
 
     def _in_turn(self, change: Callable[[], T], when: When = "drain") -> T:
         if when != "drain":
