@@ -791,6 +791,7 @@ def _rows_of_top_ids(given: Any) -> tuple[Ragged, Problems]:
         for number, row in enumerate(rows)
         if row.shape[1] != k
     }
-    fit = [row.cpu() if row.shape[1] == k else row.new_empty(0, k) for row in rows]
-    values = torch.cat([torch.empty(0, k, dtype=torch.int64), *fit])
+    none = torch.empty(0, k, dtype=torch.int64)
+    fit = [row.cpu() if row.shape[1] == k else none for row in rows]
+    values = torch.cat([none, *fit])
     return Ragged(values, torch.tensor(list(map(len, fit)), dtype=torch.int64)), differ
