@@ -21,7 +21,7 @@ from corelm import History, LLMPolicy
 ROOT = Path(__file__).parents[1]
 #: Name → the most that is allowed.
 BUDGETS = {
-    "kernel, lines": 19_942,
+    "kernel, lines": 19_943,
     "kernel, files": 74,
     "Backend.generate, calls": 37,
     "Backend.generate, functions": 30,
