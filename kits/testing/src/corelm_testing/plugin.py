@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from corelm_testing.base import ConformanceBase, not_applicable
-from corelm_testing.cassette.errors import NotRecordedError
+from corelm_testing.cassette.file import NotRecordedError
 from corelm_testing.cassette.fixture import MODES, Cassettes
 from corelm_testing.report import Recorder
 

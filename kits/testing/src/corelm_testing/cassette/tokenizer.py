@@ -10,8 +10,7 @@ from typing import Any
 
 from corelm.errors import BackendNotInstalledError, described, how_to_install
 from corelm.validate import invalid
-from corelm_testing.cassette.errors import CassetteError
-from corelm_testing.cassette.file import TOKENIZER
+from corelm_testing.cassette.file import TOKENIZER, CassetteError
 
 #: What core reads of a tokenizer for ids alone.
 _COPIED = (

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from corelm.spec import Adapter, WeightUpdate
+from corelm_testing.cassette.records import hash_of
 
 #: Bytes read from a file at a time.
 _PIECE = 1 << 22
@@ -23,8 +23,10 @@ _PIECE = 1 << 22
 class TensorHashes:
     """The hashes of named tensors, in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Mapping[str, Any] | None = None) -> None:
         self._found: dict[str, str] = {}
+        for name, tensor in (tensors or {}).items():
+            self.add(name, tensor)
 
     def add(self, name: str, tensor: Any) -> None:
         """Add a tensor. Of one that is sharded, this process's part counts: gathering it is a call to all ranks."""
@@ -47,8 +49,7 @@ class TensorHashes:
     @property
     def joined(self) -> str:
         """One fingerprint of them all. That of a stream is known when it has been read."""
-        lines = "".join(f"{name} {self._found[name]}\n" for name in sorted(self._found))
-        return hashlib.blake2b(lines.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        return hash_of("".join(f"{name} {self._found[name]}\n" for name in sorted(self._found)))
 
 
 def fingerprint(update: WeightUpdate) -> str | None:
@@ -57,17 +58,8 @@ def fingerprint(update: WeightUpdate) -> str | None:
     The same tensors have the same fingerprint in a state dict and in a stream. A folder has that of its files: their
     names and all their bytes.
     """
-    if update.path is not None:
-        return _of_files(update.path)
-    if update.state_dict is None:
-        return None
-    hashes = TensorHashes()
-    for name, tensor in update.state_dict.items():
-        hashes.add(name, tensor)
-    return hashes.joined
-
-
-def _of_files(path: Path) -> str:
+    if (path := update.path) is None:
+        return None if update.state_dict is None else TensorHashes(update.state_dict).joined
     whole = hashlib.blake2b(digest_size=16)
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     for file in files:
@@ -100,12 +92,8 @@ class WeightsHistory:
         told = f"{form['weights']} {form['adapter_config']} {failed}"
         adapter = form["adapter"]
         if adapter is None:
-            self._base = _chained(self._base, told)
+            self._base = hash_of(f"{self._base} {told}", 8)
         elif form["weights"] is None and not failed:
             self._adapters.pop(adapter, None)
         else:
-            self._adapters[adapter] = _chained(self._adapters.get(adapter, "") if failed else "", told)
-
-
-def _chained(before: str, what: str) -> str:
-    return hashlib.blake2b(f"{before} {what}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
+            self._adapters[adapter] = hash_of(f"{self._adapters.get(adapter, '') if failed else ''} {told}", 8)
