@@ -115,18 +115,7 @@ class AdapterPromises(ConformanceBase):
     # Helpers ---------------------------------------------------------------------------------------------------------
 
     def _assert_is(self, backend: Backend, adapter: Adapter, oracle: Oracle, label: str) -> None:
-        """Check the weights of a call by what the engine can do. The rows are the same each time."""
-        rows = self.rows(backend, 5, 40)
-        if backend.capabilities.generation_modes:
-            answers = backend.generate(rows, {"max_new_tokens": 6}, adapter=adapter)
-            self.assert_true_answers(rows, answers, oracle)
-            assert answers.weight_versions == (label,) * len(rows)
-        if backend.capabilities.score:
-            scores = backend.score_logprobs(rows, adapter=adapter)
-            self.assert_true_scores(rows, scores, oracle)
-            assert scores.weight_versions == (label,) * len(rows)
-        if not (backend.capabilities.generation_modes or backend.capabilities.score):
-            self.declared_and_not_shown("adapters", "return log-probs, which show the weights")
+        self.assert_weights(backend, oracle, "adapters", adapter, label)
 
     def _assert_refused(self, backend: Backend, adapter: str) -> None:
         rows = self.rows(backend, 4)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from corelm import Backend, Capabilities
-    from corelm.spec import GenerateResult, ScoreResult
+    from corelm.spec import Adapter, GenerateResult, ScoreResult
 
     Oracle = Callable[[list[int], float], Tensor]
 
@@ -246,6 +246,29 @@ class ConformanceBase:
         ):
             assert scored.tolist() == [False] + [True] * (len(ids) - 1), f"row {row}"
             self.assert_close(found[1:], (oracle or self.oracle)(ids, batch.temperature)[1:], f"row {row}")
+
+    def assert_weights(
+        self, backend: Backend, oracle: Oracle, capability: str, adapter: Adapter = None, label: str | None = None
+    ) -> None:
+        """Assert that answers and scores are those of `oracle`, with the `label` of its weights if one is given.
+
+        The rows are the same each time: what a cache holds of them must not answer for other weights.
+
+        Args:
+            capability: what cannot be shown if the engine returns no log-probs.
+            adapter: that of the calls.
+        """
+        rows = self.rows(backend, 5, 40)
+        if backend.capabilities.generation_modes:
+            answers = backend.generate(rows, {"max_new_tokens": 6}, adapter=adapter)
+            self.assert_true_answers(rows, answers, oracle)
+            assert label is None or answers.weight_versions == (label,) * len(rows)
+        if backend.capabilities.score:
+            scores = backend.score_logprobs(rows, adapter=adapter)
+            self.assert_true_scores(rows, scores, oracle)
+            assert label is None or scores.weight_versions == (label,) * len(rows)
+        if not (backend.capabilities.generation_modes or backend.capabilities.score):
+            self.declared_and_not_shown(capability, "return log-probs, which show the weights")
 
     def assert_close(self, found: Tensor, expected: Tensor, where: str) -> None:
         """Assert that the shapes are equal and that all values agree within `tolerance`."""

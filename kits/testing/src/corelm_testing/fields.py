@@ -6,7 +6,6 @@ The policy is called once per cell of that matrix. Each test then checks one pro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -17,8 +16,9 @@ from tensordict import TensorDictBase
 import corelm
 from corelm import Backend, LLMPolicy
 from corelm.containers.classes import flat
+from corelm.tensors.lazy_rows import nested
 from corelm_testing.base import ConformanceBase, needs
-from corelm_testing.prompts import as_input, nested, questions
+from corelm_testing.prompts import as_input, questions
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (3,), (2, 2))
 LAYOUTS = ("ragged", "dense")
@@ -35,29 +35,22 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
 DTYPES = {"tokens": torch.int64, "masks": torch.bool, "log_probs": torch.float32}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Cell:
     """One call of a policy, its input and its output.
 
     Attributes:
         name: names the call in assertion messages.
-        mode: the input mode.
-        dense: whether the output is dense.
-        policy: the policy that was called.
-        given: its input.
-        out: its output.
         ids: the expected ids, row by row: of the prompts when generating, of whole sequences when scoring.
         batch: the expected batch shape of the output.
     """
 
-    name: str
-    mode: str
-    dense: bool
-    policy: LLMPolicy
-    given: TensorDictBase
-    out: TensorDictBase
-    ids: list[list[int]]
-    batch: tuple[int, ...]
+    def __init__(self, policy: LLMPolicy, given: TensorDictBase, ids: list[list[int]]) -> None:
+        options = policy.options
+        self.policy, self.given, self.ids, self.out = policy, given, ids, policy(given)
+        self.mode, self.dense = options.input_mode, options.pad_output
+        self.batch: tuple[int, ...] = (*given.batch_size, *filter(None, [options.num_samples]))
+        layout = "dense" if self.dense else "ragged"
+        self.name = f"{self.mode}, {layout}, num_samples={options.num_samples}, batch {tuple(given.batch_size)}"
 
     def asked(self) -> list[str]:
         """Return the question of each row."""
@@ -76,17 +69,23 @@ class Cell:
 
 def policy_of(backend: Backend, mode: str, layout: str, **options: Any) -> LLMPolicy:
     """Any log-probs the engine has are raw ones here: at temperature 1 both modes are the same numbers."""
+    if options.get("generate", True):
+        options = {"sampling_params": {"max_new_tokens": NEW}, **options}
+        options["return_log_probs"] = bool(backend.capabilities.generation_modes)
     return LLMPolicy(backend, input_mode=mode, pad_output=layout == "dense", inplace=False, **options)
 
 
-def understood(backend: Backend, mode: str, td: TensorDictBase, rows: list[list[int]], prompt: bool) -> list[list[int]]:
-    """Return the expected ids of an input, from the backend's own template and tokenizer."""
-    if mode == "tokens":
-        return rows
+def cell_of(policy: LLMPolicy, shape: tuple[int, ...]) -> Cell:
+    """Call the policy on a batch of this shape; the expected ids are those of the backend's template and tokenizer."""
+    backend, mode, options = policy.backend, policy.options.input_mode, policy.options
+    rows = ConformanceBase().rows(backend, *[5] * math.prod(shape))
+    given = as_input(backend, mode, shape, rows)
     if mode == "text":
-        return backend.tokenize(questions(tuple(td.batch_size))).ids.tolist()
-    rendered = flat(td["history"].apply_chat_template(backend.tokenizer, add_generation_prompt=prompt))
-    return backend.tokenize(rendered, add_special_tokens=False).ids.tolist()
+        rows = backend.tokenize(questions(shape)).ids.tolist()
+    elif mode == "history":
+        texts = flat(given["history"].apply_chat_template(backend.tokenizer, add_generation_prompt=options.generate))
+        rows = backend.tokenize(texts, add_special_tokens=False).ids.tolist()
+    return Cell(policy, given, [row for row in rows for _ in range(options.num_samples or 1)])
 
 
 def check_layout(cell: Cell) -> None:
@@ -96,7 +95,7 @@ def check_layout(cell: Cell) -> None:
         if name == "history":
             assert tuple(value.batch_size) == cell.batch, cell.name
         elif name == "text":
-            assert value == nested(flat(value), cell.batch), cell.name
+            assert value == nested(iter(flat(value)), cell.batch), cell.name
             assert all(isinstance(text, str) for text in flat(value)), cell.name
         else:
             where, dtype = (cell.name, name, field), torch.bool if field == "scored_mask" else DTYPES[name]
@@ -118,33 +117,10 @@ class FieldPromises(ConformanceBase):
     @pytest.fixture(scope="class", params=product(("history", "text", "tokens"), LAYOUTS), ids="-".join)
     @classmethod
     def generated(cls, request: pytest.FixtureRequest, backend: Backend) -> list[Cell]:
-        mode, layout = request.param
-        cells = []
-        for samples, shape in product((None, 1, 2), SHAPES):
-            policy = policy_of(
-                backend,
-                mode,
-                layout,
-                num_samples=samples,
-                sampling_params={"max_new_tokens": NEW},
-                return_log_probs=bool(backend.capabilities.generation_modes),
-            )
-            rows = cls().rows(backend, *[5] * math.prod(shape))
-            given = as_input(backend, mode, shape, rows)
-            prompts = understood(backend, mode, given, rows, prompt=True)
-            cells.append(
-                Cell(
-                    name=f"{mode}, {layout}, num_samples={samples}, batch {shape}",
-                    mode=mode,
-                    dense=layout == "dense",
-                    policy=policy,
-                    given=given,
-                    out=policy(given),
-                    ids=[row for row in prompts for _ in range(samples or 1)],
-                    batch=(*shape, samples) if samples else shape,
-                )
-            )
-        return cells
+        return [
+            cell_of(policy_of(backend, *request.param, num_samples=samples), shape)
+            for samples, shape in product((None, 1, 2), SHAPES)
+        ]
 
     def test_generating_writes_every_promised_field_and_no_other(self, generated: list[Cell]) -> None:
         for cell in generated:

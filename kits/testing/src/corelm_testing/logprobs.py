@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,39 +36,26 @@ class LogProbPromises(ConformanceBase):
 
     @needs("mode:raw", "sampling:temperature")
     def test_raw_log_probs_are_the_models_own_at_every_temperature(self, backend: Backend) -> None:
-        prompts = self._rows_of_all_lengths(backend)
         for temperature in _temperatures(backend):
-            sampling = seeded(backend, {"max_new_tokens": NEW, "temperature": temperature})
-            batch = backend.generate(prompts, sampling, logprobs="raw")
-            assert (batch.mode, batch.temperature) == ("raw", 1.0)
-            self.assert_true_answers(prompts, batch)
+            self._assert_true(backend, "raw", temperature=temperature)
 
     @needs("mode:raw")
     def test_raw_log_probs_are_the_models_own_under_all_parameters_together(self, backend: Backend) -> None:
         reshaping = {name: found for name in RESHAPING if (found := use(backend, name))}
         if not reshaping:
             not_applicable("no parameter is declared that changes the distribution")
-        prompts = self._rows_of_all_lengths(backend)
         while reshaping:
             try:
-                together = dict(ChainMap(*reshaping.values()))
-                batch = backend.generate(prompts, seeded(backend, {"max_new_tokens": NEW, **together}), logprobs="raw")
+                return self._assert_true(backend, "raw", **ChainMap(*reshaping.values()))
             except CapabilityError as error:
                 # The parameter is declared, but the engine refuses it in this combination.
                 reshaping.pop(str(error.capability))
-                continue
-            assert (batch.mode, batch.temperature, batch.support) == ("raw", 1.0, "full")
-            return self.assert_true_answers(prompts, batch)
         raise AssertionError("the engine refuses every declared parameter")
 
     @needs("mode:processed", "sampling:temperature")
     def test_processed_log_probs_are_those_of_the_temperature(self, backend: Backend) -> None:
-        prompts = self._rows_of_all_lengths(backend)
         for temperature in _temperatures(backend):
-            sampling = seeded(backend, {"max_new_tokens": NEW, "temperature": temperature})
-            batch = backend.generate(prompts, sampling, logprobs="processed")
-            assert (batch.mode, batch.temperature) == ("processed", temperature)
-            self.assert_true_answers(prompts, batch)
+            self._assert_true(backend, "processed", temperature=temperature)
 
     @needs("mode:processed", "sampling:temperature")
     def test_processed_log_probs_of_greedy_answers_are_zero(self, backend: Backend) -> None:
@@ -80,20 +67,13 @@ class LogProbPromises(ConformanceBase):
 
     @needs("mode:scaled", "sampling:temperature")
     def test_scaled_log_probs_are_the_processed_ones_if_only_the_temperature_is_set(self, backend: Backend) -> None:
-        prompts = self._rows_of_all_lengths(backend)
         for temperature in _temperatures(backend):
-            sampling = seeded(backend, {"max_new_tokens": NEW, "temperature": temperature})
-            batch = backend.generate(prompts, sampling, logprobs="processed")
-            assert (batch.mode, batch.temperature, batch.support) == ("processed", temperature, "full")
-            self.assert_true_answers(prompts, batch)
+            self._assert_true(backend, "processed", temperature=temperature)
 
     @needs("mode:scaled")
     def test_scaled_log_probs_are_the_raw_ones_at_temperature_1_under_every_truncation(self, backend: Backend) -> None:
-        prompts = self._rows_of_all_lengths(backend)
         for sampling in _plain(backend):
-            batch = backend.generate(prompts, seeded(backend, {"max_new_tokens": NEW, **sampling}), logprobs="raw")
-            assert (batch.mode, batch.temperature, batch.support) == ("raw", 1.0, "full")
-            self.assert_true_answers(prompts, batch)
+            self._assert_true(backend, "raw", **sampling)
 
     # Log-probs of given tokens ---------------------------------------------------------------------------------------
 
@@ -172,6 +152,14 @@ class LogProbPromises(ConformanceBase):
         assert any(bool(gradient.any()) for gradient in gradients)
 
     # Helpers ---------------------------------------------------------------------------------------------------------
+
+    def _assert_true(self, backend: Backend, mode: Literal["raw", "processed"], **sampling: Any) -> None:
+        """Assert that the log-probs of answers are the oracle's, and say so."""
+        prompts = self._rows_of_all_lengths(backend)
+        batch = backend.generate(prompts, seeded(backend, {"max_new_tokens": NEW, **sampling}), logprobs=mode)
+        temperature = 1.0 if mode == "raw" else sampling["temperature"]
+        assert (batch.mode, batch.temperature, batch.support) == (mode, temperature, "full")
+        self.assert_true_answers(prompts, batch)
 
     def _rows_of_all_lengths(self, backend: Backend) -> list[list[int]]:
         """Return rows of 1 to 300 tokens, shorter if needed to leave room for an answer in the context."""

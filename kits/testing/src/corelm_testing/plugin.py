@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corelm_testing.base import ConformanceBase, not_applicable
+from corelm_testing.base import NOT_APPLICABLE, ConformanceBase
 from corelm_testing.cassette.file import NotRecordedError
 from corelm_testing.cassette.fixture import MODES, Cassettes
 from corelm_testing.report import Recorder
@@ -66,7 +65,14 @@ def cassette(request: pytest.FixtureRequest) -> Iterator[Cassettes]:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    found = call.excinfo
+    if isinstance(item.parent, ConformanceClass) and found is not None and found.errisinstance(NotRecordedError):
+        # The backend is a cassette that does not hold the calls of this test.
+        skipped = pytest.skip.Exception(f"{NOT_APPLICABLE}its calls are not recorded")
+        call.excinfo = pytest.ExceptionInfo.from_exc_info((type(skipped), skipped, found.tb))
     # A test that was interrupted gets no report.
     report = yield
     item.stash[_PASSED] = report.when == "call" and not report.failed
@@ -78,29 +84,6 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> pytest.
     if inspect.isclass(obj) and issubclass(obj, ConformanceBase) and collector.istestclass(obj, name):
         return ConformanceClass.from_parent(collector, name=name, obj=obj)
     return None
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    with _only_recorded(item):
-        yield
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    with _only_recorded(item):
-        yield
-
-
-@contextmanager
-def _only_recorded(item: pytest.Item) -> Iterator[None]:
-    """Report a conformance test as not applicable if its backend is a cassette that does not hold its calls."""
-    try:
-        yield
-    except NotRecordedError:
-        if not isinstance(item.parent, ConformanceClass):
-            raise
-        not_applicable("its calls are not recorded")
 
 
 class ConformanceClass(pytest.Class):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
 
 from corelm import History
 from corelm.errors import TemplateError
+from corelm.tensors.lazy_rows import nested
 from corelm_testing.base import not_applicable
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def conversations(backend: Backend, shape: tuple[int, ...]) -> History:
     try:
         History.from_chats([{"role": "user", "content": "Who?"}]).apply_chat_template(backend.tokenizer)
     except TemplateError:
-        if _has_template(backend.tokenizer):
+        # A tokenizer without `chat_template` renders in a way of its own.
+        if getattr(backend.tokenizer, "chat_template", "its own") and hasattr(backend.tokenizer, "apply_chat_template"):
             raise
         not_applicable("the tokenizer has no chat template")
     return history
@@ -46,22 +48,7 @@ def as_input(backend: Backend, mode: str, shape: tuple[int, ...], rows: list[lis
         return TensorDict(history=conversations(backend, shape), batch_size=shape)
     td = TensorDict({}, batch_size=shape)
     if mode == "text":
-        td["text"] = nested(questions(shape), shape)
+        td["text"] = nested(iter(questions(shape)), shape)
     else:
         td["tokens"] = torch.tensor(rows, dtype=torch.int64).reshape(*shape, 5)
     return td
-
-
-def nested(values: list[Any], shape: tuple[int, ...]) -> Any:
-    """Return a flat list, in C order, as nested lists."""
-    if not shape:
-        return values[0]
-    step = math.prod(shape[1:])
-    return [nested(values[row * step : (row + 1) * step], shape[1:]) for row in range(shape[0])]
-
-
-def _has_template(tokenizer: Any) -> bool:
-    if not hasattr(tokenizer, "chat_template"):
-        # One that renders in a way of its own.
-        return hasattr(tokenizer, "apply_chat_template")
-    return tokenizer.chat_template is not None

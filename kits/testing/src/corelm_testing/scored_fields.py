@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import pytest
@@ -12,7 +11,7 @@ import corelm
 from corelm import Backend
 from corelm.containers.classes import flat
 from corelm_testing.base import ConformanceBase, needs, require
-from corelm_testing.fields import LAYOUTS, NEW, SHAPES, Cell, check_layout, policy_of, understood
+from corelm_testing.fields import LAYOUTS, SHAPES, Cell, cell_of, check_layout, policy_of
 from corelm_testing.prompts import as_input
 
 SCORED = {("text", "full"), ("tokens", "full"), ("masks", "all_attention_mask")}
@@ -27,52 +26,20 @@ class ScoredFieldPromises(ConformanceBase):
     @classmethod
     def scored(cls, request: pytest.FixtureRequest, backend: Backend) -> list[Cell]:
         require(backend, "score")
-        mode, layout = request.param
-        policy = policy_of(backend, mode, layout, generate=False)
-        cells = []
-        for shape in SHAPES:
-            rows = cls().rows(backend, *[5] * math.prod(shape))
-            given = as_input(backend, mode, shape, rows)
-            cells.append(
-                Cell(
-                    name=f"{mode}, {layout}, batch {shape}",
-                    mode=mode,
-                    dense=layout == "dense",
-                    policy=policy,
-                    given=given,
-                    out=policy(given),
-                    ids=understood(backend, mode, given, rows, prompt=False),
-                    batch=shape,
-                )
-            )
-        return cells
+        policy = policy_of(backend, *request.param, generate=False)
+        return [cell_of(policy, shape) for shape in SHAPES]
 
     @pytest.fixture(scope="class", params=LAYOUTS)
     @classmethod
     def rescored(cls, request: pytest.FixtureRequest, backend: Backend) -> list[Cell]:
         """Generate answers and score them as tokens; `given` is the output of generating."""
         require(backend, "score")
-        cells = []
-        for samples, shape in product((None, 2), SHAPES):
-            sampling = {"max_new_tokens": NEW}
-            logs = bool(backend.capabilities.generation_modes)
-            sample = policy_of(
-                backend, "text", request.param, num_samples=samples, sampling_params=sampling, return_log_probs=logs
-            )
-            given = sample(as_input(backend, "text", shape, []))
-            policy = policy_of(backend, "tokens", request.param, generate=False)
-            cell = Cell(
-                name=f"{request.param}, num_samples={samples}, batch {shape}",
-                mode="tokens",
-                dense=request.param == "dense",
-                policy=policy,
-                given=given,
-                out=policy(given),
-                ids=[],
-                batch=tuple(given.batch_size),
-            )
-            cells.append(cell)
-        return cells
+        scorer = policy_of(backend, "tokens", request.param, generate=False)
+        samplers = [policy_of(backend, "text", request.param, num_samples=samples) for samples in (None, 2)]
+        return [
+            Cell(scorer, sampler(as_input(backend, "text", shape, [])), [])
+            for sampler, shape in product(samplers, SHAPES)
+        ]
 
     def test_scoring_writes_every_promised_field_and_no_other(self, scored: list[Cell]) -> None:
         for cell in scored:

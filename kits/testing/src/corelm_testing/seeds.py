@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from corelm import Backend
@@ -70,14 +72,8 @@ class SeedPromises(ConformanceBase):
         return [*self.rows(backend, 3, 30, 1, 11), *backend.tokenize(OPENINGS[:2]).ids.tolist()]
 
     def _seeded_answers(
-        self,
-        backend: Backend,
-        prompts: list[list[int]] | None = None,
-        *,
-        seeds: torch.Tensor | None = None,
-        seed: int | None = None,
-        num_samples: int | None = None,
+        self, backend: Backend, prompts: list[list[int]] | None = None, *, seeds: Any = None, **sampling: Any
     ) -> list[list[int]]:
-        sampling = {"max_new_tokens": NEW, "seed": seed, "num_samples": num_samples}
         prompts = self._seed_prompts(backend) if prompts is None else prompts
+        sampling = {"max_new_tokens": NEW, **sampling}
         return backend.generate(prompts, sampling, logprobs="none", seeds=seeds).ids.tolist()
