@@ -97,6 +97,12 @@ class ConformanceBase:
     not_shown: ClassVar[Mapping[str, str]] = {}
     vocab_size: int
     _properties: list[tuple[str, Any]]
+    #: What a report calls the tests that the class defines.
+    corelm_theme: ClassVar[str] = "own"
+
+    def __init_subclass__(cls, theme: str = "own", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.corelm_theme = theme
 
     # Defined by the author -------------------------------------------------------------------------------------------
 
@@ -247,6 +253,17 @@ class ConformanceBase:
             assert scored.tolist() == [False] + [True] * (len(ids) - 1), f"row {row}"
             self.assert_close(found[1:], (oracle or self.oracle)(ids, batch.temperature)[1:], f"row {row}")
 
+    def assert_close(self, found: Tensor, expected: Tensor, where: str) -> None:
+        """Assert that the shapes are equal and that all values agree within `tolerance`."""
+        assert found.shape == expected.shape, f"{where}: {len(found)} log-probs, but the oracle has {len(expected)}"
+        if len(found):
+            error = (found.detach().cpu() - expected).abs()
+            self._record_difference(float(error.max()))
+            assert float(error.max()) <= self.tolerance, (
+                f"{where}, token {int(error.argmax())}: off by {float(error.max()):.2g} nats, "
+                f"{int((error > self.tolerance).sum())} of {len(error)} tokens by more than {self.tolerance:g}"
+            )
+
     def assert_weights(
         self, backend: Backend, oracle: Oracle, capability: str, adapter: Adapter = None, label: str | None = None
     ) -> None:
@@ -269,17 +286,6 @@ class ConformanceBase:
             assert label is None or scores.weight_versions == (label,) * len(rows)
         if not (backend.capabilities.generation_modes or backend.capabilities.score):
             self.declared_and_not_shown(capability, "return log-probs, which show the weights")
-
-    def assert_close(self, found: Tensor, expected: Tensor, where: str) -> None:
-        """Assert that the shapes are equal and that all values agree within `tolerance`."""
-        assert found.shape == expected.shape, f"{where}: {len(found)} log-probs, but the oracle has {len(expected)}"
-        if len(found):
-            error = (found.detach().cpu() - expected).abs()
-            self._record_difference(float(error.max()))
-            assert float(error.max()) <= self.tolerance, (
-                f"{where}, token {int(error.argmax())}: off by {float(error.max()):.2g} nats, "
-                f"{int((error > self.tolerance).sum())} of {len(error)} tokens by more than {self.tolerance:g}"
-            )
 
     def _record_difference(self, difference: float) -> None:
         # An instance that a fixture has made runs no test. NaN and infinity are no JSON, and fail the test anyway.

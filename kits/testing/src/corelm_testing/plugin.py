@@ -94,7 +94,7 @@ class ConformanceClass(pytest.Class):
         for item in super().collect():
             if isinstance(item, pytest.Function):
                 owner = standard.get(item.originalname)
-                theme = "own" if owner is None else owner.__module__.removeprefix(_KIT)
+                theme = "own" if owner is None else owner.corelm_theme
                 item.user_properties.append(("corelm_theme", theme))
                 # `-k streaming` runs the whole theme, and not only the tests that have the word in their names.
                 item.extra_keyword_matches.add(theme)
