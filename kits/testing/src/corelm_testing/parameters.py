@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -180,9 +181,7 @@ class ParameterPromises(ConformanceBase, theme="parameters"):
             for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
                 for step, token in enumerate(answer):
                     logprobs = self.next_logprobs([*prompt, *answer[:step]], 1.0)
-                    count = torch.zeros(self.vocab_size)
-                    for earlier, times in Counter(answer[:step]).items():
-                        count[earlier] = times
+                    count = torch.bincount(torch.tensor(answer[:step], dtype=torch.int64), minlength=self.vocab_size)
                     penalised = logprobs - amount(count, penalty)
                     assert float(penalised.max() - penalised[token]) <= 2 * self.tolerance, (
                         f"{name}={penalty}, row {row}, token {step}: id {token}, but id {int(penalised.argmax())} leads"
@@ -310,24 +309,14 @@ class StoppingPromises(ConformanceBase, theme="stopping"):
 
     def _with_the_first_aborted(self, backend: Backend, limit: int) -> GenerateResult:
         """Return two answers of `limit` tokens, the first of which is aborted while they are sampled."""
-        prompts, done = self.rows(backend, 4, 4), threading.Event()
-        batches: list[GenerateResult] = []
-
-        def answer() -> None:
-            try:
-                sampling = {"max_new_tokens": limit, "ignore_eos": True}
-                batches.append(backend.generate(prompts, sampling, logprobs="none", request_ids=["one", "other"]))
-            finally:
-                done.set()
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        # Abort repeatedly: a request that has not reached the engine yet cannot be aborted.
-        while not done.wait(0.01):
-            backend.abort(["one"])
-        thread.join()
-        (batch,) = batches
-        return batch
+        prompts, sampling = self.rows(backend, 4, 4), {"max_new_tokens": limit, "ignore_eos": True}
+        ask = partial(backend.generate, prompts, sampling, logprobs="none", request_ids=["one", "other"])
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(ask)
+            # Abort repeatedly: a request that has not reached the engine yet cannot be aborted.
+            while not wait([call], 0.01).done:
+                backend.abort(["one"])
+        return call.result()
 
     def _near_eos(self, backend: Backend) -> tuple[list[int], int]:
         """Return the prompt after which EOS is likeliest, and how many answers surely include one that ends."""

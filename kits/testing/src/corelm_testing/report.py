@@ -31,7 +31,7 @@ class Finding:
     Attributes:
         suite: the node id of the class.
         backend: the name of the backend.
-        theme: the module of the kit that defines the test, or "own".
+        theme: one of `THEMES`, or "own".
         test: the name of the test.
         case: the id of its parameters, or "".
         outcome: one of `OUTCOMES`.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from corelm import Backend, LLMPolicy
 from corelm.errors import BackendAsleepError, CapabilityError, InvalidRequestError
@@ -17,11 +18,8 @@ from corelm.spec import GenerateResult
 from corelm_testing.base import ConformanceBase, needs, not_applicable, require
 
 if TYPE_CHECKING:
-    from corelm.spec import Adapter, VersionRuns
+    from corelm.spec import Adapter
     from corelm_testing.base import Oracle
-
-    #: Prompts, their answers, the oracle of the new weights, and answers to the prompts after the update.
-    InFlight = tuple[list[list[int]], GenerateResult, Oracle, GenerateResult]
 
 
 class WeightPromises(ConformanceBase, theme="weights"):
@@ -109,6 +107,21 @@ _LONGEST = 256
 _READ = 3
 
 
+class InFlight(NamedTuple):
+    """Prompts, answers that an update came into, the oracle of the new weights, and answers after that."""
+
+    prompts: list[list[int]]
+    answers: GenerateResult
+    oracle: Oracle
+    later: GenerateResult
+
+    def log_probs(self, row: int, oracle: Oracle) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of an answer, and those of an oracle."""
+        assert self.answers.logprobs is not None
+        prompt, answer = self.prompts[row], self.answers.ids.tolist()[row]
+        return self.answers.logprobs.split()[row].cpu(), oracle([*prompt, *answer], 1.0)[len(prompt) :]
+
+
 class InFlightPromises(ConformanceBase, theme="in_flight"):
     """Tests of `updates_in_flight`.
 
@@ -142,55 +155,37 @@ class InFlightPromises(ConformanceBase, theme="in_flight"):
                             updated = True
                     answers = stream.result
                 if any(len(runs) > 1 for runs in answers.version_runs or ()):
-                    return prompts, answers, oracle, other.generate(prompts, {"max_new_tokens": 4})
+                    return InFlight(prompts, answers, oracle, other.generate(prompts, {"max_new_tokens": 4}))
         case.declared_and_not_shown("updates_in_flight", "return version_runs of answers that an update comes into")
 
     def test_tokens_before_an_update_are_those_of_the_old_weights(self, in_flight: InFlight) -> None:
-        prompts, answers, *_ = in_flight
-        for row, runs in enumerate(_runs(answers)):
+        for row, runs in enumerate(in_flight.answers.version_runs or ()):
             versions = [version for version, _ in runs]
             assert versions in (["0"], ["tuned"], ["0", "tuned"], ["tuned", "tuned"]), f"row {row}"
             if runs[0][0] == "0":
-                end = runs[1][1] if len(runs) > 1 else int(answers.ids.lengths[row])
-                self._assert_true(prompts, answers, row, slice(0, end), self.oracle)
+                self._assert_from(self.oracle, in_flight, row, 0, runs[1][1] if len(runs) > 1 else None)
 
     def test_tokens_after_an_update_are_those_of_the_new_weights(self, in_flight: InFlight) -> None:
-        prompts, answers, oracle, _ = in_flight
-        for row, runs in enumerate(_runs(answers)):
+        for row, runs in enumerate(in_flight.answers.version_runs or ()):
             version, start = runs[-1]
             if version != "tuned":
                 continue
             # A row that began after the update has cached nothing with the old weights.
             if self.recomputes_in_flight or start == 0:
-                self._assert_true(prompts, answers, row, slice(start, None), oracle)
+                self._assert_from(in_flight.oracle, in_flight, row, start, None)
             else:
-                found, expected = self._both(prompts, answers, row, self.oracle)
+                found, expected = in_flight.log_probs(row, self.oracle)
                 apart = float((found - expected)[start : start + _READ].abs().max())
                 assert apart > self.tolerance, f"row {row}: tokens from {start} on are those of the old weights"
 
     def test_an_answer_that_begins_after_an_update_is_of_the_new_weights(self, in_flight: InFlight) -> None:
-        prompts, _, oracle, later = in_flight
+        prompts, later = in_flight.prompts, in_flight.later
         assert later.weight_versions == ("tuned",) * len(prompts) and later.version_runs is None
-        self.assert_true_answers(prompts, later, oracle)
+        self.assert_true_answers(prompts, later, in_flight.oracle)
 
-    # Helpers ---------------------------------------------------------------------------------------------------------
-
-    def _both(self, prompts: list[list[int]], answers: GenerateResult, row: int, oracle: Oracle) -> tuple:  # type: ignore[type-arg]
-        """Return the log-probs of an answer, and those of an oracle."""
-        assert answers.logprobs is not None
-        ids = [*prompts[row], *answers.ids.tolist()[row]]
-        return answers.logprobs.split()[row].cpu(), oracle(ids, 1.0)[len(prompts[row]) :]
-
-    def _assert_true(
-        self, prompts: list[list[int]], answers: GenerateResult, row: int, tokens: slice, oracle: Oracle
-    ) -> None:
-        found, expected = self._both(prompts, answers, row, oracle)
-        self.assert_close(found[tokens], expected[tokens], f"row {row}, tokens {tokens.start} to {tokens.stop}")
-
-
-def _runs(answers: GenerateResult) -> tuple[VersionRuns, ...]:
-    assert answers.version_runs is not None
-    return answers.version_runs
+    def _assert_from(self, oracle: Oracle, in_flight: InFlight, row: int, start: int, stop: int | None) -> None:
+        found, expected = in_flight.log_probs(row, oracle)
+        self.assert_close(found[start:stop], expected[start:stop], f"row {row}, tokens {start} to {stop or 'the end'}")
 
 
 class SleepPromises(ConformanceBase, theme="sleeping"):
