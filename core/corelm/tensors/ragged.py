@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -83,7 +83,9 @@ class Ragged:
                 values = torch.frombuffer(flat, dtype=dtype) if flat else None
         if values is None:
             values = _made([one for row in rows for one in row], dtype)
-        return _unchecked(values, lengths)
+        made = object.__new__(cls)
+        made.__dict__.update(values=values, lengths=lengths)
+        return made
 
     @classmethod
     def from_padded(cls, padded: Tensor, mask: Tensor) -> Ragged:
@@ -158,8 +160,12 @@ class Ragged:
 
     def tolist(self) -> list[list[Any]]:
         """Return one list per row."""
-        flat = self.values.tolist()
-        return [flat[start:stop] for start, stop in pairwise(accumulate(self.lengths.tolist(), initial=0))]
+        flat, start = self.values.tolist(), 0
+        rows: list[list[Any]] = []
+        for length in self.lengths.tolist():
+            rows.append(flat[start : start + length])
+            start += length
+        return rows
 
     def sums(self, values: Tensor | None = None) -> Tensor:
         """Return int64[rows]: the sum of each row of integers or bools, or of other `values` as long as these."""
