@@ -24,9 +24,10 @@ from corelm_testing.reference import (
     reshaped,
     sampled_from,
     seeded,
+    temperatures,
     top_p_of,
 )
-from corelm_testing.trials import in_range, legal, temperatures
+from corelm_testing.trials import in_range, legal
 
 #: For each parameter, the value that keeps the k likeliest ids of log-probs[V]. A temperature keeps all ids.
 CUTS: dict[str, Callable[[Tensor, int], Any]] = {
@@ -217,6 +218,12 @@ def _widest(logprobs: Tensor) -> tuple[float, int]:
 _MOST = 40
 _SHORT = 4
 
+#: The temperatures of tests that score over given ids.
+_TEMPERATURES = pytest.mark.parametrize(
+    "temperature",
+    [pytest.param(1.0, id="own"), pytest.param(0.6, id="tempered", marks=needs("score_temperature"))],
+)
+
 
 class SupportPromises(ConformanceBase, theme="support"):
     """Tests of `return_support` and `score_support`."""
@@ -292,11 +299,8 @@ class SupportPromises(ConformanceBase, theme="support"):
         self.assert_close(found, batch.logprobs.values.cpu(), "the answers")
 
     @needs("score_support")
-    @pytest.mark.parametrize("tempered", [False, True], ids=["own", "tempered"])
-    def test_scores_are_normalised_over_the_given_ids(self, backend: Backend, tempered: bool) -> None:
-        if tempered and not backend.capabilities.score_temperature:
-            not_applicable("score_temperature is not declared")
-        temperature = 0.6 if tempered else 1.0
+    @_TEMPERATURES
+    def test_scores_are_normalised_over_the_given_ids(self, backend: Backend, temperature: float) -> None:
         rows = self.rows(backend, 4, 6)
         others = self.rows(backend, 3, 5, 1, 8, 2, 6, 4, 3, 7, 5, seed=1)
         # The last set is empty: the whole vocabulary.
@@ -398,11 +402,8 @@ class TopIdPromises(ConformanceBase, theme="top_ids"):
         self._assert_top_of_scores(backend, 3, 0.6)
 
     @needs("score_top_ids")
-    @pytest.mark.parametrize("tempered", [False, True], ids=["own", "tempered"])
-    def test_given_ids_get_their_log_probs(self, backend: Backend, tempered: bool) -> None:
-        if tempered and not backend.capabilities.score_temperature:
-            not_applicable("score_temperature is not declared")
-        temperature = 0.6 if tempered else 1.0
+    @_TEMPERATURES
+    def test_given_ids_get_their_log_probs(self, backend: Backend, temperature: float) -> None:
         rows = self.rows(backend, 4, 6)
         (others,) = self.rows(backend, 40, seed=1)
         # Two ids at each position, of which the second is missing at some.

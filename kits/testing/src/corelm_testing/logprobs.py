@@ -14,8 +14,8 @@ from corelm.errors import CapabilityError
 from corelm.spec import GenerateResult
 from corelm.tensors.categorical import log_probs
 from corelm_testing.base import ConformanceBase, needs, not_applicable
-from corelm_testing.reference import LONGEST, OPENINGS, sampled_from, seeded
-from corelm_testing.trials import DECLARABLE, TRIALS, WITH_LOGPROBS, in_range, legal, temperatures, use
+from corelm_testing.reference import LONGEST, OPENINGS, sampled_from, seeded, temperatures
+from corelm_testing.trials import DECLARABLE, TRIALS, WITH_LOGPROBS, in_range, legal, use
 
 #: Unsorted, so that a backend that sorts rows has to put them back.
 LENGTHS = (9, 300, 1, 131, 2, 40, 3)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from corelm import Backend
 from corelm.spec import FIELDS, SamplingParams
 from corelm.spec.sampling import EVERY_ENGINE
-from corelm_testing.base import not_applicable
 
 #: What a parameter changes. `temperature`, `truncation`, `penalty` and `ban` change the distribution that tokens are
 #: drawn from; `end` changes where an answer ends, or how many there are; `search` replaces sampling; `engine` is up to
@@ -97,11 +96,6 @@ def in_range(backend: Backend, name: str, *preferred: Any) -> list[Any]:
     default = getattr(SamplingParams(), name)
     useless = (default, 0.0) if name == "temperature" else (default,)
     return [end for end in dict.fromkeys(span) if math.isfinite(end) and end not in useless]
-
-
-def temperatures(backend: Backend, *preferred: float) -> list[float]:
-    """Return temperatures other than 0 and 1; the running test is not applicable if the backend declares none."""
-    return in_range(backend, "temperature", *preferred) or not_applicable("needs a temperature other than 0 and 1")
 
 
 def use(backend: Backend, name: str) -> dict[str, Any] | None:

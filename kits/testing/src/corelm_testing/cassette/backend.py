@@ -27,9 +27,8 @@ from corelm.spec import (
 from corelm.validate import flag, invalid
 from corelm_testing.cassette.file import CassetteError, CassetteReader, NotRecordedError
 from corelm_testing.cassette.playing import Player
-from corelm_testing.cassette.records import request_json
+from corelm_testing.cassette.records import TensorHashes, fingerprint, request_json
 from corelm_testing.cassette.tokenizer import ReplayTokenizer
-from corelm_testing.cassette.weights import TensorHashes, fingerprint
 
 
 class CassetteBackend:

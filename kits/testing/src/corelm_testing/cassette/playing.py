@@ -19,8 +19,7 @@ from corelm.spec import TokenizeRequest, TokenizeResult
 from corelm.validate import shown
 from corelm_engine_kit.joining import Part, joined, rows_of_result
 from corelm_testing.cassette.file import CassetteError, CassetteReader, NotRecordedError
-from corelm_testing.cassette.records import chunk_of, digest, error_of, request_json, result_of
-from corelm_testing.cassette.weights import WeightsHistory
+from corelm_testing.cassette.records import WeightsHistory, chunk_of, digest, error_of, request_json, result_of
 
 #: The field of a request with one row of ids for each row.
 _ROWS = {"generate": "prompts", "score_logprobs": "sequences"}

@@ -36,9 +36,17 @@ from corelm_testing.cassette.file import (
     read_header,
 )
 from corelm_testing.cassette.playing import Player
-from corelm_testing.cassette.records import as_json, chunk_json, error_json, request_json, result_json
+from corelm_testing.cassette.records import (
+    TensorHashes,
+    WeightsHistory,
+    as_json,
+    chunk_json,
+    error_json,
+    fingerprint,
+    request_json,
+    result_json,
+)
 from corelm_testing.cassette.tokenizer import save_tokenizer, tokenizer_facts
-from corelm_testing.cassette.weights import TensorHashes, WeightsHistory, fingerprint
 
 if TYPE_CHECKING:
     from corelm.backend.engine import OpenEngine
