@@ -216,6 +216,7 @@ def _widest(logprobs: Tensor) -> tuple[float, int]:
 
 #: Ids that a cut leaves at most: enough to be a set, few enough to list.
 _MOST = 40
+#: The most tokens of an answer of which every token is looked at.
 _SHORT = 4
 
 #: The temperatures of tests that score over given ids.
@@ -364,7 +365,6 @@ class SupportPromises(ConformanceBase, theme="support"):
         return max(cuts, key=lambda cut: cut[0])[1:]
 
 
-_SHORT = 4
 #: The largest k of these tests, if the engine and the vocabulary allow it.
 _MANY = 20
 

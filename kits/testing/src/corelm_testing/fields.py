@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,6 @@ from corelm.containers.classes import flat
 from corelm.errors import TemplateError
 from corelm.tensors.lazy_rows import nested
 from corelm_testing.base import ConformanceBase, needs, not_applicable, require
-
-if TYPE_CHECKING:
-    pass
-
 
 QUESTIONS = ("Where is the cat?", "Is the tea hot?", "Who?", "When is it dark?")
 
@@ -61,6 +57,7 @@ def as_input(backend: Backend, mode: str, shape: tuple[int, ...], rows: list[lis
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (3,), (2, 2))
 LAYOUTS = ("ragged", "dense")
+#: The most tokens of an answer.
 NEW = 4
 
 PARTS = ("prompt", "response", "full")
@@ -151,7 +148,10 @@ def check_layout(cell: Cell) -> None:
 
 
 class FieldPromises(ConformanceBase, theme="fields"):
-    """The policy writes every promised field, and no other, for every input mode, layout and batch shape."""
+    """The policy writes every promised field, and no other, for every input mode, layout and batch shape.
+
+    It is called once per cell of that matrix. Each test then checks one promise on all outputs.
+    """
 
     # Generating ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from corelm_testing.trials import DECLARABLE, TRIALS, WITH_LOGPROBS, in_range, l
 
 #: Unsorted, so that a backend that sorts rows has to put them back.
 LENGTHS = (9, 300, 1, 131, 2, 40, 3)
+#: The most tokens of an answer.
 NEW = 8
 #: The parameters that change the distribution that tokens are drawn from.
 RESHAPING = tuple(name for name in DECLARABLE if TRIALS[name].effect in ("temperature", "truncation", "penalty", "ban"))
@@ -195,13 +196,17 @@ def _plain(backend: Backend) -> list[dict[str, Any]]:
     return [{}, *greedy, *(cut for cut in cuts if cut)]
 
 
+#: The most tokens of an answer to each parameter.
 _SAMPLED = 6
 #: The processed log-probs of truncated distributions are tested in `distribution`, at cuts that rounding cannot move.
 PROCESSED = tuple(name for name in WITH_LOGPROBS if TRIALS[name].effect != "truncation")
 
 
 class SampledLogProbPromises(ConformanceBase, theme="sampled_logprobs"):
-    """Log-probs of sampled tokens are right under every sampling parameter that an engine honours."""
+    """Log-probs of sampled tokens are right under every sampling parameter that an engine honours.
+
+    The tests run once for each parameter under which tokens can have log-probs, declared or honoured by every engine.
+    """
 
     @needs("generation_modes")
     @pytest.mark.parametrize("name", WITH_LOGPROBS)

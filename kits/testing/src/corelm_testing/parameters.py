@@ -22,6 +22,7 @@ from corelm_testing.base import ConformanceBase, needs, not_applicable
 from corelm_testing.reference import LONGEST, MIN_P_VALUE, OPENINGS, repeatable, seeded
 from corelm_testing.trials import in_range, legal
 
+#: The most tokens of an answer.
 NEW = 10
 
 
@@ -190,6 +191,7 @@ class ParameterPromises(ConformanceBase, theme="parameters"):
         assert changed, f"{name} changed no answer"
 
 
+#: The most tokens of an answer that something may end before.
 _STOPPED = 16
 #: The largest number of answers to sample in order to see one that ends with EOS.
 MAX_DRAWS = 2000

@@ -97,6 +97,7 @@ class TokenPromises(ConformanceBase, theme="tokens"):
         return [plain, first, middle, last, [backend.pad_id] * 6]
 
 
+#: The most tokens of an answer with a seed.
 _SEEDED = 8
 
 
@@ -167,6 +168,7 @@ class SeedPromises(ConformanceBase, theme="seeds"):
         return backend.generate(prompts, sampling, logprobs="none", seeds=seeds).ids.tolist()
 
 
+#: The most tokens of an answer that is streamed.
 _STREAMED = 12
 
 
