@@ -9,12 +9,10 @@ import os
 from typing import Any
 
 from corelm_testing import BackendConformance
-from corelm_testing.adapters import AdapterPromises
-from corelm_testing.faults import FaultPromises
+from corelm_testing.lifecycle import FaultPromises
 from corelm_testing.logprobs import LogProbPromises
-from corelm_testing.seeds import SeedPromises
-from corelm_testing.streaming import StreamingPromises
-from corelm_testing.tokens import TokenPromises
+from corelm_testing.tokens import SeedPromises, StreamingPromises, TokenPromises
+from corelm_testing.weights import AdapterPromises
 
 
 class _Selection(TokenPromises, LogProbPromises, SeedPromises, StreamingPromises, AdapterPromises, FaultPromises):

@@ -73,26 +73,25 @@ class FixedKLController:
     """A coefficient that stays at `coef`."""
 
     def __init__(self, coef: float) -> None:
-        self._value = number("coef", coef)
-
-    @property
-    def value(self) -> float:
-        return self._value
+        self.value = number("coef", coef)
 
     def update(self, kl: Any, n_steps: int = 1) -> float:
         """Ignore the measured KL and return the unchanged value."""
-        return self._value
+        return self.value
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self._value}
+        return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if not isinstance(state, Mapping) or "value" not in state:
             raise invalid("state", f"expected what state_dict() returns, a mapping with 'value'; got {shown(state)}")
-        self._value = number("value", state["value"])
+        self.value = self._legal(state["value"])
+
+    def _legal(self, value: float) -> float:
+        return number("value", value)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(value={self._value:g})"
+        return f"{type(self).__name__}(value={self.value:g})"
 
 
 class AdaptiveKLController(FixedKLController):
@@ -134,12 +133,11 @@ class AdaptiveKLController(FixedKLController):
                 f"expected a number above 0 and below {self.horizon / self.MAX_ERROR:g}, got {shown(n_steps)}",
             )
         error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
-        self._value *= 1 + error * steps / self.horizon
-        return self._value
+        self.value *= 1 + error * steps / self.horizon
+        return self.value
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        super().load_state_dict(state)
-        self._value = positive("value", self._value)
+    def _legal(self, value: float) -> float:
+        return positive("value", value)
 
 
 class KLComputation(TensorDictModuleBase):
@@ -224,18 +222,15 @@ class KLComputation(TensorDictModuleBase):
         kl = torch.where(mask, kl.detach() if self.detach else kl, 0.0)
         out = next_or_root(tensordict)
         # Compute everything before writing anything, so that an error leaves the TensorDict unchanged.
-        reward = None
         if self.add_to_reward:
             coefficient = self.coefficient()
             penalty = coefficient * kl
             refuse(layout.not_finite(penalty, mask, f"{coefficient:g} · KL"), str(self.reward_key))
             reward = _penalised(out, self.reward_key, penalty, layout)
+            of_rows = isinstance(reward, list)
+            for holder, one in zip(rows(out), reward, strict=True) if of_rows else [(out, reward)]:
+                holder.set(self.reward_key, one)
         out.set(self.kl_key, layout.stored(kl))
-        if isinstance(reward, list):
-            for row, one in zip(rows(out), reward, strict=True):
-                row.set(self.reward_key, one)
-        elif reward is not None:
-            out.set(self.reward_key, reward)
         return tensordict
 
 
@@ -354,11 +349,9 @@ class RetrieveLogProb(TensorDictModuleBase):
         self.overwrite = flag("overwrite", overwrite)
         self.support_key = policy.options.support_key or support_key
         unwanted = dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False)
-        scorer = policy.replace(
+        self._scorer = policy.replace(
             generate=False, input_mode="tokens", inplace=False, return_log_probs=True, support_key=None, **unwanted
         )
-        # One scorer per layout, so that the scores come back in the layout of the tokens.
-        self._scorers = {padded: scorer.replace(pad_output=padded) for padded in (False, True)}
         self.in_keys = [(*key_parts(self.tokens_key), "full")]
         self.out_keys = [(*key_parts(log_probs_key), name) for name in ("full", "scored_mask")]
 
@@ -368,7 +361,8 @@ class RetrieveLogProb(TensorDictModuleBase):
             raise InvalidRequestError(
                 f"{self.tokens_key!r}: expected Tokens, got {type(tokens).__name__}", field=str(self.tokens_key)
             )
-        scorer = self._scorers[tokens.padded]
+        # The scores come back in the layout of the tokens.
+        scorer = self._scorer.replace(pad_output=tokens.padded)
         view = TensorDict({}, batch_size=tensordict.batch_size, device=tensordict.device)
         view[scorer.options.keys.tokens] = tokens
         # Rows of their own length need no masks.
@@ -444,9 +438,9 @@ class RetrieveKL(TensorDictModuleBase):
         gen_policy: a policy that scores the tokens too. None uses the log-probs of sampling. To keep these, pass
             another `gen_log_probs_key`.
         options: the other arguments of `KLComputation`: `detach`, `add_to_reward`, `assistant_only`, `mask_key`,
-            `allow_mismatch`, `kl_key`, `reward_key`.
+            `allow_mismatch`, `gen_log_probs_key`, `ref_log_probs_key`, `masks_key`, `kl_key`, `reward_key`.
 
-    `tokens_key` and `overwrite` are those of `RetrieveLogProb`, the other arguments those of `KLComputation`; the
+    `tokens_key` and `overwrite` are those of `RetrieveLogProb`, `estimator` and `coeff` those of `KLComputation`; the
     errors are those of both.
     """
 
@@ -457,34 +451,25 @@ class RetrieveKL(TensorDictModuleBase):
         gen_policy: LLMPolicy | None = None,
         estimator: str | Estimator = "k1",
         coeff: float | KLController = 1.0,
-        gen_log_probs_key: NestedKey = ("log_probs", "full"),
-        ref_log_probs_key: NestedKey = ("ref_log_probs", "full"),
         tokens_key: NestedKey = "tokens",
-        masks_key: NestedKey = "masks",
         overwrite: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.kl = KLComputation(
-            estimator,
-            coeff,
-            gen_log_probs_key=gen_log_probs_key,
-            ref_log_probs_key=ref_log_probs_key,
-            masks_key=masks_key,
-            **options,
-        )
-        scored = [] if gen_policy is None else [(gen_policy, gen_log_probs_key)]
-        sampler = container_key(gen_log_probs_key) if gen_policy is None else Keys().log_probs
+        self.kl = KLComputation(estimator, coeff, **options)
+        keys = self.kl.keys
+        scored = [] if gen_policy is None else [(gen_policy, keys.gen)]
+        sampler = container_key(keys.gen) if gen_policy is None else Keys().log_probs
         self.scorings = [
             RetrieveLogProb(
                 policy,
                 log_probs_key=container_key(key),
                 tokens_key=tokens_key,
-                masks_key=masks_key,
+                masks_key=keys.masks,
                 overwrite=overwrite,
                 support_key=sampler,
             )
-            for policy, key in [*scored, (ref_policy, ref_log_probs_key)]
+            for policy, key in [*scored, (ref_policy, keys.ref)]
         ]
         written = [key for scoring in self.scorings for key in scoring.out_keys]
         self.in_keys = self.scorings[0].in_keys + [key for key in self.kl.in_keys if key_parts(key) not in written]

@@ -27,7 +27,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, count, pairwise
+from itertools import chain, count, filterfalse, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -42,6 +42,7 @@ from corelm.rendering.template import (
     check_encodable,
     json_escape,
     map_chats,
+    with_arguments,
     without_foreign_arguments,
 )
 from corelm.spec.message import Chat, Message, short_id
@@ -120,26 +121,19 @@ def render(
     # With tokens added to the tokenizer, texts have other ids.
     added = len(getattr(tokenizer, "added_tokens_decoder", ()))
     known: dict[Segment, _Encoded] = memory.of(getattr(tokenize, "__self__", tokenize)).setdefault(added, {})
-    new: dict[Segment, None] = {}
-    for each in chain.from_iterable(segments):
-        if each not in known:
-            new[each] = None
-    if new:
-        _learn(known, list(new), tokenize)
+    if new := [*filterfalse(known.__contains__, dict.fromkeys(chain.from_iterable(segments)))]:
+        _learn(known, new, tokenize)
         if any(each.literal for each in new):
             _warn_of_spelled(chats, special_tokens(tokenizer).values(), prefer_tokens)
     ids, masks = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.bool)]
-    lengths: list[int] = []
-    texts: list[str] = []
-    for row in segments:
-        before, text = len(ids), ""
-        for each in row:
+    lengths, texts = [0] * len(segments), [""] * len(segments)
+    for row, parts in enumerate(segments):
+        for each in parts:
             one, mask = known[each]
             ids.append(one)
             masks.append(mask)
-            text += each.text
-        lengths.append(sum(map(len, ids[before:])))
-        texts.append(text)
+            lengths[row] += len(one)
+            texts[row] += each.text
     rows = Ragged(torch.cat(ids), torch.tensor(lengths, dtype=torch.int64))
     return RenderedChats(rows, rows.with_values(torch.cat(masks)) if want_assistant else None, tuple(texts))
 
@@ -228,15 +222,13 @@ class Memory:
     def __init__(self, most: int) -> None:
         self._most, self._size = most, 0
         self._of: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
-        #: By its id, an object that cannot be referenced weakly, and what was made for it.
-        self._kept: dict[int, tuple[Any, dict[Any, Any]]] = {}
 
     def of(self, owner: Any) -> dict[Any, Any]:
-        """Return what was made for an object, a dict to add to."""
+        """Return what was made for an object, a dict to add to. Of one without weak references, nothing is kept."""
         try:
             return self._of.setdefault(owner, {})
         except TypeError:
-            return self._kept.setdefault(id(owner), (owner, {}))[1]
+            return {}
 
     def grow(self, size: int) -> None:
         """Count characters that were added."""
@@ -244,7 +236,6 @@ class Memory:
         if self._size > self._most:
             self._size = 0
             self._of.clear()
-            self._kept.clear()
 
 
 #: For each tokenizer, what it wrote for prompts, so that a long rollout does not render all its prompts for each new
@@ -458,18 +449,15 @@ def _reads_calls(template: Template, chat: list[dict[str, Any]]) -> bool:
 def _with_calls(message: dict[str, Any], *, texts: bool, short: bool) -> dict[str, Any]:
     """Return a message with its calls' arguments as JSON texts, or with short ids."""
 
-    def changed(call: dict[str, Any]) -> dict[str, Any]:
-        holder = call.get("function", call)
-        if texts and isinstance(holder, dict) and isinstance(holder.get("arguments"), dict):
-            holder = {**holder, "arguments": json.dumps(holder["arguments"], ensure_ascii=False)}
-            call = {**call, "function": holder} if "function" in call else holder
-        return {**call, "id": short_id(call["id"])} if short and isinstance(call.get("id"), str) else call
+    def text(_: Any, given: Any) -> Any:
+        return json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else given
 
-    if message.get("tool_calls"):
-        message = {**message, "tool_calls": list(map(changed, message["tool_calls"]))}
-    if short and isinstance(message.get("tool_call_id"), str):
-        message = {**message, "tool_call_id": short_id(message["tool_call_id"])}
-    return message
+    def shortened(holder: dict[str, Any], key: str) -> dict[str, Any]:
+        return {**holder, key: short_id(holder[key])} if short and isinstance(holder.get(key), str) else holder
+
+    message = shortened(with_arguments(message, text) if texts else message, "tool_call_id")
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [shortened(call, "id") for call in calls]} if calls else message
 
 
 def special_tokens(tokenizer: Any) -> Mapping[int, str]:

@@ -60,7 +60,7 @@ class NamedParser:
         """The keys of the messages that may be found, such as `content`, `tool_calls` and `reasoning_content`."""
         if self.template is not None:
             return frozenset(self.template["fields"])
-        return frozenset(key for dialect in FORMATS[self.name].dialects for key in dialect.fields) - {STRAY}
+        return frozenset().union(*FORMATS[self.name].dialects.values()) - {STRAY}
 
     @property
     def reasoning_marks(self) -> tuple[str, ...]:
@@ -114,8 +114,8 @@ class NamedParser:
         text = _prewritten(form, text, prefix) + text
         if not any(mark in text for mark in form.marks):
             return Message("assistant", _without(text, self.specials))
-        dialect = next(one for one in form.dialects if one.where is None or re.search(one.where, text))
-        parsed = _parsed({"fields": dialect.fields, **_NO_ANCHOR}, offered, text, "", tools)
+        dialect = next(fields for where, fields in form.dialects.items() if re.search(where, text))
+        parsed = _parsed({"fields": dialect, **_NO_ANCHOR}, offered, text, "", tools)
         if stray := parsed.pop(STRAY, "").strip():
             if offered:
                 raise ResponseFormatError(f"text outside of every channel: {_excerpt(stray)}")
@@ -146,7 +146,7 @@ def parser_named(name: str, tokenizer: Any = None) -> NamedParser:
     _engine()
     eos = getattr(tokenizer, "eos_token", None)
     if name != AUTO:
-        return NamedParser(name, None, _foreign(tokenizer, [one.fields for one in FORMATS[name].dialects]), eos)
+        return NamedParser(name, None, _foreign(tokenizer, [*FORMATS[name].dialects.values()]), eos)
     if tokenizer is None:
         raise invalid("tokenizer", "'auto' reads the response_template of a tokenizer; give it as the second argument")
     template = getattr(tokenizer, "response_template", None)
@@ -293,23 +293,16 @@ def _excerpt(text: str) -> str:
 #: The key of text that belongs to no part, in formats in which all text does.
 STRAY = "stray"
 
+#: Those of a response template, by the key of the message.
+Fields = Mapping[str, Mapping[str, Any]]
+
 _AS_IT_IS: Mapping[str, Any] = {"content": "text", "content_args": {"strip": False}}
 #: All text that is in no other part. What follows a call begins a new line.
 _TEXT: Mapping[str, Any] = {**_AS_IT_IS, "repeats": True, "join": "\n"}
+#: A call whose name is in the opening pattern, such a call with an id, and one whose JSON says its name.
 _FUNCTION: Mapping[str, Any] = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """One way in which a family writes an answer.
-
-    Attributes:
-        fields: those of the response template, by the key of the message.
-        where: a pattern that only answers in this dialect contain; None for the dialect of all others.
-    """
-
-    fields: Mapping[str, Mapping[str, Any]]
-    where: str | None = None
+_WITH_ID: Mapping[str, Any] = {**_FUNCTION, "id": "{id}"}
+_NAMED_INSIDE: Mapping[str, Any] = {"type": "function", "function": "{content}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +310,8 @@ class ResponseFormat:
     """How a family of models writes its answers.
 
     Attributes:
-        dialects: the first whose `where` is found in an answer is used.
+        dialects: the ways in which it writes them, by a pattern that only such answers contain; the first one that is
+            found is used, and "" is found in all.
         marks: an answer that contains none of these texts is plain text.
         call: the text that begins a call; an answer in which it stays as plain text is malformed. "" if there is none.
         think: what begins and ends the reasoning, where a generation prompt may write the beginning; None if no
@@ -325,7 +319,7 @@ class ResponseFormat:
         reasoning: what begins and ends the reasoning; None for `think`.
     """
 
-    dialects: tuple[Dialect, ...]
+    dialects: Mapping[str, Fields]
     marks: tuple[str, ...]
     call: str = ""
     think: tuple[str, str] | None = None
@@ -337,14 +331,11 @@ def _before(space: str) -> str:
     return rf"(?:(?<!{space}){space}++)?" if space else ""
 
 
-def _thinking(begin: str = "<think>", end: str = "</think>", space: str = r"\n") -> Mapping[str, Any]:
+def _thinking(space: str = r"\n", begin: str = "<think>", end: str = "</think>") -> Mapping[str, Any]:
     """Return the field of reasoning, which begins an answer, with `space` characters between the marks and the text."""
     spaces = f"{space}*+" if space else ""
-    return {
-        **_AS_IT_IS,
-        "open_pattern": rf"\A\s*+{begin}{spaces}",
-        "close_pattern": f"{_before(space)}{end}{spaces}",
-    }
+    patterns = {"open_pattern": rf"\A\s*+{begin}{spaces}", "close_pattern": f"{_before(space)}{end}{spaces}"}
+    return {**_AS_IT_IS, **patterns}
 
 
 def _after_brace(mark: str, between: str = "") -> str:
@@ -353,24 +344,24 @@ def _after_brace(mark: str, between: str = "") -> str:
     return rf"{whole}(?<=\}}\s*{whole})\s*+"
 
 
-# Hermes 2 and 3, Qwen2.5, Qwen3 ---------------------------------------------------------------------------------------
+def _calling(
+    begin: str,
+    end: str,
+    transform: Mapping[str, Any] = _FUNCTION,
+    thinking: Mapping[str, Any] | None = None,
+    xml: str | None = None,
+) -> Fields:
+    """Return the fields of answers that may think first, with calls between two patterns, and other text around them.
 
-_HERMES = Dialect(
-    fields={
-        "reasoning_content": _thinking(),
-        "tool_calls": {
-            "open_pattern": r"\n?<tool_call>",
-            "close_pattern": _after_brace("</tool_call>"),
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": _TEXT,
-    }
-)
+    Arguments are JSON, or, with `xml`, what this pattern finds: a `key` and a `value` each time.
+    """
+    content = {"content": "json"} if xml is None else {"content": "xml-inline", "content_args": {"tag_pattern": xml}}
+    calls = {"open_pattern": begin, "close_pattern": end, "repeats": True, **content, "transform": transform}
+    return {**({"reasoning_content": thinking} if thinking else {}), "tool_calls": calls, "content": _TEXT}
 
 
-# Qwen3-Coder, Qwen3.5: the same tags around XML -----------------------------------------------------------------------
+#: Hermes 2 and 3, Qwen2.5, Qwen3.
+_HERMES = _calling(r"\n?<tool_call>", _after_brace("</tool_call>"), _NAMED_INSIDE, _thinking())
 
 #: Text up to the end of a parameter. An end counts where another parameter begins, or the call ends. A line in it that
 #: begins another parameter says that the end is missing.
@@ -378,203 +369,111 @@ _PARAMETER = (
     r"<parameter=[^>\n]+>(?:(?!</parameter>\s*+(?:<parameter=|</function>)|\n<parameter=[^>\n]+>\n).)*+"
     r"</parameter>\s*+"
 )
-_QWEN_XML = Dialect(
-    where=r"<tool_call>\s*<function=",
-    fields={
-        "reasoning_content": _thinking(),
-        "tool_calls": {
-            # Their templates strip the content, and disagree about the number of newlines after it.
-            "open_pattern": _before(r"\s") + r"<tool_call>\s*+<function=(?P<name>[^>\n]+)>\s*+"
-            rf"(?=(?:{_PARAMETER})*+</function>\s*+</tool_call>)",
-            "close_pattern": r"</function>(?<=(?:</parameter>|<function=[^>\n]+>)\s*</function>)\s*+</tool_call>\s*+",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))"
-            },
-            "transform": _FUNCTION,
-        },
-        "content": _TEXT,
-    },
+#: Qwen3-Coder, Qwen3.5: the same tags around XML. Their templates strip the content, and disagree about the number of
+#: newlines after it.
+_QWEN_XML = _calling(
+    _before(r"\s") + r"<tool_call>\s*+<function=(?P<name>[^>\n]+)>\s*+"
+    rf"(?=(?:{_PARAMETER})*+</function>\s*+</tool_call>)",
+    r"</function>(?<=(?:</parameter>|<function=[^>\n]+>)\s*</function>)\s*+</tool_call>\s*+",
+    thinking=_thinking(),
+    xml=r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))",
 )
 
-
-# GLM-4.5 and newer ----------------------------------------------------------------------------------------------------
-
+#: GLM-4.5 and newer.
 _ARGUMENT = (
     r"<arg_key>[^<]*</arg_key>\s*+<arg_value>"
     r"(?:(?!</arg_value>\s*+(?:<arg_key>|</tool_call>)|<arg_key>[^<]*</arg_key>\s*<arg_value>).)*+</arg_value>\s*+"
 )
-_GLM = Dialect(
-    fields={
-        "reasoning_content": _thinking(space=r"\s"),
-        "tool_calls": {
-            "open_pattern": _before(r"\s") + rf"<tool_call>\s*+(?P<name>[^\s<]++)\s*+(?=(?:{_ARGUMENT})*+</tool_call>)",
-            "close_pattern": r"</tool_call>(?<=(?:</arg_value>|<tool_call>\s*[^\s<]+)\s*</tool_call>)\s*+",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
-                r"(?=\s*(?:<arg_key>|\Z))"
-            },
-            "transform": _FUNCTION,
-        },
-        "content": _TEXT,
-    }
+_GLM = _calling(
+    _before(r"\s") + rf"<tool_call>\s*+(?P<name>[^\s<]++)\s*+(?=(?:{_ARGUMENT})*+</tool_call>)",
+    r"</tool_call>(?<=(?:</arg_value>|<tool_call>\s*[^\s<]+)\s*</tool_call>)\s*+",
+    thinking=_thinking(r"\s"),
+    xml=r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))",
 )
 
-
-# Llama 3.1 to 3.3: the whole answer is a call -------------------------------------------------------------------------
-
-#: An object with a name and parameters, and no other one that a user may have asked for.
+#: Llama 3.1 to 3.3: the whole answer is a call, an object with a name and parameters, and no other one that a user may
+#: have asked for.
 _LLAMA_CALL = (
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"(?:parameters|arguments)"\s*:\s*\{'
 )
-_LLAMA = Dialect(
-    fields={
-        "tool_calls": {
-            "open_pattern": r"(?:\A\s*+(?:<\|python_tag\|>\s*+)?|<\|python_tag\|>\s*+)"
-            rf"(?={_LLAMA_CALL})|(?={_LLAMA_CALL})(?<=\}}\s*;\s*)",
-            "close_pattern": rf";(?<=\}}\s*;)\s*+(?={_LLAMA_CALL})",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": _TEXT,
-    }
+_LLAMA = _calling(
+    r"(?:\A\s*+(?:<\|python_tag\|>\s*+)?|<\|python_tag\|>\s*+)"
+    rf"(?={_LLAMA_CALL})|(?={_LLAMA_CALL})(?<=\}}\s*;\s*)",
+    rf";(?<=\}}\s*;)\s*+(?={_LLAMA_CALL})",
+    _NAMED_INSIDE,
+)
+
+#: DeepSeek R1, V3, V3.1. R1 and V3 write the type first and fence the JSON, V3.1 does neither.
+_DEEPSEEK = _calling(
+    r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+    r"(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n```json\n)",
+    _after_brace("<｜tool▁call▁end｜>", r"(?:```\s*)?") + r"(?:<｜tool▁calls▁end｜>\s*+)?",
+    thinking=_thinking(),
+)
+
+_KIMI = _calling(
+    r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
+    r"(?P<id>(?:functions\.)?(?P<name>[^:\s<]+):\d+)\s*<\|tool_call_argument_begin\|>",
+    _after_brace(r"<\|tool_call_end\|>") + r"(?:<\|tool_calls_section_end\|>\s*+)?",
+    _WITH_ID,
+    _thinking(""),
 )
 
 
-# DeepSeek R1, V3, V3.1 ------------------------------------------------------------------------------------------------
-
-_DEEPSEEK = Dialect(
-    fields={
-        "reasoning_content": _thinking(),
-        "tool_calls": {
-            # R1 and V3 write the type first and fence the JSON, V3.1 does neither.
-            "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
-            r"(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n```json\n)",
-            "close_pattern": _after_brace("<｜tool▁call▁end｜>", r"(?:```\s*)?") + r"(?:<｜tool▁calls▁end｜>\s*+)?",
-            "repeats": True,
-            "content": "json",
-            "transform": _FUNCTION,
-        },
-        "content": _TEXT,
-    }
-)
+def _mistral(call_id: str, transform: Mapping[str, Any]) -> Fields:
+    begin = rf"\[TOOL_CALLS\]\s*(?P<name>[^\[\s]+){call_id}\[ARGS\]"
+    return _calling(begin, r"(?=\[TOOL_CALLS\])(?<=\}\s*)", transform, _MISTRAL_THINKING)
 
 
-# Mistral --------------------------------------------------------------------------------------------------------------
-
-_MISTRAL_THINKING = _thinking(r"\[THINK\]", r"\[/THINK\]", "")
-
-
-def _mistral(call_id: str, transform: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    return {
-        "reasoning_content": _MISTRAL_THINKING,
-        "tool_calls": {
-            "open_pattern": rf"\[TOOL_CALLS\]\s*(?P<name>[^\[\s]+){call_id}\[ARGS\]",
-            "close_pattern": r"(?=\[TOOL_CALLS\])(?<=\}\s*)",
-            "repeats": True,
-            "content": "json",
-            "transform": transform,
-        },
-        "content": _TEXT,
-    }
-
-
-_MISTRAL = (
-    Dialect(where=r"\[CALL_ID\]", fields=_mistral(r"\[CALL_ID\](?P<id>[^\[\s]+)", {**_FUNCTION, "id": "{id}"})),
-    Dialect(where=r"\[ARGS\]", fields=_mistral("", _FUNCTION)),
+_MISTRAL_THINKING = _thinking("", r"\[THINK\]", r"\[/THINK\]")
+_MISTRAL: Mapping[str, Fields] = {
+    r"\[CALL_ID\]": _mistral(r"\[CALL_ID\](?P<id>[^\[\s]+)", _WITH_ID),
+    r"\[ARGS\]": _mistral("", _FUNCTION),
     # Older ones write one list of calls.
-    Dialect(
-        fields={
-            "reasoning_content": _MISTRAL_THINKING,
-            "tool_calls": {"open_pattern": r"\[TOOL_CALLS\]\s*", "content": "json"},
-            "content": _TEXT,
-        }
-    ),
-)
-
-
-# Kimi K2 --------------------------------------------------------------------------------------------------------------
-
-_KIMI = Dialect(
-    fields={
-        "reasoning_content": _thinking(space=""),
-        "tool_calls": {
-            "open_pattern": r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
-            r"(?P<id>(?:functions\.)?(?P<name>[^:\s<]+):\d+)\s*<\|tool_call_argument_begin\|>",
-            "close_pattern": _after_brace(r"<\|tool_call_end\|>") + r"(?:<\|tool_calls_section_end\|>\s*+)?",
-            "repeats": True,
-            "content": "json",
-            "transform": {**_FUNCTION, "id": "{id}"},
-        },
+    "": {
+        "reasoning_content": _MISTRAL_THINKING,
+        "tool_calls": {"open_pattern": r"\[TOOL_CALLS\]\s*", "content": "json"},
         "content": _TEXT,
-    }
+    },
+}
+
+#: gpt-oss: every part names its channel. The recipient of a call is before the channel in the family's chat template,
+#: and after it in answers.
+_START, _SPACES = r"(?:<\|start\|>assistant)?", _before(r"\s")
+_CALLED = (
+    rf"{_START}(?:<\|channel\|>(?:commentary|analysis))?{_SPACES}to=functions\.(?P<name>[^\s<]++)[^<]*"
+    r"(?:<\|channel\|>(?:commentary|analysis)[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>"
 )
+_FINAL = rf"{_START}<\|channel\|>(?:final|commentary)(?![^<]*\bto=)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+_ANALYSIS = rf"{_START}<\|channel\|>analysis<\|message\|>"
+_HARMONY: Fields = {
+    "thinking": {**_TEXT, "open_pattern": _ANALYSIS, "close_pattern": r"<\|end\|>"},
+    **_calling(_CALLED, _after_brace(r"<\|(?:call|end)\|>")),
+    "content": {**_TEXT, "open_pattern": _FINAL, "close_pattern": r"<\|(?:return|end)\|>"},
+    STRAY: _TEXT,
+}
 
 
-# gpt-oss: every part names its channel --------------------------------------------------------------------------------
-
-_START = r"(?:<\|start\|>assistant)?"
-_HARMONY = Dialect(
-    fields={
-        "thinking": {
-            **_TEXT,
-            "open_pattern": _START + r"<\|channel\|>analysis<\|message\|>",
-            "close_pattern": r"<\|end\|>",
-        },
-        "tool_calls": {
-            # The recipient is before the channel in the family's chat template, and after it in answers.
-            "open_pattern": _START
-            + r"(?:<\|channel\|>(?:commentary|analysis))?"
-            + _before(r"\s")
-            + r"to=functions\.(?P<name>[^\s<]++)[^<]*"
-            r"(?:<\|channel\|>(?:commentary|analysis)[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>",
-            "close_pattern": _after_brace(r"<\|(?:call|end)\|>"),
-            "repeats": True,
-            "content": "json",
-            "transform": _FUNCTION,
-        },
-        "content": {
-            **_TEXT,
-            "open_pattern": _START
-            + r"<\|channel\|>(?:final|commentary)(?![^<]*\bto=)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>",
-            "close_pattern": r"<\|(?:return|end)\|>",
-        },
-        STRAY: _TEXT,
-    }
-)
-
-
-_THINK = ("<think>", "</think>")
-
-
-def _tagged(call: str, *dialects: Dialect) -> ResponseFormat:
-    """Return the format of a family that thinks between ``<think>`` tags."""
-    return ResponseFormat(dialects=dialects, marks=(*_THINK, call), call=call, think=_THINK)
+def _tagged(call: str, dialects: Mapping[str, Fields], *think: str) -> ResponseFormat:
+    """Return the format of a family that thinks between two tags."""
+    begin, end = think or ("<think>", "</think>")
+    return ResponseFormat(dialects=dialects, marks=(begin, end, call), call=call, think=(begin, end))
 
 
 #: By the name that `response_parser` takes.
 FORMATS: Mapping[str, ResponseFormat] = {
-    "deepseek_r1": _tagged("<｜tool▁call▁begin｜>", _DEEPSEEK),
-    "glm": _tagged("<tool_call>", _GLM),
+    "deepseek_r1": _tagged("<｜tool▁call▁begin｜>", {"": _DEEPSEEK}),
+    "glm": _tagged("<tool_call>", {"": _GLM}),
     "gpt_oss": ResponseFormat(
-        dialects=(_HARMONY,),
+        dialects={"": _HARMONY},
         marks=("<|channel|>", "<|message|>"),
         reasoning=("<|channel|>analysis<|message|>", "<|end|>"),
     ),
-    "hermes": _tagged("<tool_call>", _HERMES),
-    "kimi_k2": _tagged("<|tool_call_begin|>", _KIMI),
-    "llama3_json": ResponseFormat(dialects=(_LLAMA,), marks=('"name"',)),
-    "mistral": ResponseFormat(
-        dialects=_MISTRAL,
-        marks=("[TOOL_CALLS]", "[THINK]", "[/THINK]"),
-        call="[TOOL_CALLS]",
-        think=("[THINK]", "[/THINK]"),
-    ),
-    "qwen": _tagged("<tool_call>", _QWEN_XML, _HERMES),
+    "hermes": _tagged("<tool_call>", {"": _HERMES}),
+    "kimi_k2": _tagged("<|tool_call_begin|>", {"": _KIMI}),
+    "llama3_json": ResponseFormat(dialects={"": _LLAMA}, marks=('"name"',)),
+    "mistral": _tagged("[TOOL_CALLS]", _MISTRAL, "[THINK]", "[/THINK]"),
+    "qwen": _tagged("<tool_call>", {r"<tool_call>\s*<function=": _QWEN_XML, "": _HERMES}),
 }
 #: Every name that `parser_named` takes.
 PARSERS = (AUTO, *sorted(FORMATS))

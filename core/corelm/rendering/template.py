@@ -309,14 +309,27 @@ def without_nulls(schema: Any) -> Any:
 def without_foreign_arguments(messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
     """Drop null arguments of calls that the called tool does not declare. Functions do not say what they declare."""
     known = dict(filter(None, map(_parameters, tools))) if isinstance(tools, Sequence) else {}
-    if not known or not any(message.get("tool_calls") for message in messages):
-        return messages
-    return [
-        {**message, "tool_calls": [_own_arguments(call, known) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+
+    def own(name: Any, given: Any) -> Any:
+        if (declared := known.get(str(name))) is None or not isinstance(given, Mapping):
+            return given
+        return {key: value for key, value in given.items() if value is not None or key in declared}
+
+    return [with_arguments(message, own) for message in messages] if known else messages
+
+
+def with_arguments(message: dict[str, Any], change: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Return a message with what `change` makes of the name and the arguments of each of its calls."""
+
+    def changed(call: Any) -> Any:
+        holder = call.get("function", call)
+        if not isinstance(holder, Mapping) or "arguments" not in holder:
+            return call
+        holder = {**holder, "arguments": change(holder.get("name"), holder["arguments"])}
+        return {**call, "function": holder} if "function" in call else holder
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(changed, calls)]} if calls else message
 
 
 def _parameters(tool: Any) -> tuple[str, frozenset[str]] | None:
@@ -326,14 +339,3 @@ def _parameters(tool: Any) -> tuple[str, frozenset[str]] | None:
     if not isinstance(function, Mapping) or not isinstance(properties, Mapping):
         return None
     return str(function.get("name")), frozenset(properties)
-
-
-def _own_arguments(call: Any, known: Mapping[str, frozenset[str]]) -> Any:
-    holder = call.get("function", call)
-    if not isinstance(holder, Mapping):
-        return call
-    given, own = holder.get("arguments"), known.get(str(holder.get("name")))
-    if own is None or not isinstance(given, Mapping) or None not in given.values():
-        return call
-    holder = {**holder, "arguments": {key: value for key, value in given.items() if value is not None or key in own}}
-    return {**call, "function": holder} if "function" in call else holder

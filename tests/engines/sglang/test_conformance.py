@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from corelm import Backend
 from corelm_testing import BackendConformance
-from corelm_testing.adapters import AdapterPromises
+from corelm_testing.weights import AdapterPromises
 from engines.sglang_on_cpu import LORA_ARGUMENTS, LORA_ENVIRONMENT
 from helpers import oracle as plain
 from helpers.oracle_kit import OracleKit, lora_adapters

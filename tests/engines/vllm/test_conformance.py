@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from corelm import Backend
 from corelm_testing import BackendConformance
-from corelm_testing.adapters import AdapterPromises
+from corelm_testing.weights import AdapterPromises
 from helpers import oracle
 from helpers.oracle_kit import OracleKit, lora_adapters
 from helpers.tiny_models import tiny_model

@@ -60,7 +60,7 @@ def test_a_cassette_cut_anywhere_keeps_every_finished_call(cassette: Path) -> No
         (cassette / "calls.jsonl").write_bytes(whole[:cut])
         finished = sum(end <= cut for end in ends[1:])
         with replayed(cassette) as backend:
-            assert len(backend.engine.plugin._index.calls) == finished
+            assert len(backend.engine.plugin._player.calls) == finished
             for _ in range(min(finished, 2)):
                 backend.generate(ROWS, SEEDED)
             if not finished:

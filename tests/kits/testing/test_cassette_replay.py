@@ -12,7 +12,8 @@ import torch
 from corelm import Backend, DynamicBatcher, hookimpl
 from corelm.batching import Limits
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.spec import TokenSets
+from corelm.rendering.encoding import Encoder
+from corelm.spec import TokenizeRequest, TokenizeResult, TokenSets
 from corelm.tensors.ragged import Ragged
 from corelm_testing.cassette import CassetteRecorder, NotRecordedError
 from corelm_testing.toy import Bigram, ToyBackend
@@ -250,6 +251,20 @@ def test_a_row_that_failed_alone_fails_alone_again(tmp_path: Path) -> None:
     with replayed(tmp_path / "c") as backend:
         other = backend.generate(ROWS, SEEDED, on_error="skip")
     assert one.errors == other.errors and one.finish_reasons == other.finish_reasons
+
+
+def test_a_text_is_tokenized_as_recorded_whatever_the_weights(tmp_path: Path) -> None:
+    class Tokenizing(ToyBackend):
+        @hookimpl
+        def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
+            return Encoder(self.tokenizer)(request)
+
+    with Backend.from_plugin(Tokenizing.open(), "toy", wrappers=[CassetteRecorder(tmp_path / "c")]) as backend:
+        backend.update_weights(Bigram.of_talk().state_dict())
+        ids = backend.tokenize("Hi").ids.tolist()
+    # The tokenizer can be neither saved nor loaded, so all that is known of the text is in the cassette.
+    with replayed(tmp_path / "c", tokenizer=None) as backend:
+        assert backend.tokenize("Hi").ids.tolist() == ids
 
 
 def test_weights_are_told_apart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,14 +40,15 @@ DECLARED = {name: names(row[-1]) for row in table("declare") for name in names(r
 
 def guarded() -> Iterator[tuple[str, str, frozenset[str]]]:
     """Yield the theme, the function and the capabilities of every test or fixture of the kit that has some."""
-    for theme in corelm_testing.THEMES:
-        tree = ast.parse((Path(corelm_testing.__file__).parent / f"{theme}.py").read_text())
+    for theme in dict.fromkeys(TESTS.values()):
+        tree = ast.parse(inspect.getsource(theme))
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
             asked = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in ("needs", "require")]
             constants = [arg.value for call in asked for arg in call.args if isinstance(arg, ast.Constant)]
             if constants:
-                yield theme, function.name, frozenset(name.partition(":")[2] or name for name in constants)
+                needed = frozenset(name.partition(":")[2] or name for name in constants)
+                yield theme.corelm_theme, function.name, needed
 
 
 GUARDED = list(guarded())

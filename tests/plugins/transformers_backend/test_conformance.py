@@ -9,7 +9,7 @@ import pytest
 
 import corelm
 from corelm import Backend
-from corelm_testing.in_flight import InFlightPromises
+from corelm_testing.weights import InFlightPromises
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 from helpers.transformers_conformance import TransformersConformance, TransformersPromises
 

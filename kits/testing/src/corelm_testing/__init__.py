@@ -41,7 +41,8 @@ THEMES = (
 )
 
 # Makes failed assertions show both sides. It must run before these modules are imported.
-pytest.register_assert_rewrite(*(f"corelm_testing.{theme}" for theme in THEMES))
+_MODULES = ("tokens", "logprobs", "distribution", "parameters", "fields", "weights", "lifecycle")
+pytest.register_assert_rewrite(*(f"corelm_testing.{module}" for module in _MODULES))
 
 if TYPE_CHECKING:
     from corelm_testing.plain_oracle import PlainOracle as PlainOracle

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from corelm import Backend, Capabilities
-    from corelm.spec import GenerateResult, ScoreResult
+    from corelm.spec import Adapter, GenerateResult, ScoreResult
 
     Oracle = Callable[[list[int], float], Tensor]
 
@@ -97,6 +97,12 @@ class ConformanceBase:
     not_shown: ClassVar[Mapping[str, str]] = {}
     vocab_size: int
     _properties: list[tuple[str, Any]]
+    #: What a report calls the tests that the class defines.
+    corelm_theme: ClassVar[str] = "own"
+
+    def __init_subclass__(cls, theme: str = "own", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.corelm_theme = theme
 
     # Defined by the author -------------------------------------------------------------------------------------------
 
@@ -257,6 +263,29 @@ class ConformanceBase:
                 f"{where}, token {int(error.argmax())}: off by {float(error.max()):.2g} nats, "
                 f"{int((error > self.tolerance).sum())} of {len(error)} tokens by more than {self.tolerance:g}"
             )
+
+    def assert_weights(
+        self, backend: Backend, oracle: Oracle, capability: str, adapter: Adapter = None, label: str | None = None
+    ) -> None:
+        """Assert that answers and scores are those of `oracle`, with the `label` of its weights if one is given.
+
+        The rows are the same each time: what a cache holds of them must not answer for other weights.
+
+        Args:
+            capability: what cannot be shown if the engine returns no log-probs.
+            adapter: that of the calls.
+        """
+        rows = self.rows(backend, 5, 40)
+        if backend.capabilities.generation_modes:
+            answers = backend.generate(rows, {"max_new_tokens": 6}, adapter=adapter)
+            self.assert_true_answers(rows, answers, oracle)
+            assert label is None or answers.weight_versions == (label,) * len(rows)
+        if backend.capabilities.score:
+            scores = backend.score_logprobs(rows, adapter=adapter)
+            self.assert_true_scores(rows, scores, oracle)
+            assert label is None or scores.weight_versions == (label,) * len(rows)
+        if not (backend.capabilities.generation_modes or backend.capabilities.score):
+            self.declared_and_not_shown(capability, "return log-probs, which show the weights")
 
     def _record_difference(self, difference: float) -> None:
         # An instance that a fixture has made runs no test. NaN and infinity are no JSON, and fail the test anyway.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import pytest
 
@@ -21,53 +20,24 @@ if TYPE_CHECKING:
     from corelm_testing.plain_oracle import PlainOracle
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is tested, and what it is compared with.
-
-    Attributes:
-        opened: a backend that is open already, and that most tests share.
-        open_backend: opens another one on the same model.
-        oracle: the plain forward of that model.
-        tolerance: the largest accepted difference from a log-prob of the oracle, in nats.
-        not_shown: what the backend declares but this run cannot show, with the reason.
-        engine_sampling: sampling parameters with `engine_kwargs` that change answers; None if there are none.
-        draws: how many tokens a test of the distribution draws.
-        recomputes_in_flight: as for `InFlightPromises`.
-        new_weights: other weights for the same model, which the engine loads by their path, and their oracle; None for
-            those of the oracle with some noise, as a state dict.
-    """
-
-    opened: Backend
-    open_backend: Callable[[], Backend]
-    oracle: PlainOracle
-    tolerance: float = 1e-4
-    not_shown: Mapping[str, str] = field(default_factory=dict)
-    engine_sampling: Mapping[str, Any] | None = None
-    draws: int = 2000
-    recomputes_in_flight: bool = True
-    new_weights: tuple[str, PlainOracle] | None = None
-
-
-_SUBJECT = pytest.StashKey[Subject]()
-
-
 def run(
-    subject: Subject, report: Path, arguments: Sequence[str] = (), on_test: Callable[[int], object] | None = None
+    report: Path,
+    arguments: Sequence[str] = (),
+    on_test: Callable[[int], object] | None = None,
+    **subject: Any,
 ) -> int:
     """Run the kit in this process, write its report, and return pytest's exit status.
 
     Args:
-        subject: what is tested.
         report: where the report goes: a path to which ``.json``, ``.md`` and ``.html`` are added.
         arguments: more arguments for pytest, such as ``["-k", "seed"]``.
         on_test: is called with the number of tests when one has ended. pytest then prints no letter for it.
+        subject: what is tested, the attributes of `Kit`.
     """
+    for name, value in subject.items():
+        setattr(Kit, name, value)
 
     class Chosen:
-        def pytest_configure(self, config: pytest.Config) -> None:
-            config.stash[_SUBJECT] = subject
-
         def pytest_collection_finish(self, session: pytest.Session) -> None:
             self.tests = len(session.items)
 
@@ -84,66 +54,62 @@ def run(
         # No settings of the folder in which the user happens to be.
         settings = Path(folder, "pytest.ini")
         settings.write_text("[pytest]\npython_files = by_name.py\npython_classes = Kit\n")
-        return pytest.main(
-            [
-                *("--pyargs", __name__, "-c", str(settings), "--rootdir", folder, "-p", "no:cacheprovider"),
-                # Modules that the engine has imported cannot be rewritten any more, and need not be.
-                *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
-                *(
-                    "--noconftest",
-                    "--import-mode=prepend",
-                    "--no-header",
-                    "--tb=short",
-                    "-q",
-                    f"--corelm-report={report.absolute()}",
-                ),
-                *arguments,
-            ],
-            plugins=[Chosen()],
-        )
+        options = [
+            *("--pyargs", __name__, "-c", str(settings), "--rootdir", folder, "-p", "no:cacheprovider"),
+            # Modules that the engine has imported cannot be rewritten any more, and need not be.
+            *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
+            *("--noconftest", "--import-mode=prepend", "--no-header", "--tb=short", "-q"),
+        ]
+        return pytest.main([*options, f"--corelm-report={report.absolute()}", *arguments], plugins=[Chosen()])
 
 
 class Kit(BackendConformance):
-    """The kit on the subject of this run."""
+    """The kit on what `run` is given.
 
-    _subject: Subject
+    Attributes:
+        opened: a backend that is open already, and that most tests share.
+        opener: opens another one on the same model.
+        plain: the plain forward of that model.
+        sampling: sampling parameters with `engine_kwargs` that change answers; None if there are none.
+        other_weights: other weights for the same model, which the engine loads by their path, and their oracle; None
+            for those of the oracle with some noise, as a state dict.
+    """
 
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def chosen(cls, pytestconfig: pytest.Config) -> None:
-        subject = pytestconfig.stash[_SUBJECT]
-        cls._subject, cls.tolerance, cls.not_shown = subject, subject.tolerance, subject.not_shown
-        cls.draws, cls.recomputes_in_flight = subject.draws, subject.recomputes_in_flight
+    opened: ClassVar[Backend]
+    opener: ClassVar[Callable[[], Backend]]
+    plain: ClassVar[PlainOracle]
+    sampling: ClassVar[Mapping[str, Any] | None]
+    other_weights: ClassVar[tuple[str, PlainOracle] | None]
 
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls) -> Callable[[], Backend]:
-        return cls._subject.open_backend
+        return cls.opener
 
     @pytest.fixture(scope="class")
     @classmethod
     def backend(cls) -> Iterator[Backend]:
-        yield cls._subject.opened
+        yield cls.opened
 
     def oracle(self, ids: list[int], temperature: float) -> Tensor:
-        return self._subject.oracle.logprobs(ids, temperature)
+        return self.plain.logprobs(ids, temperature)
 
     def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
-        return self._subject.oracle.next_logprobs(ids, temperature)
+        return self.plain.next_logprobs(ids, temperature)
 
     def new_weights(self) -> tuple[Mapping[str, Tensor] | str, Oracle]:
         if "update_weights" in self.not_shown:
             super().new_weights()
-        if self._subject.new_weights is not None:
-            path, oracle = self._subject.new_weights
+        if self.other_weights is not None:
+            path, oracle = self.other_weights
             return path, oracle.logprobs
-        other = self._subject.oracle.with_other_weights()
+        other = self.plain.with_other_weights()
         return other.state_dict(), other.logprobs
 
     def new_adapters(self) -> Sequence[tuple[Mapping[str, Any], Oracle]]:
         adapters: list[tuple[Mapping[str, Any], Oracle]] = []
         for seed in range(2):
-            made = self._subject.oracle.with_adapter(seed)
+            made = self.plain.with_adapter(seed)
             if made is None:
                 self.declared_and_not_shown("adapters", "choose a model with layers called q_proj or v_proj")
             state, config, other = made
@@ -151,9 +117,9 @@ class Kit(BackendConformance):
         return adapters
 
     def engine_sampling(self) -> Mapping[str, Any]:
-        if self._subject.engine_sampling is None:
+        if self.sampling is None:
             self.declared_and_not_shown("engine_kwargs", "pass --engine-sampling")
-        return self._subject.engine_sampling
+        return self.sampling
 
     def declared_and_not_shown(self, name: str, remedy: str) -> NoReturn:
         if name == "update_weights":

@@ -1,27 +1,63 @@
-"""The policy writes every promised field, and no other, for every input mode, layout and batch shape.
-
-The policy is called once per cell of that matrix. Each test then checks one promise on all outputs.
-"""
+"""The policy writes every promised field, and no other, and conversations keep the ids of sampled turns."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 import corelm
-from corelm import Backend, LLMPolicy
+from corelm import Backend, History, LLMPolicy
 from corelm.containers.classes import flat
-from corelm_testing.base import ConformanceBase, needs
-from corelm_testing.prompts import as_input, nested, questions
+from corelm.errors import TemplateError
+from corelm.tensors.lazy_rows import nested
+from corelm_testing.base import ConformanceBase, needs, not_applicable, require
+
+QUESTIONS = ("Where is the cat?", "Is the tea hot?", "Who?", "When is it dark?")
+
+
+def questions(shape: tuple[int, ...]) -> list[str]:
+    count = math.prod(shape)
+    return [QUESTIONS[row % len(QUESTIONS)] for row in range(count)]
+
+
+def conversations(backend: Backend, shape: tuple[int, ...]) -> History:
+    """Return a history with one user question per conversation; not applicable without a chat template.
+
+    Raises:
+        TemplateError: there is a template, and it fails.
+    """
+    chats = [[{"role": "user", "content": question}] for question in questions(shape)]
+    history = History.of(chats, shape)
+    try:
+        History.from_chats([{"role": "user", "content": "Who?"}]).apply_chat_template(backend.tokenizer)
+    except TemplateError:
+        # A tokenizer without `chat_template` renders in a way of its own.
+        if getattr(backend.tokenizer, "chat_template", "its own") and hasattr(backend.tokenizer, "apply_chat_template"):
+            raise
+        not_applicable("the tokenizer has no chat template")
+    return history
+
+
+def as_input(backend: Backend, mode: str, shape: tuple[int, ...], rows: list[list[int]]) -> TensorDict:
+    """Return the questions under the key that this input mode reads; in tokens mode, `rows` of 5 ids each."""
+    if mode == "history":
+        return TensorDict(history=conversations(backend, shape), batch_size=shape)
+    td = TensorDict({}, batch_size=shape)
+    if mode == "text":
+        td["text"] = nested(iter(questions(shape)), shape)
+    else:
+        td["tokens"] = torch.tensor(rows, dtype=torch.int64).reshape(*shape, 5)
+    return td
+
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (3,), (2, 2))
 LAYOUTS = ("ragged", "dense")
+#: The most tokens of an answer.
 NEW = 4
 
 PARTS = ("prompt", "response", "full")
@@ -35,29 +71,22 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
 DTYPES = {"tokens": torch.int64, "masks": torch.bool, "log_probs": torch.float32}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Cell:
     """One call of a policy, its input and its output.
 
     Attributes:
         name: names the call in assertion messages.
-        mode: the input mode.
-        dense: whether the output is dense.
-        policy: the policy that was called.
-        given: its input.
-        out: its output.
         ids: the expected ids, row by row: of the prompts when generating, of whole sequences when scoring.
         batch: the expected batch shape of the output.
     """
 
-    name: str
-    mode: str
-    dense: bool
-    policy: LLMPolicy
-    given: TensorDictBase
-    out: TensorDictBase
-    ids: list[list[int]]
-    batch: tuple[int, ...]
+    def __init__(self, policy: LLMPolicy, given: TensorDictBase, ids: list[list[int]]) -> None:
+        options = policy.options
+        self.policy, self.given, self.ids, self.out = policy, given, ids, policy(given)
+        self.mode, self.dense = options.input_mode, options.pad_output
+        self.batch: tuple[int, ...] = (*given.batch_size, *filter(None, [options.num_samples]))
+        layout = "dense" if self.dense else "ragged"
+        self.name = f"{self.mode}, {layout}, num_samples={options.num_samples}, batch {tuple(given.batch_size)}"
 
     def asked(self) -> list[str]:
         """Return the question of each row."""
@@ -76,17 +105,23 @@ class Cell:
 
 def policy_of(backend: Backend, mode: str, layout: str, **options: Any) -> LLMPolicy:
     """Any log-probs the engine has are raw ones here: at temperature 1 both modes are the same numbers."""
+    if options.get("generate", True):
+        options = {"sampling_params": {"max_new_tokens": NEW}, **options}
+        options["return_log_probs"] = bool(backend.capabilities.generation_modes)
     return LLMPolicy(backend, input_mode=mode, pad_output=layout == "dense", inplace=False, **options)
 
 
-def understood(backend: Backend, mode: str, td: TensorDictBase, rows: list[list[int]], prompt: bool) -> list[list[int]]:
-    """Return the expected ids of an input, from the backend's own template and tokenizer."""
-    if mode == "tokens":
-        return rows
+def cell_of(policy: LLMPolicy, shape: tuple[int, ...]) -> Cell:
+    """Call the policy on a batch of this shape; the expected ids are those of the backend's template and tokenizer."""
+    backend, mode, options = policy.backend, policy.options.input_mode, policy.options
+    rows = ConformanceBase().rows(backend, *[5] * math.prod(shape))
+    given = as_input(backend, mode, shape, rows)
     if mode == "text":
-        return backend.tokenize(questions(tuple(td.batch_size))).ids.tolist()
-    rendered = flat(td["history"].apply_chat_template(backend.tokenizer, add_generation_prompt=prompt))
-    return backend.tokenize(rendered, add_special_tokens=False).ids.tolist()
+        rows = backend.tokenize(questions(shape)).ids.tolist()
+    elif mode == "history":
+        texts = flat(given["history"].apply_chat_template(backend.tokenizer, add_generation_prompt=options.generate))
+        rows = backend.tokenize(texts, add_special_tokens=False).ids.tolist()
+    return Cell(policy, given, [row for row in rows for _ in range(options.num_samples or 1)])
 
 
 def check_layout(cell: Cell) -> None:
@@ -96,7 +131,7 @@ def check_layout(cell: Cell) -> None:
         if name == "history":
             assert tuple(value.batch_size) == cell.batch, cell.name
         elif name == "text":
-            assert value == nested(flat(value), cell.batch), cell.name
+            assert value == nested(iter(flat(value)), cell.batch), cell.name
             assert all(isinstance(text, str) for text in flat(value)), cell.name
         else:
             where, dtype = (cell.name, name, field), torch.bool if field == "scored_mask" else DTYPES[name]
@@ -112,39 +147,21 @@ def check_layout(cell: Cell) -> None:
             assert mask is None or mask.shape == tokens.full.shape, (cell.name, field)
 
 
-class FieldPromises(ConformanceBase):
+class FieldPromises(ConformanceBase, theme="fields"):
+    """The policy writes every promised field, and no other, for every input mode, layout and batch shape.
+
+    It is called once per cell of that matrix. Each test then checks one promise on all outputs.
+    """
+
     # Generating ------------------------------------------------------------------------------------------------------
 
     @pytest.fixture(scope="class", params=product(("history", "text", "tokens"), LAYOUTS), ids="-".join)
     @classmethod
     def generated(cls, request: pytest.FixtureRequest, backend: Backend) -> list[Cell]:
-        mode, layout = request.param
-        cells = []
-        for samples, shape in product((None, 1, 2), SHAPES):
-            policy = policy_of(
-                backend,
-                mode,
-                layout,
-                num_samples=samples,
-                sampling_params={"max_new_tokens": NEW},
-                return_log_probs=bool(backend.capabilities.generation_modes),
-            )
-            rows = cls().rows(backend, *[5] * math.prod(shape))
-            given = as_input(backend, mode, shape, rows)
-            prompts = understood(backend, mode, given, rows, prompt=True)
-            cells.append(
-                Cell(
-                    name=f"{mode}, {layout}, num_samples={samples}, batch {shape}",
-                    mode=mode,
-                    dense=layout == "dense",
-                    policy=policy,
-                    given=given,
-                    out=policy(given),
-                    ids=[row for row in prompts for _ in range(samples or 1)],
-                    batch=(*shape, samples) if samples else shape,
-                )
-            )
-        return cells
+        return [
+            cell_of(policy_of(backend, *request.param, num_samples=samples), shape)
+            for samples, shape in product((None, 1, 2), SHAPES)
+        ]
 
     def test_generating_writes_every_promised_field_and_no_other(self, generated: list[Cell]) -> None:
         for cell in generated:
@@ -238,3 +255,157 @@ class FieldPromises(ConformanceBase):
             assert len(flat(reasons)) == count and set(flat(reasons)) <= {"stop", "length"}, cell.name
             for reason, answer in zip(flat(reasons), cell.rows("tokens", "response"), strict=True):
                 assert reason == "stop" or len(answer) == NEW, cell.name
+
+
+SCORED = {("text", "full"), ("tokens", "full"), ("masks", "all_attention_mask")}
+SCORED |= {("log_probs", "full"), ("log_probs", "scored_mask")}
+OF_HISTORY = {("history", "full"), ("masks", "all_assistant_mask")}
+OF_SPLIT = {("tokens", "prompt"), ("tokens", "response"), ("log_probs", "prompt"), ("log_probs", "response")}
+OF_SPLIT |= {("masks", "all_response_mask"), ("masks", "all_assistant_mask")}
+
+
+class ScoredFieldPromises(ConformanceBase, theme="scored_fields"):
+    """Scoring writes only the fields that its input determines; generated and scored values align."""
+
+    @pytest.fixture(scope="class", params=product(("history", "text", "tokens"), LAYOUTS), ids="-".join)
+    @classmethod
+    def scored(cls, request: pytest.FixtureRequest, backend: Backend) -> list[Cell]:
+        require(backend, "score")
+        policy = policy_of(backend, *request.param, generate=False)
+        return [cell_of(policy, shape) for shape in SHAPES]
+
+    @pytest.fixture(scope="class", params=LAYOUTS)
+    @classmethod
+    def rescored(cls, request: pytest.FixtureRequest, backend: Backend) -> list[Cell]:
+        """Generate answers and score them as tokens; `given` is the output of generating."""
+        require(backend, "score")
+        scorer = policy_of(backend, "tokens", request.param, generate=False)
+        samplers = [policy_of(backend, "text", request.param, num_samples=samples) for samples in (None, 2)]
+        return [
+            Cell(scorer, sampler(as_input(backend, "text", shape, [])), [])
+            for sampler, shape in product(samplers, SHAPES)
+        ]
+
+    def test_scoring_writes_every_promised_field_and_no_other(self, scored: list[Cell]) -> None:
+        for cell in scored:
+            promised = SCORED | OF_HISTORY if cell.mode == "history" else SCORED
+            assert cell.fields() == promised, cell.name
+            assert set(cell.policy.out_keys) == promised, cell.name
+            assert promised <= {*cell.out.keys(include_nested=True)}, cell.name
+            assert {*cell.out.keys()} == {name for name, _ in promised}, cell.name
+
+    def test_scored_fields_have_the_shape_of_their_batch(self, scored: list[Cell]) -> None:
+        for cell in scored:
+            assert tuple(cell.out.batch_size) == cell.batch, cell.name
+            check_layout(cell)
+
+    def test_scoring_scores_the_given_ids(self, scored: list[Cell]) -> None:
+        for cell in scored:
+            assert cell.rows("tokens", "full") == cell.ids, cell.name
+            if cell.mode == "text":
+                assert flat(cell.out["text"].full) == cell.asked(), cell.name
+            if cell.mode == "history":
+                assert cell.out["history"].full.chats == cell.given["history"].chats, cell.name
+
+    def test_the_scored_mask_leaves_out_only_the_first_token(self, scored: list[Cell]) -> None:
+        for cell in scored:
+            assert cell.rows("masks", "all_attention_mask") == [[True] * len(row) for row in cell.ids], cell.name
+            after_first = [[False] + [True] * (len(row) - 1) for row in cell.ids]
+            assert cell.rows("log_probs", "scored_mask") == after_first, cell.name
+            values = cell.rows("log_probs", "full")
+            assert all(row[0] == 0.0 and all(value < 0 for value in row[1:]) for row in values), cell.name
+            if cell.dense:
+                log_probs = cell.out["log_probs"]
+                assert not log_probs.full[~log_probs.scored_mask].any(), f"{cell.name}: unscored positions must be 0.0"
+
+    def test_scoring_tokens_keeps_their_split(self, rescored: list[Cell]) -> None:
+        for cell in rescored:
+            assert cell.fields() == SCORED | OF_SPLIT, cell.name
+            for key in (*product(("tokens",), ("prompt", "response", "full")), ("masks", "all_response_mask")):
+                assert cell.rows(*key) == corelm.ragged(cell.given, key).tolist(), (cell.name, key)
+
+    def test_scoring_a_dense_batch_keeps_its_columns(self, rescored: list[Cell]) -> None:
+        for cell in rescored:
+            if not cell.dense:
+                continue
+            for name, field in [("tokens", "full"), ("tokens", "response"), ("masks", "all_attention_mask")]:
+                before, now = (getattr(td[name], field) for td in (cell.given, cell.out))
+                assert torch.equal(before, now), (cell.name, name, field)
+
+    @needs("generation_modes")
+    def test_sampling_and_scoring_agree_on_the_response(self, rescored: list[Cell]) -> None:
+        for cell in rescored:
+            sampled, scored = (td["log_probs"] for td in (cell.given, cell.out))
+            assert 0 in cell.batch or sampled.provenance.matches(scored.provenance), cell.name
+            before, now = (corelm.ragged(td, ("log_probs", "response")) for td in (cell.given, cell.out))
+            assert torch.equal(before.lengths, now.lengths), cell.name
+            self.assert_close(now.values, before.values, cell.name)
+
+
+TURNS = 3
+
+
+class ChatPromises(ConformanceBase, theme="chat"):
+    """Conversations: sampled turns keep their ids, however many turns follow."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def talks(cls, backend: Backend) -> list[TensorDict]:
+        """Return the policy's output at each turn of the same conversations."""
+        policy = LLMPolicy(
+            backend, sampling_params={"max_new_tokens": 6}, inplace=False, return_log_probs=False, truncation="error"
+        )
+        history = conversations(backend, (len(QUESTIONS),))
+        talks = []
+        for _ in range(TURNS):
+            talks.append(policy(TensorDict(history=history)))
+            history = talks[-1]["history"].full.append({"role": "user", "content": "And then?"})
+        return talks
+
+    def test_later_turns_keep_all_earlier_ids(self, talks: list[TensorDict]) -> None:
+        for before, after in pairwise(talks):
+            said = corelm.ragged(before, ("tokens", "full")).tolist()
+            now = corelm.ragged(after, ("tokens", "prompt")).tolist()
+            assert [row[: len(old)] for row, old in zip(now, said, strict=True)] == said
+            assert all(len(row) > len(old) for row, old in zip(now, said, strict=True))
+
+    def test_every_turn_keeps_its_ids_in_the_history(self, talks: list[TensorDict]) -> None:
+        sampled = [corelm.ragged(talk, ("tokens", "response")).tolist() for talk in talks]
+        for row, chat in enumerate(talks[-1]["history"].full.chats):
+            assert [turn.role for turn in chat] == ["user", "assistant"] * TURNS
+            assert [list(turn.token_ids or ()) for turn in chat[1::2]] == [turn[row] for turn in sampled]
+
+    def test_the_assistant_mask_covers_every_sampled_turn(self, talks: list[TensorDict]) -> None:
+        ids = corelm.ragged(talks[-1], ("tokens", "full")).tolist()
+        masks = corelm.ragged(talks[-1], ("masks", "all_assistant_mask")).tolist()
+        sampled = [corelm.ragged(talk, ("tokens", "response")).tolist() for talk in talks]
+        starts = [corelm.ragged(talk, ("tokens", "prompt")).lengths.tolist() for talk in talks]
+        for row, (tokens, mask) in enumerate(zip(ids, masks, strict=True)):
+            for answers, at in zip(sampled, starts, strict=True):
+                turn = slice(at[row], at[row] + len(answers[row]))
+                assert tokens[turn] == answers[row] and all(mask[turn])
+            assert not mask[0] and sum(mask) == sum(len(answers[row]) for answers in sampled)
+
+    @needs("score")
+    def test_scoring_a_conversation_scores_the_sampled_ids(self, backend: Backend, talks: list[TensorDict]) -> None:
+        scorer = LLMPolicy(backend, generate=False, inplace=False)
+        for talk in talks:
+            scored = scorer(TensorDict(history=talk["history"].full))
+            assert (
+                corelm.ragged(scored, ("tokens", "full")).tolist() == corelm.ragged(talk, ("tokens", "full")).tolist()
+            )
+
+    def test_markup_in_a_message_stays_text(self, backend: Backend) -> None:
+        conversations(backend, ())
+        eos = sorted(backend.eos_token_ids)[0]
+        markup: str = backend.detokenize([[eos]], skip_special_tokens=False)[0]
+        ids: list[list[int]] = [self._prompt(backend, content) for content in ("Who?", f"Who{markup}?")]
+        special = set(backend.tokenizer.all_special_ids)
+        plain, injected = ([token for token in row if token in special] for row in ids)
+        assert plain == injected
+        assert markup in backend.detokenize([[token for token in ids[1] if token not in special]])[0]
+
+    def _prompt(self, backend: Backend, content: str) -> Any:
+        history = History.from_chats([{"role": "user", "content": content}])
+        policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 1}, inplace=False, return_log_probs=False)
+        return policy(TensorDict(history=history))["tokens"].prompt.tolist()

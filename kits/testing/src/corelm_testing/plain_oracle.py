@@ -102,12 +102,13 @@ class PlainOracle:
 
     def with_other_weights(self, seed: int = 0) -> PlainOracle:
         """Return an oracle of a copy of the model, to each of whose parameters some noise was added."""
-        other = copy.deepcopy(self._model)
         generator = torch.Generator().manual_seed(seed)
-        for parameter in other.parameters():
+
+        def noisy(name: str, parameter: Tensor) -> Tensor:
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data += _NOISE * parameter.data.std(correction=0).clamp(min=1e-3) * noise
-        return PlainOracle(other)
+            return parameter + _NOISE * parameter.std(correction=0).clamp(min=1e-3) * noise
+
+        return self.with_weights(noisy)
 
     def with_adapter(self, seed: int) -> tuple[dict[str, Tensor], dict[str, Any], PlainOracle] | None:
         """Return a LoRA adapter as PEFT saves it, its configuration, and an oracle of a copy with the adapter added.

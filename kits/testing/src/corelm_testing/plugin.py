@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corelm_testing.base import ConformanceBase, not_applicable
-from corelm_testing.cassette.errors import NotRecordedError
+from corelm_testing.base import NOT_APPLICABLE, ConformanceBase
+from corelm_testing.cassette.file import NotRecordedError
 from corelm_testing.cassette.fixture import MODES, Cassettes
 from corelm_testing.report import Recorder
 
@@ -66,7 +65,14 @@ def cassette(request: pytest.FixtureRequest) -> Iterator[Cassettes]:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    found = call.excinfo
+    if isinstance(item.parent, ConformanceClass) and found is not None and found.errisinstance(NotRecordedError):
+        # The backend is a cassette that does not hold the calls of this test.
+        skipped = pytest.skip.Exception(f"{NOT_APPLICABLE}its calls are not recorded")
+        call.excinfo = pytest.ExceptionInfo.from_exc_info((type(skipped), skipped, found.tb))
     # A test that was interrupted gets no report.
     report = yield
     item.stash[_PASSED] = report.when == "call" and not report.failed
@@ -80,29 +86,6 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> pytest.
     return None
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    with _only_recorded(item):
-        yield
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    with _only_recorded(item):
-        yield
-
-
-@contextmanager
-def _only_recorded(item: pytest.Item) -> Iterator[None]:
-    """Report a conformance test as not applicable if its backend is a cassette that does not hold its calls."""
-    try:
-        yield
-    except NotRecordedError:
-        if not isinstance(item.parent, ConformanceClass):
-            raise
-        not_applicable("its calls are not recorded")
-
-
 class ConformanceClass(pytest.Class):
     """Collects the tests of a conformance class, and one more that checks that they are complete."""
 
@@ -111,7 +94,7 @@ class ConformanceClass(pytest.Class):
         for item in super().collect():
             if isinstance(item, pytest.Function):
                 owner = standard.get(item.originalname)
-                theme = "own" if owner is None else owner.__module__.removeprefix(_KIT)
+                theme = "own" if owner is None else owner.corelm_theme
                 item.user_properties.append(("corelm_theme", theme))
                 # `-k streaming` runs the whole theme, and not only the tests that have the word in their names.
                 item.extra_keyword_matches.add(theme)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from corelm import Backend, SamplingParams
-from corelm_testing.trials import legal
+from corelm_testing.base import not_applicable
+from corelm_testing.trials import in_range, legal
 
 #: Prompts of text: after random ids alone, a trained model has little to say.
 OPENINGS = ("Where is the", "What does the sea do?", "The cat is", "It is so", "A small bird sings", "When", "Who are")
@@ -33,6 +34,11 @@ def seeded(backend: Backend, sampling: Mapping[str, Any], seed: int = 1) -> dict
 def repeatable(backend: Backend, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Return `sampling` changed so that two calls give the same answers: greedy if possible, else with a seed."""
     return {**sampling, "temperature": 0.0} if legal(backend, "temperature", 0.0) else seeded(backend, sampling)
+
+
+def temperatures(backend: Backend, *preferred: float) -> list[float]:
+    """Return temperatures other than 0 and 1; the running test is not applicable if the backend declares none."""
+    return in_range(backend, "temperature", *preferred) or not_applicable("needs a temperature other than 0 and 1")
 
 
 def reshaped(

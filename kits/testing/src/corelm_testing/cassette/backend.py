@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
 from corelm.rendering.encoding import Encoder
 from corelm.spec import (
     AbortRequest,
+    Capabilities,
     CloseRequest,
     GenerateRequest,
     GenerateResult,
@@ -23,15 +25,10 @@ from corelm.spec import (
     hookimpl,
 )
 from corelm.validate import flag, invalid
-from corelm_testing.cassette.content import ContentPlayer
-from corelm_testing.cassette.errors import CassetteError, NotRecordedError
-from corelm_testing.cassette.file import CassetteReader
-from corelm_testing.cassette.header import Recorded
-from corelm_testing.cassette.index import CassetteIndex, row_keys
-from corelm_testing.cassette.playing import answer
-from corelm_testing.cassette.records import request_json
+from corelm_testing.cassette.file import CassetteError, CassetteReader, NotRecordedError
+from corelm_testing.cassette.playing import Player
+from corelm_testing.cassette.records import TensorHashes, fingerprint, request_json
 from corelm_testing.cassette.tokenizer import ReplayTokenizer
-from corelm_testing.cassette.weights import TensorHashes, fingerprint
 
 
 class CassetteBackend:
@@ -51,20 +48,30 @@ class CassetteBackend:
     requires_api = ">=1,<2"
 
     def __init__(self, reader: CassetteReader, tokenizer: Any, *, seeds: bool) -> None:
-        recorded = Recorded.of(reader.path, reader.header)
-        self.capabilities = recorded.capabilities
+        header = reader.header
+        try:
+            # A capability that this version of core does not know is passed over.
+            known = {each.name for each in fields(Capabilities)}
+            declared = {name: value for name, value in header["capabilities"].items() if name in known}
+            spans = {name: None if span is None else (span[0], span[1]) for name, span in declared["sampling"].items()}
+            self.capabilities = Capabilities(**{**declared, "sampling": spans})
+            names = {name: str(header[name]) for name in ("backend", "model", "software")}
+            facts = dict(header["tokenizer"])
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, CoreLMError) as error:
+            raise CassetteError(
+                f"cassette {reader.path}: its header cannot be read ({type(error).__name__}: {error}); record again"
+            ) from error
         self.answers_as = {
-            "name": recorded.backend,
-            "model_name": recorded.model,
-            "software": f"a cassette of {recorded.software}",
+            "name": names["backend"],
+            "model_name": names["model"],
+            "software": f"a cassette of {names['software']}",
         }
         named = isinstance(tokenizer, (str, os.PathLike))
         if tokenizer is None or named:
-            tokenizer = ReplayTokenizer(reader.path, recorded.tokenizer, os.fspath(tokenizer) if named else None)
+            tokenizer = ReplayTokenizer(reader.path, facts, os.fspath(tokenizer) if named else None)
         self.tokenizer = tokenizer
         self._encode = Encoder(tokenizer)
-        self._index = CassetteIndex(reader)
-        self._player = ContentPlayer(reader.path, self._index, seeds=seeds)
+        self._player = Player(reader, seeds=seeds)
 
     @classmethod
     def open(
@@ -91,20 +98,16 @@ class CassetteBackend:
 
     @hookimpl
     def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
-        # The order does not matter, and neither do the weights.
-        (key,) = row_keys("tokenize", request_json("tokenize", request), "")
-        call = self._index.tokenized.get(key)
-        result: TokenizeResult = self._encode(request) if call is None else self._index.read(call).result
-        return result
+        return self._player.tokenized(request) or self._encode(request)
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        result: GenerateResult = answer(self._player, "generate", request)
+        result: GenerateResult = self._player.answer("generate", request)
         return result
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        result: ScoreResult = answer(self._player, "score_logprobs", request)
+        result: ScoreResult = self._player.answer("score_logprobs", request)
         return result
 
     @hookimpl
@@ -115,7 +118,7 @@ class CassetteBackend:
         weights = fingerprint(request) if request.stream is None else hashes.joined
         form = request_json("update_weights", request, weights)
         try:
-            updated: bool = answer(self._player, "update_weights", request, weights)
+            updated: bool = self._player.answer("update_weights", request, weights)
         except (CapabilityError, InvalidRequestError, NotRecordedError, CassetteError):
             raise
         except Exception:
@@ -126,11 +129,11 @@ class CassetteBackend:
 
     @hookimpl
     def sleep(self, request: SleepRequest) -> bool:
-        return bool(answer(self._player, "sleep", request))
+        return bool(self._player.answer("sleep", request))
 
     @hookimpl
     def wake(self, request: WakeRequest) -> bool:
-        return bool(answer(self._player, "wake", request))
+        return bool(self._player.answer("wake", request))
 
     @hookimpl
     def abort(self, request: AbortRequest) -> bool:

@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,34 @@ try:
 except ImportError:  # Windows has no fcntl
     fcntl = None  # type: ignore[assignment]
 
-from corelm.errors import described
+from corelm.errors import CoreLMError, described
 from corelm.validate import shown
-from corelm_testing.cassette.errors import CassetteError
 
 FORMAT, VERSION = "corelm-cassette", 1
 HEADER, CALLS, TOKENIZER = "cassette.json", "calls.jsonl", "tokenizer"
 #: What a line ends with: the CRC-32 of all that is before the comma.
 _CHECK = b',"crc32":"%08x"}'
 _CHECK_LENGTH = len(_CHECK % 0)
+
+
+class CassetteError(CoreLMError, ValueError):
+    """A cassette cannot be written or read: damaged, made by something else, in use, or there already."""
+
+
+class NotRecordedError(CoreLMError, LookupError):
+    """A cassette does not hold the answer to a call. No engine was asked.
+
+    Attributes:
+        problems: the flat indices of the rows that are not recorded, ascending, each with what is wrong with it.
+    """
+
+    def __init__(self, message: str, *, problems: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.problems = dict(sorted((problems or {}).items()))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(self.problems)
 
 
 class CassetteWriter:
@@ -87,8 +106,10 @@ class CassetteWriter:
         if complete:
             self.append(_LAST)
         with self._mutex:
-            if not self._file.closed:
-                _unlock(self._file)
+            if fcntl is not None and not self._file.closed:
+                # Closing the file does not release it as long as a fork of this process has it open, too.
+                with suppress(OSError):
+                    fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
 
 
@@ -119,39 +140,39 @@ class CassetteReader:
             CassetteError: a line is damaged, and the message names it; or there are none.
         """
         offset = 0
-        try:
-            with self._calls.open("rb") as file:
-                for number, text in enumerate(file, 1):
-                    if text.endswith(b"\n"):
-                        self._offsets.append(offset)
-                        offset += len(text)
-                        yield number, self._parsed(text[:-1], number)
-        except OSError as error:
-            raise CassetteError(f"cassette {self.path}: {CALLS} cannot be read: {described(error)}") from error
+        with self._opened() as file:
+            for number, text in enumerate(file, 1):
+                if text.endswith(b"\n"):
+                    self._offsets.append(offset)
+                    offset += len(text)
+                    yield number, self._parsed(text[:-1], number)
 
     def read(self, number: int) -> dict[str, Any]:
         """Return the record of a line, which `records` has yielded."""
+        with self._opened() as file:
+            file.seek(self._offsets[number - 1])
+            return self._parsed(file.readline()[:-1], number)
+
+    @contextmanager
+    def _opened(self) -> Iterator[io.BufferedReader]:
         try:
             with self._calls.open("rb") as file:
-                file.seek(self._offsets[number - 1])
-                return self._parsed(file.readline()[:-1], number)
+                yield file
         except OSError as error:
             raise CassetteError(f"cassette {self.path}: {CALLS} cannot be read: {described(error)}") from error
 
     def _parsed(self, text: bytes, number: int) -> dict[str, Any]:
-        where = f"line {number}"
+        damaged = f"cassette {self.path}: line {number} of {CALLS} is damaged"
         try:
             record = json.loads(text)
             if not isinstance(record, dict):
                 raise ValueError(f"expected an object, got {shown(record)}")
         except (ValueError, RecursionError) as error:
-            raise CassetteError(
-                f"cassette {self.path}: {where} of {CALLS} is damaged: {described(error)}; record again"
-            ) from error
+            raise CassetteError(f"{damaged}: {described(error)}; record again") from error
         if "crc32" in record and text[-_CHECK_LENGTH:] != _CHECK % zlib.crc32(text[:-_CHECK_LENGTH]):
             raise CassetteError(
-                f"cassette {self.path}: {where} of {CALLS} is damaged: it is not what its crc32 was made of. If it was "
-                "edited on purpose, remove its crc32; otherwise record again"
+                f"{damaged}: it is not what its crc32 was made of. If it was edited on purpose, remove its crc32; "
+                "otherwise record again"
             )
         return record
 
@@ -214,24 +235,10 @@ def _refuse_other_folders(path: Path) -> None:
         raise CassetteError(f"cassette {path}: the folder holds something else ({others[0]}); name a new one")
 
 
-def _unlock(file: io.BufferedRandom) -> None:
-    """Release the lock. Closing the file does not, as long as a fork of this process has it open, too."""
-    if fcntl is not None:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
-
-
 def _drop_torn_line(file: io.BufferedRandom) -> None:
     """Remove what a recorder that died has left of its last line."""
-    size, end = file.seek(0, os.SEEK_END), 0
-    position = size
-    while position and not end:
-        start = max(0, position - 65536)
-        file.seek(start)
-        end = start + file.read(position - start).rfind(b"\n") + 1
-        end, position = (0 if end == start else end), start
-    if end != size:
-        file.truncate(end)
+    file.seek(0)
+    file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
 
 def _lock(file: io.BufferedRandom, path: Path) -> None:
@@ -246,5 +253,4 @@ def _lock(file: io.BufferedRandom, path: Path) -> None:
         ) from None
     except OSError:
         # Some network file systems do not support locks.
-        with suppress(OSError):
-            file.seek(0, os.SEEK_END)
+        return

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from corelm.errors import InvalidRequestError
-from corelm_testing.cassette.errors import CassetteError
+from corelm_testing.cassette.file import CassetteError, is_complete
 
 if TYPE_CHECKING:
     import pytest
@@ -103,7 +103,6 @@ class Cassettes:
             CoreLMError: see `get_backend`.
         """
         from corelm import get_backend
-        from corelm_testing.cassette.file import is_complete
         from corelm_testing.cassette.recorder import CassetteRecorder
 
         path = self.folder / (str(len(self._opened)) if label is None else label)

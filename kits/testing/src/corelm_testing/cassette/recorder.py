@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ from corelm._version import __version__
 from corelm.backend.call_log import place
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError, is_interrupt
 from corelm.spec import (
+    Capabilities,
     CloseRequest,
     GenerateRequest,
     GenerateResult,
@@ -23,17 +25,28 @@ from corelm.spec import (
     WeightUpdate,
     hookimpl,
 )
-from corelm.validate import invalid, one_of
+from corelm.validate import invalid, one_of, shown
 from corelm_engine_kit.listening import replaced
-from corelm_testing.cassette.content import ContentPlayer
-from corelm_testing.cassette.errors import CassetteError, NotRecordedError
-from corelm_testing.cassette.file import CassetteReader, CassetteWriter, is_cassette, read_header
-from corelm_testing.cassette.header import header_of, refuse_other_engine
-from corelm_testing.cassette.index import CassetteIndex
-from corelm_testing.cassette.playing import answer
-from corelm_testing.cassette.records import chunk_json, error_json, request_json, result_json
-from corelm_testing.cassette.tokenizer import save_tokenizer
-from corelm_testing.cassette.weights import TensorHashes, WeightsHistory, fingerprint
+from corelm_testing.cassette.file import (
+    CassetteError,
+    CassetteReader,
+    CassetteWriter,
+    NotRecordedError,
+    is_cassette,
+    read_header,
+)
+from corelm_testing.cassette.playing import Player
+from corelm_testing.cassette.records import (
+    TensorHashes,
+    WeightsHistory,
+    as_json,
+    chunk_json,
+    error_json,
+    fingerprint,
+    request_json,
+    result_json,
+)
+from corelm_testing.cassette.tokenizer import save_tokenizer, tokenizer_facts
 
 if TYPE_CHECKING:
     from corelm.backend.engine import OpenEngine
@@ -92,7 +105,7 @@ class CassetteRecorder:
         self._mode, self._save_tokenizer = record_mode, save_tokenizer
         self._writer: CassetteWriter | None = None
         self._engine: OpenEngine | None = None
-        self._known: ContentPlayer | None = None
+        self._known: Player | None = None
         self._tells_weights = False
         self._weights = WeightsHistory()
         self._mutex = threading.Lock()
@@ -118,15 +131,15 @@ class CassetteRecorder:
                 f"cassette {self.path}: there is one already. To replay it, open get_backend('cassette', "
                 f"{os.fspath(self.path)!r}). To replace it, pass {again}'all'); to add to it, {again}'new_episodes')"
             )
-        header = header_of(engine, place(engine.model_name), core=__version__)
+        header = _header(engine)
         extends = old and self._mode == "new_episodes"
         if extends:
-            refuse_other_engine(self.path, read_header(self.path), header)
+            _refuse_other_engine(self.path, read_header(self.path), header)
         writer = CassetteWriter(self.path, replace=not extends)
         try:
             if extends:
-                index = CassetteIndex(CassetteReader(self.path))
-                self._known, self._next = ContentPlayer(self.path, index, explains=False), index.last + 1
+                self._known = Player(CassetteReader(self.path), explains=False)
+                self._next = self._known.calls[-1].number + 1 if self._known.calls else 0
                 self._known.weights = self._weights
             if self._save_tokenizer:
                 save_tokenizer(engine.tokenizer, self.path)
@@ -178,15 +191,12 @@ class CassetteRecorder:
     def _from_cassette(self, hook: str, request: Any) -> Any:
         if self._known is None:
             return None
-        try:
-            played = answer(self._known, hook, request)
-        except NotRecordedError:
-            return None
-        except Exception:
-            self._answered.add(id(request))
-            raise
         self._answered.add(id(request))
-        return played
+        try:
+            return self._known.answer(hook, request)
+        except NotRecordedError:
+            self._answered.discard(id(request))
+            return None
 
     def _recorded(self, hook: str, request: Any) -> _Call:
         """Let the engine answer, and write the call when it has ended."""
@@ -209,49 +219,71 @@ class CassetteRecorder:
                 result = yield
             except BaseException as error:
                 if not (is_interrupt(error) or isinstance(error, GeneratorExit)):
-                    self._ended(request, record, {"error": self._error_json(error, hook)}, heard, hashes, error)
+                    self._ended(request, record, heard, hashes, error=error)
                 raise
-            self._ended(request, record, self._result_json(hook, result), heard, hashes, None)
+            self._ended(request, record, heard, hashes, result)
             return result
 
     def _ended(
         self,
         request: Any,
         record: dict[str, Any],
-        outcome: dict[str, Any],
         heard: list[Any],
         hashes: TensorHashes,
-        error: BaseException | None,
+        result: Any = None,
+        error: BaseException | None = None,
     ) -> None:
         """Write a call that has ended, unless the cassette has answered it."""
         if id(request) in self._answered:
             return
         assert self._writer is not None and self._engine is not None
-        form, refused = record["request"], isinstance(error, (CapabilityError, InvalidRequestError))
+        hook, outcome = record["hook"], dict[str, Any]()
         if isinstance(request, WeightUpdate):
             if request.stream is not None:
-                form["weights"] = hashes.joined
-            if not refused:
+                record["request"]["weights"] = hashes.joined
+            if not isinstance(error, (CapabilityError, InvalidRequestError)):
                 with self._mutex:
-                    self._weights.update(form, failed=error is not None)
+                    self._weights.update(record["request"], failed=error is not None)
+        if error is None:
+            try:
+                outcome["result"] = result_json(hook, result)
+            except (TypeError, ValueError) as fault:
+                # Core refuses it, too, as a fault of the engine.
+                error = EngineError(f"the result of {hook} has no form in a cassette: {fault}", usable=True)
+        if error is not None:
+            outcome["error"] = error_json(error, self._engine.name, hook)
         if heard:
             outcome["stream"] = heard
         if self._tells_weights and isinstance(request, (GenerateRequest, ScoreRequest)):
             outcome["weight_version"] = self._engine.weights.state.label
-        seconds = round(time.time() - record["began"], 6)
-        self._writer.append({**record, "seconds": seconds, **outcome})
+        self._writer.append({**record, "seconds": round(time.time() - record["began"], 6), **outcome})
 
-    def _error_json(self, error: BaseException, hook: str) -> dict[str, Any]:
-        assert self._engine is not None
-        return error_json(error, self._engine.name, hook)
 
-    def _result_json(self, hook: str, result: Any) -> dict[str, Any]:
-        try:
-            return {"result": result_json(hook, result)}
-        except (TypeError, ValueError) as error:
-            # Core refuses it, too, as a fault of the engine.
-            fault = EngineError(f"the result of {hook} has no form in a cassette: {error}", usable=True)
-            return {"error": self._error_json(fault, hook)}
+def _header(engine: OpenEngine) -> dict[str, Any]:
+    """Return the header of a cassette: which engine is recorded, and what it can do."""
+    declared = {each.name: as_json(getattr(engine.capabilities, each.name)) for each in fields(Capabilities)}
+    return {
+        "core": __version__,
+        "backend": engine.name,
+        # Without what may be secret in a URL.
+        "model": place(engine.model_name),
+        "software": engine.software,
+        # The tokenizer's EOS counts for an engine that declares none, and a replay need not have the tokenizer.
+        "capabilities": {**declared, "eos_token_ids": sorted(engine.eos_token_ids), "gradients": False},
+        "tells_weights": engine.implements("weights_state"),
+        "tokenizer": tokenizer_facts(engine.tokenizer),
+    }
+
+
+def _refuse_other_engine(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Refuse to add calls of one engine to the cassette of another. Versions of software may differ."""
+    for name in ("backend", "model", "capabilities"):
+        if old.get(name) != new[name]:
+            was, now = shown(old.get(name)), shown(new[name])
+            raise CassetteError(
+                f"cassette {path}: it was recorded with another engine: {name} {was}, and this one has {now}; record "
+                "it again with record_mode='all', or name another folder"
+            )
 
 
 def _listener(listener: Callable[[TokenChunk], None], heard: list[Any]) -> Callable[[TokenChunk], None]:
