@@ -232,9 +232,22 @@ class Backend:
             BackendTimeoutError: the engine did not answer in time.
             BackendClosedError: the backend was closed.
         """
-        given = locals()
-        del given["self"]
-        return self.run(prepare_generation(self.engine, **given))
+        return self.run(
+            prepare_generation(
+                self.engine,
+                prompts,
+                sampling,
+                logprobs=logprobs,
+                seeds=seeds,
+                request_ids=request_ids,
+                timeout=timeout,
+                on_error=on_error,
+                adapter=adapter,
+                return_support=return_support,
+                top_logprobs=top_logprobs,
+                continue_from=continue_from,
+            )
+        )
 
     def submit_generate(
         self, prompts: Any, sampling: SamplingParams | Mapping[str, Any] | None = None, **options: Any
@@ -295,9 +308,25 @@ class Backend:
             CapabilityError: the engine cannot score, or cannot score like this.
             EngineError, BackendTimeoutError, BackendClosedError: as for `generate`.
         """
-        given = locals()
-        del given["self"]
-        return self.run(prepare_scoring(self.engine, **given))
+        return self.run(
+            prepare_scoring(
+                self.engine,
+                sequences,
+                temperature=temperature,
+                score_from=score_from,
+                return_logits=return_logits,
+                return_argmax=return_argmax,
+                grad=grad,
+                device=device,
+                request_ids=request_ids,
+                timeout=timeout,
+                on_error=on_error,
+                adapter=adapter,
+                support=support,
+                top_k=top_k,
+                top_ids=top_ids,
+            )
+        )
 
     def submit_score_logprobs(self, sequences: Any, **options: Any) -> Future[ScoreResult]:
         """Start `score_logprobs`, with the same arguments, and return its future; see `submit_generate`."""
