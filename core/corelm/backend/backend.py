@@ -21,7 +21,7 @@ from corelm.backend.given_weights import NewAdapter, NewWeights, checked_name, s
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.errors import CoreLMError, EngineError, brief
-from corelm.rendering.encoding import decoded
+from corelm.spec.answer_text import decoded
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import (
     SLEEP_LEVELS,

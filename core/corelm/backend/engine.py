@@ -503,8 +503,11 @@ class OpenEngine:
                 raise
             raise told from error
 
-    def convert(self, hook: Literal["tokenize", "to_containers"], request: Any) -> Any:
+    def convert(self, hook: Literal["tokenize", "to_containers"], request: Any, own: Hook | None = None) -> Any:
         """Return what one of these hooks makes of a request. Core's own are plain functions, and take no turn.
+
+        Args:
+            own: core's function for this hook, if the caller has imported it.
 
         Raises:
             CoreLMError: as for `call`.
@@ -514,7 +517,7 @@ class OpenEngine:
             return self.call(Call(hook, request))
         self.require_open()
         try:
-            result = self.hooks[hook](request)
+            result = (own or self.hooks[hook])(request)
             return CHECKS[hook](result, request, self.capabilities) if hook in CHECKS else result
         except WrongResult as wrong:
             raise self.fault(hook)(str(wrong)) from None

@@ -15,7 +15,8 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -41,11 +42,13 @@ from corelm.errors import (
 )
 from corelm.policy.chats import final_turns, render_chats, tools_of
 from corelm.policy.options import PolicyOptions
-from corelm.policy.rows import InputRows
 from corelm.rendering.encoding import NO_COMPLETION, NO_PROMPT, encode_completions
-from corelm.spec.message import Message
-from corelm.spec.records import Columns, TokenizeResult
+from corelm.spec.capabilities import Capabilities
+from corelm.spec.message import Chat, Message
+from corelm.spec.records import Columns, Parts, TokenizeRequest, TokenizeResult
+from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged, as_mask, is_integer, unreadable
+from corelm.tensors.token_sets import TokenSets
 from corelm.validate import as_list, invalid, read_once
 
 Part = Literal["prompt", "full"]
@@ -70,6 +73,112 @@ _UNCLEAR = (
 _REPEAT = "give each response a prompt, in a batch of the same shape: repeat the prompt for every one of its responses"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InputRows:
+    """The rows that were read, one per prompt or sequence, in C order of `batch_size`.
+
+    Attributes:
+        batch_size: the shape of the batch.
+        ids: the prompts, or the whole sequences.
+        texts: the texts that were tokenized; None where tokens were read.
+        chats: the conversations that were rendered; None where no history was read.
+        begun: for each conversation the assistant turn at its end that the answer continues, with its ids, or
+            None; None where no answer continues a turn.
+        tools: for each conversation its own tools, or None; None where no conversation has any.
+        assistant: bool, as long as `ids`: tokens that the assistant said; None where this is not known.
+        prompt_lengths: int64[rows], if the input tells prompt and response apart.
+        columns: the dense layout that the sequences came in.
+        retokenized: whether sampled turns of a row were rendered from their text and so lost their ids; None
+            where this cannot happen.
+        only_response: whether the input is prompts and their completions, of which only the completions are scored.
+        parts: the texts of prompts and completions, if such were read.
+        problems: rows that could not be read, which are empty, and rows that have nothing to score; and why.
+        support: the ids over which the score of each token is normalised, on the CPU; an empty set, and None for all
+            tokens, stand for the whole vocabulary.
+        conflicts: rows whose ids differ from the `Tokens` in the TensorDict, and how; None if it holds no `Tokens`.
+        there: the containers in the TensorDict that scores join, by name.
+    """
+
+    batch_size: tuple[int, ...]
+    ids: Ragged
+    texts: tuple[str, ...] | None = None
+    chats: tuple[Chat, ...] | None = None
+    begun: tuple[Message | None, ...] | None = None
+    tools: tuple[Any, ...] | None = None
+    assistant: Ragged | None = None
+    prompt_lengths: Tensor | None = None
+    columns: Columns | None = None
+    retokenized: tuple[bool, ...] | None = None
+    only_response: bool = False
+    parts: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    problems: Mapping[int, str] = field(default_factory=dict)
+    support: TokenSets | None = None
+    conflicts: Problems | None = None
+    there: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> Parts[Ragged]:
+        """The ids, split into prompt and response if the input tells them apart."""
+        if self.prompt_lengths is None:
+            return Parts(None, None, self.ids)
+        return Parts(self.ids.slice(stop=self.prompt_lengths), self.ids.slice(self.prompt_lengths), self.ids)
+
+    @property
+    def continued(self) -> Ragged | None:
+        """The ids whose text each answer continues, empty where it is a new message; None where all are."""
+        if self.chats is None:
+            return self.ids
+        if self.begun is None:
+            return None
+        begun = torch.tensor([turn is not None for turn in self.begun], dtype=torch.int64)
+        return self.ids.slice(stop=self.ids.lengths * begun)
+
+    def repeat(self, n: int) -> InputRows:
+        """Return every prompt `n` times, under a new last batch dimension."""
+        found: dict[str, Any] = {}
+        for name in ("texts", "chats", "begun", "tools", "retokenized"):
+            if (values := getattr(self, name)) is not None:
+                found[name] = tuple([value for value in values for _ in range(n)])
+        if self.assistant is not None:
+            found["assistant"] = self.assistant.repeat(n)
+        return replace(self, batch_size=(*self.batch_size, n), ids=self.ids.repeat(n), **found)
+
+
+def room_for_prompts(sampling: SamplingParams, capabilities: Capabilities) -> int | None:
+    """Return how many tokens a prompt may have; None if the engine names no limit.
+
+    Raises:
+        InvalidRequestError: the answer alone fills the context.
+    """
+    context = capabilities.max_context
+    if context is None:
+        return None
+    room = context - (sampling.max_new_tokens or 1)
+    if room < 1:
+        raise invalid(
+            "max_new_tokens",
+            f"{sampling.max_new_tokens} tokens leave no room for a prompt in a context of {context}; lower it",
+        )
+    return room
+
+
+def last_tokens(ids: Ragged, limit: int | None) -> Ragged:
+    """Return the last `limit` tokens of every row; all tokens if `limit` is None."""
+    return ids if limit is None else ids.slice(ids.lengths - limit)
+
+
+def truncate_left(rows: InputRows, limit: int | None, backend: Backend) -> InputRows:
+    """Keep the last `limit` tokens of every prompt. The text of a prompt that was cut is decoded again."""
+    if limit is None or not bool((cut := rows.ids.lengths > limit).any()):
+        return rows
+    ids, texts = last_tokens(rows.ids, limit), rows.texts
+    if texts is not None:
+        decoded = iter(backend.detokenize(ids.select(cut.nonzero().flatten()), skip_special_tokens=False))
+        texts = tuple(next(decoded) if was else text for was, text in zip(cut.tolist(), texts, strict=True))
+    assistant = None if rows.assistant is None else last_tokens(rows.assistant, limit)
+    return replace(rows, ids=ids, texts=texts, assistant=assistant)
+
+
 def find_value(td: TensorDictBase, key: NestedKey) -> Any:
     """Return the value at the key, or None. Bare rows of different lengths, stacked lazily, come back as a list."""
     if key not in td.keys(include_nested=True):
@@ -85,10 +194,20 @@ class InputReader:
 
     Attributes:
         keys: by part, the key that is read, for example ``("history", "prompt")``.
+        rows: returns the prompts or the whole sequences of a TensorDict, as token ids on the CPU. Of its arguments
+            ``(td, part, backend, want_assistant)``, `part` is "prompt" to generate and "full" to score, and
+            `want_assistant` says whether the mask of the assistant's tokens is needed. A row that cannot be read is
+            left empty and added to `problems` if such rows are skipped.
+
+    Raises, like `sequences`:
+        MissingKeyError: the TensorDict lacks the key.
+        InvalidRequestError: the value is not what this mode reads, or is text that cannot be encoded.
+        TemplateError: a conversation cannot be rendered.
     """
 
     def __init__(self, options: PolicyOptions) -> None:
         self._options, mode = options, options.input_mode
+        self.rows = {"history": self._chats, "text": self._texts, "tokens": self._tokens}[mode]
         #: Whether the container's own key is read, and the key of the container, or of the bare value.
         self._own_key = options.input_key is None
         self._top = key_parts(getattr(options.keys, mode) if options.input_key is None else options.input_key)
@@ -102,31 +221,15 @@ class InputReader:
         self._tokenizing = {"add_special_tokens": True, **options.tokenizer_kwargs}
         self._skips = options.on_error == "skip"
 
-    def read(self, td: TensorDictBase, part: Part, backend: Backend, *, want_assistant: bool = True) -> InputRows:
-        """Return the prompts or the whole sequences of `td`, as token ids on the CPU.
+    def sequences(self, td: TensorDictBase, backend: Backend, want_assistant: bool) -> InputRows:
+        """Return the whole sequences of `td`.
 
-        Sequences may also be in `td` as `Tokens`, next to what is read. If the ids are equal, or a text was
-        sampled as those ids, the sequences keep the ids, the layout and the split of those tokens, so that
-        two scorings of one batch line up; if not, `conflicts` says where. A row that cannot be read is left
-        empty and added to `problems` if such rows are skipped.
-
-        Args:
-            part: "prompt" to generate, "full" to score.
-            want_assistant: whether the mask of the assistant's tokens is needed.
-
-        Raises:
-            MissingKeyError: `td` lacks the key.
-            InvalidRequestError: the value is not what this mode reads, or is text that cannot be encoded.
-            TemplateError: a conversation cannot be rendered.
+        They may also be in `td` as `Tokens`, next to what is read. If the ids are equal, or a text was sampled as those
+        ids, the sequences keep the ids, the layout and the split of those tokens, so that two scorings of one batch
+        line up; if not, `conflicts` says where.
         """
-        mode = self._options.input_mode
-        if mode == "tokens":
-            rows = self._tokens(td, part, backend)
-        elif mode == "history":
-            rows = self._chats(td, part, backend, want_assistant)
-        else:
-            rows = self._texts(td, part, backend)
-        if part == "prompt" or (mode == "tokens" and self._own_key):
+        rows = self.rows(td, "full", backend, want_assistant)
+        if self._options.input_mode == "tokens" and self._own_key:
             return rows
         return self._joining_tokens(td, rows, backend)
 
@@ -195,7 +298,7 @@ class InputReader:
 
     # Texts -----------------------------------------------------------------------------------------------------------
 
-    def _texts(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
+    def _texts(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
         held, name = find_value(td, self._top), self._names[part]
         fields = {*held.keys()} if isinstance(held, (Text, TensorDictBase)) else set()
         if part == "full" and "full" not in fields and fields >= {"prompt", "response"}:
@@ -212,18 +315,14 @@ class InputReader:
                 raise invalid(name, f"{len(texts)} texts do not fill a batch of shape {shape}")
         if td.batch_dims and tuple(td.batch_size) != shape:
             raise _other_batch(td, shape, name)
-        if not (problems := not_texts(texts)):
-            ids = _with_one_bos(backend, backend.tokenize(texts, **self._tokenizing)).ids
-            return InputRows(batch_size=shape, ids=ids, texts=tuple(texts))
-        self._refuse_unless_skipped(problems, name)
-        read = ServedRows.without(problems, len(texts))
-        good = [text for row, text in enumerate(texts) if row not in problems]
-        return InputRows(
-            batch_size=shape,
-            ids=read.ragged(_with_one_bos(backend, backend.tokenize(good, **self._tokenizing)).ids),
-            texts=read.values(good, ""),
-            problems=problems,
-        )
+        if problems := not_texts(texts):
+            self._refuse_unless_skipped(problems, name)
+            read = ServedRows.without(problems, len(texts))
+            texts = [text for row, text in enumerate(texts) if row not in problems]
+        ids, good = _tokenized(backend, texts, **self._tokenizing).ids, tuple(texts)
+        if problems:
+            ids, good = read.ragged(ids), read.values(texts, "")
+        return InputRows(batch_size=shape, ids=ids, texts=good, problems=problems)
 
     def _completions(self, td: TensorDictBase, held: Any, backend: Backend) -> InputRows:
         """Return the rows of prompts and responses.
@@ -231,7 +330,7 @@ class InputReader:
         Responses may have more batch dimensions than prompts: each prompt then has several responses.
         """
         name = ".".join((*self._top, "response"))
-        (prompts, outer), (responses, shape) = (_leaves(_field(held, part)) for part in ("prompt", "response"))
+        (prompts, outer), (responses, shape) = _leaves(_field(held, "prompt")), _leaves(_field(held, "response"))
         if 0 in held.batch_size:
             outer = shape = tuple(held.batch_size)
         if any(isinstance(one, list) for one in responses):
@@ -246,11 +345,7 @@ class InputReader:
         read = ServedRows.without(problems, len(responses))
         number = read.index.tolist()
         first, rest = ([texts[row] for row in number] for texts in (prompts, responses))
-        boundary = self._options.completion_boundary
-
-        def tokenize(texts: Sequence[str], **options: Any) -> TokenizeResult:
-            return _with_one_bos(backend, backend.tokenize(texts, **options))
-
+        tokenize, boundary = partial(_tokenized, backend), self._options.completion_boundary
         encoded = encode_completions(tokenize, first, rest, boundary, self._tokenizing)
         problems |= {number[row]: what for row, what in encoded.problems.items()}
         self._refuse_unless_skipped(problems, name)
@@ -276,7 +371,7 @@ class InputReader:
 
     # Tokens ----------------------------------------------------------------------------------------------------------
 
-    def _tokens(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
+    def _tokens(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
         holder, top, name, own_key = td, self._top, self._names[part], self._own_key
         held = find_value(td, top)
         plain = isinstance(held, TensorDictBase)
@@ -305,12 +400,19 @@ class InputReader:
                 f"the TensorDict has no {given!r}, which attention_mask_key names; it has: {list_keys(holder)}",
                 field="attention_mask_key",
             )
-        if mask_key is None and not (has_masks and own_key):
+        # In the plain TensorDict that holds the ids, or next to it. The name may begin as that of the ids does:
+        # ``chosen_attention_mask`` for ``chosen_input_ids``.
+        *path, own = top
+        stem = own.removesuffix("input_ids") if own.endswith("input_ids") else own.removesuffix("ids")
+        near: list[Key] = [(*top, "attention_mask")] if plain else []
+        near += [(*path, f"{stem}attention_mask")] if stem not in (own, "") else []
+        near = list(filter(holder.keys(include_nested=True).__contains__, [*near, (*path, "attention_mask")]))
+        if near and mask_key is None and not (has_masks and own_key):
             whole = cells.ids
             if part == "prompt" and "full" in fields:
                 whole = _cells(find_value(held, "full") if plain else held, "full", name).ids
             unsure = _UNCLEAR if {"response", "full"} <= fields else _NO_PADS if cells.in_rows and not plain else None
-            mask_key, misfit = _mask_next_to(holder, top, whole.lengths.tolist(), plain, unsure)
+            mask_key, misfit = _mask_among(near, holder, top, whole.lengths.tolist(), unsure)
             if misfit is not None and not has_masks:
                 if fields:
                     raise InvalidRequestError(
@@ -392,7 +494,7 @@ class InputReader:
             return False
         if [one + other for one, other in zip(prompts, responses, strict=True)] != [read.texts[row] for row in rows]:
             return False
-        again = _with_one_bos(backend, backend.tokenize(prompts, **self._tokenizing)).ids
+        again = _tokenized(backend, prompts, **self._tokenizing).ids
         if _differing(parts.prompt.select(rows), again):
             return False
         assert parts.response is not None
@@ -470,8 +572,14 @@ def _leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
     return [leaf for flat, _ in parts for leaf in flat], (len(value), *(shapes.pop() if shapes else ()))
 
 
-def _with_one_bos(backend: Backend, batch: TokenizeResult) -> TokenizeResult:
-    """Drop the second BOS of texts that begin with one themselves, as rendered prompts and `text.full` do."""
+def _tokenized(backend: Backend, texts: Sequence[str], **options: Any) -> TokenizeResult:
+    """Tokenize texts. One that begins with BOS itself, as rendered prompts and `text.full` do, does not get a second.
+
+    Args:
+        texts: they can be encoded.
+        options: fields of the `TokenizeRequest`.
+    """
+    batch: TokenizeResult = backend.engine.convert("tokenize", TokenizeRequest(texts=tuple(texts), **options))
     bos = getattr(backend.engine.tokenizer, "bos_token_id", None)
     if bos is None:
         return batch
@@ -481,12 +589,7 @@ def _with_one_bos(backend: Backend, batch: TokenizeResult) -> TokenizeResult:
     starts = batch.ids.offsets[:-1]
     long = (lengths > 1).nonzero()[:, 0]
     twice = long[(values[starts[long]] == bos) & (values[starts[long] + 1] == bos)]
-    drop = torch.zeros_like(lengths)
-    drop[twice] = 1
-    kept = torch.ones_like(values, dtype=torch.bool)
-    kept[starts[twice]] = False
-    offsets = None if batch.offsets is None else batch.offsets[kept]
-    return replace(batch, ids=batch.ids.slice(drop, lengths), offsets=offsets)
+    return replace(batch, ids=batch.ids.slice(torch.zeros_like(lengths).index_fill(0, twice, 1)))
 
 
 def _differing(there: Ragged, ours: Ragged) -> Problems:
@@ -701,29 +804,22 @@ def input_ids_of(td: TensorDictBase, top: Key, value: Any, part: str) -> tuple[T
     return (td, ("input_ids",)) if value is None and "input_ids" in td.keys() else None
 
 
-def _mask_next_to(
-    td: TensorDictBase, top: Key, lengths: list[int], plain: bool, unsure: str | None
+def _mask_among(
+    keys: Sequence[Key], td: TensorDictBase, top: Key, lengths: list[int], unsure: str | None
 ) -> tuple[Key | None, Key | None]:
-    """Return the key of the `attention_mask` that belongs to the ids under the key `top`, and that of one that may.
+    """Return the key of the mask that belongs to the ids under the key `top`, and that of one that may.
 
-    It is in the plain TensorDict that holds the ids, or next to `top`. Its name may begin as that of the ids does:
-    ``chosen_attention_mask`` for ``chosen_input_ids``. A mask of another shape belongs to the `input_ids` next to it if
-    it has theirs.
+    A mask of another shape belongs to the `input_ids` next to it if it has theirs.
 
     Args:
         lengths: those of the rows of ids, with their pads.
-        plain: whether a plain TensorDict holds the ids.
         unsure: why no mask may be applied; None if one may.
 
     Raises:
         InvalidRequestError: no mask may be applied, and one would hide tokens.
     """
-    *path, own = top
-    stem = own.removesuffix("input_ids") if own.endswith("input_ids") else own.removesuffix("ids")
-    near = [(*top, "attention_mask")] if plain else []
-    near += [(*path, f"{stem}attention_mask")] if stem not in (own, "") else []
-    present, misfit = td.keys(include_nested=True), None
-    for key in filter(present.__contains__, [*near, (*path, "attention_mask")]):
+    misfit = None
+    for key in keys:
         given, name = find_value(td, key), ".".join(key)
         found = _lengths(given, torch.bool)
         other = (*key[:-1], "input_ids")
