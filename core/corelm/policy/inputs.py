@@ -194,7 +194,7 @@ class InputReader:
 
     Attributes:
         keys: by part, the key that is read, for example ``("history", "prompt")``.
-        rows: returns the prompts or the whole sequences of a TensorDict, as token ids on the CPU. Of its arguments
+        read: returns the prompts or the whole sequences of a TensorDict, as token ids on the CPU. Of its arguments
             ``(td, part, backend, want_assistant)``, `part` is "prompt" to generate and "full" to score, and
             `want_assistant` says whether the mask of the assistant's tokens is needed. A row that cannot be read is
             left empty and added to `problems` if such rows are skipped.
@@ -207,7 +207,7 @@ class InputReader:
 
     def __init__(self, options: PolicyOptions) -> None:
         self._options, mode = options, options.input_mode
-        self.rows = {"history": self._chats, "text": self._texts, "tokens": self._tokens}[mode]
+        self.read = {"history": self._chats, "text": self._texts, "tokens": self._tokens}[mode]
         #: Whether the container's own key is read, and the key of the container, or of the bare value.
         self._own_key = options.input_key is None
         self._top = key_parts(getattr(options.keys, mode) if options.input_key is None else options.input_key)
@@ -228,7 +228,7 @@ class InputReader:
         ids, the sequences keep the ids, the layout and the split of those tokens, so that two scorings of one batch
         line up; if not, `conflicts` says where.
         """
-        rows = self.rows(td, "full", backend, want_assistant)
+        rows = self.read(td, "full", backend, want_assistant)
         if self._options.input_mode == "tokens" and self._own_key:
             return rows
         return self._joining_tokens(td, rows, backend)

@@ -262,7 +262,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             raise validate.invalid("seed", "scoring samples nothing; leave the seed out")
         want_assistant = "masks" in options.fields
         if options.generate:
-            rows = self._reader.rows(td, "prompt", backend, want_assistant)
+            rows = self._reader.read(td, "prompt", backend, want_assistant)
         else:
             rows = self._reader.sequences(td, backend, want_assistant)
         if there := must_have_room(td, rows, options):
