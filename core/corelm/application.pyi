@@ -38,11 +38,11 @@ from .containers.turns import SampledPart as SampledPart
 from .containers.turns import disagreement as disagreement
 from .containers.turns import provenance_of_parts as provenance_of_parts
 from .opening import OpenOne as OpenOne
-from .policy.chats import final_turns as final_turns
-from .policy.chats import render_chats as render_chats
 from .policy.inputs import InputRows as InputRows
+from .policy.inputs import final_turns as final_turns
 from .policy.inputs import find_value as find_value
 from .policy.inputs import last_tokens as last_tokens
+from .policy.inputs import render_chats as render_chats
 from .policy.inputs import room_for_prompts as room_for_prompts
 from .policy.outputs import AnswerReader as AnswerReader
 from .policy.outputs import whole_texts as whole_texts

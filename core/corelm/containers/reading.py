@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,10 +76,10 @@ def find_entry(td: TensorDictBase, key: NestedKey, first: TensorDictBase | None 
     Raises:
         MissingKeyError: none of them has the key.
     """
-    for holder in [*([] if first is None else [first]), next_or_root(td), td]:
-        if key in holder.keys(include_nested=True):
+    for holder in (first, next_or_root(td), td):
+        if holder is not None and key in holder.keys(include_nested=True):
             return holder.get(key), holder
-    shown = key_parts(key)[0] if len(key_parts(key)) == 1 else key
+    shown = key[0] if isinstance(key, tuple) and len(key) == 1 else key
     raise MissingKeyError(f"the TensorDict has no {shown!r}; it has: {list_keys(td)}", field=str(shown))
 
 
@@ -115,8 +116,10 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         values, attention = getattr(container, name), getattr(td.get(masks, None), "all_attention_mask", None)
     except InvalidRequestError:  # a stack of both layouts, or dense rows of different widths
         # `td` may have fewer batch dimensions than the container, or none.
-        held = {tuple(path): container, **({masks: td.get(masks)} if td.get(masks, None) is not None else {})}
-        parts = [ragged(row, key, masks=masks) for row in rows(TensorDict(held, batch_size=container.batch_size))]
+        held = TensorDict({tuple(path): container}, batch_size=container.batch_size)
+        if (mask := td.get(masks, None)) is not None:
+            held.set(masks, mask)
+        parts = [ragged(row, key, masks=masks) for row in rows(held)]
         values = of_one_width([part.values for part in parts], key)
         return Ragged.cat([part.with_values(one) for part, one in zip(parts, values, strict=True)])
     mask = values >= 0 if name == SETS else _attention_columns(values, attention, name, masks)
@@ -234,12 +237,11 @@ def scan(td: TensorDictBase) -> tuple[dict[Path, Any], TensorDict]:
             held.set(path, value)
     for path, value in found.items():
         masks = held.get(masks_of(held, path), None) if path[-1] == "argmax" else None
-        if not isinstance(masks, Masks) or not (isinstance(value, list) or dense_mask(masks) is not None):
+        rows_of_ids = value if isinstance(value, list) else [value]
+        if not isinstance(masks, Masks) or not all(isinstance(one, Tensor) and is_integer(one) for one in rows_of_ids):
             continue
-        ids = all(
-            isinstance(one, Tensor) and is_integer(one) for one in (value if isinstance(value, list) else [value])
-        )
-        if ids and (made := as_per_token(value, masks)) is not None:
+        per_row = isinstance(value, list) or dense_mask(masks) is not None
+        if per_row and (made := as_per_token(value, masks)) is not None:
             found[path] = made
             held.set(path, made)
     return found, held
@@ -267,11 +269,9 @@ def as_per_token(value: Tensor | list[Tensor], beside: Any) -> PerToken | None:
 
 def dense_mask(masks: Any) -> Tensor | None:
     """Return the attention mask of dense `Masks`, ``[*batch, width]``. None if there is not one, or not one tensor."""
-    try:
-        found: Tensor | None = masks.all_attention_mask if isinstance(masks, Masks) and masks.padded else None
-    except InvalidRequestError:
-        return None
-    return found
+    with suppress(InvalidRequestError):
+        return masks.all_attention_mask if isinstance(masks, Masks) and masks.padded else None
+    return None
 
 
 def _entry(td: TensorDictBase, name: str) -> Any:
@@ -378,17 +378,13 @@ class TokenColumns:
 
 def token_ids(td: TensorDictBase, path: Path) -> tuple[Ragged, Tensor | None]:
     """Return the ids of the `Tokens` at `path`, on the CPU, and the lengths of the prompts if the rows are split."""
-    held, masks = td.get(path), masks_of(td, path)
-    parts = {
-        name: ragged(td, (*path, name), masks=masks).to("cpu")
-        for name in ("prompt", "response", "full")
-        if name in held.keys()
-    }
-    if not parts:
-        raise InvalidRequestError(f"{'.'.join(path)} holds no ids", field=".".join(path))
+    masks, names = masks_of(td, path), {"prompt", "response", "full"} & {*td.get(path).keys()}
+    parts = {name: ragged(td, (*path, name), masks=masks).to("cpu") for name in names}
     prompt, response, full = (parts.get(name) for name in ("prompt", "response", "full"))
-    if full is None:
-        full = prompt.join(response) if prompt is not None and response is not None else next(iter(parts.values()))
     if len(parts) == 1:
-        return full, None
-    return full, prompt.lengths if prompt is not None else full.lengths - parts["response"].lengths
+        return next(iter(parts.values())), None
+    if prompt is not None and response is not None:
+        return prompt.join(response) if full is None else full, prompt.lengths
+    if full is None:
+        raise InvalidRequestError(f"{'.'.join(path)} holds no ids", field=".".join(path))
+    return full, full.lengths - parts["response"].lengths if prompt is None else prompt.lengths

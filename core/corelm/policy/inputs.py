@@ -25,7 +25,7 @@ from torch import Tensor
 
 from corelm.backend.arguments import not_texts, refuse_pads, rows_of_ids
 from corelm.backend.backend import Backend
-from corelm.backend.skipping import ServedRows
+from corelm.backend.skipping import ServedRows, renumbered
 from corelm.containers.classes import Masks, Text, Tokens, is_padded, ragged_rows, read_rows
 from corelm.containers.classes import rows as rows_of
 from corelm.containers.history import ChatHistory, History
@@ -40,19 +40,20 @@ from corelm.errors import (
     level_of_caller,
     refuse,
 )
-from corelm.policy.chats import final_turns, render_chats, tools_of
 from corelm.policy.options import PolicyOptions
 from corelm.rendering.encoding import NO_COMPLETION, NO_PROMPT, encode_completions
+from corelm.rendering.render import RenderedChats, render
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.message import Chat, Message
 from corelm.spec.records import Columns, Parts, TokenizeRequest, TokenizeResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.ragged import Ragged, as_mask, is_integer, unreadable
 from corelm.tensors.token_sets import TokenSets
-from corelm.validate import as_list, invalid, read_once
+from corelm.validate import as_list, invalid, read_once, shown
 
 Part = Literal["prompt", "full"]
 Key = tuple[str, ...]
+Tools = list[Any] | None
 #: How each mode's input is passed.
 PASSED = {"history": "history=History.from_chats(…)", "text": "text=[…]", "tokens": "tokens=[…]"}
 #: What to do about pads without a mask; follows "…, pads would be read as tokens; ".
@@ -255,43 +256,30 @@ class InputReader:
             self._refuse_unless_skipped(bad, name)
             problems = bad | problems
             begun = begun if any(begun) else None
-        rendered = None
-        while rendered is None:
-            served = [row for row in range(len(chats)) if row not in problems] if problems else range(len(chats))
-            try:
-                rendered = render_chats(
-                    backend,
-                    [chats[row] for row in served] if problems else chats,
-                    None if tools is None else [tools[row] for row in served],
-                    None if begun is None else [begun[row] for row in served],
-                    prompt=part == "prompt",
-                    prefer_tokens=options.prefer_tokens,
-                    template_kwargs=options.template_kwargs,
-                    chat_template=options.chat_template,
-                    want_assistant=want_assistant,
-                )
-            except (InvalidRequestError, TemplateError) as error:
-                if not self._skips or not error.problems:
-                    raise
-                # Conversations are refused for several reasons, each with an error of its own.
-                problems |= {served[row]: what for row, what in error.problems.items()}
-        ids, texts, assistant = rendered.ids, rendered.texts, rendered.assistant
-        if problems:
-            read = ServedRows.without(problems, len(chats))
-            ids, texts = read.ragged(ids), read.values(texts, "")
-            assistant = None if assistant is None else read.ragged(assistant)
+        rendered = render_chats(
+            backend,
+            chats,
+            tools,
+            begun,
+            prompt=part == "prompt",
+            problems=problems if self._skips else None,
+            prefer_tokens=options.prefer_tokens,
+            template_kwargs=options.template_kwargs,
+            chat_template=options.chat_template,
+            want_assistant=want_assistant,
+        )
         retokenized = None
         if not options.prefer_tokens:
             sampled = [any(turn.token_ids is not None for turn in chat) for chat in chats]
             retokenized = tuple(some and row not in problems for row, some in enumerate(sampled))
         return InputRows(
             batch_size=shape,
-            ids=ids,
-            texts=texts,
+            ids=rendered.ids,
+            texts=rendered.texts,
             chats=chats,
             begun=None if begun is None else tuple(begun),
             tools=None if tools is None else tuple(tools),
-            assistant=assistant,
+            assistant=rendered.assistant,
             retokenized=retokenized,
             problems=problems,
         )
@@ -537,6 +525,145 @@ class InputReader:
                 field=name,
             )
         return found
+
+
+# Conversations -------------------------------------------------------------------------------------------------------
+
+
+def tools_of(given: Any, field: str, shape: tuple[int, ...]) -> tuple[list[Tools], Problems]:
+    """Return the tools of each conversation, flat, and the rows whose tools cannot be read.
+
+    Raises:
+        InvalidRequestError: there is not one list of tools, or None, for each conversation.
+    """
+
+    def flat(one: Any, sizes: tuple[int, ...]) -> list[Any]:
+        if not sizes:
+            return [one]
+        one = as_list(one)
+        shared = isinstance(one, list) and one and all(isinstance(each, Mapping) or callable(each) for each in one)
+        if shared or not isinstance(one, list) or len(one) != sizes[0]:
+            raise invalid(
+                field,
+                f"expected a list of tools, or None, for each of the {shape} conversations, got {shown(one)}. Tools of "
+                "all conversations are given as template_kwargs={'tools': […]}; tools_key=None reads none",
+            )
+        return [leaf for part in one for leaf in flat(part, sizes[1:])]
+
+    found = [as_list(one) for one in flat(given, shape)]
+    problems: Problems = {}
+    for row, one in enumerate(found):
+        if one is not None and not (isinstance(one, list) and all(isinstance(each, Mapping) for each in one)):
+            problems[row] = (
+                f"expected a list of dicts or None, got {shown(one)}; json.loads reads JSON, and "
+                "transformers.utils.get_json_schema describes a function"
+            )
+    # Tensordict's own lists are not JSON, and some templates write tools as JSON.
+    good = [None if one is None or row in problems else [dict(each) for each in one] for row, one in enumerate(found)]
+    return good, problems
+
+
+#: Why a prompt that ends with an assistant turn is refused unless that turn is to be continued.
+_ENDED = (
+    "the conversation ends with an assistant turn; give the policy continue_final_message=True to continue that turn, "
+    "None to sample a new one after it, or add the turn that the next answer replies to"
+)
+
+
+def final_turns(
+    chats: Sequence[Chat], continues: bool, eos_ids: Collection[int] | None, ended: str = _ENDED
+) -> tuple[list[Message | None], Problems]:
+    """Return the assistant turn that ends each prompt, or None, and the prompts that cannot be answered.
+
+    Args:
+        continues: whether the answer continues such a turn. If not, a prompt that has one is refused.
+        ended: what is said about it.
+        eos_ids: what the ids of a sampled turn may end with, to be left out; None leaves out the ids.
+    """
+    begun: list[Message | None] = []
+    problems: Problems = {}
+    for row, chat in enumerate(chats):
+        last = chat[-1] if chat and chat[-1].role == "assistant" else None
+        if last is not None and not continues:
+            problems[row], last = ended, None
+        if last is not None and (last.content is None or last.tool_calls):
+            problems[row] = "its last turn calls tools or has no text, so it cannot be continued; remove that turn"
+            last = None
+        if last is not None:
+            ids = None if eos_ids is None else last.token_ids
+            while ids and eos_ids and ids[-1] in eos_ids:
+                ids = ids[:-1]
+            last = replace(last, token_ids=ids)
+        begun.append(last)
+    return begun, problems
+
+
+def render_chats(
+    backend: Backend,
+    chats: Sequence[Chat],
+    tools: Sequence[Tools] | None = None,
+    begun: Sequence[Message | None] | None = None,
+    *,
+    prompt: bool,
+    template_kwargs: Mapping[str, Any],
+    problems: Problems | None = None,
+    **options: Any,
+) -> RenderedChats:
+    """Render conversations, as many at a time as are rendered in the same way.
+
+    Args:
+        tools: the tools of each conversation; None if no conversation has its own.
+        begun: for each conversation the turn that the answer continues, as `final_turns` returned it, or None.
+        prompt: whether the assistant's next turn, or the rest of its last one, is to be sampled.
+        problems: conversations that are left empty. Those that cannot be rendered are added; None refuses them.
+        options: the other arguments of `render`.
+
+    Raises:
+        InvalidRequestError, TemplateError: those of `render`; rows are numbered as in `chats`.
+    """
+    engine = backend.engine
+    options |= {"tokenizer": engine.tokenizer, "tokenize": backend.tokenize, "eos_ids": engine.eos_token_ids}
+    if tools is None and begun is None and problems is None:
+        return render(chats, add_generation_prompt=prompt, template_kwargs=template_kwargs, **options)
+    tools, begun = tools or [None] * len(chats), begun or [None] * len(chats)
+    groups: dict[tuple[bool, str], list[int]] = {} if chats else {(False, ""): []}
+    for row, own in enumerate(tools):
+        groups.setdefault((begun[row] is not None, "" if own is None else repr(own)), []).append(row)
+    parts, places = list[RenderedChats](), list[int]()
+    for (continues, _), group in groups.items():
+        own = tools[group[0]] if group else None
+        rows: list[int] | None = None
+        while rows is None:
+            rows = [row for row in group if row not in (problems or ())]
+            some = [(*chats[row][:-1], begun[row]) if continues else chats[row] for row in rows]
+            try:
+                made = render(
+                    some,  # type: ignore[arg-type]  # where the answers continue turns, each row has begun one
+                    add_generation_prompt=prompt and not continues,
+                    continue_final_message=continues,
+                    template_kwargs=template_kwargs if own is None else {**template_kwargs, "tools": own},
+                    **options,
+                )
+            except (InvalidRequestError, TemplateError) as error:
+                if problems is None or not error.problems:
+                    raise renumbered(error, torch.tensor(rows)) from error
+                # Conversations are refused for several reasons, each with an error of its own.
+                problems |= {rows[at]: what for at, what in error.problems.items()}
+                rows = None
+        parts.append(made)
+        places += rows
+    read = ServedRows.without(problems or (), len(chats))
+    order = sorted(range(len(places)), key=places.__getitem__)
+    texts = [text for part in parts for text in part.texts]
+    masks = [part.assistant for part in parts if part.assistant is not None]
+    return RenderedChats(
+        ids=read.ragged(Ragged.cat([part.ids for part in parts]).select(order)),
+        assistant=read.ragged(Ragged.cat(masks).select(order)) if len(masks) == len(parts) else None,
+        texts=read.values([texts[at] for at in order], ""),
+    )
+
+
+# Values --------------------------------------------------------------------------------------------------------------
 
 
 def _wrong(name: str, expected: str, value: Any) -> InvalidRequestError:

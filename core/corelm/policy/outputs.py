@@ -129,11 +129,7 @@ def _refuse_stale(td: TensorDictBase, options: PolicyOptions, new: str, *others:
 
 
 def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict[str, Any]:
-    """Return the containers that scores in place join, by name.
-
-    Raises:
-        InvalidRequestError: other tokens, log-probs, or values of other kinds would be replaced.
-    """
+    """Return the containers that scores in place join, by name, and refuse to replace what is there."""
     joins = not options.overwrite or rows.conflicts == {}
     if rows.conflicts and options.overwrite:
         _refuse_stale(td, options, "scores of other tokens", options.keys.tokens, options.keys.masks)
@@ -149,14 +145,10 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
         )
     found: dict[str, Any] = {}
     for name in _CONTAINERS:
-        there = find_value(td, getattr(options.keys, name))
+        there, read = find_value(td, getattr(options.keys, name)), _reads(name, options)
         if there is None:
             continue
-        read = name == options.input_mode and options.input_key is None
-        # Containers that are read, or belong to the tokens that are there, say the same.
-        same = isinstance(there, _CONTAINERS[name]) and name != "log_probs" and (read or rows.conflicts == {})
-        looked_at = name in options.fields and not options.overwrite and not same
-        if looked_at and not _kept(name, there, rows, read):
+        if name in options.fields and not options.overwrite and not _kept(name, there, rows, read):
             elsewhere = 'log_probs_key="ref_log_probs"' if name == "log_probs" else f"keys=Keys({name}=…)"
             leave_out = "" if name == "log_probs" else f" or return_{name}=False"
             kind = "list" if isinstance(there, list) else type(there).__name__
@@ -186,8 +178,8 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
 def _kept(name: str, there: Any, rows: InputRows, read: bool) -> bool:
     """Return whether scoring in place keeps a container that is there, or would write the same.
 
-    The ids decide, if there are any: the text of an answer lacks the special tokens and the stop string that its ids
-    have.
+    The container that is read, and those of the tokens that are there, say the same, whatever their texts: that of an
+    answer lacks the special tokens and the stop string that its ids have.
     """
     if name == "log_probs":
         return False
@@ -200,14 +192,13 @@ def _kept(name: str, there: Any, rows: InputRows, read: bool) -> bool:
         return set(there.keys()) <= written
     if read or not isinstance(there, _CONTAINERS[name]):
         return read
-    if rows.conflicts is not None or name == "tokens":
+    if rows.conflicts is not None:
         return True
     if name == "masks":
         return _fit(there, rows)
     if "full" not in there.keys():
         return True
-    same: bool = there.full.chats == rows.chats if name == "history" else tuple(flat(there.full)) == rows.texts
-    return same
+    return bool(there.full.chats == rows.chats if name == "history" else tuple(flat(there.full)) == rows.texts)
 
 
 def _fit(masks: Masks, rows: InputRows) -> bool:
@@ -583,10 +574,10 @@ def lacking(rows: InputRows, options: PolicyOptions) -> dict[str, set[str]]:
 def deliver(
     td: TensorDictBase,
     rows: InputRows,
-    result: GenerateResult | ScoreResult,
     options: PolicyOptions,
     reader: AnswerReader,
     backend: Backend,
+    result: GenerateResult | ScoreResult,
 ) -> TensorDictBase:
     """Return the result of a call as containers under the policy's keys, where `inplace` says."""
     where, keys = options.writes_in_place, options.keys

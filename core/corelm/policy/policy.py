@@ -122,11 +122,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     # Calling it ------------------------------------------------------------------------------------------------------
 
     def forward(
-        self,
-        tensordict: TensorDictBase,
-        *,
-        seed: int | None = None,
-        timeout: float | None = None,
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
         """Generate or score.
 
@@ -149,15 +145,11 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         if torch.is_inference_mode_enabled():
             with no_inference_mode():
                 return self.forward(tensordict, seed=seed, timeout=timeout)
-        rows, call = self._prepare(tensordict, seed, timeout)
-        return deliver(tensordict, rows, self.backend.run(call), self.options, self._answers, self.backend)
+        call, finish = self._prepare(tensordict, seed, timeout)
+        return finish(self.backend.run(call))
 
     async def aforward(
-        self,
-        tensordict: TensorDictBase,
-        *,
-        seed: int | None = None,
-        timeout: float | None = None,
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
         """Generate or score as `forward` does, without ever blocking the event loop.
 
@@ -169,9 +161,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
                 the call would wait for itself.
         """
         self.backend.require_outside("aforward")
-        rows, call = await asyncio.to_thread(self._prepare, tensordict, seed, timeout)
-        result = await asyncio.wrap_future(self.backend.submit(call))
-        return await asyncio.to_thread(deliver, tensordict, rows, result, self.options, self._answers, self.backend)
+        call, finish = await asyncio.to_thread(self._prepare, tensordict, seed, timeout)
+        return await asyncio.to_thread(finish, await asyncio.wrap_future(self.backend.submit(call)))
 
     @no_inference_mode()
     def resume(
@@ -198,8 +189,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         """
         if not self.options.generate:
             raise validate.invalid("generate", "only answers can go on, and this policy scores")
-        rows, call = self._prepare(tensordict, seed, timeout, continue_from=continue_from)
-        return deliver(tensordict, rows, self.backend.run(call), self.options, self._answers, self.backend)
+        call, finish = self._prepare(tensordict, seed, timeout, continue_from=continue_from)
+        return finish(self.backend.run(call))
 
     def stream(
         self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
@@ -236,9 +227,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     ) -> tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], TensorDictBase]]:
         if not self.options.generate:
             raise validate.invalid("generate", "only answers can be streamed, and this policy scores; call it instead")
-        rows, call = self._prepare(tensordict, seed, timeout, listener)
-        write = partial(deliver, tensordict, rows, options=self.options, reader=self._answers, backend=self.backend)
-        return call, no_inference_mode()(write)
+        call, finish = self._prepare(tensordict, seed, timeout, listener)
+        return call, no_inference_mode()(finish)
 
     def _prepare(
         self,
@@ -247,17 +237,16 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         timeout: float | None,
         on_tokens: Listener | None = None,
         continue_from: TensorDictBase | None = None,
-    ) -> tuple[InputRows, PreparedCall[Any]]:
-        """Return the rows that were read and the call. One whose results would have nowhere to go is refused here."""
+    ) -> tuple[PreparedCall[Any], Callable[[Any], TensorDictBase]]:
+        """Return the call, and what makes its result the policy's. One whose results have nowhere to go is refused."""
         options, backend, engine = self.options, self.backend, self.backend.engine
         # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
         engine.require_open()
         if not isinstance(td, TensorDictBase):
-            kind, call = type(td).__name__, PASSED[options.input_mode]
+            kind, given = type(td).__name__, PASSED[options.input_mode]
             if isinstance(td, Mapping) and "input_ids" in td:
-                names = [name for name in ("input_ids", "attention_mask") if name in td]
-                call = ", ".join(f"{name}=batch[{name!r}]" for name in names)
-            raise validate.invalid("tensordict", f"expected a TensorDict, got {kind}; pass TensorDict({call})")
+                given = ", ".join(f"{name}=batch[{name!r}]" for name in ("input_ids", "attention_mask") if name in td)
+            raise validate.invalid("tensordict", f"expected a TensorDict, got {kind}; pass TensorDict({given})")
         if seed is not None and not options.generate:
             raise validate.invalid("seed", "scoring samples nothing; leave the seed out")
         want_assistant = "masks" in options.fields
@@ -270,13 +259,14 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         if not options.generate:
             if options.support_key is not None:
                 rows = with_support(td, rows, options, self._temperature)
-            return rows, self._scoring(rows, return_argmax=options.return_argmax, top_k=options.top_k, timeout=timeout)
+            call = self._scoring(rows, return_argmax=options.return_argmax, top_k=options.top_k, timeout=timeout)
+            return call, partial(deliver, td, rows, options, self._answers, backend)
         sampling = options.sampling if seed is None else SamplingParams.make(options.sampling, seed=seed)
         if rows.chats is not None and self._answers.parser is not None:
             sampling = self._answers.sampling(sampling)
         if options.truncation == "left":
             rows = truncate_left(rows, room_for_prompts(sampling, engine.capabilities), backend)
-        return rows, prepare_generation(
+        answers = prepare_generation(
             engine,
             rows.ids,
             sampling,
@@ -292,6 +282,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             on_tokens=on_tokens,
             new_turn=rows.chats is not None,
         )
+        return answers, partial(deliver, td, rows, options, self._answers, backend)
 
     # Scores ----------------------------------------------------------------------------------------------------------
 
