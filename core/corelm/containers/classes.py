@@ -616,7 +616,7 @@ def _complete(fields: dict[str, Ragged]) -> None:
     """Add `full`, the prompt followed by the response, and refuse rows in which the fields do not fit each other."""
     prompt, response, full = (fields.get(name) for name in ("prompt", "response", "full"))
     if response is None and full is not None and prompt is not None:
-        response = full.slice(prompt.lengths, full.lengths)
+        response = full.slice(prompt.lengths)
     if prompt is not None and response is not None:
         joined = fields["full"] = prompt.join(response)
         if full is not None:

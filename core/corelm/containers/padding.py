@@ -111,9 +111,7 @@ def collate(
 
     Args:
         rows: TensorDicts of the same batch size with the same keys; a TensorDict is taken as it is.
-        pad_output: as in `repad`.
-        pad_id: as in `repad`.
-        per_token: as in `repad`.
+        pad_output, pad_id, per_token: as in `repad`.
 
     Raises:
         InvalidRequestError: there are no rows, or a row has other keys or another batch size than the first;
@@ -197,11 +195,11 @@ class _Layout:
         prompt, response = lengths.get("prompt"), lengths.get("response", lengths.get("marked"))
         whole = lengths.get("full", lengths.get("all_attention_mask"))
         if whole is None:
-            if prompt is None and response is None:
+            both = [part for part in (prompt, response) if part is not None]
+            if not both:
                 name = ".".join(next(iter(here)))
                 raise InvalidRequestError(f"{name} has no field that says how long its rows are", field=name)
-            both = [part for part in (prompt, response) if part is not None]
-            whole = both[0] + both[1] if len(both) > 1 else both[0]
+            whole = torch.stack(both).sum(0)
         if prompt is None and response is not None:
             prompt = whole - response
         parts: Parts[Ragged] = Parts(None, None, _marks(whole))

@@ -26,7 +26,7 @@ from torch import Tensor
 from corelm.backend.arguments import not_texts, refuse_pads, rows_of_ids
 from corelm.backend.backend import Backend
 from corelm.backend.skipping import ServedRows, renumbered
-from corelm.containers.classes import Masks, Text, Tokens, is_padded, ragged_rows, read_rows
+from corelm.containers.classes import Masks, Text, Tokens, is_padded, must_have_lengths, ragged_rows, read_rows
 from corelm.containers.classes import rows as rows_of
 from corelm.containers.history import ChatHistory, History
 from corelm.containers.reading import key_parts, list_keys
@@ -195,15 +195,9 @@ class InputReader:
 
     Attributes:
         keys: by part, the key that is read, for example ``("history", "prompt")``.
-        read: returns the prompts or the whole sequences of a TensorDict, as token ids on the CPU. Of its arguments
-            ``(td, part, backend, want_assistant)``, `part` is "prompt" to generate and "full" to score, and
-            `want_assistant` says whether the mask of the assistant's tokens is needed. A row that cannot be read is
-            left empty and added to `problems` if such rows are skipped.
-
-    Raises, like `sequences`:
-        MissingKeyError: the TensorDict lacks the key.
-        InvalidRequestError: the value is not what this mode reads, or is text that cannot be encoded.
-        TemplateError: a conversation cannot be rendered.
+        read: a function of a TensorDict, the part ("prompt" to generate, "full" to score), the backend, and whether
+            the mask of the assistant's tokens is needed. It returns rows of ids on the CPU, and raises the errors of
+            `LLMPolicy.forward`. A row that cannot be read is left empty and added to `problems` if such are skipped.
     """
 
     def __init__(self, options: PolicyOptions) -> None:
@@ -215,7 +209,6 @@ class InputReader:
         self.keys: dict[str, tuple[str, ...]] = {
             part: (*self._top, part) if self._own_key else self._top for part in ("prompt", "full")
         }
-        self._names = {part: ".".join(key) for part, key in self.keys.items()}
         self._tokens_key, self._masks_key = key_parts(options.keys.tokens), key_parts(options.keys.masks)
         given = options.attention_mask_key
         self._given_mask = None if given is None else key_parts(given)
@@ -237,7 +230,7 @@ class InputReader:
     # Conversations ---------------------------------------------------------------------------------------------------
 
     def _chats(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
-        options, name = self._options, self._names[part]
+        options, name = self._options, ".".join(self.keys[part])
         history = self._value(td, find_value(td, self._top), part, name, bare=History)
         if not isinstance(history, History):
             raise _wrong(name, "a History (see History.from_chats)", history)
@@ -287,7 +280,7 @@ class InputReader:
     # Texts -----------------------------------------------------------------------------------------------------------
 
     def _texts(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
-        held, name = find_value(td, self._top), self._names[part]
+        held, name = find_value(td, self._top), ".".join(self.keys[part])
         fields = {*held.keys()} if isinstance(held, (Text, TensorDictBase)) else set()
         if part == "full" and "full" not in fields and fields >= {"prompt", "response"}:
             return self._completions(td, held, backend)
@@ -360,7 +353,7 @@ class InputReader:
     # Tokens ----------------------------------------------------------------------------------------------------------
 
     def _tokens(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
-        holder, top, name, own_key = td, self._top, self._names[part], self._own_key
+        holder, top, name, own_key = td, self._top, ".".join(self.keys[part]), self._own_key
         held = find_value(td, top)
         plain = isinstance(held, TensorDictBase)
         fields = {*held.keys()} if plain or isinstance(held, Tokens) else set()
@@ -856,8 +849,8 @@ def read_ids(
     if mask is not None:
         if container is not None and part == "prompt" and len(mask) == len(ids):
             # The mask may be that of prompt and response.
-            mask = mask.slice(torch.zeros_like(ids.lengths), torch.minimum(mask.lengths, ids.lengths))
-        _must_be_as_long(ids, mask, at_fault)
+            mask = mask.slice(stop=ids.lengths)
+        must_have_lengths(mask.lengths, ids.lengths, at_fault)
     width, lengths, prompt_width = cells.width, None, None
     if container is not None and part == "full" and "prompt" in container.keys():
         if cells.in_rows:
@@ -874,7 +867,7 @@ def read_ids(
         columns = Columns(marks.reshape(-1 if width else len(ids), width), prompt_width)
     if said is not None and not torch.equal(said.lengths, ids.lengths):
         if container is not None:
-            _must_be_as_long(ids, said, "masks.all_assistant_mask")
+            must_have_lengths(said.lengths, ids.lengths, "masks.all_assistant_mask")
         said = None
     return InputRows(
         batch_size=cells.shape,
@@ -900,17 +893,6 @@ def _mask_rows(held: Any, name: str, field: str | None = None, in_rows: bool = F
     return read_rows(value, torch.bool, name)[0].to("cpu")
 
 
-def _must_be_as_long(cells: Ragged, mask: Ragged, name: str) -> None:
-    """Refuse a mask whose rows are not as long as those of the ids."""
-    if torch.equal(cells.lengths, mask.lengths):
-        return
-    lengths = zip(cells.lengths.tolist(), mask.lengths.tolist(), strict=False)
-    problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
-    if len(mask) != len(cells):
-        problems = {len(mask): "no mask"} if len(mask) < len(cells) else {len(cells): "a mask, but no tokens"}
-    refuse(problems, name)
-
-
 def _select(values: Ragged, mask: Ragged) -> Ragged:
     """Return the values where a mask of the same lengths is True."""
     return Ragged(values.values[mask.values], mask.sums())
@@ -925,9 +907,8 @@ def input_ids_of(td: TensorDictBase, top: Key, value: Any, part: str) -> tuple[T
         return (td, (*top, "input_ids")) if part not in value.keys() and "input_ids" in value.keys() else None
     if isinstance(value, Mapping) and "input_ids" in value:
         # tensordict holds a BatchEncoding as one object.
-        return TensorDict({name: value[name] for name in ("input_ids", "attention_mask") if name in value}), (
-            "input_ids",
-        )
+        batch = {name: value[name] for name in ("input_ids", "attention_mask") if name in value}
+        return TensorDict(batch), ("input_ids",)
     return (td, ("input_ids",)) if value is None and "input_ids" in td.keys() else None
 
 

@@ -409,12 +409,12 @@ class AnswerReader:
             return turns, {}
         if isinstance(parser, NamedParser):
             # Some formats have special tokens for marks. The EOS is not part of what was said.
-            texts, typed = _whole_turns(rows, batch, sampling, backend, parser)
-            prefixes = _before_turns(rows, asked, backend)
+            texts, typed = whole_texts(batch, sampling, backend, parser, rows.continued)
+            whole = _turns(rows, texts, without_eos(batch, backend))
             own = [self.tools if each is None else each for each in rows.tools or (None,) * len(turns)]
             parse: list[Callable[[], Message | Mapping[str, Any]]] = [
-                partial(parser.parse, text, prefix=prefix, tools=tools, typed=typed)
-                for text, prefix, tools in zip(texts, prefixes, own, strict=True)
+                partial(parser.parse, turn.content or "", prefix=prefix, tools=tools, typed=typed)
+                for turn, prefix, tools in zip(whole, _before_turns(rows, asked, backend), own, strict=True)
             ]
         else:
             parse = [partial(parser, turn.content or "") for turn in turns]
@@ -448,8 +448,7 @@ def _turns(rows: InputRows, said: Sequence[str], batch: GenerateResult) -> tuple
 def without_eos(batch: GenerateResult, backend: Backend) -> GenerateResult:
     """Return ids, to be decoded, of answers without the EOS at their end, and nothing of their texts."""
     ended = [bool(ids) and ids[-1] in backend.eos_token_ids for ids in batch.ids.tolist()]
-    lengths = batch.ids.lengths
-    ids = batch.ids.slice(torch.zeros_like(lengths), lengths - torch.tensor(ended, dtype=lengths.dtype))
+    ids = batch.ids.slice(stop=batch.ids.lengths - torch.tensor(ended, dtype=torch.int64))
     return replace(batch, ids=ids, texts=None)
 
 
@@ -473,8 +472,7 @@ def whole_texts(
     specials = special_tokens(backend.tokenizer)
     longest_first = sorted(filter(None, specials.values()), key=len, reverse=True)
     special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-    everything = "".join(said)
-    mark = next(each for each in map(chr, _NONCHARACTERS) if each not in everything)
+    mark = next(each for each in map(chr, _NONCHARACTERS) if each not in "".join(said))
     typed = ""
     for row, ids in enumerate(batch.ids.tolist()):
         left = len(said[row])  # without a stop string
@@ -494,15 +492,6 @@ def whole_texts(
                 parts.append("" if is_special and text in parser.specials else text)
         said[row] = "".join(parts)
     return tuple(said), typed
-
-
-def _whole_turns(
-    rows: InputRows, batch: GenerateResult, sampling: SamplingParams, backend: Backend, parser: NamedParser
-) -> tuple[tuple[str, ...], str]:
-    """Return the texts of whole turns, those that answers continue included, as `whole_texts` has them."""
-    said, typed = whole_texts(batch, sampling, backend, parser, rows.continued)
-    turns = _turns(rows, said, without_eos(batch, backend))
-    return tuple(turn.content or "" for turn in turns), typed
 
 
 def _before_turns(rows: InputRows, asked: tuple[str, ...], backend: Backend) -> tuple[str, ...]:
@@ -638,7 +627,7 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
         raise MissingKeyError("continue_from: it has no finish_reason, as answers do", field=name)
     sampled = SampledRows.read(found, name, name, tokens=keys.tokens, log_probs=keys.log_probs, masks=keys.masks)
     start, stop = sampled.prompt_lengths, sampled.full.lengths
-    prompts = sampled.full.slice(torch.zeros_like(start), start)
+    prompts = sampled.full.slice(stop=start)
     wanted = rows.ids.repeat(options.num_samples or 1)
     if len(prompts) != len(wanted):
         raise invalid(name, f"has {len(prompts)} answers, but the policy is asked for {len(wanted)}")

@@ -108,7 +108,7 @@ def encode_completions(
     starts_of = [prompt.rstrip() for prompt in prompts] if joint else list(prompts)
     place = {text: number for number, text in enumerate(dict.fromkeys(starts_of))}
     alone = tokenize(list(place), **options).ids
-    alone = alone.slice(torch.zeros_like(alone.lengths), (alone.lengths - _ending(tokenize, options)).clamp_min(0))
+    alone = alone.slice(stop=(alone.lengths - _ending(tokenize, options)).clamp_min(0))
     first = alone.select(torch.tensor([place[text] for text in starts_of], dtype=torch.int64))
     if joint:
         ids = tokenize([prompt + rest for prompt, rest in zip(prompts, completions, strict=True)], **options).ids
@@ -123,8 +123,7 @@ def encode_completions(
             problems[row] = f"prompt and completion together have {length} tokens, and the prompt alone has {start}"
             if completions[row].strip():
                 problems[row] += "; they merge into one token, so begin the completion with a space"
-    before = ids.slice(torch.zeros_like(starts), starts)
-    pairs = zip(before.tolist(), first.tolist(), strict=True) if joint else ()
+    pairs = zip(ids.slice(stop=starts).tolist(), first.tolist(), strict=True) if joint else ()
     merged = tuple(row for row, (one, other) in enumerate(pairs) if one != other and row not in problems)
     return EncodedCompletions(ids, starts, problems, merged)
 
