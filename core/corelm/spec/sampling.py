@@ -189,8 +189,11 @@ class SamplingParams:
     @cached_property
     def declared(self) -> Mapping[str, Any]:
         """The parameters that an engine must declare to be given them: not at their default, and not left to core."""
-        values = {name: getattr(self, name) for name in FIELDS if name not in EVERY_ENGINE}
-        return {name: value for name, value in values.items() if value != getattr(_NEUTRAL, name)}
+        found = {}
+        for name in FIELDS:
+            if name not in EVERY_ENGINE and getattr(self, name) != getattr(_NEUTRAL, name):
+                found[name] = getattr(self, name)
+        return found
 
     def engine_parameters(self) -> dict[str, Any]:
         """Return the parameters that an engine must declare to be given them, in a dict of the caller's own."""
