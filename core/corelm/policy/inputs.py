@@ -619,14 +619,15 @@ def render_chats(
     if tools is None and begun is None and problems is None:
         return render(chats, add_generation_prompt=prompt, template_kwargs=template_kwargs, **options)
     tools, begun = tools or [None] * len(chats), begun or [None] * len(chats)
-    groups: dict[tuple[bool, str], list[int]] = {} if chats else {(False, ""): []}
+    groups: dict[tuple[bool, str], list[int]] = {}
     for row, own in enumerate(tools):
-        groups.setdefault((begun[row] is not None, "" if own is None else repr(own)), []).append(row)
+        if row not in (problems or ()):
+            groups.setdefault((begun[row] is not None, "" if own is None else repr(own)), []).append(row)
     parts, places = list[RenderedChats](), list[int]()
-    for (continues, _), group in groups.items():
+    for (continues, _), group in (groups or {(False, ""): []}).items():
         own = tools[group[0]] if group else None
-        rows: list[int] | None = None
-        while rows is None:
+        made: RenderedChats | None = None
+        while made is None:
             rows = [row for row in group if row not in (problems or ())]
             some = [(*chats[row][:-1], begun[row]) if continues else chats[row] for row in rows]
             try:
@@ -642,7 +643,6 @@ def render_chats(
                     raise renumbered(error, torch.tensor(rows)) from error
                 # Conversations are refused for several reasons, each with an error of its own.
                 problems |= {rows[at]: what for at, what in error.problems.items()}
-                rows = None
         parts.append(made)
         places += rows
     read = ServedRows.without(problems or (), len(chats))
