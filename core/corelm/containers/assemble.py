@@ -17,11 +17,11 @@ from torch import Tensor
 
 from corelm.containers.classes import COUNTS, NO_ID, SETS, LogProbs, Masks, PerToken, Text, Tokens, must_have_lengths
 from corelm.containers.history import ChatHistory, History
-from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
 from corelm.tensors.lazy_rows import Field, Shape, lazy_rows, non_tensors
 from corelm.tensors.ragged import Ragged, is_integer
+from corelm.validate import invalid
 
 #: The fields of a request with one value, or k of them, per token, which go into `log_probs` next to the
 #: numbers, and what they are called there.
@@ -194,7 +194,7 @@ def _check(request: ContainerRequest) -> None:
     data = {"tokens": tokens, "masks": tokens, "text": request.texts, "history": request.chats, "log_probs": scored}
     for name in sorted(request.fields):
         if data.get(name) is None:
-            raise InvalidRequestError(f"{name!r} is in fields, but the request has no data for it", field=name)
+            raise invalid(name, "it is in fields, but the request has no data for it")
     given = dict(zip(_PER_ROW, attrgetter(*_PER_ROW)(request), strict=True))
     for name, parts in (("tokens", tokens), ("texts", request.texts), ("chats", request.chats)):
         for part in ("prompt", "response", "full"):
@@ -202,9 +202,7 @@ def _check(request: ContainerRequest) -> None:
             given[f"{name}.{part}"] = values.lengths if isinstance(values, Ragged) else values
     for name, values in given.items():
         if values is not None and not isinstance(values, Provenance) and len(values) != count:
-            raise InvalidRequestError(
-                f"{name} has {len(values)} rows, but a batch of {tuple(request.batch_size)} has {count}", field=name
-            )
+            raise invalid(name, f"has {len(values)} rows, but a batch of {tuple(request.batch_size)} has {count}")
     lengths: dict[str, Tensor] = {}
     for name in _PER_TOKEN:
         if (rows := getattr(request, name)) is not None:

@@ -315,7 +315,7 @@ def must_have_lengths(found: Tensor, wanted: Tensor, name: str, of: str = "token
     if torch.equal(found, wanted):
         return
     if len(found) != len(wanted):
-        raise InvalidRequestError(f"{name}: has {len(found)} rows, but the tokens have {len(wanted)}", field=name)
+        raise invalid(name, f"has {len(found)} rows, but the tokens have {len(wanted)}")
     differ = (found != wanted).nonzero().flatten().tolist()
     refuse({row: f"{int(found[row])} values for {int(wanted[row])} {of}" for row in differ}, name)
 
@@ -358,9 +358,7 @@ def _set_rows(container: Any, name: str, value: Any) -> Any:
     targets = [] if is_padded(container) else rows(container._tensordict)
     if len(values) != len(targets):
         expected = f"{len(targets)} tensors, one per row" if targets else "one dense tensor, as the container is padded"
-        raise InvalidRequestError(
-            f"{type(container).__name__}.{name}: expected {expected}; got a list of {len(values)}", field=name
-        )
+        raise invalid(name, f"expected {expected}; got a list of {len(values)}")
     for target, row in zip(targets, values, strict=True):
         target.set(name, row)
     return container
@@ -415,8 +413,7 @@ class Tokens(TensorClass["nocast"]):
         Raises:
             InvalidRequestError: a row is malformed, or the fields do not fit each other; `rows` are the rows at fault.
         """
-        given = {"prompt": prompt, "response": response, "full": full}
-        return container_of_rows(cls, torch.int64, given)
+        return container_of_rows(cls, torch.int64, {"prompt": prompt, "response": response, "full": full})
 
 
 @field_readers(tensors, padded=is_padded)

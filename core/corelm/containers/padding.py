@@ -23,7 +23,6 @@ from corelm.containers.reading import (
     ragged,
     scan,
 )
-from corelm.errors import InvalidRequestError
 from corelm.spec.records import Columns, Parts
 from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid
@@ -82,10 +81,10 @@ def repad(
     for path, value in found.items():
         if isinstance(value, list):
             name = ".".join(path)
-            raise InvalidRequestError(
-                f"{name}: its rows have different shapes, so they do not form one tensor. Pass per_token=[{name!r}] if "
-                f"it has one value per token; else leave it out: td.exclude({name!r})",
-                field=name,
+            raise invalid(
+                name,
+                f"its rows have different shapes, so they do not form one tensor. Pass per_token=[{name!r}] if it has "
+                f"one value per token; else leave it out: td.exclude({name!r})",
             )
         if path in containers:
             value = _laid_out(held, path, layouts[path[:-1]], pad_output, pad_id)
@@ -198,7 +197,7 @@ class _Layout:
             both = [part for part in (prompt, response) if part is not None]
             if not both:
                 name = ".".join(next(iter(here)))
-                raise InvalidRequestError(f"{name} has no field that says how long its rows are", field=name)
+                raise invalid(name, "it has no field that says how long its rows are")
             whole = torch.stack(both).sum(0)
         if prompt is None and response is not None:
             prompt = whole - response
@@ -261,10 +260,10 @@ def _refuse_unnamed(found: Mapping[Path, Any], layouts: Mapping[Path, _Layout], 
         stays = pad_output and torch.equal(layout.before, layout.columns.mask)
         if value.shape[dims] == layout.before.shape[-1] > 1 and not stays:
             name = ".".join(path)
-            raise InvalidRequestError(
-                f"{name} is as wide as the dense tokens. Pass per_token=[{name!r}] if its columns are theirs, so that "
-                "both stay aligned, or per_token=[] to keep it as it is",
-                field=name,
+            raise invalid(
+                name,
+                f"it is as wide as the dense tokens. Pass per_token=[{name!r}] if its columns are theirs, so that both "
+                "stay aligned, or per_token=[] to keep it as it is",
             )
 
 

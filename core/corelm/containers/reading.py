@@ -42,6 +42,7 @@ from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import flat_source
 from corelm.tensors.ragged import Ragged, as_mask, is_integer
 from corelm.tensors.token_sets import TokenSets
+from corelm.validate import invalid
 
 Path = tuple[str, ...]
 
@@ -104,8 +105,8 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
     container = td.get(tuple(path), None) if path else None
     if not isinstance(container, PER_TOKEN) or name not in container.keys():
         raise InvalidRequestError(
-            f"{key!r} is not a field of a Tokens, Masks, LogProbs or PerToken container in this TensorDict; "
-            f"its keys: {sorted(map(str, td.keys(include_nested=True)))}",
+            f"{key!r} is not a field of a Tokens, Masks, LogProbs or PerToken container in this TensorDict; its keys: "
+            f"{list_keys(td)}",
             field=str(key),
         )
     try:
@@ -137,11 +138,8 @@ def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedK
         if mask.shape == shape:
             return as_mask(mask, str(masks)).to(values.device)
     found = f"a mask of shape {tuple(attention.shape)}" if isinstance(attention, Tensor) else "no dense mask"
-    raise InvalidRequestError(
-        f"the dense field {name!r} of shape {tuple(values.shape)} needs the attention mask of its rows "
-        f"to tell tokens from pads, but {masks!r} holds {found}",
-        field=str(masks),
-    )
+    needs = f"the dense field {name!r} of shape {tuple(values.shape)} needs the attention mask of its rows to tell"
+    raise InvalidRequestError(f"{needs} tokens from pads, but {masks!r} holds {found}", field=str(masks))
 
 
 def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: NestedKey = "masks") -> TokenSets:
@@ -286,13 +284,10 @@ def _entry(td: TensorDictBase, name: str) -> Any:
 
 def must_have_batch(td: TensorDictBase, path: Path, container: Any) -> None:
     """Refuse a container with another batch size than the TensorDict that holds it."""
-    if tuple(container.batch_size) != tuple(td.batch_size):
-        name = ".".join(path)
-        raise InvalidRequestError(
-            f"{name} has batch {tuple(container.batch_size)}, but the TensorDict has {tuple(td.batch_size)}; "
-            f"set td.batch_size = {list(container.batch_size)} first",
-            field=name,
-        )
+    found, wanted = tuple(container.batch_size), tuple(td.batch_size)
+    if found != wanted:
+        what = f"has batch {found}, but the TensorDict has {wanted}; set td.batch_size = {list(found)} first"
+        raise invalid(".".join(path), what)
 
 
 def masks_of(td: TensorDictBase, path: Path) -> Path:

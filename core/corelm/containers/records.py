@@ -26,7 +26,7 @@ from corelm.containers.reading import (
     scan,
     token_ids,
 )
-from corelm.errors import InvalidRequestError, MissingKeyError
+from corelm.errors import MissingKeyError
 from corelm.tensors.ragged import Ragged, unreadable
 
 Columns = dict[str, Sequence[Any]]
@@ -99,8 +99,8 @@ def to_records(
     columns = _index(td)
     for name, values in _row_columns(td).items():
         if name in columns:
-            raise InvalidRequestError(
-                f"two entries give the key {name!r}; rename one first: td.rename_key_({name!r}, 'other')", field=name
+            raise validate.invalid(
+                name, f"two entries give the key {name!r}; rename one: td.rename_key_({name!r}, 'other')"
             )
         columns[name] = values
     return _records(columns)
@@ -210,9 +210,10 @@ def _log_prob_columns(held: TensorDictBase, path: Path, log_probs: LogProbs) -> 
     columns[f"{key}_mean"] = [math.fsum(row) / len(row) if row else None for row in counted]
     if {"prompt", "response", "scored_mask"} <= set(log_probs.keys()) and bool(before.values.any()):
         columns[f"{key}_prompt"] = _scored_only(read("prompt").tolist(), before)
-    labels = [label and label.to_dict() for label in provenance_of_rows(log_probs, len(values))]
+    labels = [{} if label is None else label.to_dict() for label in provenance_of_rows(log_probs, len(values))]
     for attribute in next(filter(None, labels), {}):
-        columns[_named(path, "log_probs", attribute)] = [label and _plain(label[attribute], key) for label in labels]
+        found = [_plain(label.get(attribute), key) for label in labels]
+        columns[_named(path, "log_probs", attribute)] = found
     return columns
 
 
@@ -229,7 +230,7 @@ def _plain_values(td: TensorDictBase, path: Path, value: Any) -> list[Any]:
     name = ".".join(path)
     dims = len(td.batch_size)
     if isinstance(value, Tensor) and (why := unreadable(value)):
-        raise InvalidRequestError(f"{name} is {why}; leave it out: td.exclude({name!r})", field=name)
+        raise validate.invalid(name, f"it is {why}; leave it out: td.exclude({name!r})")
     if isinstance(value, list):
         return [_plain(row, name) for row in value]
     if is_non_tensor(value):
@@ -257,10 +258,8 @@ def _plain(value: Any, name: str) -> Any:
         return [_plain(one, name) for one in value]
     if hasattr(value, "__array__") and hasattr(value, "tolist"):
         return _plain(value.tolist(), name)
-    raise InvalidRequestError(
-        f"{name} holds a {type(value).__name__}, which is not plain data; leave it out: td.exclude({name!r})",
-        field=name,
-    )
+    kind = type(value).__name__
+    raise validate.invalid(name, f"it holds a {kind}, which is not plain data; leave it out: td.exclude({name!r})")
 
 
 # By token ------------------------------------------------------------------------------------------------------------
