@@ -154,10 +154,9 @@ def as_stored(container: Any, name: str) -> Any:
 
 
 def is_padded(container: Any, name: str = "padded") -> bool:
-    """Return whether the rows are dense. Without rows, as they were stored. No rows are made for that.
+    """Return whether the rows are dense; without rows, as they were stored. Refuse some that are and some that are not.
 
-    Raises:
-        InvalidRequestError: some rows are dense and others are not.
+    No rows are made for that.
     """
     kinds, parts = set[bool](), [container._tensordict]
     while parts:
@@ -182,12 +181,9 @@ def is_padded(container: Any, name: str = "padded") -> bool:
 
 
 def tensors(container: Any, name: str) -> Any:
-    """Return the tensor of dense rows, else one tensor per row in lists nested like the batch.
+    """Return the tensor of dense rows, else one tensor per row in lists nested like the batch. None without the field.
 
-    None if the field is absent.
-
-    Raises:
-        InvalidRequestError: dense rows have different widths, or only some rows are dense.
+    Dense rows of different widths are refused, and so is a stack of which only some rows are dense.
     """
     td = container._tensordict
     if name not in td.keys():
@@ -585,10 +581,6 @@ def container_of_rows(
         dtype: of all fields, or of each by name.
         given: what the caller passed for each field; None for nothing.
         objects: Python objects that all rows share, by field.
-
-    Raises:
-        InvalidRequestError: no field is given, a row is malformed, or the fields do not fit each other;
-            `field` names the field, `rows` the rows at fault.
     """
     fields: dict[str, Ragged] = {}
     shapes: dict[str, Shape] = {}

@@ -228,11 +228,7 @@ def _layouts(held: TensorDictBase, containers: Mapping[Path, Any]) -> dict[Path,
 
 
 def _laid_out(held: TensorDictBase, path: Path, layout: _Layout, pad_output: bool, pad_id: int) -> Any:
-    """Return the container at `path` in the layout asked for. A dense `PerToken` is returned as a plain tensor.
-
-    Raises:
-        InvalidRequestError: rows do not have the lengths of the tokens.
-    """
+    """Return the container at `path` in the layout asked for. A dense `PerToken` is returned as a plain tensor."""
     given, shape, masks = held.get(path), tuple(held.batch_size), masks_of(held, path)
     fields: dict[str, Any] = {}
     for name in given.keys():

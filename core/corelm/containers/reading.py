@@ -224,9 +224,6 @@ def scan(td: TensorDictBase) -> tuple[dict[Path, Any], TensorDict]:
     """Return every entry by its path, as `entries` does, and a TensorDict of the containers with a value per token.
 
     A dense `argmax` that is laid out like the masks is a `PerToken` in both, which it is in rows.
-
-    Raises:
-        InvalidRequestError: such a container has another batch size than `td`.
     """
     found, held = dict(entries(td)), TensorDict({}, batch_size=td.batch_size)
     for path, value in found.items():
@@ -323,11 +320,7 @@ class TokenColumns:
 
     @classmethod
     def of(cls, td: TensorDictBase) -> TokenColumns | None:
-        """Read the `Tokens` of `td`, and the containers next to them. None if `td` has no `Tokens`.
-
-        Raises:
-            InvalidRequestError: rows of a container have other lengths than the tokens, or dense tokens have no masks.
-        """
+        """Read the `Tokens` of `td`, and the containers next to them. None if `td` has no `Tokens`."""
         found, held = scan(td)
         paths = [path for path, value in found.items() if isinstance(value, Tokens)]
         if not paths:

@@ -241,11 +241,7 @@ def _plain_values(td: TensorDictBase, path: Path, value: Any) -> list[Any]:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return a value as str, int, float, bool, None, or lists and dicts of them.
-
-    Raises:
-        InvalidRequestError: it is something else; `field` is `name`.
-    """
+    """Return a value as str, int, float, bool, None, or lists and dicts of them, and refuse anything else."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):

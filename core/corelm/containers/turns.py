@@ -164,12 +164,7 @@ class SampledRows:
 
 
 def _common_fields(turns: Sequence[SampledRows]) -> list[str]:
-    """Return the fields that the log-probs of all turns have.
-
-    Raises:
-        MissingKeyError: only some turns have a field.
-        InvalidRequestError: turns have different numbers of the most probable ids.
-    """
+    """Return the fields that the log-probs of all turns have, and refuse those that only some have."""
     names = [name for name in REQUEST_FIELDS if any(name in turn.values for turn in turns)]
     for name in names:
         what = "log_probs" if name == "full" else f"log_probs.{name}"

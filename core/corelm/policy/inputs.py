@@ -524,11 +524,7 @@ class InputReader:
 
 
 def tools_of(given: Any, field: str, shape: tuple[int, ...]) -> tuple[list[Tools], Problems]:
-    """Return the tools of each conversation, flat, and the rows whose tools cannot be read.
-
-    Raises:
-        InvalidRequestError: there is not one list of tools, or None, for each conversation.
-    """
+    """Return the tools of each conversation, flat, and the rows whose tools cannot be read."""
 
     def flat(one: Any, sizes: tuple[int, ...]) -> list[Any]:
         if not sizes:
@@ -813,9 +809,6 @@ def read_ids(
         masks: what is under the key of the masks: `Masks` or a plain TensorDict, or nothing that is read.
         attention: an attention mask that is read instead of theirs; None reads theirs.
         backend: refuses dense ids without a mask that begin or end with its pad id; None looks for no pads.
-
-    Raises:
-        InvalidRequestError: the mask does not fit, or the ids have pads and no mask.
     """
     container, ids = cells.container, cells.ids
     at_fault = name if container is None else mask_name
@@ -921,10 +914,7 @@ def _mask_among(
 
     Args:
         lengths: those of the rows of ids, with their pads.
-        unsure: why no mask may be applied; None if one may.
-
-    Raises:
-        InvalidRequestError: no mask may be applied, and one would hide tokens.
+        unsure: why no mask may be applied, so that one which would hide tokens is refused; None if one may.
     """
     misfit = None
     for key in keys:

@@ -374,14 +374,7 @@ class AnswerReader:
 
     @classmethod
     def of(cls, parser: ResponseParser | str | None, tools: Any, backend: Backend) -> AnswerReader:
-        """Return the reader for a policy's options.
-
-        `tools` are those in the policy's `template_kwargs`, for which anything may have been given.
-
-        Raises:
-            InvalidRequestError: the tokenizer does not say how to parse answers.
-            BackendNotInstalledError: transformers is missing.
-        """
+        """Return the reader for a policy's options. `tools` may be anything that `template_kwargs` have for them."""
         found = parser_named(parser, backend.tokenizer) if isinstance(parser, str) else parser
         return cls(parser=found, tools=() if tools is None else tools if isinstance(tools, (list, tuple)) else None)
 
@@ -612,17 +605,10 @@ def deliver(
 
 
 def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> GenerateResult:
-    """Return the answers to `rows` in what a policy has returned, as `generate(continue_from=)` takes them.
-
-    Raises:
-        MissingKeyError: it has no tokens, or no finish reasons.
-        InvalidRequestError: its prompts are others, or there are more or fewer.
-        ProvenanceMismatchError: its rows are of several distributions.
-    """
-    if not isinstance(found, TensorDictBase):
-        kind = type(found).__name__
-        raise invalid("continue_from", f"expected the TensorDict that a policy returned, got a {kind}")
+    """Return the answers to `rows` in what a policy has returned, as `generate(continue_from=)` takes them."""
     keys, name = options.keys, "continue_from"
+    if not isinstance(found, TensorDictBase):
+        raise invalid(name, f"expected the TensorDict that a policy returned, got a {type(found).__name__}")
     if "finish_reason" not in found.keys():
         raise MissingKeyError("continue_from: it has no finish_reason, as answers do", field=name)
     sampled = SampledRows.read(found, name, name, tokens=keys.tokens, log_probs=keys.log_probs, masks=keys.masks)
@@ -643,7 +629,7 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
         return GenerateResult(**answers)
     answers |= {REQUEST_FIELDS[name]: values.slice(start, stop) for name, values in sampled.values.items()}
     labels = sampled.provenances
-    refuse({row: "its provenance is not known" for row, one in enumerate(labels) if one is None}, "continue_from")
+    refuse({row: "its provenance is not known" for row, one in enumerate(labels) if one is None}, name)
     known = [one for one in labels if one is not None]
     if len({(one.distribution, one.adapter) for one in known}) > 1:
         raise ProvenanceMismatchError("continue_from: its rows are of several distributions; continue them apart")

@@ -21,30 +21,21 @@ from corelm.tensors.token_sets import TokenSets
 def with_support(td: TensorDictBase, rows: InputRows, options: PolicyOptions, temperature: float) -> InputRows:
     """Return the sequences to score with the sets that the `LogProbs` under ``options.support_key`` carry.
 
-    Rows whose sets are not those of their tokens are added to their problems if such rows are skipped.
-
-    The sets were made at one temperature, which must be that of the scores.
-
-    Raises:
-        MissingKeyError: there are no such log-probs, or they carry no sets.
-        InvalidRequestError: they are of another batch, or of other tokens.
-        ProvenanceMismatchError: the sets belong to a distribution that is not scored.
+    Rows whose sets are not those of their tokens are added to their problems if such rows are skipped. The sets were
+    made at one temperature, which must be that of the scores.
     """
-    key = options.support_key
-    assert key is not None
-    name = ".".join(key_parts(key))
+    assert options.support_key is not None
+    name = ".".join(key_parts(options.support_key))
     try:
-        held, holder = find_entry(td, key)
+        held, holder = find_entry(td, options.support_key)
     except MissingKeyError as error:
         raise MissingKeyError(f"support_key: {error}", field=name) from None
-    wrong = None
     if not isinstance(held, LogProbs):
-        kind = type(held).__name__
-        wrong = f"is a {kind}; expected the LogProbs that a policy wrote with return_support=True"
-    elif tuple(held.batch_size) != rows.batch_size:
-        wrong = f"has the batch {tuple(held.batch_size)}, but that of the sequences is {rows.batch_size}"
-    if wrong:
-        raise InvalidRequestError(f"support_key: {name} {wrong}", field=name)
+        what = f"is a {type(held).__name__}; expected the LogProbs that a policy wrote with return_support=True"
+        raise InvalidRequestError(f"support_key: {name} {what}", field=name)
+    if tuple(held.batch_size) != rows.batch_size:
+        what = f"has the batch {tuple(held.batch_size)}, but that of the sequences is {rows.batch_size}"
+        raise InvalidRequestError(f"support_key: {name} {what}", field=name)
     view = TensorDict({"log_probs": held}, batch_size=held.batch_size)
     masks = None
     with suppress(MissingKeyError):
