@@ -23,7 +23,7 @@ from corelm import History, LLMPolicy
 ROOT = Path(__file__).parents[1]
 #: Name → the most that is allowed.
 BUDGETS = {
-    "kernel, lines": 20_547,
+    "kernel, lines": 20_550,
     "kernel, files": 74,
     "Backend.generate, calls": 37,
     "Backend.generate, functions": 30,

@@ -269,6 +269,9 @@ class Backend:
         is dropped. The future's callbacks run on a thread of the backend and should not take long. Do not wait for the
         future in one of them or in a hook wrapper: its call may wait for them to end.
 
+        `on_tokens`, a function of a `TokenChunk`, is called with tokens as they come, on a thread of the engine. It has
+        to return at once, and what it raises fails this call alone.
+
         Raises:
             InvalidRequestError, CapabilityError: as for `generate`; raised here and not by the future.
             QueueFullError: a batcher with ``on_full="raise"`` has no room.
