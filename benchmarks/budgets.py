@@ -23,7 +23,7 @@ from corelm import History, LLMPolicy
 ROOT = Path(__file__).parents[1]
 #: Name → the most that is allowed.
 BUDGETS = {
-    "kernel, lines": 20_550,
+    "kernel, lines": 20_558,
     "kernel, files": 74,
     "Backend.generate, calls": 37,
     "Backend.generate, functions": 30,
@@ -43,7 +43,7 @@ BUDGETS = {
     "LLMPolicy on tokens, deepest": 6,
     "LLMPolicy scoring tokens, calls": 119,
     "LLMPolicy scoring tokens, functions": 59,
-    "LLMPolicy scoring tokens, files": 12,
+    "LLMPolicy scoring tokens, files": 13,
     "LLMPolicy scoring tokens, deepest": 8,
     "LLMPolicy on history, calls": 148,
     "LLMPolicy on history, functions": 80,

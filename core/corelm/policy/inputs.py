@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -41,14 +41,12 @@ from corelm.errors import (
     refuse,
 )
 from corelm.policy.options import PolicyOptions
+from corelm.policy.rows import InputRows
 from corelm.rendering.encoding import NO_COMPLETION, NO_PROMPT, encode_completions
 from corelm.rendering.render import RenderedChats, render
-from corelm.spec.capabilities import Capabilities
 from corelm.spec.message import Chat, Message
-from corelm.spec.records import Columns, Parts, TokenizeRequest, TokenizeResult
-from corelm.spec.sampling import SamplingParams
+from corelm.spec.records import Columns, TokenizeRequest, TokenizeResult
 from corelm.tensors.ragged import Ragged, as_mask, is_integer, unreadable
-from corelm.tensors.token_sets import TokenSets
 from corelm.validate import as_list, invalid, read_once, shown
 
 Part = Literal["prompt", "full"]
@@ -72,112 +70,6 @@ _UNCLEAR = (
     "attention_mask_key={0!r} to apply it, or delete it"
 )
 _REPEAT = "give each response a prompt, in a batch of the same shape: repeat the prompt for every one of its responses"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class InputRows:
-    """The rows that were read, one per prompt or sequence, in C order of `batch_size`.
-
-    Attributes:
-        batch_size: the shape of the batch.
-        ids: the prompts, or the whole sequences.
-        texts: the texts that were tokenized; None where tokens were read.
-        chats: the conversations that were rendered; None where no history was read.
-        begun: for each conversation the assistant turn at its end that the answer continues, with its ids, or
-            None; None where no answer continues a turn.
-        tools: for each conversation its own tools, or None; None where no conversation has any.
-        assistant: bool, as long as `ids`: tokens that the assistant said; None where this is not known.
-        prompt_lengths: int64[rows], if the input tells prompt and response apart.
-        columns: the dense layout that the sequences came in.
-        retokenized: whether sampled turns of a row were rendered from their text and so lost their ids; None
-            where this cannot happen.
-        only_response: whether the input is prompts and their completions, of which only the completions are scored.
-        parts: the texts of prompts and completions, if such were read.
-        problems: rows that could not be read, which are empty, and rows that have nothing to score; and why.
-        support: the ids over which the score of each token is normalised, on the CPU; an empty set, and None for all
-            tokens, stand for the whole vocabulary.
-        conflicts: rows whose ids differ from the `Tokens` in the TensorDict, and how; None if it holds no `Tokens`.
-        there: the containers in the TensorDict that scores join, by name.
-    """
-
-    batch_size: tuple[int, ...]
-    ids: Ragged
-    texts: tuple[str, ...] | None = None
-    chats: tuple[Chat, ...] | None = None
-    begun: tuple[Message | None, ...] | None = None
-    tools: tuple[Any, ...] | None = None
-    assistant: Ragged | None = None
-    prompt_lengths: Tensor | None = None
-    columns: Columns | None = None
-    retokenized: tuple[bool, ...] | None = None
-    only_response: bool = False
-    parts: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-    problems: Mapping[int, str] = field(default_factory=dict)
-    support: TokenSets | None = None
-    conflicts: Problems | None = None
-    there: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> Parts[Ragged]:
-        """The ids, split into prompt and response if the input tells them apart."""
-        if self.prompt_lengths is None:
-            return Parts(None, None, self.ids)
-        return Parts(self.ids.slice(stop=self.prompt_lengths), self.ids.slice(self.prompt_lengths), self.ids)
-
-    @property
-    def continued(self) -> Ragged | None:
-        """The ids whose text each answer continues, empty where it is a new message; None where all are."""
-        if self.chats is None:
-            return self.ids
-        if self.begun is None:
-            return None
-        begun = torch.tensor([turn is not None for turn in self.begun], dtype=torch.int64)
-        return self.ids.slice(stop=self.ids.lengths * begun)
-
-    def repeat(self, n: int) -> InputRows:
-        """Return every prompt `n` times, under a new last batch dimension."""
-        found: dict[str, Any] = {}
-        for name in ("texts", "chats", "begun", "tools", "retokenized"):
-            if (values := getattr(self, name)) is not None:
-                found[name] = tuple([value for value in values for _ in range(n)])
-        if self.assistant is not None:
-            found["assistant"] = self.assistant.repeat(n)
-        return replace(self, batch_size=(*self.batch_size, n), ids=self.ids.repeat(n), **found)
-
-
-def room_for_prompts(sampling: SamplingParams, capabilities: Capabilities) -> int | None:
-    """Return how many tokens a prompt may have; None if the engine names no limit.
-
-    Raises:
-        InvalidRequestError: the answer alone fills the context.
-    """
-    context = capabilities.max_context
-    if context is None:
-        return None
-    room = context - (sampling.max_new_tokens or 1)
-    if room < 1:
-        raise invalid(
-            "max_new_tokens",
-            f"{sampling.max_new_tokens} tokens leave no room for a prompt in a context of {context}; lower it",
-        )
-    return room
-
-
-def last_tokens(ids: Ragged, limit: int | None) -> Ragged:
-    """Return the last `limit` tokens of every row; all tokens if `limit` is None."""
-    return ids if limit is None else ids.slice(ids.lengths - limit)
-
-
-def truncate_left(rows: InputRows, limit: int | None, backend: Backend) -> InputRows:
-    """Keep the last `limit` tokens of every prompt. The text of a prompt that was cut is decoded again."""
-    if limit is None or not bool((cut := rows.ids.lengths > limit).any()):
-        return rows
-    ids, texts = last_tokens(rows.ids, limit), rows.texts
-    if texts is not None:
-        decoded = iter(backend.detokenize(ids.select(cut.nonzero().flatten()), skip_special_tokens=False))
-        texts = tuple(next(decoded) if was else text for was, text in zip(cut.tolist(), texts, strict=True))
-    assistant = None if rows.assistant is None else last_tokens(rows.assistant, limit)
-    return replace(rows, ids=ids, texts=texts, assistant=assistant)
 
 
 def find_value(td: TensorDictBase, key: NestedKey) -> Any:

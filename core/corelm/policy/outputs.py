@@ -37,9 +37,9 @@ from corelm.errors import (
     refuse,
     spelled_out,
 )
-from corelm.policy.inputs import InputRows, find_value
+from corelm.policy.inputs import find_value
 from corelm.policy.options import Keys, PolicyOptions, ResponseParser
-from corelm.policy.support import labelled
+from corelm.policy.rows import InputRows, labelled
 from corelm.rendering.render import special_tokens
 from corelm.rendering.response_parsers import NamedParser, parser_named
 from corelm.spec.answer_text import HALF_CHARACTER, answer_texts, decoded
@@ -239,8 +239,7 @@ def generated(
     problems: Problems = {}
     errors = batch.errors or ("",) * len(batch.finish_reasons)
     if "text" in fields or "history" in fields:
-        continued = rows.ids if rows.chats is None else rows.continued
-        said = answer_texts(batch, sampling, backend.tokenizer, continued)
+        said = answer_texts(batch, sampling, backend.tokenizer, rows.ids if rows.chats is None else _continued(rows))
         # The text of an answer begins with a character that its prompt left incomplete.
         begun = list(rows.texts or _given_texts(rows.ids, batch.errors, backend))
         for at, length in enumerate(batch.ids.lengths.tolist()):
@@ -402,7 +401,7 @@ class AnswerReader:
             return turns, {}
         if isinstance(parser, NamedParser):
             # Some formats have special tokens for marks. The EOS is not part of what was said.
-            texts, typed = whole_texts(batch, sampling, backend, parser, rows.continued)
+            texts, typed = whole_texts(batch, sampling, backend, parser, _continued(rows))
             whole = _turns(rows, texts, without_eos(batch, backend))
             own = [self.tools if each is None else each for each in rows.tools or (None,) * len(turns)]
             parse: list[Callable[[], Message | Mapping[str, Any]]] = [
@@ -422,6 +421,16 @@ class AnswerReader:
                 problems[row] = described(error)
                 messages.append(turn)
         return tuple(messages), problems
+
+
+def _continued(rows: InputRows) -> Ragged | None:
+    """Return the ids whose text each answer continues, empty where it is a new message; None where all are."""
+    if rows.chats is None:
+        return rows.ids
+    if rows.begun is None:
+        return None
+    begun = torch.tensor([turn is not None for turn in rows.begun], dtype=torch.int64)
+    return rows.ids.slice(stop=rows.ids.lengths * begun)
 
 
 def _turns(rows: InputRows, said: Sequence[str], batch: GenerateResult) -> tuple[Message, ...]:

@@ -23,10 +23,10 @@ from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
 from corelm.errors import CapabilityError, printable
 from corelm.opening import get_backend
-from corelm.policy.inputs import PASSED, InputReader, InputRows, room_for_prompts, truncate_left
+from corelm.policy.inputs import PASSED, InputReader
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import AnswerReader, deliver, must_have_room, partial_answers, scored
-from corelm.policy.support import restricted, with_support
+from corelm.policy.rows import InputRows, restricted, room_for_prompts, truncate_left, with_support
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
