@@ -597,7 +597,7 @@ def deliver(
         out.batch_size = torch.Size(request.batch_size)
     for name, value in made.items():
         if fields := added.get(name):
-            for field in fields & set(value.keys()):
+            for field in filter(fields.__contains__, value.keys()):
                 # Fields without rows read as empty lists, which have no type.
                 new = value.get(field) if 0 in value.batch_size else getattr(value, field)
                 rows.there[name].set(field, new)
