@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tensordict import TensorDict
+import torch
+from tensordict import TensorDict, TensorDictBase
 
 import corelm
 from corelm import History, LLMPolicy
@@ -31,9 +33,22 @@ BUDGETS = {
     "Backend.score_logprobs, functions": 23,
     "Backend.score_logprobs, files": 6,
     "Backend.score_logprobs, deepest": 6,
-    "LLMPolicy on a text, calls": 112,
-    "LLMPolicy on a history, calls": 149,
-    "LLMPolicy scoring tokens, calls": 81,
+    "LLMPolicy on text, calls": 106,
+    "LLMPolicy on text, functions": 56,
+    "LLMPolicy on text, files": 14,
+    "LLMPolicy on text, deepest": 8,
+    "LLMPolicy on tokens, calls": 104,
+    "LLMPolicy on tokens, functions": 55,
+    "LLMPolicy on tokens, files": 13,
+    "LLMPolicy on tokens, deepest": 6,
+    "LLMPolicy scoring tokens, calls": 119,
+    "LLMPolicy scoring tokens, functions": 59,
+    "LLMPolicy scoring tokens, files": 13,
+    "LLMPolicy scoring tokens, deepest": 8,
+    "LLMPolicy on history, calls": 148,
+    "LLMPolicy on history, functions": 80,
+    "LLMPolicy on history, files": 18,
+    "LLMPolicy on history, deepest": 9,
 }
 
 
@@ -45,25 +60,26 @@ def main() -> int:
         found |= measured("Backend.generate", lambda: backend.generate([[5, 6, 7]], sampling))
         found |= measured("Backend.score_logprobs", lambda: backend.score_logprobs([[5, 6, 7, 8]]))
         chats = History.from_chats([[{"role": "user", "content": "hi"}]])
-        inputs = {"text": TensorDict(text=["hi"]), "history": TensorDict(history=chats)}
+        inputs = {"text": ["hi"], "tokens": torch.tensor([[5, 6, 7]]), "history": chats}
         for mode, given in inputs.items():
-            policy = LLMPolicy(backend, input_mode=mode, sampling_params=sampling, inplace=False)
-            found |= measured(f"LLMPolicy on a {mode}", asked(policy, given), "calls")
-        scorer = LLMPolicy(backend, input_mode="tokens", generate=False, inplace=False)
-        rows = TensorDict(tokens=[[5, 6, 7]])
-        found |= measured("LLMPolicy scoring tokens", asked(scorer, rows), "calls")
+            policy = LLMPolicy(backend, input_mode=mode, sampling_params=sampling, chat_template="chatml")
+            found |= measured(f"LLMPolicy on {mode}", partial(called, policy, mode, given))
+        sampler = LLMPolicy(backend, input_mode="tokens", sampling_params=sampling)
+        rollout = called(sampler, "tokens", inputs["tokens"])
+        scorer = sampler.replace(generate=False, log_probs_key="ref_log_probs")
+        found |= measured("LLMPolicy scoring tokens", lambda: scorer(rollout.clone()))
     over = [name for name, value in found.items() if value > BUDGETS[name]]
     for name, value in found.items():
         print(f"{'OVER ' if name in over else ''}{name}: {value:,} (at most {BUDGETS[name]:,})")
     return 1 if over else 0
 
 
-def asked(policy: LLMPolicy, given: TensorDict) -> Callable[[], Any]:
-    return lambda: policy(given)
+def called(policy: LLMPolicy, mode: str, given: Any) -> TensorDictBase:
+    return policy(TensorDict({mode: given}, batch_size=1))
 
 
-def measured(name: str, function: Callable[[], Any], *wanted: str) -> dict[str, int]:
-    """Return the measurements of a warm call of `function`, all of them unless some are `wanted`, under their names.
+def measured(name: str, function: Callable[[], Any]) -> dict[str, int]:
+    """Return the measurements of a warm call of `function` under their names.
 
     Counted are the calls of this project's functions, the functions and their files, and how deep the calls nest.
     """
@@ -94,7 +110,7 @@ def measured(name: str, function: Callable[[], Any], *wanted: str) -> dict[str, 
         "files": len({file for file, _ in functions}),
         "deepest": deepest,
     }
-    return {f"{name}, {what}": value for what, value in found.items() if not wanted or what in wanted}
+    return {f"{name}, {what}": value for what, value in found.items()}
 
 
 if __name__ == "__main__":

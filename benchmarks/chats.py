@@ -80,14 +80,14 @@ def ways(tokenizer: Any, chats: Chats) -> dict[str, Way]:
         texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
         return tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
-    found = reader.read(plain, "full", backend)
+    found = reader.sequences(plain, backend, True)
     wanted = with_mask()
     assert found.ids.tolist() == wanted["input_ids"] and found.assistant is not None
     assert [list(map(int, row)) for row in found.assistant.tolist()] == wanted["assistant_masks"]
     named: dict[str, Way] = {
-        "core": lambda: reader.read(plain, "full", backend),
-        "core, without the mask": lambda: reader.read(plain, "full", backend, want_assistant=False),
-        "core, sampled turns": lambda: reader.read(sampled, "full", backend),
+        "core": lambda: reader.sequences(plain, backend, True),
+        "core, without the mask": lambda: reader.sequences(plain, backend, False),
+        "core, sampled turns": lambda: reader.sequences(sampled, backend, True),
         "tokenizer": with_mask,
         "tokenizer, no mask": lambda: tokenizer.apply_chat_template(chats, tokenize=True, return_dict=True),
         "render, encode": render_then_encode,

@@ -38,17 +38,16 @@ from .containers.turns import SampledPart as SampledPart
 from .containers.turns import disagreement as disagreement
 from .containers.turns import provenance_of_parts as provenance_of_parts
 from .opening import OpenOne as OpenOne
-from .policy.chats import AnswerReader as AnswerReader
-from .policy.chats import final_turns as final_turns
-from .policy.chats import render_chats as render_chats
-from .policy.chats import whole_texts as whole_texts
+from .policy.inputs import final_turns as final_turns
 from .policy.inputs import find_value as find_value
+from .policy.inputs import render_chats as render_chats
+from .policy.outputs import AnswerReader as AnswerReader
+from .policy.outputs import whole_texts as whole_texts
 from .policy.policy import checked_backend as checked_backend
 from .policy.rows import InputRows as InputRows
 from .policy.rows import last_tokens as last_tokens
 from .policy.rows import room_for_prompts as room_for_prompts
 from .rendering.encoding import Encoder as Encoder
-from .rendering.encoding import answer_texts as answer_texts
 from .rendering.encoding import encode_completions as encode_completions
 from .rendering.render import Segment as Segment
 from .rendering.render import render as render
@@ -56,4 +55,5 @@ from .rendering.render import segments_of as segments_of
 from .rendering.render import special_tokens as special_tokens
 from .rendering.response_parsers import AUTO as AUTO
 from .rendering.template import Template as Template
+from .spec.answer_text import answer_texts as answer_texts
 from .tensors.lazy_rows import non_tensors as non_tensors

@@ -72,7 +72,9 @@ def prepare_generation(
         new_turn: whether the streamed text of an answer is a message, and does not continue the text of its prompt.
     """
     engine.require_open()
-    capabilities, weights, sampling = engine.capabilities, engine.weights, SamplingParams.make(sampling)
+    capabilities, weights = engine.capabilities, engine.weights
+    if not isinstance(sampling, SamplingParams):
+        sampling = SamplingParams.make(sampling)
     rows = prompts.clone() if read else rows_of_ids(prompts, "prompts", engine, copy=True)
     sampling_is_honoured(sampling, engine)
     support_from_engine = return_support is not False and _support_comes_from_engine(return_support, sampling, engine)
@@ -571,7 +573,7 @@ def _too_long(tokens: int, limit: int, sampling: SamplingParams | None) -> str:
 
 def sampling_is_honoured(sampling: SamplingParams, engine: OpenEngine) -> None:
     """Refuse a sampling parameter that the engine does not honour, or that could have no effect."""
-    capabilities, given = engine.capabilities, sampling.engine_parameters()
+    capabilities, given = engine.capabilities, sampling.declared
     for name, value in given.items():
         if name not in capabilities.sampling:
             known = ", ".join(sorted(capabilities.sampling)) or "none"

@@ -21,7 +21,7 @@ from corelm.backend.given_weights import NewAdapter, NewWeights, checked_name, s
 from corelm.backend.skipping import OnError
 from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.errors import CoreLMError, EngineError, brief
-from corelm.rendering.encoding import decoded
+from corelm.spec.answer_text import decoded
 from corelm.spec.provenance import Adapter, Provenance, VersionRuns
 from corelm.spec.records import (
     SLEEP_LEVELS,
@@ -257,6 +257,9 @@ class Backend:
         Cancelling the future aborts the request in an engine that can abort; another engine finishes it, and
         the result is dropped. The future's callbacks run on a thread of the backend and should not take long.
         Do not wait for the future in one of them or in a hook wrapper: its call may wait for them to end.
+
+        `on_tokens`, a function of a `TokenChunk`, is called with tokens as they come, on a thread of the engine. It has
+        to return at once, and what it raises fails this call alone.
 
         Raises:
             InvalidRequestError, CapabilityError: as for `generate`; raised here and not by the future.

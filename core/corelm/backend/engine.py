@@ -457,14 +457,18 @@ class OpenEngine:
         except BaseException as error:
             _reraise(error, self.name, hook)
 
-    def convert(self, hook: Literal["tokenize", "to_containers"], request: Any) -> Any:
-        """Return what one of these hooks makes of a request. Core's own are plain functions, and take no turn."""
+    def convert(self, hook: Literal["tokenize", "to_containers"], request: Any, own: Hook | None = None) -> Any:
+        """Return what one of these hooks makes of a request. Core's own are plain functions, and take no turn.
+
+        Args:
+            own: core's function for this hook, if the caller has imported it.
+        """
         around = self._supervised or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO)
         if around or hook not in self.own:
             return self.call(Call(hook, request))
         self.require_open()
         try:
-            result = self.hooks[hook](request)
+            result = (own or self.hooks[hook])(request)
             return CHECKS[hook](result, request, self.capabilities) if hook in CHECKS else result
         except WrongResult as wrong:
             raise self.fault(hook)(str(wrong)) from None

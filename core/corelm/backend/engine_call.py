@@ -19,6 +19,7 @@ from torch import Tensor
 
 from corelm.errors import CoreLMError, EngineError, described
 from corelm.spec.records import GenerateResult, TokenChunk
+from corelm.validate import invalid
 
 
 class Call:
@@ -129,7 +130,8 @@ def current_call() -> EngineCall | None:
 
 
 #: Takes the chunks of a call, with the caller's numbers of the rows, from one thread at a time. A thread of
-#: the engine calls it, so it has to return at once, must not fail, and must not ask the backend for anything.
+#: the engine calls it, so it has to return at once, and must not ask the backend for anything. If it fails, its
+#: own caller gets an error.
 Listener = Callable[[TokenChunk], Any]
 
 
@@ -164,7 +166,7 @@ class Delivery:
         self._ids: list[list[int]] = [[] for _ in rows]
         self._logprobs: list[list[float]] = [[] for _ in rows]
         self._reasons: list[str | None] = [None for _ in rows]
-        self._fault = ""
+        self._fault, self._broken = "", ""
         # Reentrant, because a listener may leave while it is called.
         self._lock = threading.RLock()
 
@@ -212,7 +214,12 @@ class Delivery:
         """Fail if a chunk was wrong, or those of a row, joined, are not that row of the result, or its beginning.
 
         A row that failed has no answer to compare its chunks with.
+
+        Raises:
+            EngineError: they differ, or a chunk was wrong.
+            InvalidRequestError: the listener has failed.
         """
+        self._require_listener()
         if self._fault:
             raise fail(f"on_tokens: {self._fault}")
         logprobs = None if batch.logprobs is None else batch.logprobs.tolist()
@@ -231,7 +238,11 @@ class Delivery:
                 raise fail(f"row {row}: finish reason {self._reasons[row]!r} in on_tokens, {reason!r} in the result")
 
     def complete(self, batch: GenerateResult) -> None:
-        """Send the caller the tokens and finish reasons that the engine did not stream."""
+        """Send the caller the tokens and finish reasons that the engine did not stream.
+
+        Raises:
+            InvalidRequestError: the listener has failed.
+        """
         told = {row: (len(self._ids[at]), self._reasons[at]) for at, row in enumerate(self._rows)}
         logprobs = None if batch.logprobs is None else batch.logprobs.tolist()
         with self._lock:
@@ -241,14 +252,24 @@ class Delivery:
                     values = [] if logprobs is None else logprobs[row][known:]
                     text = None if batch.texts is None else batch.texts[row]
                     self._tell(row, ids[known:], values, reason, text)
+        self._require_listener()
+
+    def _require_listener(self) -> None:
+        if self._broken:
+            raise invalid("on_tokens", f"it failed, and was given nothing more: {self._broken}")
 
     def _tell(
         self, row: int, ids: Sequence[int], logprobs: Sequence[float], reason: str | None, text: str | None = None
     ) -> None:
-        if not self._left:
-            self.started = True
-            told = TokenChunk(row=row, ids=tuple(ids), logprobs=tuple(logprobs), finish_reason=reason, text=text)
+        if self._left or self._broken:
+            return
+        self.started = True
+        told = TokenChunk(row=row, ids=tuple(ids), logprobs=tuple(logprobs), finish_reason=reason, text=text)
+        try:
             self._listener(told)
+        except Exception as error:
+            # The engine, and the callers whose requests it answers in the same call, have no part in it.
+            self._broken = described(error)
 
     def _checked(self, chunk: TokenChunk) -> tuple[list[int], list[float]]:
         """Return the ids and the log-probs of a chunk, these rounded to float32 as in the result."""

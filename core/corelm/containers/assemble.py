@@ -17,11 +17,11 @@ from torch import Tensor
 
 from corelm.containers.classes import COUNTS, NO_ID, SETS, LogProbs, Masks, PerToken, Text, Tokens, must_have_lengths
 from corelm.containers.history import ChatHistory, History
-from corelm.errors import InvalidRequestError
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
 from corelm.tensors.lazy_rows import Field, Shape, lazy_rows, non_tensors
-from corelm.tensors.ragged import SECOND, Ragged, is_integer, runs
+from corelm.tensors.ragged import Ragged, is_integer
+from corelm.validate import invalid
 
 #: The fields of a request with one value, or k of them, per token, which go into `log_probs` next to the
 #: numbers, and what they are called there.
@@ -52,21 +52,23 @@ def assemble(request: ContainerRequest) -> TensorDict:
     layout: dict[str, Any] = {"columns": None, "pad_id": request.pad_id}
     if request.pad_output:
         layout["columns"] = request.columns or dense_columns(tokens)
-    dense = layout["columns"] is not None
-    answered = None
-    ids = {"full": tokens.full}
+    dense, answered, ids = layout["columns"] is not None, None, {"full": tokens.full}
     if tokens.prompt is not None and tokens.response is not None:
-        marks = runs(SECOND, (tokens.prompt.lengths, tokens.response.lengths))
+        marks = tokens.prompt.join_mask(tokens.response).values
         answered = tokens.full.with_values(marks.to(tokens.full.values.device))
         # Dense ones are cut after padding.
         ids = ids if dense else {"prompt": tokens.prompt, "response": tokens.response, "full": tokens.full}
     out = TensorDict({}, batch_size=shape)
-    if "text" in wanted and request.texts is not None:
-        texts = TensorDict({}, batch_size=shape)
-        for name in ("prompt", "response", "full"):
-            if (values := getattr(request.texts, name)) is not None:
-                texts.set(name, non_tensors(values, shape))
-        out["text"] = Text.from_tensordict(texts)
+    for name, cls, parts, stack in (
+        ("text", Text, request.texts, non_tensors),
+        ("history", ChatHistory, request.chats, History.wrap),
+    ):
+        if name in wanted and parts is not None:
+            fields = TensorDict({}, batch_size=shape)
+            for part in ("prompt", "response", "full"):
+                if (values := getattr(parts, part)) is not None:
+                    fields.set(part, stack(values, shape))
+            out[name] = cls.from_tensordict(fields)
     if "tokens" in wanted:
         out["tokens"] = container(Tokens, ids, shape, split=True, **layout)
     if "masks" in wanted:
@@ -76,28 +78,15 @@ def assemble(request: ContainerRequest) -> TensorDict:
         masks |= {} if request.assistant is None else {"all_assistant_mask": request.assistant}
         out["masks"] = container(Masks, masks, shape, **layout)
     if "log_probs" in wanted:
-        fields = _log_probs(request, None if dense else answered)
-        if (label := request.provenance) is not None:
-            labels = (label,) * math.prod(shape) if isinstance(label, Provenance) else label
-            # Keyed by identity: hashing the provenance of every row would take longer than everything else.
-            data: dict[int, Any] = {}
-            for one in labels:
-                if id(one) not in data:
-                    data[id(one)] = one and one.to_dict()
-            fields["provenance"] = list(map(data.__getitem__, map(id, labels)))
-        out["log_probs"] = container(LogProbs, fields, shape, split=True, **layout)
-    if "history" in wanted and request.chats is not None:
-        chats = TensorDict({}, batch_size=shape)
-        for name in ("prompt", "response", "full"):
-            if (values := getattr(request.chats, name)) is not None:
-                chats.set(name, History.wrap(values, shape))
-        out["history"] = ChatHistory.from_tensordict(chats)
+        out["log_probs"] = container(
+            LogProbs, _log_probs(request, None if dense else answered), shape, split=True, **layout
+        )
     if request.argmax is not None:
         argmax = container(PerToken, {"full": request.argmax}, shape, **layout)
         out["argmax"] = argmax.full if dense else argmax
-    for name, values in (("is_greedy", request.greedy), ("retokenized", request.retokenized)):
-        if values is not None:
-            out[name] = torch.tensor(values, dtype=torch.bool).reshape(shape)
+    for name, flags in (("is_greedy", request.greedy), ("retokenized", request.retokenized)):
+        if flags is not None:
+            out[name] = torch.tensor(flags, dtype=torch.bool).reshape(shape)
     for name, objects in (("finish_reason", request.finish_reasons), ("errors", request.errors)):
         if objects is not None:
             out.set(name, non_tensors(objects, shape))
@@ -164,7 +153,7 @@ def dense_columns(tokens: Parts[Ragged]) -> Columns:
 
 
 def _log_probs(request: ContainerRequest, answered: Ragged | None) -> dict[str, Field]:
-    """Return the fields of `LogProbs` with values per token; no ids, or 0, where nothing was scored.
+    """Return the fields of `LogProbs`: no ids, or 0, where nothing was scored; and the provenance of each row.
 
     Args:
         answered: where the responses are, to split `full` by; None leaves it whole.
@@ -179,17 +168,23 @@ def _log_probs(request: ContainerRequest, answered: Ragged | None) -> dict[str, 
         fields["prompt"] = tokens.prompt.with_values(values[~after])
         fields["response"] = tokens.response.with_values(values[after])
     fields |= {"full": logprobs.with_values(values), "scored_mask": scored}
-    if request.kept_ids is not None:
-        kept = request.kept_ids
+    if (kept := request.kept_ids) is not None:
         if bool((unscored.cpu() & (kept.ids.lengths > 0)).any()):
             kept = kept.where(~unscored)
         kept = kept.to(unscored.device)
         fields |= {SETS: kept.flat, COUNTS: kept.counts.to(unscored.device)}
     for given, name in ABOUT_IDS.items():
-        rows = getattr(request, given)
-        if rows is not None:
+        if (rows := getattr(request, given)) is not None:
             mask = unscored.to(rows.values.device).reshape(-1, *[1] * (rows.values.ndim - 1))
             fields[name] = rows.with_values(rows.values.masked_fill(mask, NO_ID.get(name, 0)))
+    if (label := request.provenance) is not None:
+        labels = (label,) * math.prod(request.batch_size) if isinstance(label, Provenance) else label
+        # Keyed by identity: hashing the provenance of every row would take longer than everything else.
+        data: dict[int, Any] = {}
+        for one in labels:
+            if id(one) not in data:
+                data[id(one)] = one and one.to_dict()
+        fields["provenance"] = list(map(data.__getitem__, map(id, labels)))
     return fields
 
 
@@ -199,25 +194,24 @@ def _check(request: ContainerRequest) -> None:
     data = {"tokens": tokens, "masks": tokens, "text": request.texts, "history": request.chats, "log_probs": scored}
     for name in sorted(request.fields):
         if data.get(name) is None:
-            raise InvalidRequestError(f"{name!r} is in fields, but the request has no data for it", field=name)
+            raise invalid(name, "it is in fields, but the request has no data for it")
     given = dict(zip(_PER_ROW, attrgetter(*_PER_ROW)(request), strict=True))
     for name, parts in (("tokens", tokens), ("texts", request.texts), ("chats", request.chats)):
-        if parts is not None:
-            given |= {f"{name}.prompt": parts.prompt, f"{name}.response": parts.response, f"{name}.full": parts.full}
+        for part in ("prompt", "response", "full"):
+            values = getattr(parts, part, None)
+            given[f"{name}.{part}"] = values.lengths if isinstance(values, Ragged) else values
     for name, values in given.items():
         if values is not None and not isinstance(values, Provenance) and len(values) != count:
-            raise InvalidRequestError(
-                f"{name} has {len(values)} rows, but a batch of {tuple(request.batch_size)} has {count}", field=name
-            )
+            raise invalid(name, f"has {len(values)} rows, but a batch of {tuple(request.batch_size)} has {count}")
     lengths: dict[str, Tensor] = {}
     for name in _PER_TOKEN:
-        # Rows that `Ragged.with_values` made share their lengths.
-        if (rows := getattr(request, name)) is not None and rows.lengths is not full.lengths:
+        if (rows := getattr(request, name)) is not None:
             lengths[name] = rows.lengths
     if tokens.prompt is not None and tokens.response is not None:
         lengths["prompt and response"] = tokens.prompt.lengths + tokens.response.lengths
     if request.columns is not None and request.pad_output:
         lengths["columns"] = request.columns.mask.sum(-1).cpu()
     for name, found in lengths.items():
-        if not torch.equal(found, full.lengths):
+        # Rows that `Ragged.with_values` made share their lengths.
+        if found is not full.lengths and not torch.equal(found, full.lengths):
             must_have_lengths(found, full.lengths, name)

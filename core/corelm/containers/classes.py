@@ -120,8 +120,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
         def set_rows(self: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             if by_name.get(key) is tensors and isinstance(value, (list, tuple, Ragged)):
                 return _set_rows(self, key, value)
-            value = _listed(value) if by_name.get(key) is strings else value
-            return set_field(self, key, value, *args, **kwargs)
+            return set_field(self, key, _listed(value) if by_name.get(key) is strings else value, *args, **kwargs)
 
         def select(self: Any, *keys: Any, **options: Any) -> Any:
             return select_fields(self, *keys, *(EXPLAINING & set(self.keys())), **options)
@@ -155,10 +154,9 @@ def as_stored(container: Any, name: str) -> Any:
 
 
 def is_padded(container: Any, name: str = "padded") -> bool:
-    """Return whether the rows are dense. Without rows, as they were stored. No rows are made for that.
+    """Return whether the rows are dense; without rows, as they were stored. Refuse some that are and some that are not.
 
-    Raises:
-        InvalidRequestError: some rows are dense and others are not.
+    No rows are made for that.
     """
     kinds, parts = set[bool](), [container._tensordict]
     while parts:
@@ -183,12 +181,9 @@ def is_padded(container: Any, name: str = "padded") -> bool:
 
 
 def tensors(container: Any, name: str) -> Any:
-    """Return the tensor of dense rows, else one tensor per row in lists nested like the batch.
+    """Return the tensor of dense rows, else one tensor per row in lists nested like the batch. None without the field.
 
-    None if the field is absent.
-
-    Raises:
-        InvalidRequestError: dense rows have different widths, or only some rows are dense.
+    Dense rows of different widths are refused, and so is a stack of which only some rows are dense.
     """
     td = container._tensordict
     if name not in td.keys():
@@ -208,8 +203,7 @@ def tensors(container: Any, name: str) -> Any:
 def strings(container: Any, name: str) -> Any:
     """Return one str per row, in lists nested like the batch. None if the field is absent."""
     value = container._tensordict.get(name)
-    listed = _listed(value.data) if isinstance(value, NonTensorData) else None
-    if listed and isinstance(listed, list):
+    if isinstance(value, NonTensorData) and isinstance(listed := _listed(value.data), list) and listed:
         # tensordict holds every sequence but a list as one object, and would return all of it for each row.
         return listed
     return value.tolist() if is_non_tensor(value) else value
@@ -266,28 +260,23 @@ def ragged_rows(container: Any, name: str) -> Ragged:
     td = container._tensordict
     if isinstance(source := flat_source(td), FlatRows):
         return source.fields[name]  # type: ignore[return-value]
-    row_values: list[Tensor] = []
-    for row in rows(td):
-        row_values.append(row.get(name))
+    row_values = [row.get(name) for row in rows(td)]
     if not row_values:
         # The stored tensor still has their dtype and device.
         empty = td.get(name)
         return Ragged(empty.new_empty((0, *empty.shape[td.batch_dims + 1 :])), torch.zeros(0, dtype=torch.int64))
-    if name in WIDE:
-        row_values = of_one_width(row_values, name)
+    lengths = torch.tensor(list(map(len, row_values)), dtype=torch.int64)
     try:
-        values = torch.cat(row_values)
+        return Ragged(torch.cat(of_one_width(row_values, name) if name in WIDE else row_values), lengths)
     except RuntimeError:
-        values = torch.cat(of_one_width(row_values, name))
-    return Ragged(values, torch.tensor(list(map(len, row_values)), dtype=torch.int64))
+        return Ragged(torch.cat(of_one_width(row_values, name)), lengths)
 
 
 def row_objects(td: TensorDictBase, name: str) -> list[Any]:
     """Return the value of a non-tensor entry for each row, in C order; None for rows without it."""
-    source = flat_source(td)
-    if isinstance(source, FlatRows):
-        values = source.fields.get(name)
-        return [None] * td.batch_size.numel() if values is None or isinstance(values, Ragged) else list(values)
+    if isinstance(source := flat_source(td), FlatRows):
+        values: Any = source.fields.get(name)
+        return [None] * td.batch_size.numel() if values is None else list(values)
     if isinstance(td, LazyStackedTensorDict):
         return [value for part in td.unbind(0) for value in row_objects(part, name)]
     value = td.get(name, None)
@@ -298,10 +287,10 @@ def objects(value: Any, dims: int) -> list[Any]:
     """Return the Python objects of a non-tensor entry, one a row of a batch with `dims` dimensions, in C order."""
     if isinstance(value, NonTensorData):
         return [value.data] * math.prod(value.batch_size[:dims])
-    found = [value.tolist()]
-    for _ in range(dims):
+    found = value.tolist()
+    for _ in range(1, dims):
         found = [leaf for part in found for leaf in part]
-    return found
+    return found if dims else [found]
 
 
 def of_one_width(row_values: Sequence[Tensor], key: NestedKey) -> list[Tensor]:
@@ -322,26 +311,27 @@ def must_have_lengths(found: Tensor, wanted: Tensor, name: str, of: str = "token
     if torch.equal(found, wanted):
         return
     if len(found) != len(wanted):
-        raise InvalidRequestError(f"{name}: has {len(found)} rows, but the tokens have {len(wanted)}", field=name)
+        raise invalid(name, f"has {len(found)} rows, but the tokens have {len(wanted)}")
     differ = (found != wanted).nonzero().flatten().tolist()
     refuse({row: f"{int(found[row])} values for {int(wanted[row])} {of}" for row in differ}, name)
 
 
 def _without_rows(td: TensorDictBase, batch_size: torch.Size) -> TensorDict:
     """Return a TensorDict without rows, with the keys and dtypes of `td`. `batch_size` must contain a 0."""
-    block = _first_block(td)
-    return TensorDict({name: _no_rows(block.get(name), block.batch_dims, batch_size) for name in td.keys()}, batch_size)
-
-
-def _no_rows(value: Any, batch_dims: int, batch_size: torch.Size) -> Any:
-    if isinstance(value, Tensor):
-        return value.new_empty((*batch_size, *value.shape[batch_dims:]))
-    if is_non_tensor(value):
-        # tensordict cannot save an empty stack of values, but it can save a NonTensorData with an empty batch. A bool
-        # (`padded`) says how rows are stored and is kept. Other values belong to rows and are dropped.
-        datum = _first_block(value).data
-        return NonTensorData(datum if isinstance(datum, bool) else [], batch_size=batch_size)
-    return type(value).from_tensordict(_without_rows(value._tensordict, batch_size))
+    block, empty = _first_block(td), TensorDict({}, batch_size)
+    for name in td.keys():
+        value: Any = block.get(name)
+        if isinstance(value, Tensor):
+            value = value.new_empty((*batch_size, *value.shape[block.batch_dims :]))
+        elif is_non_tensor(value):
+            # tensordict cannot save an empty stack of values, but it can save a NonTensorData with an empty batch. A
+            # bool (`padded`) says how rows are stored and is kept. Other values belong to rows and are dropped.
+            datum = _first_block(value).data
+            value = NonTensorData(datum if isinstance(datum, bool) else [], batch_size=batch_size)
+        else:
+            value = type(value).from_tensordict(_without_rows(value._tensordict, batch_size))
+        empty.set(name, value)
+    return empty
 
 
 def _first_block(td: Any) -> Any:
@@ -364,9 +354,7 @@ def _set_rows(container: Any, name: str, value: Any) -> Any:
     targets = [] if is_padded(container) else rows(container._tensordict)
     if len(values) != len(targets):
         expected = f"{len(targets)} tensors, one per row" if targets else "one dense tensor, as the container is padded"
-        raise InvalidRequestError(
-            f"{type(container).__name__}.{name}: expected {expected}; got a list of {len(values)}", field=name
-        )
+        raise invalid(name, f"expected {expected}; got a list of {len(values)}")
     for target, row in zip(targets, values, strict=True):
         target.set(name, row)
     return container
@@ -421,8 +409,7 @@ class Tokens(TensorClass["nocast"]):
         Raises:
             InvalidRequestError: a row is malformed, or the fields do not fit each other; `rows` are the rows at fault.
         """
-        given = {"prompt": prompt, "response": response, "full": full}
-        return container_of_rows(cls, torch.int64, given)
+        return container_of_rows(cls, torch.int64, {"prompt": prompt, "response": response, "full": full})
 
 
 @field_readers(tensors, padded=is_padded)
@@ -594,17 +581,14 @@ def container_of_rows(
         dtype: of all fields, or of each by name.
         given: what the caller passed for each field; None for nothing.
         objects: Python objects that all rows share, by field.
-
-    Raises:
-        InvalidRequestError: no field is given, a row is malformed, or the fields do not fit each other;
-            `field` names the field, `rows` the rows at fault.
     """
     fields: dict[str, Ragged] = {}
     shapes: dict[str, Shape] = {}
     for name, value in given.items():
         if value is not None:
-            wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
-            fields[name], shapes[name] = read_rows(value, wanted, name)
+            fields[name], shapes[name] = read_rows(
+                value, dtype if isinstance(dtype, torch.dtype) else dtype[name], name
+            )
     if not fields:
         raise InvalidRequestError(f"{cls.__name__}: pass the rows of a field: {', '.join(given)}", field="full")
     if len({*shapes.values()}) > 1:
@@ -621,7 +605,7 @@ def _complete(fields: dict[str, Ragged]) -> None:
     """Add `full`, the prompt followed by the response, and refuse rows in which the fields do not fit each other."""
     prompt, response, full = (fields.get(name) for name in ("prompt", "response", "full"))
     if response is None and full is not None and prompt is not None:
-        response = full.slice(prompt.lengths, full.lengths)
+        response = full.slice(prompt.lengths)
     if prompt is not None and response is not None:
         joined = fields["full"] = prompt.join(response)
         if full is not None:

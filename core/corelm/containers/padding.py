@@ -23,7 +23,6 @@ from corelm.containers.reading import (
     ragged,
     scan,
 )
-from corelm.errors import InvalidRequestError
 from corelm.spec.records import Columns, Parts
 from corelm.tensors.ragged import Ragged
 from corelm.validate import invalid
@@ -82,10 +81,10 @@ def repad(
     for path, value in found.items():
         if isinstance(value, list):
             name = ".".join(path)
-            raise InvalidRequestError(
-                f"{name}: its rows have different shapes, so they do not form one tensor. Pass per_token=[{name!r}] if "
-                f"it has one value per token; else leave it out: td.exclude({name!r})",
-                field=name,
+            raise invalid(
+                name,
+                f"its rows have different shapes, so they do not form one tensor. Pass per_token=[{name!r}] if it has "
+                f"one value per token; else leave it out: td.exclude({name!r})",
             )
         if path in containers:
             value = _laid_out(held, path, layouts[path[:-1]], pad_output, pad_id)
@@ -111,9 +110,7 @@ def collate(
 
     Args:
         rows: TensorDicts of the same batch size with the same keys; a TensorDict is taken as it is.
-        pad_output: as in `repad`.
-        pad_id: as in `repad`.
-        per_token: as in `repad`.
+        pad_output, pad_id, per_token: as in `repad`.
 
     Raises:
         InvalidRequestError: there are no rows, or a row has other keys or another batch size than the first;
@@ -197,11 +194,11 @@ class _Layout:
         prompt, response = lengths.get("prompt"), lengths.get("response", lengths.get("marked"))
         whole = lengths.get("full", lengths.get("all_attention_mask"))
         if whole is None:
-            if prompt is None and response is None:
-                name = ".".join(next(iter(here)))
-                raise InvalidRequestError(f"{name} has no field that says how long its rows are", field=name)
             both = [part for part in (prompt, response) if part is not None]
-            whole = both[0] + both[1] if len(both) > 1 else both[0]
+            if not both:
+                name = ".".join(next(iter(here)))
+                raise invalid(name, "it has no field that says how long its rows are")
+            whole = torch.stack(both).sum(0)
         if prompt is None and response is not None:
             prompt = whole - response
         parts: Parts[Ragged] = Parts(None, None, _marks(whole))
@@ -231,11 +228,7 @@ def _layouts(held: TensorDictBase, containers: Mapping[Path, Any]) -> dict[Path,
 
 
 def _laid_out(held: TensorDictBase, path: Path, layout: _Layout, pad_output: bool, pad_id: int) -> Any:
-    """Return the container at `path` in the layout asked for. A dense `PerToken` is returned as a plain tensor.
-
-    Raises:
-        InvalidRequestError: rows do not have the lengths of the tokens.
-    """
+    """Return the container at `path` in the layout asked for. A dense `PerToken` is returned as a plain tensor."""
     given, shape, masks = held.get(path), tuple(held.batch_size), masks_of(held, path)
     fields: dict[str, Any] = {}
     for name in given.keys():
@@ -263,10 +256,10 @@ def _refuse_unnamed(found: Mapping[Path, Any], layouts: Mapping[Path, _Layout], 
         stays = pad_output and torch.equal(layout.before, layout.columns.mask)
         if value.shape[dims] == layout.before.shape[-1] > 1 and not stays:
             name = ".".join(path)
-            raise InvalidRequestError(
-                f"{name} is as wide as the dense tokens. Pass per_token=[{name!r}] if its columns are theirs, so that "
-                "both stay aligned, or per_token=[] to keep it as it is",
-                field=name,
+            raise invalid(
+                name,
+                f"it is as wide as the dense tokens. Pass per_token=[{name!r}] if its columns are theirs, so that both "
+                "stay aligned, or per_token=[] to keep it as it is",
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +42,7 @@ from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import flat_source
 from corelm.tensors.ragged import Ragged, as_mask, is_integer
 from corelm.tensors.token_sets import TokenSets
+from corelm.validate import invalid
 
 Path = tuple[str, ...]
 
@@ -75,10 +77,10 @@ def find_entry(td: TensorDictBase, key: NestedKey, first: TensorDictBase | None 
     Raises:
         MissingKeyError: none of them has the key.
     """
-    for holder in [*([] if first is None else [first]), next_or_root(td), td]:
-        if key in holder.keys(include_nested=True):
+    for holder in (first, next_or_root(td), td):
+        if holder is not None and key in holder.keys(include_nested=True):
             return holder.get(key), holder
-    shown = key_parts(key)[0] if len(key_parts(key)) == 1 else key
+    shown = key[0] if isinstance(key, tuple) and len(key) == 1 else key
     raise MissingKeyError(f"the TensorDict has no {shown!r}; it has: {list_keys(td)}", field=str(shown))
 
 
@@ -103,8 +105,8 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
     container = td.get(tuple(path), None) if path else None
     if not isinstance(container, PER_TOKEN) or name not in container.keys():
         raise InvalidRequestError(
-            f"{key!r} is not a field of a Tokens, Masks, LogProbs or PerToken container in this TensorDict; "
-            f"its keys: {sorted(map(str, td.keys(include_nested=True)))}",
+            f"{key!r} is not a field of a Tokens, Masks, LogProbs or PerToken container in this TensorDict; its keys: "
+            f"{list_keys(td)}",
             field=str(key),
         )
     try:
@@ -115,8 +117,10 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
         values, attention = getattr(container, name), getattr(td.get(masks, None), "all_attention_mask", None)
     except InvalidRequestError:  # a stack of both layouts, or dense rows of different widths
         # `td` may have fewer batch dimensions than the container, or none.
-        held = {tuple(path): container, **({masks: td.get(masks)} if td.get(masks, None) is not None else {})}
-        parts = [ragged(row, key, masks=masks) for row in rows(TensorDict(held, batch_size=container.batch_size))]
+        held = TensorDict({tuple(path): container}, batch_size=container.batch_size)
+        if (mask := td.get(masks, None)) is not None:
+            held.set(masks, mask)
+        parts = [ragged(row, key, masks=masks) for row in rows(held)]
         values = of_one_width([part.values for part in parts], key)
         return Ragged.cat([part.with_values(one) for part, one in zip(parts, values, strict=True)])
     mask = values >= 0 if name == SETS else _attention_columns(values, attention, name, masks)
@@ -134,11 +138,8 @@ def _attention_columns(values: Tensor, attention: Any, name: str, masks: NestedK
         if mask.shape == shape:
             return as_mask(mask, str(masks)).to(values.device)
     found = f"a mask of shape {tuple(attention.shape)}" if isinstance(attention, Tensor) else "no dense mask"
-    raise InvalidRequestError(
-        f"the dense field {name!r} of shape {tuple(values.shape)} needs the attention mask of its rows "
-        f"to tell tokens from pads, but {masks!r} holds {found}",
-        field=str(masks),
-    )
+    needs = f"the dense field {name!r} of shape {tuple(values.shape)} needs the attention mask of its rows to tell"
+    raise InvalidRequestError(f"{needs} tokens from pads, but {masks!r} holds {found}", field=str(masks))
 
 
 def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: NestedKey = "masks") -> TokenSets:
@@ -223,9 +224,6 @@ def scan(td: TensorDictBase) -> tuple[dict[Path, Any], TensorDict]:
     """Return every entry by its path, as `entries` does, and a TensorDict of the containers with a value per token.
 
     A dense `argmax` that is laid out like the masks is a `PerToken` in both, which it is in rows.
-
-    Raises:
-        InvalidRequestError: such a container has another batch size than `td`.
     """
     found, held = dict(entries(td)), TensorDict({}, batch_size=td.batch_size)
     for path, value in found.items():
@@ -234,12 +232,11 @@ def scan(td: TensorDictBase) -> tuple[dict[Path, Any], TensorDict]:
             held.set(path, value)
     for path, value in found.items():
         masks = held.get(masks_of(held, path), None) if path[-1] == "argmax" else None
-        if not isinstance(masks, Masks) or not (isinstance(value, list) or dense_mask(masks) is not None):
+        rows_of_ids = value if isinstance(value, list) else [value]
+        if not isinstance(masks, Masks) or not all(isinstance(one, Tensor) and is_integer(one) for one in rows_of_ids):
             continue
-        ids = all(
-            isinstance(one, Tensor) and is_integer(one) for one in (value if isinstance(value, list) else [value])
-        )
-        if ids and (made := as_per_token(value, masks)) is not None:
+        per_row = isinstance(value, list) or dense_mask(masks) is not None
+        if per_row and (made := as_per_token(value, masks)) is not None:
             found[path] = made
             held.set(path, made)
     return found, held
@@ -267,11 +264,9 @@ def as_per_token(value: Tensor | list[Tensor], beside: Any) -> PerToken | None:
 
 def dense_mask(masks: Any) -> Tensor | None:
     """Return the attention mask of dense `Masks`, ``[*batch, width]``. None if there is not one, or not one tensor."""
-    try:
-        found: Tensor | None = masks.all_attention_mask if isinstance(masks, Masks) and masks.padded else None
-    except InvalidRequestError:
-        return None
-    return found
+    with suppress(InvalidRequestError):
+        return masks.all_attention_mask if isinstance(masks, Masks) and masks.padded else None
+    return None
 
 
 def _entry(td: TensorDictBase, name: str) -> Any:
@@ -286,13 +281,10 @@ def _entry(td: TensorDictBase, name: str) -> Any:
 
 def must_have_batch(td: TensorDictBase, path: Path, container: Any) -> None:
     """Refuse a container with another batch size than the TensorDict that holds it."""
-    if tuple(container.batch_size) != tuple(td.batch_size):
-        name = ".".join(path)
-        raise InvalidRequestError(
-            f"{name} has batch {tuple(container.batch_size)}, but the TensorDict has {tuple(td.batch_size)}; "
-            f"set td.batch_size = {list(container.batch_size)} first",
-            field=name,
-        )
+    found, wanted = tuple(container.batch_size), tuple(td.batch_size)
+    if found != wanted:
+        what = f"has batch {found}, but the TensorDict has {wanted}; set td.batch_size = {list(found)} first"
+        raise invalid(".".join(path), what)
 
 
 def masks_of(td: TensorDictBase, path: Path) -> Path:
@@ -328,11 +320,7 @@ class TokenColumns:
 
     @classmethod
     def of(cls, td: TensorDictBase) -> TokenColumns | None:
-        """Read the `Tokens` of `td`, and the containers next to them. None if `td` has no `Tokens`.
-
-        Raises:
-            InvalidRequestError: rows of a container have other lengths than the tokens, or dense tokens have no masks.
-        """
+        """Read the `Tokens` of `td`, and the containers next to them. None if `td` has no `Tokens`."""
         found, held = scan(td)
         paths = [path for path, value in found.items() if isinstance(value, Tokens)]
         if not paths:
@@ -378,17 +366,13 @@ class TokenColumns:
 
 def token_ids(td: TensorDictBase, path: Path) -> tuple[Ragged, Tensor | None]:
     """Return the ids of the `Tokens` at `path`, on the CPU, and the lengths of the prompts if the rows are split."""
-    held, masks = td.get(path), masks_of(td, path)
-    parts = {
-        name: ragged(td, (*path, name), masks=masks).to("cpu")
-        for name in ("prompt", "response", "full")
-        if name in held.keys()
-    }
-    if not parts:
-        raise InvalidRequestError(f"{'.'.join(path)} holds no ids", field=".".join(path))
+    masks, names = masks_of(td, path), {"prompt", "response", "full"} & {*td.get(path).keys()}
+    parts = {name: ragged(td, (*path, name), masks=masks).to("cpu") for name in names}
     prompt, response, full = (parts.get(name) for name in ("prompt", "response", "full"))
-    if full is None:
-        full = prompt.join(response) if prompt is not None and response is not None else next(iter(parts.values()))
     if len(parts) == 1:
-        return full, None
-    return full, prompt.lengths if prompt is not None else full.lengths - parts["response"].lengths
+        return next(iter(parts.values())), None
+    if prompt is not None and response is not None:
+        return prompt.join(response) if full is None else full, prompt.lengths
+    if full is None:
+        raise InvalidRequestError(f"{'.'.join(path)} holds no ids", field=".".join(path))
+    return full, full.lengths - parts["response"].lengths if prompt is None else prompt.lengths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ from corelm.containers.reading import (
     scan,
     token_ids,
 )
-from corelm.errors import InvalidRequestError, MissingKeyError
+from corelm.errors import MissingKeyError
 from corelm.tensors.ragged import Ragged, unreadable
 
 Columns = dict[str, Sequence[Any]]
@@ -99,8 +99,8 @@ def to_records(
     columns = _index(td)
     for name, values in _row_columns(td).items():
         if name in columns:
-            raise InvalidRequestError(
-                f"two entries give the key {name!r}; rename one first: td.rename_key_({name!r}, 'other')", field=name
+            raise validate.invalid(
+                name, f"two entries give the key {name!r}; rename one: td.rename_key_({name!r}, 'other')"
             )
         columns[name] = values
     return _records(columns)
@@ -144,15 +144,12 @@ def _row_columns(td: TensorDictBase) -> Columns:
 
 
 def _columns_of(held: TensorDictBase, path: Path, value: Any) -> Columns:
-    """Return the columns of the container at `path`. Those of containers under another key than their own keep it."""
+    """Return the columns of the container at `path`."""
     key = ".".join(path)
     if isinstance(value, Text):
         parts = [name for name in ("prompt", "response") if name in value.keys()] or ["full"]
-        texts = {name: getattr(value, name) for name in parts}
-        return {
-            _named(path, "text", _TEXTS[name]): flat(text) if value.batch_size else [text]
-            for name, text in texts.items()
-        }
+        texts = {_named(path, "text", _TEXTS[name]): getattr(value, name) for name in parts}
+        return {name: flat(text) for name, text in texts.items()}
     if isinstance(value, ChatHistory):
         parts = ["full"] if "full" in value.keys() else [name for name in _CHATS if name in value.keys()]
         return {_named(path, "history", _CHATS[name]): _messages(getattr(value, name)) for name in parts}
@@ -162,10 +159,11 @@ def _columns_of(held: TensorDictBase, path: Path, value: Any) -> Columns:
         return _id_columns(held, path)
     if isinstance(value, LogProbs):
         return _log_prob_columns(held, path, value)
-    field = "full" if isinstance(value, PerToken) else "all_assistant_mask"
+    field, name = "all_assistant_mask", _named(path, "masks", "assistant_mask")
+    if isinstance(value, PerToken):
+        field, name = "full", key
     if field not in value.keys():
         return {}
-    name = key if isinstance(value, PerToken) else _named(path, "masks", "assistant_mask")
     return {name: ragged(held, (*path, field), masks=masks_of(held, path)).tolist()}
 
 
@@ -179,12 +177,8 @@ def _messages(history: History) -> list[Any]:
 
 
 def _id_columns(held: TensorDictBase, path: Path) -> Columns:
-    ids, prompt_lengths = token_ids(held, path)
-    if prompt_lengths is None:
-        parts = {"": ids}
-    else:
-        zero = torch.zeros_like(prompt_lengths)
-        parts = {"prompt_": ids.slice(zero, prompt_lengths), "response_": ids.slice(prompt_lengths, ids.lengths)}
+    ids, start = token_ids(held, path)
+    parts = {"": ids} if start is None else {"prompt_": ids.slice(stop=start), "response_": ids.slice(start)}
     columns: Columns = {}
     for part, rows in parts.items():
         columns[_named(path, "tokens", f"{part}ids")] = rows.tolist()
@@ -204,7 +198,7 @@ def _log_prob_columns(held: TensorDictBase, path: Path, log_probs: LogProbs) -> 
     if "scored_mask" in log_probs.keys():
         both = read("scored_mask")
         start = both.lengths - values.lengths
-        scored, before = both.slice(start, both.lengths), both.slice(torch.zeros_like(start), start)
+        scored, before = both.slice(start), both.slice(stop=start)
     numbers = _scored_only(values.tolist(), scored)
     columns: Columns = {key: numbers}
     for field, rows in about_ids(held, path, masks).items():
@@ -216,11 +210,10 @@ def _log_prob_columns(held: TensorDictBase, path: Path, log_probs: LogProbs) -> 
     columns[f"{key}_mean"] = [math.fsum(row) / len(row) if row else None for row in counted]
     if {"prompt", "response", "scored_mask"} <= set(log_probs.keys()) and bool(before.values.any()):
         columns[f"{key}_prompt"] = _scored_only(read("prompt").tolist(), before)
-    labels = provenance_of_rows(log_probs, len(values))
-    if any(labels):
-        for attribute in next(label for label in labels if label is not None).to_dict():
-            found = [None if label is None else _plain(getattr(label, attribute), key) for label in labels]
-            columns[_named(path, "log_probs", attribute)] = found
+    labels = [{} if label is None else label.to_dict() for label in provenance_of_rows(log_probs, len(values))]
+    for attribute in next(filter(None, labels), {}):
+        found = [_plain(label.get(attribute), key) for label in labels]
+        columns[_named(path, "log_probs", attribute)] = found
     return columns
 
 
@@ -237,7 +230,7 @@ def _plain_values(td: TensorDictBase, path: Path, value: Any) -> list[Any]:
     name = ".".join(path)
     dims = len(td.batch_size)
     if isinstance(value, Tensor) and (why := unreadable(value)):
-        raise InvalidRequestError(f"{name} is {why}; leave it out: td.exclude({name!r})", field=name)
+        raise validate.invalid(name, f"it is {why}; leave it out: td.exclude({name!r})")
     if isinstance(value, list):
         return [_plain(row, name) for row in value]
     if is_non_tensor(value):
@@ -248,11 +241,7 @@ def _plain_values(td: TensorDictBase, path: Path, value: Any) -> list[Any]:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return a value as str, int, float, bool, None, or lists and dicts of them.
-
-    Raises:
-        InvalidRequestError: it is something else; `field` is `name`.
-    """
+    """Return a value as str, int, float, bool, None, or lists and dicts of them, and refuse anything else."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):
@@ -265,10 +254,8 @@ def _plain(value: Any, name: str) -> Any:
         return [_plain(one, name) for one in value]
     if hasattr(value, "__array__") and hasattr(value, "tolist"):
         return _plain(value.tolist(), name)
-    raise InvalidRequestError(
-        f"{name} holds a {type(value).__name__}, which is not plain data; leave it out: td.exclude({name!r})",
-        field=name,
-    )
+    kind = type(value).__name__
+    raise validate.invalid(name, f"it holds a {kind}, which is not plain data; leave it out: td.exclude({name!r})")
 
 
 # By token ------------------------------------------------------------------------------------------------------------
@@ -292,10 +279,8 @@ def _token_records(td: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
         columns["log_prob" if own else key] = flat(_scored_only(values.tolist(), scored))
         columns["scored" if own else f"{key}_scored"] = scored.values.tolist()
         for name, rows in about_ids(td, path, masks_of(td, path)).items():
-            flat_rows = [value for row in _scored_only(rows.tolist(), scored) for value in row]
-            columns[name if own else f"{key}_{name}"] = flat_rows
+            columns[name if own else f"{key}_{name}"] = list(chain.from_iterable(_scored_only(rows.tolist(), scored)))
     if found.assistant is not None:
         columns["assistant"] = found.assistant.values.tolist()
-    for key, values in found.numbers.items():
-        columns[key] = values.values.tolist()
+    columns |= {key: values.values.tolist() for key, values in found.numbers.items()}
     return _records(columns)

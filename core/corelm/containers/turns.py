@@ -92,9 +92,7 @@ def merge_turns(turns: Sequence[TensorDictBase], *, pad_output: bool = False, pa
     request = ContainerRequest(
         batch_size=shapes[0],
         fields=frozenset({"tokens", "masks", *(["log_probs"] if "full" in names else [])}),
-        tokens=Parts(
-            full.slice(torch.zeros_like(full.lengths), prompt_lengths), full.slice(prompt_lengths, full.lengths), full
-        ),
+        tokens=Parts(full.slice(stop=prompt_lengths), full.slice(prompt_lengths), full),
         assistant=full.with_values(sampled),
         pad_output=pad_output,
         pad_id=pad_id,
@@ -166,12 +164,7 @@ class SampledRows:
 
 
 def _common_fields(turns: Sequence[SampledRows]) -> list[str]:
-    """Return the fields that the log-probs of all turns have.
-
-    Raises:
-        MissingKeyError: only some turns have a field.
-        InvalidRequestError: turns have different numbers of the most probable ids.
-    """
+    """Return the fields that the log-probs of all turns have, and refuse those that only some have."""
     names = [name for name in REQUEST_FIELDS if any(name in turn.values for turn in turns)]
     for name in names:
         what = "log_probs" if name == "full" else f"log_probs.{name}"
@@ -204,7 +197,7 @@ def _picked(parts: Sequence[Any], index: Tensor, full: Ragged) -> Any:
 def _must_continue(earlier: SampledRows, later: SampledRows, number: int) -> None:
     """Refuse rows that a turn skipped, and rows whose prompt does not begin with the tokens of the turn before."""
     skipped, differing = Problems(), Problems()
-    prompts = later.full.slice(torch.zeros_like(later.prompt_lengths), later.prompt_lengths)
+    prompts = later.full.slice(stop=later.prompt_lengths)
     for row, (before, prompt) in enumerate(zip(earlier.full.split(), prompts.split(), strict=True)):
         same = min(len(before), len(prompt))
         if bool(len(before)) is not bool(len(prompt)):

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,8 +25,8 @@ from torch import Tensor
 
 from corelm.backend.arguments import not_texts, refuse_pads, rows_of_ids
 from corelm.backend.backend import Backend
-from corelm.backend.skipping import ServedRows
-from corelm.containers.classes import Masks, Text, Tokens, is_padded, ragged_rows, read_rows
+from corelm.backend.skipping import ServedRows, renumbered
+from corelm.containers.classes import Masks, Text, Tokens, is_padded, must_have_lengths, ragged_rows, read_rows
 from corelm.containers.classes import rows as rows_of
 from corelm.containers.history import ChatHistory, History
 from corelm.containers.reading import key_parts, list_keys
@@ -39,17 +40,18 @@ from corelm.errors import (
     level_of_caller,
     refuse,
 )
-from corelm.policy.chats import final_turns, render_chats, tools_of
 from corelm.policy.options import PolicyOptions
 from corelm.policy.rows import InputRows
 from corelm.rendering.encoding import NO_COMPLETION, NO_PROMPT, encode_completions
-from corelm.spec.message import Message
-from corelm.spec.records import Columns, TokenizeResult
+from corelm.rendering.render import RenderedChats, render
+from corelm.spec.message import Chat, Message
+from corelm.spec.records import Columns, TokenizeRequest, TokenizeResult
 from corelm.tensors.ragged import Ragged, as_mask, is_integer, unreadable
-from corelm.validate import as_list, invalid, read_once
+from corelm.validate import as_list, invalid, read_once, shown
 
 Part = Literal["prompt", "full"]
 Key = tuple[str, ...]
+Tools = list[Any] | None
 #: How each mode's input is passed.
 PASSED = {"history": "history=History.from_chats(…)", "text": "text=[…]", "tokens": "tokens=[…]"}
 #: What to do about pads without a mask; follows "…, pads would be read as tokens; ".
@@ -85,55 +87,42 @@ class InputReader:
 
     Attributes:
         keys: by part, the key that is read, for example ``("history", "prompt")``.
+        read: a function of a TensorDict, the part ("prompt" to generate, "full" to score), the backend, and whether
+            the mask of the assistant's tokens is needed. It returns rows of ids on the CPU, and raises the errors of
+            `LLMPolicy.forward`. A row that cannot be read is left empty and added to `problems` if such are skipped.
     """
 
     def __init__(self, options: PolicyOptions) -> None:
         self._options, mode = options, options.input_mode
+        self.read = {"history": self._chats, "text": self._texts, "tokens": self._tokens}[mode]
         #: Whether the container's own key is read, and the key of the container, or of the bare value.
         self._own_key = options.input_key is None
         self._top = key_parts(getattr(options.keys, mode) if options.input_key is None else options.input_key)
         self.keys: dict[str, tuple[str, ...]] = {
             part: (*self._top, part) if self._own_key else self._top for part in ("prompt", "full")
         }
-        self._names = {part: ".".join(key) for part, key in self.keys.items()}
         self._tokens_key, self._masks_key = key_parts(options.keys.tokens), key_parts(options.keys.masks)
         given = options.attention_mask_key
         self._given_mask = None if given is None else key_parts(given)
         self._tokenizing = {"add_special_tokens": True, **options.tokenizer_kwargs}
         self._skips = options.on_error == "skip"
 
-    def read(self, td: TensorDictBase, part: Part, backend: Backend, *, want_assistant: bool = True) -> InputRows:
-        """Return the prompts or the whole sequences of `td`, as token ids on the CPU.
+    def sequences(self, td: TensorDictBase, backend: Backend, want_assistant: bool) -> InputRows:
+        """Return the whole sequences of `td`.
 
-        Sequences may also be in `td` as `Tokens`, next to what is read. If the ids are equal, or a text was
-        sampled as those ids, the sequences keep the ids, the layout and the split of those tokens, so that
-        two scorings of one batch line up; if not, `conflicts` says where. A row that cannot be read is left
-        empty and added to `problems` if such rows are skipped.
-
-        Args:
-            part: "prompt" to generate, "full" to score.
-            want_assistant: whether the mask of the assistant's tokens is needed.
-
-        Raises:
-            MissingKeyError: `td` lacks the key.
-            InvalidRequestError: the value is not what this mode reads, or is text that cannot be encoded.
-            TemplateError: a conversation cannot be rendered.
+        They may also be in `td` as `Tokens`, next to what is read. If the ids are equal, or a text was sampled as those
+        ids, the sequences keep the ids, the layout and the split of those tokens, so that two scorings of one batch
+        line up; if not, `conflicts` says where.
         """
-        mode = self._options.input_mode
-        if mode == "tokens":
-            rows = self._tokens(td, part, backend)
-        elif mode == "history":
-            rows = self._chats(td, part, backend, want_assistant)
-        else:
-            rows = self._texts(td, part, backend)
-        if part == "prompt" or (mode == "tokens" and self._own_key):
+        rows = self.read(td, "full", backend, want_assistant)
+        if self._options.input_mode == "tokens" and self._own_key:
             return rows
         return self._joining_tokens(td, rows, backend)
 
     # Conversations ---------------------------------------------------------------------------------------------------
 
     def _chats(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
-        options, name = self._options, self._names[part]
+        options, name = self._options, ".".join(self.keys[part])
         history = self._value(td, find_value(td, self._top), part, name, bare=History)
         if not isinstance(history, History):
             raise _wrong(name, "a History (see History.from_chats)", history)
@@ -152,51 +141,38 @@ class InputReader:
             self._refuse_unless_skipped(bad, name)
             problems = bad | problems
             begun = begun if any(begun) else None
-        rendered = None
-        while rendered is None:
-            served = [row for row in range(len(chats)) if row not in problems] if problems else range(len(chats))
-            try:
-                rendered = render_chats(
-                    backend,
-                    [chats[row] for row in served] if problems else chats,
-                    None if tools is None else [tools[row] for row in served],
-                    None if begun is None else [begun[row] for row in served],
-                    prompt=part == "prompt",
-                    prefer_tokens=options.prefer_tokens,
-                    template_kwargs=options.template_kwargs,
-                    chat_template=options.chat_template,
-                    want_assistant=want_assistant,
-                )
-            except (InvalidRequestError, TemplateError) as error:
-                if not self._skips or not error.problems:
-                    raise
-                # Conversations are refused for several reasons, each with an error of its own.
-                problems |= {served[row]: what for row, what in error.problems.items()}
-        ids, texts, assistant = rendered.ids, rendered.texts, rendered.assistant
-        if problems:
-            read = ServedRows.without(problems, len(chats))
-            ids, texts = read.ragged(ids), read.values(texts, "")
-            assistant = None if assistant is None else read.ragged(assistant)
+        rendered = render_chats(
+            backend,
+            chats,
+            tools,
+            begun,
+            prompt=part == "prompt",
+            problems=problems if self._skips else None,
+            prefer_tokens=options.prefer_tokens,
+            template_kwargs=options.template_kwargs,
+            chat_template=options.chat_template,
+            want_assistant=want_assistant,
+        )
         retokenized = None
         if not options.prefer_tokens:
             sampled = [any(turn.token_ids is not None for turn in chat) for chat in chats]
             retokenized = tuple(some and row not in problems for row, some in enumerate(sampled))
         return InputRows(
             batch_size=shape,
-            ids=ids,
-            texts=texts,
+            ids=rendered.ids,
+            texts=rendered.texts,
             chats=chats,
             begun=None if begun is None else tuple(begun),
             tools=None if tools is None else tuple(tools),
-            assistant=assistant,
+            assistant=rendered.assistant,
             retokenized=retokenized,
             problems=problems,
         )
 
     # Texts -----------------------------------------------------------------------------------------------------------
 
-    def _texts(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
-        held, name = find_value(td, self._top), self._names[part]
+    def _texts(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
+        held, name = find_value(td, self._top), ".".join(self.keys[part])
         fields = {*held.keys()} if isinstance(held, (Text, TensorDictBase)) else set()
         if part == "full" and "full" not in fields and fields >= {"prompt", "response"}:
             return self._completions(td, held, backend)
@@ -212,18 +188,14 @@ class InputReader:
                 raise invalid(name, f"{len(texts)} texts do not fill a batch of shape {shape}")
         if td.batch_dims and tuple(td.batch_size) != shape:
             raise _other_batch(td, shape, name)
-        if not (problems := not_texts(texts)):
-            ids = _with_one_bos(backend, backend.tokenize(texts, **self._tokenizing)).ids
-            return InputRows(batch_size=shape, ids=ids, texts=tuple(texts))
-        self._refuse_unless_skipped(problems, name)
-        read = ServedRows.without(problems, len(texts))
-        good = [text for row, text in enumerate(texts) if row not in problems]
-        return InputRows(
-            batch_size=shape,
-            ids=read.ragged(_with_one_bos(backend, backend.tokenize(good, **self._tokenizing)).ids),
-            texts=read.values(good, ""),
-            problems=problems,
-        )
+        if problems := not_texts(texts):
+            self._refuse_unless_skipped(problems, name)
+            read = ServedRows.without(problems, len(texts))
+            texts = [text for row, text in enumerate(texts) if row not in problems]
+        ids, good = _tokenized(backend, texts, **self._tokenizing).ids, tuple(texts)
+        if problems:
+            ids, good = read.ragged(ids), read.values(texts, "")
+        return InputRows(batch_size=shape, ids=ids, texts=good, problems=problems)
 
     def _completions(self, td: TensorDictBase, held: Any, backend: Backend) -> InputRows:
         """Return the rows of prompts and responses.
@@ -231,7 +203,7 @@ class InputReader:
         Responses may have more batch dimensions than prompts: each prompt then has several responses.
         """
         name = ".".join((*self._top, "response"))
-        (prompts, outer), (responses, shape) = (_leaves(_field(held, part)) for part in ("prompt", "response"))
+        (prompts, outer), (responses, shape) = _leaves(_field(held, "prompt")), _leaves(_field(held, "response"))
         if 0 in held.batch_size:
             outer = shape = tuple(held.batch_size)
         if any(isinstance(one, list) for one in responses):
@@ -246,11 +218,7 @@ class InputReader:
         read = ServedRows.without(problems, len(responses))
         number = read.index.tolist()
         first, rest = ([texts[row] for row in number] for texts in (prompts, responses))
-        boundary = self._options.completion_boundary
-
-        def tokenize(texts: Sequence[str], **options: Any) -> TokenizeResult:
-            return _with_one_bos(backend, backend.tokenize(texts, **options))
-
+        tokenize, boundary = partial(_tokenized, backend), self._options.completion_boundary
         encoded = encode_completions(tokenize, first, rest, boundary, self._tokenizing)
         problems |= {number[row]: what for row, what in encoded.problems.items()}
         self._refuse_unless_skipped(problems, name)
@@ -276,8 +244,8 @@ class InputReader:
 
     # Tokens ----------------------------------------------------------------------------------------------------------
 
-    def _tokens(self, td: TensorDictBase, part: Part, backend: Backend) -> InputRows:
-        holder, top, name, own_key = td, self._top, self._names[part], self._own_key
+    def _tokens(self, td: TensorDictBase, part: Part, backend: Backend, want_assistant: bool) -> InputRows:
+        holder, top, name, own_key = td, self._top, ".".join(self.keys[part]), self._own_key
         held = find_value(td, top)
         plain = isinstance(held, TensorDictBase)
         fields = {*held.keys()} if plain or isinstance(held, Tokens) else set()
@@ -305,12 +273,19 @@ class InputReader:
                 f"the TensorDict has no {given!r}, which attention_mask_key names; it has: {list_keys(holder)}",
                 field="attention_mask_key",
             )
-        if mask_key is None and not (has_masks and own_key):
+        # In the plain TensorDict that holds the ids, or next to it. The name may begin as that of the ids does:
+        # ``chosen_attention_mask`` for ``chosen_input_ids``.
+        *path, own = top
+        stem = own.removesuffix("input_ids") if own.endswith("input_ids") else own.removesuffix("ids")
+        near: list[Key] = [(*top, "attention_mask")] if plain else []
+        near += [(*path, f"{stem}attention_mask")] if stem not in (own, "") else []
+        near = list(filter(holder.keys(include_nested=True).__contains__, [*near, (*path, "attention_mask")]))
+        if near and mask_key is None and not (has_masks and own_key):
             whole = cells.ids
             if part == "prompt" and "full" in fields:
                 whole = _cells(find_value(held, "full") if plain else held, "full", name).ids
             unsure = _UNCLEAR if {"response", "full"} <= fields else _NO_PADS if cells.in_rows and not plain else None
-            mask_key, misfit = _mask_next_to(holder, top, whole.lengths.tolist(), plain, unsure)
+            mask_key, misfit = _mask_among(near, holder, top, whole.lengths.tolist(), unsure)
             if misfit is not None and not has_masks:
                 if fields:
                     raise InvalidRequestError(
@@ -392,7 +367,7 @@ class InputReader:
             return False
         if [one + other for one, other in zip(prompts, responses, strict=True)] != [read.texts[row] for row in rows]:
             return False
-        again = _with_one_bos(backend, backend.tokenize(prompts, **self._tokenizing)).ids
+        again = _tokenized(backend, prompts, **self._tokenizing).ids
         if _differing(parts.prompt.select(rows), again):
             return False
         assert parts.response is not None
@@ -437,6 +412,141 @@ class InputReader:
         return found
 
 
+# Conversations -------------------------------------------------------------------------------------------------------
+
+
+def tools_of(given: Any, field: str, shape: tuple[int, ...]) -> tuple[list[Tools], Problems]:
+    """Return the tools of each conversation, flat, and the rows whose tools cannot be read."""
+
+    def flat(one: Any, sizes: tuple[int, ...]) -> list[Any]:
+        if not sizes:
+            return [one]
+        one = as_list(one)
+        shared = isinstance(one, list) and one and all(isinstance(each, Mapping) or callable(each) for each in one)
+        if shared or not isinstance(one, list) or len(one) != sizes[0]:
+            raise invalid(
+                field,
+                f"expected a list of tools, or None, for each of the {shape} conversations, got {shown(one)}. Tools of "
+                "all conversations are given as template_kwargs={'tools': […]}; tools_key=None reads none",
+            )
+        return [leaf for part in one for leaf in flat(part, sizes[1:])]
+
+    found = [as_list(one) for one in flat(given, shape)]
+    problems: Problems = {}
+    for row, one in enumerate(found):
+        if one is not None and not (isinstance(one, list) and all(isinstance(each, Mapping) for each in one)):
+            problems[row] = (
+                f"expected a list of dicts or None, got {shown(one)}; json.loads reads JSON, and "
+                "transformers.utils.get_json_schema describes a function"
+            )
+    # Tensordict's own lists are not JSON, and some templates write tools as JSON.
+    good = [None if one is None or row in problems else [dict(each) for each in one] for row, one in enumerate(found)]
+    return good, problems
+
+
+#: Why a prompt that ends with an assistant turn is refused unless that turn is to be continued.
+_ENDED = (
+    "the conversation ends with an assistant turn; give the policy continue_final_message=True to continue that turn, "
+    "None to sample a new one after it, or add the turn that the next answer replies to"
+)
+
+
+def final_turns(
+    chats: Sequence[Chat], continues: bool, eos_ids: Collection[int] | None, ended: str = _ENDED
+) -> tuple[list[Message | None], Problems]:
+    """Return the assistant turn that ends each prompt, or None, and the prompts that cannot be answered.
+
+    Args:
+        continues: whether the answer continues such a turn. If not, a prompt that has one is refused.
+        ended: what is said about it.
+        eos_ids: what the ids of a sampled turn may end with, to be left out; None leaves out the ids.
+    """
+    begun: list[Message | None] = []
+    problems: Problems = {}
+    for row, chat in enumerate(chats):
+        last = chat[-1] if chat and chat[-1].role == "assistant" else None
+        if last is not None and not continues:
+            problems[row], last = ended, None
+        if last is not None and (last.content is None or last.tool_calls):
+            problems[row] = "its last turn calls tools or has no text, so it cannot be continued; remove that turn"
+            last = None
+        if last is not None:
+            ids = None if eos_ids is None else last.token_ids
+            while ids and eos_ids and ids[-1] in eos_ids:
+                ids = ids[:-1]
+            last = replace(last, token_ids=ids)
+        begun.append(last)
+    return begun, problems
+
+
+def render_chats(
+    backend: Backend,
+    chats: Sequence[Chat],
+    tools: Sequence[Tools] | None = None,
+    begun: Sequence[Message | None] | None = None,
+    *,
+    prompt: bool,
+    template_kwargs: Mapping[str, Any],
+    problems: Problems | None = None,
+    **options: Any,
+) -> RenderedChats:
+    """Render conversations, as many at a time as are rendered in the same way.
+
+    Args:
+        tools: the tools of each conversation; None if no conversation has its own.
+        begun: for each conversation the turn that the answer continues, as `final_turns` returned it, or None.
+        prompt: whether the assistant's next turn, or the rest of its last one, is to be sampled.
+        problems: conversations that are left empty. Those that cannot be rendered are added; None refuses them.
+        options: the other arguments of `render`.
+
+    Raises:
+        InvalidRequestError, TemplateError: those of `render`; rows are numbered as in `chats`.
+    """
+    engine = backend.engine
+    options |= {"tokenizer": engine.tokenizer, "tokenize": backend.tokenize, "eos_ids": engine.eos_token_ids}
+    if tools is None and begun is None and problems is None:
+        return render(chats, add_generation_prompt=prompt, template_kwargs=template_kwargs, **options)
+    tools, begun = tools or [None] * len(chats), begun or [None] * len(chats)
+    groups: dict[tuple[bool, str], list[int]] = {}
+    for row, own in enumerate(tools):
+        if row not in (problems or ()):
+            groups.setdefault((begun[row] is not None, "" if own is None else repr(own)), []).append(row)
+    parts, places = list[RenderedChats](), list[int]()
+    for (continues, _), group in (groups or {(False, ""): []}).items():
+        own = tools[group[0]] if group else None
+        made: RenderedChats | None = None
+        while made is None:
+            rows = [row for row in group if row not in (problems or ())]
+            some = [(*chats[row][:-1], begun[row]) if continues else chats[row] for row in rows]
+            try:
+                made = render(
+                    some,  # type: ignore[arg-type]  # where the answers continue turns, each row has begun one
+                    add_generation_prompt=prompt and not continues,
+                    continue_final_message=continues,
+                    template_kwargs=template_kwargs if own is None else {**template_kwargs, "tools": own},
+                    **options,
+                )
+            except (InvalidRequestError, TemplateError) as error:
+                if problems is None or not error.problems:
+                    raise renumbered(error, torch.tensor(rows)) from error
+                # Conversations are refused for several reasons, each with an error of its own.
+                problems |= {rows[at]: what for at, what in error.problems.items()}
+        parts.append(made)
+        places += rows
+    read = ServedRows.without(problems or (), len(chats))
+    order = sorted(range(len(places)), key=places.__getitem__)
+    texts = [text for part in parts for text in part.texts]
+    masks = [part.assistant for part in parts if part.assistant is not None]
+    return RenderedChats(
+        ids=read.ragged(Ragged.cat([part.ids for part in parts]).select(order)),
+        assistant=read.ragged(Ragged.cat(masks).select(order)) if len(masks) == len(parts) else None,
+        texts=read.values([texts[at] for at in order], ""),
+    )
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
 def _wrong(name: str, expected: str, value: Any) -> InvalidRequestError:
     kind, advice = type(value), read_once(value)
     if kind.__module__.partition(".")[0] == "torchrl":
@@ -470,8 +580,14 @@ def _leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
     return [leaf for flat, _ in parts for leaf in flat], (len(value), *(shapes.pop() if shapes else ()))
 
 
-def _with_one_bos(backend: Backend, batch: TokenizeResult) -> TokenizeResult:
-    """Drop the second BOS of texts that begin with one themselves, as rendered prompts and `text.full` do."""
+def _tokenized(backend: Backend, texts: Sequence[str], **options: Any) -> TokenizeResult:
+    """Tokenize texts. One that begins with BOS itself, as rendered prompts and `text.full` do, does not get a second.
+
+    Args:
+        texts: they can be encoded.
+        options: fields of the `TokenizeRequest`.
+    """
+    batch: TokenizeResult = backend.engine.convert("tokenize", TokenizeRequest(texts=tuple(texts), **options))
     bos = getattr(backend.engine.tokenizer, "bos_token_id", None)
     if bos is None:
         return batch
@@ -481,12 +597,7 @@ def _with_one_bos(backend: Backend, batch: TokenizeResult) -> TokenizeResult:
     starts = batch.ids.offsets[:-1]
     long = (lengths > 1).nonzero()[:, 0]
     twice = long[(values[starts[long]] == bos) & (values[starts[long] + 1] == bos)]
-    drop = torch.zeros_like(lengths)
-    drop[twice] = 1
-    kept = torch.ones_like(values, dtype=torch.bool)
-    kept[starts[twice]] = False
-    offsets = None if batch.offsets is None else batch.offsets[kept]
-    return replace(batch, ids=batch.ids.slice(drop, lengths), offsets=offsets)
+    return replace(batch, ids=batch.ids.slice(torch.zeros_like(lengths).index_fill(0, twice, 1)))
 
 
 def _differing(there: Ragged, ours: Ragged) -> Problems:
@@ -590,9 +701,6 @@ def read_ids(
         masks: what is under the key of the masks: `Masks` or a plain TensorDict, or nothing that is read.
         attention: an attention mask that is read instead of theirs; None reads theirs.
         backend: refuses dense ids without a mask that begin or end with its pad id; None looks for no pads.
-
-    Raises:
-        InvalidRequestError: the mask does not fit, or the ids have pads and no mask.
     """
     container, ids = cells.container, cells.ids
     at_fault = name if container is None else mask_name
@@ -626,8 +734,8 @@ def read_ids(
     if mask is not None:
         if container is not None and part == "prompt" and len(mask) == len(ids):
             # The mask may be that of prompt and response.
-            mask = mask.slice(torch.zeros_like(ids.lengths), torch.minimum(mask.lengths, ids.lengths))
-        _must_be_as_long(ids, mask, at_fault)
+            mask = mask.slice(stop=ids.lengths)
+        must_have_lengths(mask.lengths, ids.lengths, at_fault)
     width, lengths, prompt_width = cells.width, None, None
     if container is not None and part == "full" and "prompt" in container.keys():
         if cells.in_rows:
@@ -644,7 +752,7 @@ def read_ids(
         columns = Columns(marks.reshape(-1 if width else len(ids), width), prompt_width)
     if said is not None and not torch.equal(said.lengths, ids.lengths):
         if container is not None:
-            _must_be_as_long(ids, said, "masks.all_assistant_mask")
+            must_have_lengths(said.lengths, ids.lengths, "masks.all_assistant_mask")
         said = None
     return InputRows(
         batch_size=cells.shape,
@@ -670,17 +778,6 @@ def _mask_rows(held: Any, name: str, field: str | None = None, in_rows: bool = F
     return read_rows(value, torch.bool, name)[0].to("cpu")
 
 
-def _must_be_as_long(cells: Ragged, mask: Ragged, name: str) -> None:
-    """Refuse a mask whose rows are not as long as those of the ids."""
-    if torch.equal(cells.lengths, mask.lengths):
-        return
-    lengths = zip(cells.lengths.tolist(), mask.lengths.tolist(), strict=False)
-    problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
-    if len(mask) != len(cells):
-        problems = {len(mask): "no mask"} if len(mask) < len(cells) else {len(cells): "a mask, but no tokens"}
-    refuse(problems, name)
-
-
 def _select(values: Ragged, mask: Ragged) -> Ragged:
     """Return the values where a mask of the same lengths is True."""
     return Ragged(values.values[mask.values], mask.sums())
@@ -695,35 +792,24 @@ def input_ids_of(td: TensorDictBase, top: Key, value: Any, part: str) -> tuple[T
         return (td, (*top, "input_ids")) if part not in value.keys() and "input_ids" in value.keys() else None
     if isinstance(value, Mapping) and "input_ids" in value:
         # tensordict holds a BatchEncoding as one object.
-        return TensorDict({name: value[name] for name in ("input_ids", "attention_mask") if name in value}), (
-            "input_ids",
-        )
+        batch = {name: value[name] for name in ("input_ids", "attention_mask") if name in value}
+        return TensorDict(batch), ("input_ids",)
     return (td, ("input_ids",)) if value is None and "input_ids" in td.keys() else None
 
 
-def _mask_next_to(
-    td: TensorDictBase, top: Key, lengths: list[int], plain: bool, unsure: str | None
+def _mask_among(
+    keys: Sequence[Key], td: TensorDictBase, top: Key, lengths: list[int], unsure: str | None
 ) -> tuple[Key | None, Key | None]:
-    """Return the key of the `attention_mask` that belongs to the ids under the key `top`, and that of one that may.
+    """Return the key of the mask that belongs to the ids under the key `top`, and that of one that may.
 
-    It is in the plain TensorDict that holds the ids, or next to `top`. Its name may begin as that of the ids does:
-    ``chosen_attention_mask`` for ``chosen_input_ids``. A mask of another shape belongs to the `input_ids` next to it if
-    it has theirs.
+    A mask of another shape belongs to the `input_ids` next to it if it has theirs.
 
     Args:
         lengths: those of the rows of ids, with their pads.
-        plain: whether a plain TensorDict holds the ids.
-        unsure: why no mask may be applied; None if one may.
-
-    Raises:
-        InvalidRequestError: no mask may be applied, and one would hide tokens.
+        unsure: why no mask may be applied, so that one which would hide tokens is refused; None if one may.
     """
-    *path, own = top
-    stem = own.removesuffix("input_ids") if own.endswith("input_ids") else own.removesuffix("ids")
-    near = [(*top, "attention_mask")] if plain else []
-    near += [(*path, f"{stem}attention_mask")] if stem not in (own, "") else []
-    present, misfit = td.keys(include_nested=True), None
-    for key in filter(present.__contains__, [*near, (*path, "attention_mask")]):
+    misfit = None
+    for key in keys:
         given, name = find_value(td, key), ".".join(key)
         found = _lengths(given, torch.bool)
         other = (*key[:-1], "input_ids")

@@ -7,8 +7,13 @@ other tokens, log-probs under a key that has some) is refused before the engine 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+import logging
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from operator import add
 from typing import Any
 
@@ -16,17 +21,29 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from corelm.backend.backend import Backend
+from corelm.containers.assemble import assemble
 from corelm.containers.classes import NO_ID, LogProbs, Masks, Text, Tokens, flat, is_padded, objects
 from corelm.containers.history import ChatHistory
 from corelm.containers.reading import key_parts
 from corelm.containers.turns import REQUEST_FIELDS, SampledRows
-from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
-from corelm.policy.chats import AnswerReader
+from corelm.errors import (
+    InvalidRequestError,
+    MissingKeyError,
+    Problems,
+    ProvenanceMismatchError,
+    ResponseParserWarning,
+    described,
+    level_of_caller,
+    refuse,
+    spelled_out,
+)
 from corelm.policy.inputs import find_value
-from corelm.policy.options import Keys, PolicyOptions
+from corelm.policy.options import Keys, PolicyOptions, ResponseParser
 from corelm.policy.rows import InputRows, labelled
-from corelm.rendering.encoding import answer_texts, decoded
-from corelm.spec.answer_text import HALF_CHARACTER
+from corelm.rendering.render import special_tokens
+from corelm.rendering.response_parsers import NamedParser, parser_named
+from corelm.spec.answer_text import HALF_CHARACTER, answer_texts, decoded
+from corelm.spec.message import Message
 from corelm.spec.records import ContainerRequest, GenerateResult, Parts, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.spec.version_runs import with_runs
@@ -34,6 +51,10 @@ from corelm.tensors.ragged import Ragged
 from corelm.tensors.token_sets import TokenSets
 from corelm.validate import invalid
 
+_log = logging.getLogger(__name__)
+
+#: Characters that Unicode keeps for use inside programs.
+_NONCHARACTERS = range(0xFDD0, 0xFDF0)
 _DEFAULT = Keys()
 _CONTAINERS: dict[str, Any] = {
     "text": Text,
@@ -108,11 +129,7 @@ def _refuse_stale(td: TensorDictBase, options: PolicyOptions, new: str, *others:
 
 
 def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict[str, Any]:
-    """Return the containers that scores in place join, by name.
-
-    Raises:
-        InvalidRequestError: other tokens, log-probs, or values of other kinds would be replaced.
-    """
+    """Return the containers that scores in place join, by name, and refuse to replace what is there."""
     joins = not options.overwrite or rows.conflicts == {}
     if rows.conflicts and options.overwrite:
         _refuse_stale(td, options, "scores of other tokens", options.keys.tokens, options.keys.masks)
@@ -128,14 +145,10 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
         )
     found: dict[str, Any] = {}
     for name in _CONTAINERS:
-        there = find_value(td, getattr(options.keys, name))
+        there, read = find_value(td, getattr(options.keys, name)), _reads(name, options)
         if there is None:
             continue
-        read = name == options.input_mode and options.input_key is None
-        # Containers that are read, or belong to the tokens that are there, say the same.
-        same = isinstance(there, _CONTAINERS[name]) and name != "log_probs" and (read or rows.conflicts == {})
-        looked_at = name in options.fields and not options.overwrite and not same
-        if looked_at and not _kept(name, there, rows, read):
+        if name in options.fields and not options.overwrite and not _kept(name, there, rows, read):
             elsewhere = 'log_probs_key="ref_log_probs"' if name == "log_probs" else f"keys=Keys({name}=…)"
             leave_out = "" if name == "log_probs" else f" or return_{name}=False"
             kind = "list" if isinstance(there, list) else type(there).__name__
@@ -165,8 +178,8 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
 def _kept(name: str, there: Any, rows: InputRows, read: bool) -> bool:
     """Return whether scoring in place keeps a container that is there, or would write the same.
 
-    The ids decide, if there are any: the text of an answer lacks the special tokens and the stop string that its ids
-    have.
+    The container that is read, and those of the tokens that are there, say the same, whatever their texts: that of an
+    answer lacks the special tokens and the stop string that its ids have.
     """
     if name == "log_probs":
         return False
@@ -179,14 +192,13 @@ def _kept(name: str, there: Any, rows: InputRows, read: bool) -> bool:
         return set(there.keys()) <= written
     if read or not isinstance(there, _CONTAINERS[name]):
         return read
-    if rows.conflicts is not None or name == "tokens":
+    if rows.conflicts is not None:
         return True
     if name == "masks":
         return _fit(there, rows)
     if "full" not in there.keys():
         return True
-    same: bool = there.full.chats == rows.chats if name == "history" else tuple(flat(there.full)) == rows.texts
-    return same
+    return bool(there.full.chats == rows.chats if name == "history" else tuple(flat(there.full)) == rows.texts)
 
 
 def _fit(masks: Masks, rows: InputRows) -> bool:
@@ -227,8 +239,7 @@ def generated(
     problems: Problems = {}
     errors = batch.errors or ("",) * len(batch.finish_reasons)
     if "text" in fields or "history" in fields:
-        continued = rows.ids if rows.chats is None else rows.continued
-        said = answer_texts(batch, sampling, backend.tokenizer, continued)
+        said = answer_texts(batch, sampling, backend.tokenizer, rows.ids if rows.chats is None else _continued(rows))
         # The text of an answer begins with a character that its prompt left incomplete.
         begun = list(rows.texts or _given_texts(rows.ids, batch.errors, backend))
         for at, length in enumerate(batch.ids.lengths.tolist()):
@@ -276,7 +287,7 @@ def generated(
         finish_reasons=batch.finish_reasons,
         errors=errors,
         retokenized=rows.retokenized,
-        pad_id=backend.engine.pad_id,
+        pad_id=backend.engine.pad_id if options.pad_output else 0,
         pad_output=options.pad_output,
         **scores,
     )
@@ -288,9 +299,7 @@ def scored(
     batch: ScoreResult,
     options: PolicyOptions,
     backend: Backend,
-    *,
     fields: frozenset[str],
-    errors: tuple[str, ...] | None = None,
 ) -> ContainerRequest:
     """Return whole sequences and their scores, in the columns that they came in."""
     texts, support, provenance = None, rows.support, backend.provenance(batch)
@@ -319,10 +328,10 @@ def scored(
         greedy=None if batch.argmax is None else _greedy(rows, batch.scored, batch.argmax),
         provenance=provenance if support is None else labelled(provenance, support, batch.temperature),
         assistant=rows.assistant,
-        errors=errors,
+        errors=(batch.errors or ("",) * len(rows.ids)) if options.on_error == "skip" else None,
         retokenized=rows.retokenized,
         pad_output=pad_output,
-        pad_id=backend.engine.pad_id,
+        pad_id=backend.engine.pad_id if pad_output else 0,
         columns=rows.columns,
     )
 
@@ -345,6 +354,180 @@ def _given_texts(ids: Ragged, errors: tuple[str, ...] | None, backend: Backend) 
     if errors is not None:
         rows = [[one for one in row if 0 <= one < size] for row in rows]
     return tuple(decoded(backend.tokenizer, rows, skip_special_tokens=False))
+
+
+# Answers as messages --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerReader:
+    """Makes an assistant message of every answer.
+
+    Attributes:
+        parser: turns an answer into a message; None keeps its text.
+        tools: those of conversations that have no others, for a parser that takes them; None if they are not known.
+    """
+
+    parser: ResponseParser | None = None
+    tools: Sequence[Any] | None = ()
+
+    @classmethod
+    def of(cls, parser: ResponseParser | str | None, tools: Any, backend: Backend) -> AnswerReader:
+        """Return the reader for a policy's options. `tools` may be anything that `template_kwargs` have for them."""
+        found = parser_named(parser, backend.tokenizer) if isinstance(parser, str) else parser
+        return cls(parser=found, tools=() if tools is None else tools if isinstance(tools, (list, tuple)) else None)
+
+    def sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how to sample answers that are read here."""
+        return self.parser.sampling(sampling) if isinstance(self.parser, NamedParser) else sampling
+
+    def read(
+        self,
+        rows: InputRows,
+        asked: tuple[str, ...],
+        said: tuple[str, ...],
+        batch: GenerateResult,
+        sampling: SamplingParams,
+        backend: Backend,
+    ) -> tuple[tuple[Message, ...], Problems]:
+        """Return one message per answer, with its ids, and the problems of answers that did not parse.
+
+        The message of an answer that did not parse holds its plain text. `asked` are the texts of the prompts, `said`
+        those of the answers.
+        """
+        turns = _turns(rows, said, batch)
+        parser = self.parser
+        if parser is None:
+            return turns, {}
+        if isinstance(parser, NamedParser):
+            # Some formats have special tokens for marks. The EOS is not part of what was said.
+            texts, typed = whole_texts(batch, sampling, backend, parser, _continued(rows))
+            whole = _turns(rows, texts, without_eos(batch, backend))
+            own = [self.tools if each is None else each for each in rows.tools or (None,) * len(turns)]
+            parse: list[Callable[[], Message | Mapping[str, Any]]] = [
+                partial(parser.parse, turn.content or "", prefix=prefix, tools=tools, typed=typed)
+                for turn, prefix, tools in zip(whole, _before_turns(rows, asked, backend), own, strict=True)
+            ]
+        else:
+            parse = [partial(parser, turn.content or "") for turn in turns]
+        messages, problems = [], {}
+        for row, (turn, parsed) in enumerate(zip(turns, parse, strict=True)):
+            try:
+                made = Message.from_dict(parsed())
+                # What was given with the beginning of a turn, such as its thinking, is not in the text of the answer.
+                extra = {**turn.extra, **made.extra}
+                messages.append(replace(made, token_ids=turn.token_ids, begun=turn.begun, extra=extra))
+            except Exception as error:
+                problems[row] = described(error)
+                messages.append(turn)
+        return tuple(messages), problems
+
+
+def _continued(rows: InputRows) -> Ragged | None:
+    """Return the ids whose text each answer continues, empty where it is a new message; None where all are."""
+    if rows.chats is None:
+        return rows.ids
+    if rows.begun is None:
+        return None
+    begun = torch.tensor([turn is not None for turn in rows.begun], dtype=torch.int64)
+    return rows.ids.slice(stop=rows.ids.lengths * begun)
+
+
+def _turns(rows: InputRows, said: Sequence[str], batch: GenerateResult) -> tuple[Message, ...]:
+    """Return the turns that the answers make, those that they continue included, with their texts as the contents."""
+    turns = []
+    for turn, text, ids in zip(rows.begun or (None,) * len(said), said, batch.ids.tolist(), strict=True):
+        if turn is None:
+            turns.append(Message("assistant", text, token_ids=tuple(ids)))
+            continue
+        # The answer's text begins with a character that the turn left incomplete.
+        before = (turn.content or "").rstrip(HALF_CHARACTER) if ids else turn.content or ""
+        begun = turn.to_dict() if turn.token_ids is None else turn.begun
+        turns.append(replace(turn, content=before + text, token_ids=(*(turn.token_ids or ()), *ids), begun=begun))
+    return tuple(turns)
+
+
+def without_eos(batch: GenerateResult, backend: Backend) -> GenerateResult:
+    """Return ids, to be decoded, of answers without the EOS at their end, and nothing of their texts."""
+    ended = [bool(ids) and ids[-1] in backend.eos_token_ids for ids in batch.ids.tolist()]
+    ids = batch.ids.slice(stop=batch.ids.lengths - torch.tensor(ended, dtype=torch.int64))
+    return replace(batch, ids=ids, texts=None)
+
+
+def whole_texts(
+    batch: GenerateResult,
+    sampling: SamplingParams,
+    backend: Backend,
+    parser: NamedParser,
+    prompts: Ragged | None = None,
+) -> tuple[tuple[str, ...], str]:
+    """Return the texts of answers for a parser, with the special tokens that are its marks, and a character.
+
+    What looks like a special token and is none has this character in it; it is "" if there is no such text.
+
+    Args:
+        prompts: as for `answer_texts`.
+    """
+    batch = without_eos(batch, backend)
+    said = list(answer_texts(batch, replace(sampling, skip_special_tokens=False), backend.tokenizer, prompts))
+    before = [[]] * len(said) if prompts is None else prompts.tolist()
+    specials = special_tokens(backend.tokenizer)
+    longest_first = sorted(filter(None, specials.values()), key=len, reverse=True)
+    special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    mark = next(each for each in map(chr, _NONCHARACTERS) if each not in "".join(said))
+    typed = ""
+    for row, ids in enumerate(batch.ids.tolist()):
+        left = len(said[row])  # without a stop string
+        if special.search(said[row]) is None:
+            continue
+        parts = []
+        at = 0
+        for is_special, group in groupby(ids, specials.__contains__):
+            run = list(group)
+            for part in [[each] for each in run] if is_special else [run]:
+                (text,) = backend.detokenize([part], skip_special_tokens=False, before=[before[row] + ids[:at]])
+                text, left, at = text[:left], left - len(text[:left]), at + len(part)
+                if not is_special:
+                    if special.search(text):
+                        typed = mark
+                    text = special.sub(lambda found: found[0][:1] + mark + found[0][1:], text)
+                parts.append("" if is_special and text in parser.specials else text)
+        said[row] = "".join(parts)
+    return tuple(said), typed
+
+
+def _before_turns(rows: InputRows, asked: tuple[str, ...], backend: Backend) -> tuple[str, ...]:
+    """Return the texts of the prompts, without the turns that answers continue."""
+    if rows.begun is None:
+        return asked
+    ids = rows.ids.tolist()
+    before = {
+        row: ids[row][: max(len(ids[row]) - len(turn.token_ids), 0)]
+        for row, turn in enumerate(rows.begun)
+        if turn is not None and turn.token_ids is not None and row not in rows.problems
+    }
+    texts = dict(zip(before, backend.detokenize(list(before.values()), skip_special_tokens=False), strict=True))
+    given = ("" if turn is None or turn.token_ids is not None else (turn.content or "").strip() for turn in rows.begun)
+    return tuple(
+        texts.get(row, text.rstrip().removesuffix(said) if said else text)
+        for row, (text, said) in enumerate(zip(asked, given, strict=True))
+    )
+
+
+def warn_unparsed(problems: Problems) -> None:
+    """Warn about answers that the parser did not parse. To be called when the answers are where the caller finds them.
+
+    This never raises, not even where warnings are errors: the answers have been paid for, and `errors` says the same.
+    """
+    try:
+        warnings.warn(
+            f"response_parser: {spelled_out(problems)}. The message of such an answer holds its plain text, and "
+            "'errors' says why",
+            ResponseParserWarning,
+            stacklevel=level_of_caller(),
+        )
+    except ResponseParserWarning:
+        _log.warning("response_parser raised on %d answers; 'errors' says why", len(problems))
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -382,44 +565,48 @@ def lacking(rows: InputRows, options: PolicyOptions) -> dict[str, set[str]]:
 def deliver(
     td: TensorDictBase,
     rows: InputRows,
-    request: ContainerRequest,
-    backend: Backend,
     options: PolicyOptions,
-    added: Mapping[str, Collection[str]],
+    reader: AnswerReader,
+    backend: Backend,
+    result: GenerateResult | ScoreResult,
 ) -> TensorDictBase:
-    """Put the containers under the policy's keys, where `inplace` says.
-
-    Args:
-        added: what `lacking` returns; empty for answers.
-    """
+    """Return the result of a call as containers under the policy's keys, where `inplace` says."""
     where, keys = options.writes_in_place, options.keys
-    if where is True and not options.generate and request.errors is not None and "errors" in td.keys():
-        pairs = zip(flat(find_value(td, "errors")), request.errors, strict=True)
-        request = replace(request, errors=tuple("; ".join(dict.fromkeys(filter(None, pair))) for pair in pairs))
-    made: TensorDictBase = backend.engine.convert("to_containers", request)
+    unparsed: Problems = {}
+    added: dict[str, set[str]] = {}
+    if isinstance(result, GenerateResult):
+        request, unparsed = generated(rows, result, options, reader, backend)
+    else:
+        added = lacking(rows, options)
+        request = scored(rows, result, options, backend, frozenset(added))
+        if where is True and request.errors is not None and "errors" in td.keys():
+            pairs = zip(flat(find_value(td, "errors")), request.errors, strict=True)
+            request = replace(request, errors=tuple("; ".join(dict.fromkeys(filter(None, pair))) for pair in pairs))
+    made: TensorDictBase = backend.engine.convert("to_containers", request, assemble)
     device = options.device or td.device
     if device is not None:
         made = made.to(device)
-    if where is False and keys == _DEFAULT:
-        return made
-    if where is False:
-        out: TensorDictBase = TensorDict({}, batch_size=request.batch_size, device=device)
+    if where is True:
+        out = td
+    elif where is False:
+        out = TensorDict({}, batch_size=request.batch_size, device=device)
     else:
-        out = td if where is True else td.empty()
-        if tuple(out.batch_size) != tuple(request.batch_size):
-            out.exclude(*_replaced_keys(td, options), inplace=True)
-            out.batch_size = torch.Size(request.batch_size)
+        out = td.empty()
+    if tuple(out.batch_size) != tuple(request.batch_size):
+        out.exclude(*_replaced_keys(td, options), inplace=True)
+        out.batch_size = torch.Size(request.batch_size)
     for name, value in made.items():
         if fields := added.get(name):
-            for field in value.keys():
-                if field in fields:
-                    # Fields without rows read as empty lists, which have no type.
-                    new = value.get(field) if 0 in value.batch_size else getattr(value, field)
-                    rows.there[name].set(field, new)
+            for field in filter(fields.__contains__, value.keys()):
+                # Fields without rows read as empty lists, which have no type.
+                new = value.get(field) if 0 in value.batch_size else getattr(value, field)
+                rows.there[name].set(field, new)
             continue
         if rows.only_response and name in rows.there and _reads(name, options):
             value = value.exclude("full")
         out.set(getattr(keys, name, name), value)
+    if unparsed:
+        warn_unparsed(unparsed)
     return out
 
 
@@ -427,22 +614,15 @@ def deliver(
 
 
 def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> GenerateResult:
-    """Return the answers to `rows` in what a policy has returned, as `generate(continue_from=)` takes them.
-
-    Raises:
-        MissingKeyError: it has no tokens, or no finish reasons.
-        InvalidRequestError: its prompts are others, or there are more or fewer.
-        ProvenanceMismatchError: its rows are of several distributions.
-    """
-    if not isinstance(found, TensorDictBase):
-        kind = type(found).__name__
-        raise invalid("continue_from", f"expected the TensorDict that a policy returned, got a {kind}")
+    """Return the answers to `rows` in what a policy has returned, as `generate(continue_from=)` takes them."""
     keys, name = options.keys, "continue_from"
+    if not isinstance(found, TensorDictBase):
+        raise invalid(name, f"expected the TensorDict that a policy returned, got a {type(found).__name__}")
     if "finish_reason" not in found.keys():
         raise MissingKeyError("continue_from: it has no finish_reason, as answers do", field=name)
     sampled = SampledRows.read(found, name, name, tokens=keys.tokens, log_probs=keys.log_probs, masks=keys.masks)
     start, stop = sampled.prompt_lengths, sampled.full.lengths
-    prompts = sampled.full.slice(torch.zeros_like(start), start)
+    prompts = sampled.full.slice(stop=start)
     wanted = rows.ids.repeat(options.num_samples or 1)
     if len(prompts) != len(wanted):
         raise invalid(name, f"has {len(prompts)} answers, but the policy is asked for {len(wanted)}")
@@ -458,7 +638,7 @@ def partial_answers(found: Any, rows: InputRows, options: PolicyOptions) -> Gene
         return GenerateResult(**answers)
     answers |= {REQUEST_FIELDS[name]: values.slice(start, stop) for name, values in sampled.values.items()}
     labels = sampled.provenances
-    refuse({row: "its provenance is not known" for row, one in enumerate(labels) if one is None}, "continue_from")
+    refuse({row: "its provenance is not known" for row, one in enumerate(labels) if one is None}, name)
     known = [one for one in labels if one is not None]
     if len({(one.distribution, one.adapter) for one in known}) > 1:
         raise ProvenanceMismatchError("continue_from: its rows are of several distributions; continue them apart")

@@ -23,10 +23,9 @@ from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
 from corelm.errors import CapabilityError, printable
 from corelm.opening import get_backend
-from corelm.policy.chats import AnswerReader, warn_unparsed
 from corelm.policy.inputs import PASSED, InputReader
 from corelm.policy.options import PolicyOptions, out_keys
-from corelm.policy.outputs import deliver, generated, lacking, must_have_room, partial_answers, scored
+from corelm.policy.outputs import AnswerReader, deliver, must_have_room, partial_answers, scored
 from corelm.policy.rows import InputRows, restricted, room_for_prompts, truncate_left, with_support
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import GenerateResult, ScoreResult
@@ -99,10 +98,9 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             checked_backend(backend)
         self.options = options = (options or PolicyOptions()).replace(**changes)
         self._reader = InputReader(options)
-        #: What is read, and the temperature of scores.
-        self._part: Literal["prompt", "full"] = "prompt" if options.generate else "full"
+        #: That of scores.
         self._temperature = options.sampling.temperature if options.log_probs_mode == "processed" else 1.0
-        self.in_keys = [self._reader.keys[self._part]]
+        self.in_keys = [self._reader.keys["prompt" if options.generate else "full"]]
         self.out_keys = out_keys(options)
         #: What the end of a ``with`` block closes: the engine, if it was opened here; the batcher, if it was made here.
         self._opened = isinstance(backend, str)
@@ -124,11 +122,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     # Calling it ------------------------------------------------------------------------------------------------------
 
     def forward(
-        self,
-        tensordict: TensorDictBase,
-        *,
-        seed: int | None = None,
-        timeout: float | None = None,
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
         """Generate or score.
 
@@ -151,15 +145,11 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         if torch.is_inference_mode_enabled():
             with no_inference_mode():
                 return self.forward(tensordict, seed=seed, timeout=timeout)
-        rows, call = self._prepare(tensordict, seed, timeout)
-        return self._finish(tensordict, rows, self.backend.run(call))
+        call, finish = self._prepare(tensordict, seed, timeout)
+        return finish(self.backend.run(call))
 
     async def aforward(
-        self,
-        tensordict: TensorDictBase,
-        *,
-        seed: int | None = None,
-        timeout: float | None = None,
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
         """Generate or score as `forward` does, without ever blocking the event loop.
 
@@ -171,9 +161,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
                 the call would wait for itself.
         """
         self.backend.require_outside("aforward")
-        rows, call = await asyncio.to_thread(self._prepare, tensordict, seed, timeout)
-        result = await asyncio.wrap_future(self.backend.submit(call))
-        return await asyncio.to_thread(self._finish, tensordict, rows, result)
+        call, finish = await asyncio.to_thread(self._prepare, tensordict, seed, timeout)
+        return await asyncio.to_thread(finish, await asyncio.wrap_future(self.backend.submit(call)))
 
     @no_inference_mode()
     def resume(
@@ -200,8 +189,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         """
         if not self.options.generate:
             raise validate.invalid("generate", "only answers can go on, and this policy scores")
-        rows, call = self._prepare(tensordict, seed, timeout, continue_from=continue_from)
-        return self._finish(tensordict, rows, self.backend.run(call))
+        call, finish = self._prepare(tensordict, seed, timeout, continue_from=continue_from)
+        return finish(self.backend.run(call))
 
     def stream(
         self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
@@ -238,8 +227,8 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     ) -> tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], TensorDictBase]]:
         if not self.options.generate:
             raise validate.invalid("generate", "only answers can be streamed, and this policy scores; call it instead")
-        rows, call = self._prepare(tensordict, seed, timeout, listener)
-        return call, no_inference_mode()(partial(self._finish, tensordict, rows))
+        call, finish = self._prepare(tensordict, seed, timeout, listener)
+        return call, no_inference_mode()(finish)
 
     def _prepare(
         self,
@@ -248,32 +237,36 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         timeout: float | None,
         on_tokens: Listener | None = None,
         continue_from: TensorDictBase | None = None,
-    ) -> tuple[InputRows, PreparedCall[Any]]:
-        """Return the rows that were read and the call. One whose results would have nowhere to go is refused here."""
+    ) -> tuple[PreparedCall[Any], Callable[[Any], TensorDictBase]]:
+        """Return the call, and what makes its result the policy's. One whose results have nowhere to go is refused."""
         options, backend, engine = self.options, self.backend, self.backend.engine
         # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
-        engine.require_here()
+        engine.require_open()
         if not isinstance(td, TensorDictBase):
-            kind, call = type(td).__name__, PASSED[options.input_mode]
+            kind, given = type(td).__name__, PASSED[options.input_mode]
             if isinstance(td, Mapping) and "input_ids" in td:
-                names = [name for name in ("input_ids", "attention_mask") if name in td]
-                call = ", ".join(f"{name}=batch[{name!r}]" for name in names)
-            raise validate.invalid("tensordict", f"expected a TensorDict, got {kind}; pass TensorDict({call})")
+                given = ", ".join(f"{name}=batch[{name!r}]" for name in ("input_ids", "attention_mask") if name in td)
+            raise validate.invalid("tensordict", f"expected a TensorDict, got {kind}; pass TensorDict({given})")
         if seed is not None and not options.generate:
             raise validate.invalid("seed", "scoring samples nothing; leave the seed out")
-        rows = self._reader.read(td, self._part, backend, want_assistant="masks" in options.fields)
+        want_assistant = "masks" in options.fields
+        if options.generate:
+            rows = self._reader.read(td, "prompt", backend, want_assistant)
+        else:
+            rows = self._reader.sequences(td, backend, want_assistant)
         if there := must_have_room(td, rows, options):
             rows = dataclasses.replace(rows, there=there)
         if not options.generate:
             if options.support_key is not None:
                 rows = with_support(td, rows, options, self._temperature)
-            return rows, self._scoring(rows, return_argmax=options.return_argmax, top_k=options.top_k, timeout=timeout)
+            call = self._scoring(rows, return_argmax=options.return_argmax, top_k=options.top_k, timeout=timeout)
+            return call, partial(deliver, td, rows, options, self._answers, backend)
         sampling = options.sampling if seed is None else SamplingParams.make(options.sampling, seed=seed)
         if rows.chats is not None and self._answers.parser is not None:
             sampling = self._answers.sampling(sampling)
         if options.truncation == "left":
             rows = truncate_left(rows, room_for_prompts(sampling, engine.capabilities), backend)
-        return rows, prepare_generation(
+        answers = prepare_generation(
             engine,
             rows.ids,
             sampling,
@@ -289,32 +282,21 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             on_tokens=on_tokens,
             new_turn=rows.chats is not None,
         )
-
-    def _finish(self, td: TensorDictBase, rows: InputRows, result: GenerateResult | ScoreResult) -> TensorDictBase:
-        options, backend = self.options, self.backend
-        if isinstance(result, ScoreResult):
-            errors = (result.errors or ("",) * len(rows.ids)) if options.on_error == "skip" else None
-            made = lacking(rows, options)
-            request = scored(rows, result, options, backend, fields=frozenset(made), errors=errors)
-            return deliver(td, rows, request, backend, options, made)
-        request, unparsed = generated(rows, result, options, self._answers, backend)
-        out = deliver(td, rows, request, backend, options, {})
-        if unparsed:
-            warn_unparsed(unparsed)
-        return out
+        return answers, partial(deliver, td, rows, options, self._answers, backend)
 
     # Scores ----------------------------------------------------------------------------------------------------------
 
     def _scoring(self, rows: InputRows, **asked: Any) -> PreparedCall[ScoreResult]:
         """Return the call that scores these rows."""
         options, sampling, support = self.options, self.options.sampling, rows.support
-        # The sets say what truncation left.
-        truncates = sampling.truncates_support if support is None else bool(sampling.engine_kwargs)
-        if options.log_probs_mode == "processed" and (truncates or sampling.penalties or sampling.greedy):
-            raise CapabilityError(
-                "scores cannot reflect penalties, and truncation only by support_key=…; pass log_probs_mode='raw'",
-                capability="score",
-            )
+        if options.log_probs_mode == "processed":
+            # The sets say what truncation left.
+            truncates = sampling.truncates_support if support is None else bool(sampling.engine_kwargs)
+            if truncates or sampling.penalties or sampling.greedy:
+                raise CapabilityError(
+                    "scores cannot reflect penalties, and truncation only by support_key=…; pass log_probs_mode='raw'",
+                    capability="score",
+                )
         return prepare_scoring(
             self.backend.engine,
             rows.ids,
@@ -333,7 +315,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         self, td: TensorDictBase, *, want_assistant: bool = False, return_logits: bool = False
     ) -> tuple[InputRows, ScoreResult]:
         """Read and score whole sequences, with a graph if gradients are on."""
-        rows = self._reader.read(td, "full", self.backend, want_assistant=want_assistant)
+        rows = self._reader.sequences(td, self.backend, want_assistant)
         if self.options.support_key is not None:
             rows = with_support(td, rows, self.options, self._temperature)
         grad = torch.is_grad_enabled() and self.backend.capabilities.gradients
@@ -388,7 +370,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         Positions that are not scored hold 0.0.
         """
         rows, batch = self._scored(tensordict)
-        request = scored(rows, batch, self.options, self.backend, fields=frozenset({"log_probs"}))
+        request = scored(rows, batch, self.options, self.backend, frozenset({"log_probs"}))
         return self.backend.to_containers(request)["log_probs"].full
 
     def _positions(self, rows: InputRows, batch: ScoreResult, mask: str) -> Ragged:

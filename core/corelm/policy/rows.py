@@ -74,24 +74,10 @@ class InputRows:
         """The ids, split into prompt and response if the input tells them apart."""
         if self.prompt_lengths is None:
             return Parts(None, None, self.ids)
-        start = torch.zeros_like(self.prompt_lengths)
-        prompt = self.ids.slice(start, self.prompt_lengths)
-        return Parts(prompt, self.ids.slice(self.prompt_lengths, self.ids.lengths), self.ids)
-
-    @property
-    def continued(self) -> Ragged | None:
-        """The ids whose text each answer continues, empty where it is a new message; None where all are."""
-        if self.chats is None:
-            return self.ids
-        if self.begun is None:
-            return None
-        begun = [turn is not None for turn in self.begun]
-        start = torch.zeros_like(self.ids.lengths)
-        return self.ids.slice(start, self.ids.lengths * torch.tensor(begun, dtype=torch.int64))
+        return Parts(self.ids.slice(stop=self.prompt_lengths), self.ids.slice(self.prompt_lengths), self.ids)
 
     def repeat(self, n: int) -> InputRows:
         """Return every prompt `n` times, under a new last batch dimension."""
-
         found: dict[str, Any] = {}
         for name in ("texts", "chats", "begun", "tools", "retokenized"):
             if (values := getattr(self, name)) is not None:
@@ -121,7 +107,7 @@ def room_for_prompts(sampling: SamplingParams, capabilities: Capabilities) -> in
 
 def last_tokens(ids: Ragged, limit: int | None) -> Ragged:
     """Return the last `limit` tokens of every row; all tokens if `limit` is None."""
-    return ids if limit is None else ids.slice((ids.lengths - limit).clamp_min(0), ids.lengths)
+    return ids if limit is None else ids.slice(ids.lengths - limit)
 
 
 def truncate_left(rows: InputRows, limit: int | None, backend: Backend) -> InputRows:
@@ -142,30 +128,21 @@ def truncate_left(rows: InputRows, limit: int | None, backend: Backend) -> Input
 def with_support(td: TensorDictBase, rows: InputRows, options: PolicyOptions, temperature: float) -> InputRows:
     """Return the sequences to score with the sets that the `LogProbs` under ``options.support_key`` carry.
 
-    Rows whose sets are not those of their tokens are added to their problems if such rows are skipped.
-
-    The sets were made at one temperature, which must be that of the scores.
-
-    Raises:
-        MissingKeyError: there are no such log-probs, or they carry no sets.
-        InvalidRequestError: they are of another batch, or of other tokens.
-        ProvenanceMismatchError: the sets belong to a distribution that is not scored.
+    Rows whose sets are not those of their tokens are added to their problems if such rows are skipped. The sets were
+    made at one temperature, which must be that of the scores.
     """
-    key = options.support_key
-    assert key is not None
-    name = ".".join(key_parts(key))
+    assert options.support_key is not None
+    name = ".".join(key_parts(options.support_key))
     try:
-        held, holder = find_entry(td, key)
+        held, holder = find_entry(td, options.support_key)
     except MissingKeyError as error:
         raise MissingKeyError(f"support_key: {error}", field=name) from None
-    wrong = None
     if not isinstance(held, LogProbs):
-        kind = type(held).__name__
-        wrong = f"is a {kind}; expected the LogProbs that a policy wrote with return_support=True"
-    elif tuple(held.batch_size) != rows.batch_size:
-        wrong = f"has the batch {tuple(held.batch_size)}, but that of the sequences is {rows.batch_size}"
-    if wrong:
-        raise InvalidRequestError(f"support_key: {name} {wrong}", field=name)
+        what = f"is a {type(held).__name__}; expected the LogProbs that a policy wrote with return_support=True"
+        raise InvalidRequestError(f"support_key: {name} {what}", field=name)
+    if tuple(held.batch_size) != rows.batch_size:
+        what = f"has the batch {tuple(held.batch_size)}, but that of the sequences is {rows.batch_size}"
+        raise InvalidRequestError(f"support_key: {name} {what}", field=name)
     view = TensorDict({"log_probs": held}, batch_size=held.batch_size)
     masks = None
     with suppress(MissingKeyError):

@@ -1,11 +1,10 @@
-"""Texts to ids and ids to texts with a tokenizer, and where the completion begins in the ids of a prompt and it."""
+"""Texts to ids with a tokenizer, and where the completion begins in the ids of a prompt and it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, Literal, Protocol
 
@@ -13,9 +12,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import Problems
-from corelm.spec.answer_text import LeftContexts, text_before_stop
-from corelm.spec.records import GenerateResult, TokenizeRequest, TokenizeResult
-from corelm.spec.sampling import SamplingParams
+from corelm.spec.records import TokenizeRequest, TokenizeResult
 from corelm.tensors.ragged import Ragged
 
 
@@ -48,51 +45,6 @@ class Encoder:
             pairs = chain.from_iterable(encoded["offset_mapping"])
             offsets = Ragged.from_list([list(chain.from_iterable(pairs))]).values.reshape(-1, 2)
         return TokenizeResult(ids=Ragged.from_list(encoded["input_ids"]), offsets=offsets)
-
-
-def decoded(
-    tokenizer: Any,
-    rows: Sequence[list[int]],
-    skip_special_tokens: bool,
-    before: Sequence[Sequence[int]] | None = None,
-) -> list[str]:
-    """Return one text per row of ids: what it adds to the text of the ids `before` it, if these are given."""
-
-    # A tokenizer in another process decodes all rows in one call.
-    decode_rows = getattr(tokenizer, "decode_rows", None)
-    if decode_rows is None:
-        decode_rows = partial(map, partial(tokenizer.decode, skip_special_tokens=skip_special_tokens))
-    else:
-        decode_rows = partial(decode_rows, skip_special_tokens=skip_special_tokens)
-    return list(decode_rows(rows)) if before is None else LeftContexts(decode_rows, before).texts(rows)
-
-
-def answer_texts(
-    batch: GenerateResult, sampling: SamplingParams, tokenizer: Any, prompts: Ragged | None = None
-) -> tuple[str, ...]:
-    """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it.
-
-    Args:
-        prompts: int64, the ids whose text each answer continues, such as those of its prompt; None for none.
-    """
-    texts = batch.texts
-    if texts and not sampling.stop:
-        return texts
-    rows, before = batch.ids.tolist(), None if prompts is None else prompts.tolist()
-    # The prompt of a row that failed may be illegal.
-    for at, row in enumerate(rows if before is not None else ()):
-        if not row and before is not None:
-            before[at] = []
-    skip = sampling.skip_special_tokens
-    if not texts:
-        texts = tuple(decoded(tokenizer, rows, skip, before))
-    if not sampling.stop:
-        return texts
-    olds = decoded(tokenizer, [row[:-1] for row in rows], skip, before)
-    return tuple(
-        text_before_stop(text, old, sampling.stop) if reason == "stop" else text
-        for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)
-    )
 
 
 # Prompts and completions ----------------------------------------------------------------------------------------------
@@ -156,7 +108,7 @@ def encode_completions(
     starts_of = [prompt.rstrip() for prompt in prompts] if joint else list(prompts)
     place = {text: number for number, text in enumerate(dict.fromkeys(starts_of))}
     alone = tokenize(list(place), **options).ids
-    alone = alone.slice(torch.zeros_like(alone.lengths), (alone.lengths - _ending(tokenize, options)).clamp_min(0))
+    alone = alone.slice(stop=(alone.lengths - _ending(tokenize, options)).clamp_min(0))
     first = alone.select(torch.tensor([place[text] for text in starts_of], dtype=torch.int64))
     if joint:
         ids = tokenize([prompt + rest for prompt, rest in zip(prompts, completions, strict=True)], **options).ids
@@ -171,8 +123,7 @@ def encode_completions(
             problems[row] = f"prompt and completion together have {length} tokens, and the prompt alone has {start}"
             if completions[row].strip():
                 problems[row] += "; they merge into one token, so begin the completion with a space"
-    before = ids.slice(torch.zeros_like(starts), starts)
-    pairs = zip(before.tolist(), first.tolist(), strict=True) if joint else ()
+    pairs = zip(ids.slice(stop=starts).tolist(), first.tolist(), strict=True) if joint else ()
     merged = tuple(row for row, (one, other) in enumerate(pairs) if one != other and row not in problems)
     return EncodedCompletions(ids, starts, problems, merged)
 

@@ -30,8 +30,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from corelm.spec.records import GenerateRequest
+from corelm.spec.records import GenerateRequest, GenerateResult
 from corelm.spec.sampling import SamplingParams
+from corelm.tensors.ragged import Ragged
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +90,51 @@ def decoder_after(decode: Decode, before: Sequence[int]) -> Decode:
         return contexts.texts([ids])[0]
 
     return decode_after
+
+
+def decoded(
+    tokenizer: Any,
+    rows: Sequence[list[int]],
+    skip_special_tokens: bool,
+    before: Sequence[Sequence[int]] | None = None,
+) -> list[str]:
+    """Return one text per row of ids: what it adds to the text of the ids `before` it, if these are given."""
+
+    # A tokenizer in another process decodes all rows in one call.
+    decode_rows = getattr(tokenizer, "decode_rows", None)
+    if decode_rows is None:
+        decode_rows = partial(map, partial(tokenizer.decode, skip_special_tokens=skip_special_tokens))
+    else:
+        decode_rows = partial(decode_rows, skip_special_tokens=skip_special_tokens)
+    return list(decode_rows(rows)) if before is None else LeftContexts(decode_rows, before).texts(rows)
+
+
+def answer_texts(
+    batch: GenerateResult, sampling: SamplingParams, tokenizer: Any, prompts: Ragged | None = None
+) -> tuple[str, ...]:
+    """Return one text per answer: the engine's own, or the decoded ids, without the stop string that ended it.
+
+    Args:
+        prompts: int64, the ids whose text each answer continues, such as those of its prompt; None for none.
+    """
+    texts = batch.texts
+    if texts and not sampling.stop:
+        return texts
+    rows, before = batch.ids.tolist(), None if prompts is None else prompts.tolist()
+    # The prompt of a row that failed may be illegal.
+    for at, row in enumerate(rows if before is not None else ()):
+        if not row and before is not None:
+            before[at] = []
+    skip = sampling.skip_special_tokens
+    if not texts:
+        texts = tuple(decoded(tokenizer, rows, skip, before))
+    if not sampling.stop:
+        return texts
+    olds = decoded(tokenizer, [row[:-1] for row in rows], skip, before)
+    return tuple(
+        text_before_stop(text, old, sampling.stop) if reason == "stop" else text
+        for text, old, reason in zip(texts, olds, batch.finish_reasons, strict=True)
+    )
 
 
 # Stop strings ---------------------------------------------------------------------------------------------------------

@@ -251,15 +251,15 @@ class Ragged:
         """
         return self.select(torch.arange(len(self)).repeat_interleave(n))
 
-    def slice(self, start: Tensor, stop: Tensor) -> Ragged:
-        """Return the positions ``start[r] <= t < stop[r]`` of every row r.
+    def slice(self, start: Tensor | None = None, stop: Tensor | None = None) -> Ragged:
+        """Return the positions ``start[r] <= t < stop[r]`` of every row r; None for its beginning, or its end.
 
         >>> Ragged.from_list([[1, 2, 3], [4]]).slice(torch.tensor([1, 0]), torch.tensor([3, 9])).tolist()
         [[2, 3], [4]]
         """
         lengths = self.lengths
-        start = torch.minimum(start.clamp_min(0), lengths)
-        stop = torch.maximum(torch.minimum(stop, lengths), start)
+        start = torch.zeros_like(lengths) if start is None else torch.minimum(start.clamp_min(0), lengths)
+        stop = lengths if stop is None else torch.maximum(torch.minimum(stop, lengths), start)
         keep = runs(MIDDLE, (start, stop - start, lengths - stop))
         return _unchecked(self.values[keep.to(self.values.device)], stop - start)
 

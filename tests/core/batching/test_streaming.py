@@ -11,7 +11,7 @@ import torch
 
 from corelm import Backend
 from corelm.batching import DynamicBatcher, Limits
-from corelm.errors import EngineError
+from corelm.errors import EngineError, InvalidRequestError
 from helpers.batching_fakes import LONG, POISON, ids, wait_until
 from helpers.streaming_fakes import Dripping
 
@@ -96,6 +96,23 @@ def test_a_failure_before_the_first_chunk_leaves_the_bad_request_alone():
         assert by_row(list(reader)) == {0: [(4,)] * 4}
         with pytest.raises(EngineError):
             list(bad)
+
+
+@pytest.mark.parametrize("fails_at", ["the first chunk", "the end"])
+def test_a_listener_that_fails_takes_no_other_caller_with_it(fails_at: str):
+    def listen(chunk: Any) -> None:
+        if fails_at == "the first chunk" or chunk.finish_reason:
+            raise ValueError("my own mistake")
+
+    with Shared() as shared:
+        mine = shared.batcher.submit_generate([[4]], FOUR, on_tokens=listen)
+        plain = shared.batcher.submit_generate([[6]], FOUR)
+        reader = shared.batcher.stream([[5]], FOUR)
+        shared.go()
+        assert ids(plain) == [[6] * 4] and by_row(list(reader)) == {0: [(5,)] * 4}
+        with pytest.raises(InvalidRequestError, match=r"on_tokens: it failed.*my own mistake"):
+            mine.result(LONG)
+        assert len(shared.engine.calls) == 2, "the callers did not share a call"
 
 
 def test_a_reader_that_leaves_is_aborted_and_the_others_go_on():

@@ -88,7 +88,7 @@ def test_values_per_token_are_plain_tensors_when_dense_and_per_token_in_rows() -
     dense = corelm.repad(td)
     assert dense["kl"].tolist() == [[1, 2, 3, 4, 0, 0], [0, 0, 1, 2, 3, 4], [0, 1, 2, 0, 0, 0], [0, 0, 1, 2, 3, 0]]
     with pytest.raises(
-        InvalidRequestError, match=r"kl is as wide as the dense tokens. Pass per_token=\['kl'\]"
+        InvalidRequestError, match=r"kl: it is as wide as the dense tokens. Pass per_token=\['kl'\]"
     ) as error:
         corelm.repad(dense, pad_output=False)
     assert error.value.field == "kl"

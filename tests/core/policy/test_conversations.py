@@ -268,6 +268,12 @@ def test_conversations_that_are_grouped_by_their_tools_come_back_in_order(backen
     assert corelm.ragged(out, ("tokens", "prompt")).tolist() == ids.tolist()
 
 
+def test_a_batch_of_which_every_conversation_is_skipped_may_have_tools(backend):
+    td = TensorDict(history=History.from_chats([BEGUN, BEGUN]), tools=[TOOLS, TOOLS])
+    out = policy_of(backend, on_error="skip")(td)
+    assert out["text"].full == ["", ""] and all("ends with an assistant turn" in why for why in out["errors"])
+
+
 def test_tools_of_one_conversation_replace_those_of_all(backend):
     policy = policy_of(backend, template_kwargs={"tools": [{"function": {"name": "shared"}}]})
     td = TensorDict(history=History.from_chats([chat("Hi"), chat("Ho")]), tools=[TOOLS, None])
