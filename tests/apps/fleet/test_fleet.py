@@ -59,6 +59,21 @@ def test_engines_that_take_one_call_at_a_time_get_one() -> None:
         assert set(toys.states().values()) == {"healthy"}
 
 
+def test_calls_wait_while_the_system_has_no_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = threading.Thread.start, list[str]()
+
+    def start_later(self: threading.Thread) -> None:
+        if self.name == "corelm-fleet-call" and len(refused) < 2:
+            refused.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with Toys("a", "b") as toys:
+        monkeypatch.setattr(threading.Thread, "start", start_later)
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+        assert set(toys.states().values()) == {"healthy"} and len(refused) == 2
+
+
 def test_a_batcher_in_front_shares_calls() -> None:
     with Toys("a", "b") as toys, DynamicBatcher(toys.backend) as batcher:
         futures = [batcher.submit_generate([prompt], SAMPLING) for prompt in PROMPTS]

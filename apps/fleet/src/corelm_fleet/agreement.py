@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from corelm import Backend
-from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
+from corelm.errors import CapabilityError, CoreLMError
 from corelm.spec import SLEEP_LEVELS, Capabilities, Range
 from corelm.validate import invalid, shown
 
@@ -100,15 +100,6 @@ def require_plain(name: str, plugin: Any) -> None:
     """
     if hasattr(plugin, "to_containers"):
         raise CapabilityError(f"{name} makes its own containers; open it without a fleet", capability="to_containers")
-
-
-def disagreement(name: str, others: Sequence[str], why: str) -> InvalidRequestError:
-    """Return the error for an engine whose canary disagreed when the fleet was opened."""
-    return invalid(
-        "replicas",
-        f"the engines of a fleet must hold the same weights, but {name} does not answer like "
-        f"{' and '.join(others) or 'the others'}: {why}",
-    )
 
 
 def _sampling(given: Sequence[Mapping[str, Range | None]]) -> dict[str, Range | None]:

@@ -50,7 +50,12 @@ class FleetOpener:
         self._python = python
         self._replicas = replicas
         self._limits = fleet_limits
-        self._canary = None if canary is False else _canary(canary)
+        self._canary: Canary | None = None
+        if canary is not False:
+            # Only here: most engines are opened without one.
+            from corelm_fleet.canary import Canary
+
+            self._canary = Canary.make(canary)
 
     def open(self, open_one: OpenOne, name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any, str]:
         """Open the engine or the fleet. See `corelm.opening.Opener`."""
@@ -71,13 +76,6 @@ class FleetOpener:
             from corelm_fleet.canary import watch
 
             watch(backend, self._canary)
-
-
-def _canary(given: bool | Canary) -> Canary | None:
-    # Only here: most engines are opened without one.
-    from corelm_fleet.canary import Canary
-
-    return Canary.make(given)
 
 
 def _open_in_process(

@@ -68,8 +68,6 @@ _SLOW = 1.0
 _PATIENCE = 2.0
 #: An engine that ends its calls in time may do so this many seconds before the caller's wait ends.
 _EARLY = 0.1
-#: What happened to a job that could not begin.
-_NO_THREAD = EngineError("the system has no room for a thread", usable=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +126,7 @@ class FleetRunner:
         self._flying: dict[int, Flying] = {}
         self._work: dict[int, tuple[Life, float]] = {}
         self._speeds: dict[str, Throughput] = {}
-        # What to do because the system has no room for a thread.
+        # The jobs for which the system had no room for a thread.
         self._late: list[Callable[[], None]] = []
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._process = os.getpid()
@@ -258,11 +256,15 @@ class FleetRunner:
 
     def look_around(self) -> None:
         """Check the health of every engine and run the work that is due. A thread calls this every second."""
+        with self._lock:
+            late, self._late = self._late, []
+        for again in late:
+            again()
         now = time.monotonic()
         for life, replica in list(self.lives.running.items()):
             since = self._checks.setdefault(life, now)
             if since == now:
-                self._spawn(self._check, life, replica, otherwise=partial(self._unchecked, life))
+                self._spawn(self._check, life, replica)
             elif now - since > _HEALTH:
                 self.do(self.state.missed, life, why=f"it did not reply to a health check within {_HEALTH:g} s")
         self.do(self.state.tick)
@@ -281,13 +283,13 @@ class FleetRunner:
             match each:
                 case Start(life):
                     if not self.lives.ended:
-                        self._spawn(self.lives.start, life, otherwise=partial(self._no_thread, life))
+                        self._spawn(self.lives.start, life)
                 case Stop(life):
                     self._stop(life)
                 case Load(life, epoch):
-                    self._spawn(self.lives.load, life, epoch, otherwise=partial(self._no_thread, life))
+                    self._spawn(self.lives.load, life, epoch)
                 case AskCanary(life, epoch):
-                    self._spawn(self.lives.ask, life, epoch, otherwise=partial(self._no_thread, life))
+                    self._spawn(self.lives.ask, life, epoch)
                 case Deliver(rows, _):
                     assert flying is not None
                     self._deliver(flying, rows, outcome)
@@ -322,9 +324,6 @@ class FleetRunner:
     def _is_flying(self, number: int) -> bool:
         return number in self._flying
 
-    def _unchecked(self, life: Life) -> None:
-        self._checks.pop(life, None)
-
     def _check(self, life: Life, replica: OpenReplica) -> None:
         why, ended = "", False
         try:
@@ -347,9 +346,6 @@ class FleetRunner:
             known = self.state.replicas[life.replica]
             silent = known.life == life and known.misses > 0 and known.state in (State.HEALTHY, State.SUSPECT)
             return silent and not any(flying.replica is replica for flying in self._flying.values())
-
-    def _no_thread(self, life: Life) -> None:
-        self._obey(self.state.died(life, time.monotonic(), message(_NO_THREAD)))
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
@@ -447,13 +443,6 @@ class FleetRunner:
     # Sending ----------------------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Send what can be sent now."""
-        self._place()
-        while self._late:
-            self._late.pop()()
-            self._place()
-
-    def _place(self) -> None:
         """Send accused rows alone, then the fresh rows of each call in as few flights as there are replicas."""
         while trials := self.state.trials():
             row, name = trials[0]
@@ -501,7 +490,7 @@ class FleetRunner:
         self._flying[flight.number] = flying
         self._work.update({row: (flight.life, work) for row, work in works.items()})
         teller = call.teller(rows, partial(self.do, self.state.producing, flight.number))
-        self._spawn(self._call, flying, teller, otherwise=partial(self._returned, flying, _NO_THREAD))
+        self._spawn(self._call, flying, teller)
 
     # On the thread of a flight ----------------------------------------------------------------------------------------
 
@@ -608,13 +597,15 @@ class FleetRunner:
         names = dict(zip(flying.numbers, flying.names, strict=True))
         flying.replica.abort(tuple(names[row] for row in rows), under_way)
 
-    def _spawn(self, job: Callable[..., None], *args: Any, otherwise: Callable[[], None] | None = None) -> None:
-        """Run a job on a new thread; call `otherwise` later if the system has no room for one."""
+    def _spawn(self, job: Callable[..., None], *args: Any) -> None:
+        """Run a job on a new thread; if the system has no room for one, try again at the next look at the engines.
+
+        The limits of the fleet bound this: an engine whose health is not checked is a suspect, and then dead.
+        """
         thread = threading.Thread(target=job, args=args, name=f"corelm-fleet-{job.__name__.strip('_')}", daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            if otherwise is not None:
-                self._late.append(otherwise)
-            return
-        self._threads.add(thread)
+            self._late.append(partial(self._spawn, job, *args))
+        else:
+            self._threads.add(thread)

@@ -382,7 +382,7 @@ class FleetState:
 
     def _move(self, replica: Replica, state: State, now: float, why: str = "") -> None:
         """Change the state of a replica."""
-        assert (replica.state, state) in TRANSITIONS, f"{replica.life}: {replica.state} to {state}"
+        assert state in TRANSITIONS[replica.state], f"{replica.life}: {replica.state} to {state}"
         self._states[replica.state] -= 1
         self._states[state] += 1
         replica.state, replica.since, replica.asked = state, now, None
@@ -480,8 +480,7 @@ class FleetState:
             free = [each for each in self.replicas.values() if each.state is State.HEALTHY and each.trial is None]
             others = [each for each in free if each.name not in self._reserved]
             kept += heapq.nsmallest(wanted - len(kept), others, key=lambda each: len(each.flights))
-        reserved = {each.name: None for each in kept[:wanted]}
-        self._reserved = reserved
+        self._reserved = {each.name: None for each in kept[:wanted]}
 
     def _end_update(self, now: float) -> None:
         """End an update that waits for no replica and no row."""
