@@ -59,21 +59,6 @@ def test_engines_that_take_one_call_at_a_time_get_one() -> None:
         assert set(toys.states().values()) == {"healthy"}
 
 
-def test_calls_wait_while_the_system_has_no_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, refused = threading.Thread.start, list[str]()
-
-    def start_later(self: threading.Thread) -> None:
-        if self.name == "corelm-fleet-call" and len(refused) < 2:
-            refused.append(self.name)
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    with Toys("a", "b") as toys:
-        monkeypatch.setattr(threading.Thread, "start", start_later)
-        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
-        assert set(toys.states().values()) == {"healthy"} and len(refused) == 2
-
-
 def test_a_batcher_in_front_shares_calls() -> None:
     with Toys("a", "b") as toys, DynamicBatcher(toys.backend) as batcher:
         futures = [batcher.submit_generate([prompt], SAMPLING) for prompt in PROMPTS]
@@ -146,6 +131,24 @@ def test_a_death_changes_no_answer() -> None:
         assert [each.starts for each in toys.fleet.status() if each.name in deaths] == [2]
         assert len(toys.made) == 3 and toys.made[0].closed + toys.made[1].closed == 1
         assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+
+
+def test_no_room_for_a_thread_delays_what_a_fleet_does_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = threading.Thread.start, set[str]()
+    jobs = {f"corelm-fleet-{job}" for job in ("ask", "call", "check", "start", "stop")}
+
+    def start_later(self: threading.Thread) -> None:
+        if self.name in jobs - refused:
+            refused.add(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with Toys("a", "b") as toys:
+        monkeypatch.setattr(threading.Thread, "start", start_later)
+        toys.made[0].alive = False
+        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+        toys.settle()
+        assert refused == jobs and sorted(each.starts for each in toys.fleet.status()) == [1, 2]
 
 
 def test_a_call_that_fails_while_the_engine_lives_is_repeated() -> None:
