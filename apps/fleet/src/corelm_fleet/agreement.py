@@ -73,14 +73,8 @@ def require_alike(name: str, one: Mapping[str, Any], other_name: str, other: Map
 
     Models are not compared: the canary does that.
 
-    Args:
-        name: the name of one engine.
-        one: its `facts`.
-        other_name: the name of the other engine.
-        other: its `facts`.
-
     Raises:
-        InvalidRequestError: they differ; `field` is ``replicas``.
+        InvalidRequestError: their `facts` differ; `field` is ``replicas``.
     """
     for what, here in one.items():
         there = other[what]

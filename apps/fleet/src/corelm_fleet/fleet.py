@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from typing import Any
 
 from corelm.application import Call, at_program_end, in_thread, uninterrupted
 from corelm.errors import CoreLMError, EngineError, StaleWeightsError, brief, first_few
@@ -30,7 +31,6 @@ from corelm.spec import (
 )
 from corelm.validate import invalid, shown
 from corelm.waiting import next_item
-from corelm_engine_kit.joining import Result
 from corelm_fleet.canary import Canary
 from corelm_fleet.lives import open_replica
 from corelm_fleet.parts import Request
@@ -162,14 +162,12 @@ class FleetEngine:
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        result = self._serve(request)
-        assert isinstance(result, GenerateResult)
+        result: GenerateResult = self._serve(request)
         return result
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        result = self._serve(request)
-        assert isinstance(result, ScoreResult)
+        result: ScoreResult = self._serve(request)
         return result
 
     @hookimpl
@@ -216,7 +214,7 @@ class FleetEngine:
         self._runner.close()
         return True
 
-    def _serve(self, request: Request) -> Result:
+    def _serve(self, request: Request) -> Any:
         call = PendingCall(request)
         try:
             uninterrupted(partial(self._runner.begin, call))

@@ -33,7 +33,6 @@ from corelm.errors import (
     message,
 )
 from corelm.spec import GenerateResult, WeightUpdate
-from corelm_engine_kit.joining import Result
 from corelm_fleet.canary import Canary
 from corelm_fleet.lives import Lives
 from corelm_fleet.parts import request_of_rows
@@ -72,13 +71,9 @@ _EARLY = 0.1
 
 @dataclass(slots=True, eq=False)
 class Flying:
-    """Rows of a call on a replica.
+    """Rows of a call on a replica: what the state machine's `Flight` with this number is about.
 
     Attributes:
-        number: the number of the flight.
-        life: the replica.
-        replica: its engine.
-        call: the call.
         rows: the rows of the call that were sent.
         names: one name per row, which no other flight has, for `abort`.
     """
@@ -272,13 +267,7 @@ class FleetRunner:
     # Decisions --------------------------------------------------------------------------------------------------------
 
     def _obey(self, decisions: Iterable[Decision], flying: Flying | None = None, outcome: Any = None) -> None:
-        """Carry decisions out.
-
-        Args:
-            decisions: the decisions.
-            flying: the flight that has returned, for `Deliver`.
-            outcome: what it has returned, or the error with which its replica refused it.
-        """
+        """Carry decisions out. `Deliver` gives the rows of a flight its outcome: what it has returned, or an error."""
         for each in decisions:
             match each:
                 case Start(life):
@@ -299,7 +288,7 @@ class FleetRunner:
                     for row in rows:
                         self._unload(row)
                     if (abandoned := self._flying.get(number)) is not None:
-                        self._abort(abandoned, rows, partial(self._is_flying, number))
+                        self._abort(abandoned, rows, partial(self._flying.__contains__, number))
                 case Updated() | UpdateFailed():
                     self.lives.end_update(self.state.epoch)
                     if self._updates is not None:
@@ -320,9 +309,6 @@ class FleetRunner:
             self._spawn(self.lives.stop, life, replica, by_force)
 
     # Threads ----------------------------------------------------------------------------------------------------------
-
-    def _is_flying(self, number: int) -> bool:
-        return number in self._flying
 
     def _check(self, life: Life, replica: OpenReplica) -> None:
         why, ended = "", False
@@ -536,10 +522,6 @@ class FleetRunner:
         """Return why an engine is at fault for rows that it has refused; "" if the rows are.
 
         A server that was started again with another model refuses every row, with the status 404.
-
-        Args:
-            replica: the engine.
-            why: why it has refused them.
         """
         with suppress(Exception):
             if changed := replica.changed():
@@ -550,14 +532,13 @@ class FleetRunner:
         """Tell the state machine how a flight has ended.
 
         Args:
-            flying: the flight.
-            outcome: the result, or the error.
             lost: why the rows that have an error in the result were lost with the replica; "" if they were not.
         """
         self._flying.pop(flying.number, None)
         now, number, call = time.monotonic(), flying.number, flying.call
         if not isinstance(outcome, BaseException):
-            self._count(flying, outcome, now)
+            if isinstance(outcome, GenerateResult):
+                self._speeds[flying.life.replica].add(int(outcome.ids.values.shape[0]), now)
             errors = outcome.errors if lost else None
             rows = [row for at, row in enumerate(flying.numbers) if not (errors and errors[at])]
             self._obey(self.state.answered(number, rows, now), flying, outcome)
@@ -579,10 +560,6 @@ class FleetRunner:
                     self._unload(row)
             why = message(outcome) if isinstance(outcome, EngineError) else described(outcome)
             self._obey(self.state.failed(number, now, why))
-
-    def _count(self, flying: Flying, result: Result, now: float) -> None:
-        if isinstance(result, GenerateResult):
-            self._speeds[flying.life.replica].add(int(result.ids.values.shape[0]), now)
 
     def _wanted(self, number: int) -> bool:
         """Return whether a flight has rows that are not settled."""

@@ -77,13 +77,7 @@ class FleetState:
     # Replicas ---------------------------------------------------------------------------------------------------------
 
     def join(self, name: str, now: float, most_flights: int | None = None) -> list[Decision]:
-        """Add a replica, which has to be started.
-
-        Args:
-            name: its name. A name can be used again when its replica is gone.
-            now: the time.
-            most_flights: how many calls it takes at once; None sets no limit.
-        """
+        """Add a replica, which has to be started. A name can be used again when its replica is gone."""
         before = self.replicas.get(name)
         if before is not None and before.state is not State.GONE:
             raise invalid("replica", f"there is already a replica {name!r}; choose another name")
@@ -298,8 +292,6 @@ class FleetState:
         """Note that a replica refused a flight with an `InvalidRequestError` or `CapabilityError`.
 
         Args:
-            flight: the flight.
-            now: the time.
             rows: the rows at fault: `Deliver` names them, and the others are sent again. None for all.
         """
         known = self.rows.flights.get(flight)

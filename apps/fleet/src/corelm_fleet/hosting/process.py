@@ -54,6 +54,7 @@ _PAUSE = 0.01
 #: How much of a host's log an error repeats, and how many lines with the message of an exception from further up, which
 #: are looked for in so many bytes.
 _LAST_LINES, _LAST_CHARACTERS, _ERRORS, _SEARCHED = 20, 3000, 5, 2**18
+_SIGNALS = {each.value: each.name for each in signal.Signals}
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): \S")
 
 
@@ -118,11 +119,9 @@ class HostProcess:
 
     @property
     def lost(self) -> bool:
-        """Whether the process has ended, or this is a fork of the process that started it."""
         return self.connection.lost
 
     def call(self, call: Call, timeout: float | None = None, callbacks: Callbacks | None = None) -> Any:
-        """Have the process make a call and return its result. See `Connection.send`."""
         return self.connection.call(call, timeout, callbacks)
 
     def close(self) -> None:
@@ -131,7 +130,7 @@ class HostProcess:
             lost, self._closed = self.connection.lost, True
             self.connection.close()
             if self._end(_END_TIMEOUT) and not lost:
-                self._remove_log()
+                self.log.unlink(missing_ok=True)
 
     def kill(self, keep_log: bool = False) -> None:
         """Kill the process with all that it has started. Its log stays if it had ended by itself, or if asked to."""
@@ -140,7 +139,7 @@ class HostProcess:
             alone = self._end(0.0)
             self.connection.close()
             if not (alone or keep_log):
-                self._remove_log()
+                self.log.unlink(missing_ok=True)
 
     def _end(self, patience: float) -> bool:
         """Kill the process and its group after `patience` seconds, or as soon as the process has ended by itself.
@@ -194,13 +193,11 @@ class HostProcess:
         alone, status = self._end(patience), self._process.returncode
         if self._closed:
             return "the backend is closed, and the process that held its engine has ended"
-        how = f"ended with exit status {status}" if status >= 0 else f"was ended by {_signal_name(-status)}"
+        ended_by = _SIGNALS.get(-status, f"signal {-status}")
+        how = f"ended with exit status {status}" if status >= 0 else f"was ended by {ended_by}"
         if not alone:
             how = "closed its connection, and was killed"
         return f"the process {self.pid} that holds the engine {how}{self.last_lines()}"
-
-    def _remove_log(self) -> None:
-        self.log.unlink(missing_ok=True)
 
     def last_lines(self) -> str:
         """Return the end of the log and the path of its file, to be added to a message; "" if it is empty.
@@ -275,13 +272,6 @@ def ask_interpreter(python: str, program: str, timeout: float, env: Mapping[str,
         raise invalid("python", f"{python} is not a Python interpreter that works: {error}") from error
     found: dict[str, Any] = json.loads(answer)
     return found
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _environment(env: Any) -> dict[str, str]:
