@@ -117,7 +117,7 @@ class SilentLLM:
 
 
 def model_info(checkpoint: Path | None) -> ModelInfo:
-    return ModelInfo(Capabilities(vocab_size=9, max_context=9), tokenizer=None, checkpoint=checkpoint)
+    return ModelInfo(capabilities=Capabilities(vocab_size=9, max_context=9), tokenizer=None, checkpoint=checkpoint)
 
 
 class FailingReloadEngine(AsyncEngine):

@@ -9,10 +9,11 @@ import pytest
 
 from corelm import SamplingParams
 from corelm.errors import InvalidRequestError
+from corelm.spec import RowAnswer
 from corelm_engine_kit import RowError
 from helpers.each import case
 from vllm_backend import VLLMBackend
-from vllm_backend.kept_sets_protocol import EXTENSION, PROCESSOR, engine_arguments, parameters, rows_of
+from vllm_backend.kept_sets_protocol import EXTENSION, PROCESSOR, engine_arguments, parameters, rows_of, with_sets
 
 
 def reply(*sets: list[int]) -> Any:
@@ -48,14 +49,14 @@ def test_the_option_is_true_or_false_and_belongs_to_an_engine_in_this_process() 
 def test_rows_come_from_the_worker_that_samples() -> None:
     nothing = [reply(), reply()]
     rows = rows_of([nothing, [reply([1, 2], [3]), reply()], None, [reply([7]), reply([4, 5])]], 2)
-    assert rows[0].ids == [[1, 2], [3]] and rows[0].log_mass == [-2.0, -1.0]
-    assert rows[1].ids == [[4, 5]]
+    assert rows == [([[1, 2], [3]], [-2.0, -1.0]), ([[4, 5]], [-2.0])]
     # What was asked for in addition, to have it forgotten, belongs to no row.
     assert len(rows_of([[reply([1]), reply([2])]], 1)) == 1
 
 
 def test_a_worker_may_be_ahead_of_the_answer_but_not_behind() -> None:
-    (row,) = rows_of([[reply([1, 2], [3])]], 1)
-    assert row.first(1).ids == [[1, 2]] and row.first(1).log_mass == [-2.0]
+    (sets,) = rows_of([[reply([1, 2], [3])]], 1)
+    first = with_sets(RowAnswer([1], [], "stop"), sets)
+    assert first.kept_ids == [[1, 2]] and first.kept_log_mass == [-2.0]
     with pytest.raises(RowError, match="remembered the ids of 2 tokens, but 3 were sampled"):
-        row.first(3)
+        with_sets(RowAnswer([1, 3, 3], [], "stop"), sets)

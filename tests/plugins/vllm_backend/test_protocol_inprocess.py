@@ -17,7 +17,6 @@ from helpers.each import case
 from helpers.half_characters import Pieces
 from helpers.requests import generation, scoring
 from vllm_backend.capabilities import ModelInfo
-from vllm_backend.kept_sets_protocol import KeptSetsOfRow
 from vllm_backend.protocol_inprocess import generation_result, scoring_result
 from vllm_backend.sampling import parameters
 
@@ -54,7 +53,7 @@ def scored(last: Candidates, *prompt: Candidates) -> Any:
     return SimpleNamespace(outputs=[completion], prompt_logprobs=flat([[], *prompt]))
 
 
-INFO = ModelInfo(Capabilities(vocab_size=512, max_context=64), tokenizer=None, checkpoint=None)
+INFO = ModelInfo(capabilities=Capabilities(vocab_size=512, max_context=64), tokenizer=None, checkpoint=None)
 SCORED = [[5, 6, 7], [5, 6, 8]]
 RAW, GREEDY = request(), request("processed", temperature=0.0)
 
@@ -83,8 +82,7 @@ def test_a_row_that_fails_after_an_update_in_flight_has_the_runs_of_no_tokens() 
             SimpleNamespace(version="default", start=0, end=1),
             SimpleNamespace(version="1:new", start=1, end=2),
         ]
-    kept = [KeptSetsOfRow([[8], [9]], [0.0, 0.0]), KeptSetsOfRow([[8]], [0.0])]
-    result = generation_result(asked, rows, info, kept)
+    result = generation_result(asked, rows, info, [([[8], [9]], [0.0, 0.0]), ([[8]], [0.0])])
     assert "remembered the ids of 1 tokens" in (result.errors or ("", ""))[1]
     assert result.version_runs == ((("old", 0), ("new", 1)), (("old", 0),))
 

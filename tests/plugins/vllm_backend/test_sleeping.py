@@ -93,7 +93,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Bac
     can = Capabilities(
         vocab_size=VOCAB, max_context=64, score=True, update_weights=True, sleep_levels=frozenset({1, 2})
     )
-    info = ModelInfo(can, tiny_tokenizer(), tmp_path)
+    info = ModelInfo(capabilities=can, tokenizer=tiny_tokenizer(), checkpoint=tmp_path)
     engine: Any
     with ExitStack() as stack:
         if request.param == "async":

@@ -33,7 +33,8 @@ class FakeEngine(InProcessEngine):
     """
 
     def __init__(self, checkpoint: Path, why: str = "it is a fake", streams: bool = True):
-        super().__init__(ModelInfo(Capabilities(vocab_size=7, max_context=64), None, checkpoint))
+        can = Capabilities(vocab_size=7, max_context=64)
+        super().__init__(None, ModelInfo(capabilities=can, tokenizer=None, checkpoint=checkpoint))
         self.why, self.streams_tensors = why, streams
         self.handed_over: list[tuple[str, list[Any]]] = []
         self.largest = 0
@@ -60,6 +61,9 @@ class FakeEngine(InProcessEngine):
         raise NotImplementedError
 
     def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def _end(self) -> None:
         raise NotImplementedError
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from corelm import Backend
-from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
+from corelm.errors import CapabilityError, CoreLMError
 from corelm.spec import SLEEP_LEVELS, Capabilities, Range
 from corelm.validate import invalid, shown
 
@@ -73,14 +73,8 @@ def require_alike(name: str, one: Mapping[str, Any], other_name: str, other: Map
 
     Models are not compared: the canary does that.
 
-    Args:
-        name: the name of one engine.
-        one: its `facts`.
-        other_name: the name of the other engine.
-        other: its `facts`.
-
     Raises:
-        InvalidRequestError: they differ; `field` is ``replicas``.
+        InvalidRequestError: their `facts` differ; `field` is ``replicas``.
     """
     for what, here in one.items():
         there = other[what]
@@ -100,15 +94,6 @@ def require_plain(name: str, plugin: Any) -> None:
     """
     if hasattr(plugin, "to_containers"):
         raise CapabilityError(f"{name} makes its own containers; open it without a fleet", capability="to_containers")
-
-
-def disagreement(name: str, others: Sequence[str], why: str) -> InvalidRequestError:
-    """Return the error for an engine whose canary disagreed when the fleet was opened."""
-    return invalid(
-        "replicas",
-        f"the engines of a fleet must hold the same weights, but {name} does not answer like "
-        f"{' and '.join(others) or 'the others'}: {why}",
-    )
 
 
 def _sampling(given: Sequence[Mapping[str, Range | None]]) -> dict[str, Range | None]:

@@ -20,9 +20,8 @@ class Sampled:
     """What was sampled after one prompt, greedily.
 
     Attributes:
-        ids: the sampled ids.
-        logprobs: their log-probs, as sampling returned them.
-        scored: their log-probs, as scoring returns them; None from an engine that cannot score.
+        logprobs: the log-probs of the ids, as sampling returned them.
+        scored: the same, as scoring returns them; None from an engine that cannot score.
     """
 
     ids: Probe

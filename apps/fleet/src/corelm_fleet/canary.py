@@ -104,13 +104,7 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class _Good:
-    """The last good look.
-
-    Attributes:
-        label: the label of the weights that it was at.
-        answers: what the engine said.
-        expected: what the trainer expected, if it said so.
-    """
+    """The last good look: the label of the weights, what the engine said, and what the trainer expected, if it did."""
 
     label: str
     answers: Answers
@@ -152,9 +146,6 @@ class Watch:
     Args:
         backend: the backend to watch. A batcher's queue is not used.
         options: how to compare.
-
-    Attributes:
-        options: see above.
 
     Raises:
         CapabilityError: the engine can neither score nor sample greedily with raw log-probs.

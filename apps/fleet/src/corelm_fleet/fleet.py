@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 from corelm.application import Call, at_program_end, in_thread, uninterrupted
 from corelm.errors import CoreLMError, EngineError, StaleWeightsError, brief, first_few
@@ -31,8 +31,6 @@ from corelm.spec import (
 )
 from corelm.validate import invalid, shown
 from corelm.waiting import next_item
-from corelm_engine_kit.joining import Result
-from corelm_fleet.agreement import disagreement
 from corelm_fleet.canary import Canary
 from corelm_fleet.lives import open_replica
 from corelm_fleet.parts import Request
@@ -46,7 +44,6 @@ from corelm_fleet.status import ReplicaStatus
 from corelm_fleet.weights import own_copy
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 #: Seconds between two looks at the engines.
 _PAUSE = 1.0
@@ -165,14 +162,12 @@ class FleetEngine:
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        result = self._serve(request)
-        assert isinstance(result, GenerateResult)
+        result: GenerateResult = self._serve(request)
         return result
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        result = self._serve(request)
-        assert isinstance(result, ScoreResult)
+        result: ScoreResult = self._serve(request)
         return result
 
     @hookimpl
@@ -219,7 +214,7 @@ class FleetEngine:
         self._runner.close()
         return True
 
-    def _serve(self, request: Request) -> Result:
+    def _serve(self, request: Request) -> Any:
         call = PendingCall(request)
         try:
             uninterrupted(partial(self._runner.begin, call))
@@ -246,7 +241,11 @@ class FleetEngine:
                     if replica.name not in self._runner.lives.stale:
                         raise EngineError(f"{replica.name} failed when the fleet was opened: {replica.why}")
                     others = [each.name for each in replicas.values() if each.state is State.HEALTHY]
-                    raise disagreement(replica.name, others, replica.why)
+                    raise invalid(
+                        "replicas",
+                        f"the engines of a fleet must hold the same weights, but {replica.name} does not answer like "
+                        f"{' and '.join(others) or 'the others'}: {replica.why}",
+                    )
             self._runner.do(self._runner.state.tick)
             time.sleep(_LOOK)
 
@@ -267,18 +266,14 @@ def _open_all(members: Sequence[Member], canary: Canary) -> dict[str, OpenReplic
         for future in futures.values():
             # An engine that is still being opened, after an interrupt, is closed when it is open.
             future.add_done_callback(_close_opened)
-        named = next((name for name, future in futures.items() if _failed(future)), None)
+        named = next((name for name, each in futures.items() if each.done() and each.exception() is not None), None)
         if isinstance(error, CoreLMError) and named is not None:
             error.args = (f"{named}: {error.args[0]}", *error.args[1:])
         raise
 
 
-def _failed(future: Future[OpenReplica]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is not None
-
-
 def _close_opened(future: Future[OpenReplica]) -> None:
-    if not future.cancelled() and future.exception() is None:
+    if future.exception() is None:
         future.result().close(by_force=False)
 
 

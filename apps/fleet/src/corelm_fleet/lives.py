@@ -31,7 +31,6 @@ class Lives:
 
     Args:
         members, opened, canary: see `FleetRunner`.
-        state: the state machine.
         lock: held around every event of the state machine.
         report: takes an event of the state machine and its arguments.
 

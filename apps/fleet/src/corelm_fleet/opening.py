@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,12 @@ class FleetOpener:
         self._python = python
         self._replicas = replicas
         self._limits = fleet_limits
-        self._canary = None if canary is False else _canary(canary)
+        self._canary: Canary | None = None
+        if canary is not False:
+            # Only here: most engines are opened without one.
+            from corelm_fleet.canary import Canary
+
+            self._canary = Canary.make(canary)
 
     def open(self, open_one: OpenOne, name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any, str]:
         """Open the engine or the fleet. See `corelm.opening.Opener`."""
@@ -71,13 +76,6 @@ class FleetOpener:
             from corelm_fleet.canary import watch
 
             watch(backend, self._canary)
-
-
-def _canary(given: bool | Canary) -> Canary | None:
-    # Only here: most engines are opened without one.
-    from corelm_fleet.canary import Canary
-
-    return Canary.make(given)
 
 
 def _open_in_process(
@@ -101,7 +99,8 @@ def options_of_each(options: Mapping[str, Any], replicas: int | None, hosted: bo
     Raises:
         InvalidRequestError: the options contradict one another; `field` names one.
     """
-    urls, envs = (_listed(options.get(name)) for name in ("base_url", "env"))
+    lists = {name: each for name in ("base_url", "env") if isinstance(each := options.get(name), (list, tuple))}
+    urls, envs = lists.get("base_url"), lists.get("env")
     if urls is not None:
         if replicas is not None:
             raise invalid("replicas", "leave it out: base_url has one URL for each replica")
@@ -136,10 +135,6 @@ def options_of_each(options: Mapping[str, Any], replicas: int | None, hosted: bo
     return found
 
 
-def _listed(option: Any) -> Sequence[Any] | None:
-    return option if isinstance(option, (list, tuple)) else None
-
-
 def open_fleet(
     open_one: OpenOne,
     each: Mapping[str, Mapping[str, Any]],
@@ -148,15 +143,7 @@ def open_fleet(
     limits: FleetLimits | None,
     hosted: bool,
 ) -> tuple[Any, str]:
-    """Open a fleet.
-
-    Args:
-        open_one: opens one engine.
-        each: the options of each engine, see `options_of_each`.
-        name: the name of the backend.
-        canary: how the answers of two engines are compared; None for the defaults.
-        limits: how patient the fleet is; None for the defaults.
-        hosted: whether each engine is opened in a process, which can be killed.
+    """Open a fleet of the engines that `open_one` opens with the options of `each`. Hosted ones can be killed.
 
     Returns:
         The fleet, and what `open_one` said of the plugin.

@@ -35,15 +35,7 @@ def request_of_rows(
     timeout: float | None,
     on_tokens: Callable[[TokenChunk], None] | None,
 ) -> Request:
-    """Return the request for some rows of a call. Each keeps its seed.
-
-    Args:
-        request: the request of the whole call.
-        rows: the rows.
-        names: one name per row, for `abort`.
-        timeout: seconds for these rows.
-        on_tokens: takes the chunks of these rows; None if the caller does not read along.
-    """
+    """Return the request for some rows of a call, with a name for each. Each keeps its seed."""
     if list(rows) == list(range(len(rows_of(request)))):
         mine: dict[str, Any] = {"on_tokens": on_tokens} if isinstance(request, GenerateRequest) else {}
         return replace(request, request_ids=tuple(names), timeout=timeout, **mine)
@@ -74,7 +66,6 @@ def result_of_parts(
     """Return the result of a call.
 
     Args:
-        request: the request of the whole call.
         parts: the rows that engines have answered.
         failures: the other rows: why they failed, or what there is of an answer that was aborted.
         label: the label of the weights, for rows of engines that do not say which weights a row came from.

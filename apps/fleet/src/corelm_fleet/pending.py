@@ -32,8 +32,6 @@ class Told:
     """What the caller was handed of one answer while it was sampled.
 
     Attributes:
-        ids: the tokens.
-        logprobs: their log-probs.
         flights: how often the row was sent to a replica.
         ended: nothing more is handed over.
         strayed: a later sampling of the row gave other tokens than those handed over.
@@ -49,11 +47,7 @@ class Told:
 class PendingCall:
     """A request whose rows are being answered. The fleet holds its lock around everything but `wait` and `teller`.
 
-    Args:
-        request: the request.
-
     Attributes:
-        request: see above.
         rows: how many rows it has.
         first: the fleet's number of its first row. The others follow.
         left: whether its caller has stopped waiting.
@@ -181,10 +175,7 @@ class PendingCall:
         """Return what takes the chunks of a flight with these rows; None if the caller does not read along.
 
         A row that was in flight before begins again: what its caller has been handed is not handed over twice.
-
-        Args:
-            rows: the rows of the flight.
-            producing: called at the first chunk.
+        `producing` is called at the first chunk.
         """
         on_tokens = self._on_tokens
         if on_tokens is None:

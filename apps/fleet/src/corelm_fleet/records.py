@@ -32,28 +32,16 @@ class State(enum.Enum):
 #: States in which a replica is being started.
 STARTING = (State.JOINING, State.RESTARTING)
 
-#: Every change of state that is allowed, and what causes it.
-TRANSITIONS: dict[tuple[State, State], str] = {
-    (State.JOINING, State.STALE): "it has started",
-    (State.JOINING, State.DEAD): "it did not start",
-    (State.JOINING, State.GONE): "it was told to leave",
-    (State.STALE, State.HEALTHY): "its canary agreed, or no replica took an update and it has kept its weights",
-    (State.STALE, State.DEAD): "it died, did not load the weights, or its canary disagreed",
-    (State.STALE, State.GONE): "it was told to leave",
-    (State.HEALTHY, State.STALE): "an update has begun, and its last row is answered; or it has slept",
-    (State.HEALTHY, State.SUSPECT): "it missed health checks",
-    (State.HEALTHY, State.DRAINING): "it was told to leave",
-    (State.HEALTHY, State.DEAD): "it died, or failed several calls in a row",
-    (State.SUSPECT, State.HEALTHY): "it was heard from",
-    (State.SUSPECT, State.STALE): "it was heard from, but missed an update",
-    (State.SUSPECT, State.DEAD): "it died, or was not heard from for too long",
-    (State.SUSPECT, State.GONE): "it was told to leave",
-    (State.DRAINING, State.GONE): "its last row is answered, it died, or it missed health checks",
-    (State.DEAD, State.RESTARTING): "its backoff is over",
-    (State.DEAD, State.GONE): "it was started too often, or was told to leave",
-    (State.RESTARTING, State.STALE): "it has started",
-    (State.RESTARTING, State.DEAD): "it did not start",
-    (State.RESTARTING, State.GONE): "it was told to leave",
+#: What each state may become. The methods of `FleetState` say when.
+TRANSITIONS: dict[State, tuple[State, ...]] = {
+    State.JOINING: (State.STALE, State.DEAD, State.GONE),
+    State.STALE: (State.HEALTHY, State.DEAD, State.GONE),
+    State.HEALTHY: (State.STALE, State.SUSPECT, State.DRAINING, State.DEAD),
+    State.SUSPECT: (State.HEALTHY, State.STALE, State.DEAD, State.GONE),
+    State.DRAINING: (State.GONE,),
+    State.DEAD: (State.RESTARTING, State.GONE),
+    State.RESTARTING: (State.STALE, State.DEAD, State.GONE),
+    State.GONE: (),
 }
 
 

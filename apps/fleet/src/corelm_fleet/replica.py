@@ -50,12 +50,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What the canary of a replica said, to compare other replicas with the same weights with.
-
-    Attributes:
-        scores: the scores of the probes; None from an engine that cannot score.
-        sampled: what was sampled.
-    """
+    """What the canary of a replica said, to compare other replicas with the same weights with; see `Watch`."""
 
     scores: ProbeScores | None
     sampled: Mapping[Probe, Sampled]
@@ -83,13 +78,11 @@ class OpenReplica:
     """An open engine of a fleet, with its own turns, checks and canary. No method is called under the fleet's lock.
 
     Args:
-        member: how it was opened.
         plugin: what ``member.open()`` returned.
         canary: how its canary compares.
 
     Attributes:
-        backend: calls the engine.
-        capabilities: what the engine can do.
+        label: the label of its weights.
         watch: its canary; None if nothing that the engine can do shows its weights.
     """
 
@@ -100,7 +93,7 @@ class OpenReplica:
         self.capabilities = self.backend.capabilities
         self._engine = self.backend.engine
         self._aborts = Aborts(self._engine.abort, member.name)
-        self._label = self._engine.weight_version
+        self.label = self._engine.weight_version
         self._agreed_at, self._looking = -math.inf, threading.Lock()
         self.watch: Watch | None = None
         with suppress(CapabilityError):
@@ -111,30 +104,16 @@ class OpenReplica:
         return self._engine.tokenizer
 
     @property
-    def label(self) -> str:
-        """The label of its weights."""
-        return self._label
-
-    @property
     def closed(self) -> bool:
         return self._engine.closed
 
     def serve(self, request: Request, attended: Callable[[], bool]) -> Result:
-        """Return the checked result of a request.
-
-        Args:
-            request: the request.
-            attended: returns whether the result is still wanted.
-
-        Raises:
-            CoreLMError: see `OpenEngine.call`.
-        """
+        """Return the checked result of a request. See `OpenEngine.call`."""
         can = self.capabilities
         seeded = can.per_answer_seeds and not can.seeds_are_costly
         if isinstance(request, GenerateRequest) and request.seeds is None and seeded:
             # Another engine of the fleet takes no seeds, or takes long with them.
             request = replace(request, seeds=torch.randint(2**63 - 1, (len(request.prompts),)))
-
         result: Result = self._engine.call(_ReplicaCall(self, request), attended=attended)
         return result
 
@@ -150,10 +129,10 @@ class OpenReplica:
             # The base weights keep their label.
             self._engine.weights.update(update, update.version)
         elif update.by_owner:
-            self._label = self.backend.weights_changed(update.version, update.expect)
+            self.label = self.backend.weights_changed(update.version, update.expect)
         else:
             weights: Any = update.path if update.state_dict is None else update.state_dict
-            self._label = self.backend.update_weights(weights, update.version, update.when, update.expect)
+            self.label = self.backend.update_weights(weights, update.version, update.when, update.expect)
 
     def look(self, expected: Said | None) -> Said | None:
         """Have the canary ask the engine, and return what it said; None if it sleeps or nothing shows its weights.
@@ -171,7 +150,7 @@ class OpenReplica:
         self.watch.look(scores)
         if expected is not None and scores is None:
             self.watch.compare_sampled(expected.sampled)
-        self._label = self._engine.weight_version
+        self.label = self._engine.weight_version
         return Said(self.watch.scores, self.watch.sampled)
 
     def changed(self) -> str:
@@ -212,20 +191,14 @@ class OpenReplica:
         return self._member.ended is not None and self._member.ended(self._plugin)
 
     def abort(self, names: tuple[str, ...], under_way: Callable[[], bool]) -> None:
-        """End requests soon, on another thread, if the engine can.
-
-        Args:
-            names: the names of the requests.
-            under_way: returns whether their call has not ended.
-        """
+        """End requests soon, on another thread, if the engine can. `under_way` returns whether their call goes on."""
         if self.capabilities.abort:
             self._aborts.add(names, under_way)
 
     def close(self, by_force: bool) -> None:
         """Close the engine within about ten seconds. A call in it is aborted, or ended by force where that can be done.
 
-        Args:
-            by_force: the engine does not reply, so it is not asked first.
+        An engine that does not reply is not asked first, but ended `by_force`.
         """
         end = self._member.end
         if by_force and end is not None:

@@ -44,7 +44,6 @@ class Group:
 
     @property
     def work_of_a_row(self) -> float:
-        """The work that is done when one of the rows is answered."""
         return self.work / len(self.rows)
 
 
@@ -68,7 +67,7 @@ class Loads:
         return sum(map(self.__getitem__, self.takers)) / len(self.takers) if self.takers else 0.0
 
     def add(self, name: str, work: float) -> None:
-        """Add work to a replica, or remove it: `work` is negative then."""
+        """Add work to a replica, or remove it, if it is negative."""
         self._work[name] = self[name] + work
 
     def forget(self, name: str) -> None:
@@ -107,7 +106,6 @@ class LeastWork:
         self._homes: OrderedDict[Hashable, list[str]] = OrderedDict()
 
     def choose(self, group: Group, loads: Loads) -> str | None:
-        """Return the replica for a group; None if none takes rows."""
         least = loads.least()
         if least is None or group.key is None:
             return least

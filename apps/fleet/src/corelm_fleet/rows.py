@@ -28,12 +28,7 @@ class Strike(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A row that has no answer yet.
-
-    Attributes:
-        flight: the flight that has it; None while it waits.
-        strikes: the replicas that were lost while they had it.
-    """
+    """A row that has no answer yet: the flight that has it, unless it waits, and the losses while it was in flight."""
 
     flight: Flight | None = None
     strikes: list[Strike] = field(default_factory=list)

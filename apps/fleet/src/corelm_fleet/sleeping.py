@@ -35,8 +35,8 @@ def sleep_all(runner: FleetRunner, request: SleepRequest) -> None:
     """Put every engine to sleep. One that does not fall asleep is ended, so that its memory is free nevertheless.
 
     Raises:
-        CapabilityError: an engine refused, and all are awake. One that had dropped its weights is started again.
-        InvalidRequestError: as above.
+        CapabilityError, InvalidRequestError: an engine refused, and all are awake. One that had dropped its weights is
+            started again.
         EngineError: no engine is left.
     """
     # Start no engine from now on. Those that are starting finish first: nothing can put them to sleep half-way.
@@ -85,8 +85,7 @@ def _each(runner: FleetRunner, job: Callable[[OpenReplica], None], what: str) ->
     """Do a job with every engine that runs, at once. End those that fail or take longer than loading weights may.
 
     Raises:
-        CapabilityError: an engine refused.
-        InvalidRequestError: as above.
+        CapabilityError, InvalidRequestError: an engine refused.
         EngineError: all failed.
     """
     running = dict(runner.lives.running)

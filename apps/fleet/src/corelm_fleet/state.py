@@ -77,13 +77,7 @@ class FleetState:
     # Replicas ---------------------------------------------------------------------------------------------------------
 
     def join(self, name: str, now: float, most_flights: int | None = None) -> list[Decision]:
-        """Add a replica, which has to be started.
-
-        Args:
-            name: its name. A name can be used again when its replica is gone.
-            now: the time.
-            most_flights: how many calls it takes at once; None sets no limit.
-        """
+        """Add a replica, which has to be started. A name can be used again when its replica is gone."""
         before = self.replicas.get(name)
         if before is not None and before.state is not State.GONE:
             raise invalid("replica", f"there is already a replica {name!r}; choose another name")
@@ -298,8 +292,6 @@ class FleetState:
         """Note that a replica refused a flight with an `InvalidRequestError` or `CapabilityError`.
 
         Args:
-            flight: the flight.
-            now: the time.
             rows: the rows at fault: `Deliver` names them, and the others are sent again. None for all.
         """
         known = self.rows.flights.get(flight)
@@ -382,7 +374,7 @@ class FleetState:
 
     def _move(self, replica: Replica, state: State, now: float, why: str = "") -> None:
         """Change the state of a replica."""
-        assert (replica.state, state) in TRANSITIONS, f"{replica.life}: {replica.state} to {state}"
+        assert state in TRANSITIONS[replica.state], f"{replica.life}: {replica.state} to {state}"
         self._states[replica.state] -= 1
         self._states[state] += 1
         replica.state, replica.since, replica.asked = state, now, None
@@ -480,8 +472,7 @@ class FleetState:
             free = [each for each in self.replicas.values() if each.state is State.HEALTHY and each.trial is None]
             others = [each for each in free if each.name not in self._reserved]
             kept += heapq.nsmallest(wanted - len(kept), others, key=lambda each: len(each.flights))
-        reserved = {each.name: None for each in kept[:wanted]}
-        self._reserved = reserved
+        self._reserved = {each.name: None for each in kept[:wanted]}
 
     def _end_update(self, now: float) -> None:
         """End an update that waits for no replica and no row."""

@@ -26,13 +26,7 @@ class KeptWeights:
         self._were_in_force = {0}
 
     def begin(self, epoch: int, before: int, update: WeightUpdate) -> None:
-        """Keep an update that is being loaded.
-
-        Args:
-            epoch: its epoch.
-            before: the epoch in force.
-            update: the update, in tensors that the caller cannot change; see `own_copy`.
-        """
+        """Keep an update from the epoch in force to another one, in tensors that only we change; see `own_copy`."""
         self._steps[epoch] = before, update
         self._all[epoch] = _joined(self._all[before], update)
 
@@ -43,11 +37,7 @@ class KeptWeights:
         self._were_in_force.add(epoch)
 
     def to(self, epoch: int, held: int | None) -> Sequence[WeightUpdate]:
-        """Return the updates that an engine has to load, in order.
-
-        Args:
-            epoch: the weights that it should have.
-            held: the weights that it has.
+        """Return the updates that an engine has to load, in order, to get from the weights held to those of an epoch.
 
         Raises:
             EngineError: loading does not help; it has to be opened again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from corelm.spec import CloseRequest, hookimpl
 from corelm.validate import count, invalid, number
 from corelm_fleet import FleetEngine, FleetLimits, ReplicaStatus
 from corelm_fleet.hosting import check_option, portable_model
+from ray_backend.cluster import CLUSTER
 
 if TYPE_CHECKING:
     from ray_backend.actors import Actors
@@ -26,8 +28,6 @@ class RayBackend(FleetEngine):
     requires_api = ">=1,<2"
 
     def __init__(self, actors: Actors, replicas: int, limits: FleetLimits | None) -> None:
-        from ray_backend.cluster import CLUSTER
-
         self._actors, self._ended = actors, False
         self._scaling = threading.Lock()
         super().__init__([actors.member(index) for index in range(replicas)], "ray", limits=limits)
@@ -85,23 +85,24 @@ class RayBackend(FleetEngine):
         """
         _check(inner, actor_name, namespace, address)
         replicas = count("replicas", replicas, 1)
-        portable = portable_model(model)
+        model = portable_model(model)
+        if model is not None and os.path.exists(model):
+            # An actor has another current folder.
+            model = os.path.abspath(model)
         for name, value in inner_options.items():
             check_option(name, value)
-        # A folder named `address` is the user's; Ray is imported after its variables are set.
-        from ray_backend.cluster import CLUSTER
-
         CLUSTER.enter(address, namespace)
         try:
-            from ray_backend.actors import Actors, Order
-            from ray_backend.placement import Placement, absolute, require_interpreter
+            # Only here: these import Ray.
+            from ray_backend.actors import Actors
+            from ray_backend.placement import Placement, require_interpreter
 
             placement = Placement.make(num_cpus, num_gpus, resources, python, runtime_env)
             patience = number("placement_timeout", placement_timeout, 0.0)
             if placement.python is not None:
                 require_interpreter(placement.python, inner)
             placement.require_room(replicas)
-            order = Order(inner, absolute(portable), inner_options)
+            order = {"name": inner, "model": model, "options": inner_options}
             return cls(Actors(order, placement, replicas, actor_name, namespace, patience), replicas, fleet_limits)
         except BaseException:
             CLUSTER.leave()
@@ -118,8 +119,6 @@ class RayBackend(FleetEngine):
             InvalidRequestError: nothing says which cluster.
             EngineError: it does not answer.
         """
-        from ray_backend.cluster import CLUSTER
-
         CLUSTER.enter(address, namespace, start=False)
         try:
             from ray_backend.actors import named_replicas
@@ -153,21 +152,15 @@ class RayBackend(FleetEngine):
 
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
-        self.end()
-        return True
-
-    def end(self) -> None:
         """Close the engines that this driver has opened, and leave Ray. Later calls do nothing."""
-        from ray_backend.cluster import CLUSTER
-
-        if self._ended:
-            return
-        self._ended = True
-        self._actors.close()
-        try:
-            FleetEngine.close(self, CloseRequest())
-        finally:
-            CLUSTER.leave()
+        if not self._ended:
+            self._ended = True
+            self._actors.close()
+            try:
+                super().close(request)
+            finally:
+                CLUSTER.leave()
+        return True
 
 
 def _check(inner: Any, actor_name: Any, namespace: Any, address: Any) -> None:

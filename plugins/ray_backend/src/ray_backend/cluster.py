@@ -9,10 +9,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from corelm.errors import EngineError, described
+from corelm.spec import CloseRequest
 from corelm.validate import invalid
+
+if TYPE_CHECKING:
+    from corelm_fleet import FleetEngine
 
 _log = logging.getLogger(__name__)
 
@@ -20,19 +24,12 @@ _log = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 
 
-class Ends(Protocol):
-    """What uses Ray."""
-
-    def end(self) -> None:
-        """Stop using it."""
-
-
 class Cluster:
     """Counts the backends that use Ray, and shuts Ray down after the last one if it has started it.
 
     Attributes:
         ours: whether Ray was started, or connected to, from here.
-        backends: what is ended when the program ends.
+        backends: what is closed when the program ends.
     """
 
     def __init__(self) -> None:
@@ -41,7 +38,7 @@ class Cluster:
         self._process = os.getpid()
         self._registered = False
         self.ours = False
-        self.backends: weakref.WeakSet[Ends] = weakref.WeakSet()
+        self.backends: weakref.WeakSet[FleetEngine] = weakref.WeakSet()
 
     def enter(self, address: str | None, namespace: str, start: bool = True) -> None:
         """Use Ray; start or connect to it if the program has not done so. Each call needs one of `leave`.
@@ -57,6 +54,7 @@ class Cluster:
         """
         import ray
 
+        wanted = address or os.environ.get("RAY_ADDRESS") or "local"
         with self._lock:
             if not self._registered:
                 # After Ray has registered its own end, so that this comes first.
@@ -70,14 +68,14 @@ class Cluster:
                         f"this program uses the Ray cluster at {used} already; leave address out, or call "
                         "ray.shutdown() first",
                     )
-            elif not start and _wanted(address) is None:
+            elif not start and wanted == "local":
                 raise invalid(
                     "address",
                     "name the cluster, for example 127.0.0.1:6379. The logger ray_backend of the program that "
                     "has started it says where it is",
                 )
             else:
-                self._start(ray, _wanted(address), namespace)
+                self._start(ray, wanted, namespace)
             self._users += 1
 
     def leave(self) -> None:
@@ -92,36 +90,29 @@ class Cluster:
                     ray.shutdown()
                     _log.info("ray: shut down what was started")
 
-    def _start(self, ray: Any, address: str | None, namespace: str) -> None:
-        options: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
-        if address is None:
-            # A running cluster could belong to someone else, so it is not looked for.
-            options |= {"address": "local", "include_dashboard": False, "_node_ip_address": _LOOPBACK}
-        else:
-            options |= {"address": address}
+    def _start(self, ray: Any, address: str, namespace: str) -> None:
+        # A running cluster could belong to someone else, so it is not looked for.
+        alone = address == "local"
+        options = {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if alone else {}
         try:
             # A driver that names another address of this machine would not be reached from a cluster on loopback.
-            alone = address is None or address.startswith((_LOOPBACK, "localhost"))
-            with _on_loopback() if alone else nullcontext():
-                context = ray.init(**options)
+            with _on_loopback() if alone or address.startswith((_LOOPBACK, "localhost")) else nullcontext():
+                silent = {"log_to_driver": False, "logging_level": logging.ERROR}
+                context = ray.init(address, namespace=namespace, **silent, **options)
         except BaseException as error:
             with suppress(Exception):
                 ray.shutdown()
             if not isinstance(error, Exception):
                 raise
-            what = "Ray did not start" if address is None else f"no Ray cluster could be joined at {address}"
+            what = "Ray did not start" if alone else f"no Ray cluster could be joined at {address}"
             raise EngineError(f"{what}: {described(error)}", usable=False) from error
         self.ours, self._process = True, os.getpid()
-        if address is None:
-            folder, where = context.address_info.get("session_dir", ""), ray.get_runtime_context().gcs_address
+        if alone:
+            where, logs = ray.get_runtime_context().gcs_address, context.address_info.get("session_dir", "")
             if not where.startswith(_LOOPBACK):
                 _log.warning("ray: the cluster that was started can be reached from other machines, at %s", where)
-            _log.info(
-                "ray: started Ray %s on this machine alone, at %s; its logs are in %s",
-                ray.__version__,
-                where,
-                folder,
-            )
+            version = ray.__version__
+            _log.info("ray: started Ray %s on this machine alone, at %s; its logs are in %s", version, where, logs)
         else:
             _log.info("ray: joined the cluster at %s", context.address_info.get("gcs_address", address))
 
@@ -130,7 +121,7 @@ class Cluster:
             return
         for backend in list(self.backends):
             with suppress(Exception):
-                backend.end()
+                backend.close(CloseRequest())
 
 
 @contextmanager
@@ -148,12 +139,6 @@ def _on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-def _wanted(address: str | None) -> str | None:
-    """Return the address of a cluster to join; None to start one."""
-    wanted = address or os.environ.get("RAY_ADDRESS") or None
-    return None if wanted == "local" else wanted
 
 
 #: The one connection of this program.

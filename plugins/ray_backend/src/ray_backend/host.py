@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import signal
 import threading
-import time
 import uuid
 from contextlib import suppress
 from typing import Any
@@ -17,8 +15,6 @@ import ray
 from corelm.errors import brief, described
 from corelm_fleet.hosting import Call, Callbacks, Connection, Frame, Kind, Packed
 from ray_backend.actor import RayFrame, frame_for_ray, frame_of_ray
-
-_log = logging.getLogger(__name__)
 
 #: Seconds between two looks whether the connection was shut down.
 _PAUSE = 0.5
@@ -48,33 +44,28 @@ class RayTransport:
         self._actor.send.remote(self._driver, frame_for_ray(kind, call, packed))
 
     def receive(self) -> Frame | None:
-        while not self._down.is_set():
-            if self._waiting:
-                frame = self._waiting.pop(0)
-                if frame is None:
-                    self.why = "the actor has forgotten this driver, which was silent for too long"
-                return None if frame is None else frame_of_ray(frame)
-            try:
-                self._waiting = self._fetched()
-            except Exception as error:
-                self.why = brief(described(error))
-                return None
-        return None
+        try:
+            while not self._waiting:
+                if not ray.is_initialized():
+                    raise OSError("Ray was shut down")
+                found = self._actor.receive.remote(self._driver)
+                while not ray.wait([found], timeout=_PAUSE)[0]:
+                    if self._down.is_set():
+                        return None
+                self._waiting = list(ray.get(found))
+        except Exception as error:
+            self.why = brief(described(error))
+            return None
+        frame = self._waiting.pop(0)
+        if frame is None:
+            self.why = "the actor has forgotten this driver, which was silent for too long"
+        return None if frame is None or self._down.is_set() else frame_of_ray(frame)
 
     def shut_down(self) -> None:
         self._down.set()
 
     def close(self) -> None:
         self.ended.set()
-
-    def _fetched(self) -> list[RayFrame | None]:
-        if not ray.is_initialized():
-            raise OSError("Ray was shut down")
-        found = self._actor.receive.remote(self._driver)
-        while not self._down.is_set():
-            if ray.wait([found], timeout=_PAUSE)[0]:
-                return list(ray.get(found))
-        return []
 
 
 class RayHost:
@@ -85,22 +76,24 @@ class RayHost:
 
     Attributes:
         pid: the actor's process.
-        node: the node that it is on.
+        driver: the name by which the actor knows this driver.
     """
 
     def __init__(self, actor: Any, hello: dict[str, Any], name: str, owned: bool) -> None:
-        self.pid, self.node = int(hello["pid"]), str(hello["node"])
+        self.pid, self._node = int(hello["pid"]), str(hello["node"])
         self.driver = uuid.uuid4().hex
         self._actor, self._name, self._owned = actor, name, owned
-        self._process = os.getpid()
-        self._closed = False
-        self._handle = _process_handle(self.pid) if owned and self._is_here() else None
-        self._transport: RayTransport | None = None
+        self._process, self._closed = os.getpid(), False
+        # A descriptor stands for this process, and for no later one with its number. macOS has none.
+        self._handle: int | None = None
+        if owned and hasattr(os, "pidfd_open") and self._node == ray.get_runtime_context().get_node_id():
+            with suppress(OSError):
+                self._handle = os.pidfd_open(self.pid)
+        self._transport = RayTransport(actor, self.driver)
         self._connection: Connection | None = None
 
     def connect(self) -> None:
         """Begin to receive answers; the actor knows the driver."""
-        self._transport = RayTransport(self._actor, self.driver)
         self._connection = Connection(self._transport, self._why_lost)
 
     @property
@@ -112,57 +105,31 @@ class RayHost:
         return self._connection.call(call, timeout, callbacks)
 
     def close(self) -> None:
-        """Leave the actor, and end it if this driver has created it."""
-        if os.getpid() == self._process:
-            self._closed = True
-            self._end()
-
-    def kill(self) -> None:
-        """Like `close`. The actor is not asked for anything."""
-        self.close()
-
-    def _end(self) -> None:
+        """Leave the actor, and end it if this driver has created it. It is not asked for anything."""
+        if os.getpid() != self._process:
+            return
+        self._closed = True
         if ray.is_initialized():
             with suppress(Exception):
                 if self._owned:
                     ray.kill(self._actor, no_restart=True)
                 else:
                     self._actor.detach.remote(self.driver)
-        if self._connection is not None and self._transport is not None:
+        if self._connection is not None:
             self._connection.close()
             if threading.current_thread().name != "corelm-host-read":
                 self._transport.ended.wait(_END)
-        if self._handle is not None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
             # Ray does not end a process that was stopped by SIGSTOP.
-            handle, self._handle = self._handle, None
-            _kill(handle, _END)
+            if not select.select([handle], [], [], _END)[0]:
+                with suppress(ProcessLookupError, PermissionError):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
 
-    def _is_here(self) -> bool:
-        return self.node == ray.get_runtime_context().get_node_id()
+    kill = close
 
     def _why_lost(self) -> str:
         if self._closed:
             return "the backend is closed, and its actor was left"
-        why = self._transport.why if self._transport is not None else ""
-        return f"{self._name}, an actor in process {self.pid} of node {self.node[:8]}, was lost: {why}"
-
-
-def _process_handle(pid: int) -> int | None:
-    """Return a descriptor that stands for a process, and for no later one with its number; None if there is none."""
-    if not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
-
-
-def _kill(handle: int, patience: float) -> None:
-    """Kill a process that does not end by itself."""
-    try:
-        end = time.monotonic() + patience
-        if not select.select([handle], [], [], max(0.0, end - time.monotonic()))[0]:
-            with suppress(ProcessLookupError, PermissionError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-    finally:
-        os.close(handle)
+        return f"{self._name}, an actor in process {self.pid} of node {self._node[:8]}, was lost: {self._transport.why}"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,43 +9,22 @@ from typing import Any
 import ray
 
 from corelm import __version__, list_backends
-from corelm.errors import (
-    BackendImportError,
-    BackendIncompatibleError,
-    BackendNotFoundError,
-    brief,
-    how_to_install,
-)
+from corelm.errors import BackendImportError, BackendIncompatibleError, BackendNotFoundError, how_to_install
 from corelm.validate import invalid, number
-from corelm_fleet.hosting import find_interpreter
+from corelm_fleet.hosting import ask_interpreter, find_interpreter
 
-#: Prints what an interpreter has.
-_PROBE = """
-import json
-found = {}
-try:
-    import ray; found["ray"] = ray.__version__
-    import corelm; found["core"] = corelm.__version__
-    from corelm import list_backends; found["backends"] = [info.name for info in list_backends()]
-except ImportError as error:
-    found["missing"] = str(error)
-print("corelm-probe " + json.dumps(found))
-"""
+#: Finds out what an interpreter has.
+_PROBE = (
+    "import ray, corelm; found.update(ray=ray.__version__, core=corelm.__version__, "
+    "backends=[each.name for each in corelm.list_backends()])"
+)
 #: Seconds that an interpreter has for that. Ray is slow to import from a cold disk.
 _PROBE_TIMEOUT = 120.0
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What each actor asks of the cluster.
-
-    Attributes:
-        num_cpus: CPU cores; may be a fraction.
-        num_gpus: GPUs; may be a fraction.
-        resources: custom resources of the cluster, by name.
-        python: the interpreter of the actor's process; None for that of the cluster.
-        runtime_env: Ray's description of the actor's environment.
-    """
+    """What each actor asks of the cluster. See `RayBackend.open`."""
 
     num_cpus: float
     num_gpus: float
@@ -79,16 +55,9 @@ class Placement:
             dict(runtime_env or {}),
         )
 
-    @property
-    def threads(self) -> int:
-        """How many threads an operation of the engine may use on the CPU."""
-        return max(1, int(self.num_cpus))
-
     def actor_options(self) -> dict[str, Any]:
         """Return the options of an actor, for Ray."""
-        environment = dict(self.runtime_env)
-        if self.python is not None:
-            environment["py_executable"] = self.python
+        interpreter = {} if self.python is None else {"py_executable": self.python}
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
@@ -96,7 +65,7 @@ class Placement:
             # The fleet starts actors again, loads their weights and sends their rows elsewhere.
             "max_restarts": 0,
             "max_task_retries": 0,
-            **({"runtime_env": environment} if environment else {}),
+            "runtime_env": {**self.runtime_env, **interpreter} or None,
         }
 
     def require_room(self, replicas: int) -> None:
@@ -107,32 +76,28 @@ class Placement:
         """
         wanted = self._wanted()
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        fields = {"CPU": "num_cpus", "GPU": "num_gpus"}
-        for name, each in wanted.items():
+
+        def room(units: Mapping[str, float]) -> int:
             # An actor lives on one node.
-            room = sum(int(node.get(name, 0.0) / each + 1e-9) for node in nodes)
-            if room < replicas:
+            return sum(min(int(node.get(name, 0.0) / each + 1e-9) for name, each in units.items()) for node in nodes)
+
+        for name, each in wanted.items():
+            if (fit := room({name: each})) < replicas:
                 there = sum(node.get(name, 0.0) for node in nodes)
                 raise invalid(
-                    fields.get(name, "resources"),
+                    {"CPU": "num_cpus", "GPU": "num_gpus"}.get(name, "resources"),
                     f"{replicas} {'replica asks' if replicas == 1 else 'replicas ask'} for {each:g} {name} each, "
                     f"and the cluster has {there:g} {name} on {len(nodes)} node{'s' * (len(nodes) != 1)}, which is "
-                    f"room for {room}; ask for less",
+                    f"room for {fit}; ask for less",
                 )
-        together = sum(
-            min(int(node.get(name, 0.0) / each + 1e-9) for name, each in wanted.items()) if wanted else replicas
-            for node in nodes
-        )
-        if together < replicas:
+        if wanted and (fit := room(wanted)) < replicas:
             raise invalid(
-                "replicas",
-                f"no nodes have {_listed(wanted)} for each of {replicas} replicas; there is room for {together}",
+                "replicas", f"no nodes have {_listed(wanted)} for each of {replicas} replicas; there is room for {fit}"
             )
 
     def short_of(self) -> str:
         """Return what an actor that does not start may be waiting for."""
-        free = ray.available_resources()
-        wanted = self._wanted()
+        free, wanted = ray.available_resources(), self._wanted()
         return f"it asks for {_listed(wanted)}; free are {_listed({name: free.get(name, 0.0) for name in wanted})}"
 
     def _wanted(self) -> dict[str, float]:
@@ -154,17 +119,7 @@ def require_interpreter(python: str, inner: str) -> None:
         BackendIncompatibleError: Ray or core is of another version there.
         BackendNotFoundError: a plugin is not installed there.
     """
-    try:
-        found = subprocess.run(
-            [python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise invalid("python", f"{python} is not a Python interpreter that works: {error}") from error
-    _, marker, line = found.stdout.rpartition("corelm-probe ")
-    if found.returncode or not marker:
-        what = brief(found.stderr.strip() or f"exit status {found.returncode}")
-        raise invalid("python", f"{python} is not a Python interpreter that works: {what}")
-    there = json.loads(line)
+    there = ask_interpreter(python, _PROBE, _PROBE_TIMEOUT)
     install = how_to_install("core-ray-backend", f"ray=={ray.__version__}", python=python)
     if "missing" in there:
         raise BackendImportError(f"an actor in {python} needs Ray and core: {there['missing']}; {install}")
@@ -179,11 +134,6 @@ def require_interpreter(python: str, inner: str) -> None:
                 f"{how_to_install(distributions.get(backend, f'core-{backend}-backend'), python=python)}. "
                 f"Installed there: {', '.join(there['backends']) or 'none'}"
             )
-
-
-def absolute(model: str | None) -> str | None:
-    """Return the absolute path of a model in this machine's files: an actor has another current folder."""
-    return os.path.abspath(model) if model is not None and os.path.exists(model) else model
 
 
 def _listed(units: Mapping[str, float]) -> str:

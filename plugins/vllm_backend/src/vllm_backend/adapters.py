@@ -75,13 +75,7 @@ def server_adapters(client: HttpClient, info: ServerInfo, healthy: Callable[[], 
             honoured = _HONOURED - {"rank_pattern", "alpha_pattern"}
             checked_adapter(request, checkpoint, largest_rank=None, option="--max-lora-rank", honoured=honoured)
 
-    def load(name: str, path: str) -> None:
-        post("load", {"lora_name": name, "lora_path": path})
-
-    def unload(name: str) -> None:
-        post("unload", {"lora_name": name})
-
-    def post(what: str, payload: dict[str, str]) -> None:
+    def post(what: str, **payload: str) -> None:
         try:
             client.post(f"/v1/{what}_lora_adapter", payload, expect_json=False)
         except EngineError as error:
@@ -90,4 +84,9 @@ def server_adapters(client: HttpClient, info: ServerInfo, healthy: Callable[[], 
             # The server says so, of an adapter that it could not read, with the status of its own failures.
             raise invalid("adapter", f"the server did not {what} it: {message(error)}") from error
 
-    return ServerAdapters(info.adapters, folder, load, unload)
+    return ServerAdapters(
+        info.adapters,
+        folder,
+        lambda name, path: post("load", lora_name=name, lora_path=path),
+        lambda name: post("unload", lora_name=name),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from corelm.errors import CapabilityError
@@ -78,19 +78,12 @@ class VLLMBackend(InProcessEngine):
             InvalidRequestError: no model, an unknown option, or an option that belongs to the other way of opening.
             CapabilityError: a `logprobs_mode` that returns no log-probs.
         """
-        common = {"logprobs_mode": logprobs_mode, "trust_remote_code": trust_remote_code or None}
-        defaults = HttpOptions()
-        server_options = {
-            "vocab_size": vocab_size,
-            "max_context": max_context,
-            **{name: value for name, value in vars(http).items() if value != getattr(defaults, name)},
-            "weight_group": weight_group,
-        }
+        server_options = {"vocab_size": vocab_size, "max_context": max_context, "weight_group": weight_group}
         if base_url is not None:
-            known = [*server_options, *vars(http)]
-            _refuse_engine_options(
-                {"engine": engine, "devices": devices, "return_support": return_support, **engine_args}, known
-            )
+            engine_args |= {"engine": engine, "devices": devices, "return_support": return_support}
+            for name in _without_none(engine_args):
+                hint = did_you_mean(name, [*server_options, *vars(http)]) or "; set it where the server is started"
+                raise invalid(name, f"not an option for a server that is already running{hint}")
             hints = ModelHints(
                 name=model,
                 tokenizer=tokenizer,
@@ -100,13 +93,17 @@ class VLLMBackend(InProcessEngine):
             )
             return VLLMServer.connect(base_url, hints, http, logprobs_mode, weight_group)
         refuse_missing_path("model", model)
+        common = {"logprobs_mode": logprobs_mode, "trust_remote_code": trust_remote_code or None}
         arguments = _without_none(common) | engine_args
         if devices is not None:
             arguments["device_ids"] = device_numbers(devices)
         if return_support is not None and flag("return_support", return_support):
             arguments |= engine_arguments(arguments)
         _check_engine_arguments(arguments)
-        _refuse_server_options(server_options)
+        server_options |= {name: value for name, value in vars(http).items() if value != getattr(HttpOptions, name)}
+        for name in _without_none(server_options):
+            hint = "; vLLM calls it max_model_len" if name == "max_context" else ""
+            raise invalid(name, f"this option needs base_url{hint}")
         if not isinstance(model, (str, os.PathLike)):
             raise invalid("model", f"expected a folder or a hub name (or base_url=), got {type(model).__name__}")
         start = {"async": AsyncEngine.start, "sync": SyncEngine.start}.get(engine or "async")
@@ -135,18 +132,6 @@ def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
             f"logprobs_mode={mode!r} would not return log-probs; give one of {', '.join(LOGPROBS_MODES)}",
             capability="generation_modes",
         )
-
-
-def _refuse_server_options(options: Mapping[str, Any]) -> None:
-    for name in _without_none(options):
-        hint = "; vLLM calls it max_model_len" if name == "max_context" else ""
-        raise invalid(name, f"this option needs base_url{hint}")
-
-
-def _refuse_engine_options(options: Mapping[str, Any], server_options: Collection[str]) -> None:
-    for name in _without_none(options):
-        hint = did_you_mean(name, server_options) or "; set it where the server is started"
-        raise invalid(name, f"not an option for a server that is already running{hint}")
 
 
 def _platform_defaults() -> dict[str, Any]:

@@ -28,37 +28,24 @@ RELOADABLE_FORMATS = frozenset({"auto", "hf", "safetensors", "fastsafetensors", 
 _NUMBERS_OF_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """The model of an engine in this process, as far as it is known before the first request.
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What is known about a vLLM, in this process or behind a URL, before its first request.
 
     Attributes:
         capabilities: what the backend declares.
         tokenizer: the tokenizer of the backend.
-        checkpoint: the folder of the model's safetensors, or their names and shapes if it holds none; None if vLLM
-            could not load other weights.
+        candidates: the most candidates that vLLM returns at a position (its ``max_logprobs``).
         whole_prompts: the prompt of a scored row is the whole row, since vLLM drafts tokens, or returns processed
             log-probs of what it samples.
-        dummy: vLLM has filled the model with random numbers.
-        in_this_process: the worker of a synchronous engine runs in this process.
-        takes_gpu_memory: vLLM was opened to take weights in the memory of its GPU.
-        files: the folder of the model's safetensors, even if vLLM could not load others; None if there is none.
-        candidates: the most candidates that vLLM returns at a position (its ``max_logprobs``).
-        reasons: why the engine lacks capabilities, by their names.
         scores_alone: no other row may run while one is scored; see `mixes_rows`.
-        largest_rank: the largest rank of an adapter; None if vLLM was not started with ``enable_lora=True``.
+        reasons: why the engine lacks capabilities, by their names.
     """
 
     capabilities: Capabilities
     tokenizer: Any
-    checkpoint: Expected | None
-    whole_prompts: bool = False
-    dummy: bool = False
-    in_this_process: bool = False
-    takes_gpu_memory: bool = False
-    files: Path | None = None
-    largest_rank: int | None = None
     candidates: int = 0
+    whole_prompts: bool = False
     scores_alone: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -67,6 +54,26 @@ class ModelInfo:
         context = self.capabilities.max_context
         assert context is not None
         return context
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo(EngineInfo):
+    """The model of an engine in this process.
+
+    Attributes:
+        checkpoint: the folder of the model's safetensors, or their names and shapes if it holds none; None if vLLM
+            could not load other weights.
+        in_this_process: the worker of a synchronous engine runs in this process.
+        takes_gpu_memory: vLLM was opened to take weights in the memory of its GPU.
+        files: the folder of the model's safetensors, even if vLLM could not load others; None if there is none.
+        largest_rank: the largest rank of an adapter; None if vLLM was not started with ``enable_lora=True``.
+    """
+
+    checkpoint: Expected | None
+    in_this_process: bool = False
+    takes_gpu_memory: bool = False
+    files: Path | None = None
+    largest_rank: int | None = None
 
 
 def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bool) -> ModelInfo:
@@ -78,7 +85,10 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
     Raises:
         CapabilityError: vLLM was opened without weights, and cannot be given any.
     """
-    model = config.model_config
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    model, device = config.model_config, "cpu" if current_platform.is_cpu() else None
     if tokenizer is None:
         from transformers import AutoTokenizer
 
@@ -86,10 +96,12 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
             model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
         )
     vocab_size: int = model.get_vocab_size()
-    checkpoint = checkpoint_of(config)
+    files = local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
+    why_not_again = _why_not_again(config, device)
+    checkpoint = _checkpoint(config, files, why_not_again)
     mode = LOGPROBS_MODES[model.logprobs_mode]
     whole_prompts = config.speculative_config is not None or mode != "raw"
-    mixes = mixes_rows(config.lora_config is not None, "cpu" if _on_cpu() else None)
+    mixes = mixes_rows(config.lora_config is not None, device)
     candidates = limit(model.max_logprobs, vocab_size)
     # With skip_tokenizer_init vLLM decodes no text, so it cannot find stop strings.
     honoured = {name: span for name, span in HONOURED.items() if name != "stop" or not model.skip_tokenizer_init}
@@ -106,7 +118,7 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         top_logprobs=min(candidates, MOST_IDS),
         per_answer_seeds=True,
         # On a GPU, vLLM's fused sampler of top-k and top-p takes no seeds.
-        seeds_are_costly=not _on_cpu(),
+        seeds_are_costly=device != "cpu",
         concurrent_calls=concurrent_calls and not mixes,
         stops_at_timeout=True,
         streaming=True,
@@ -125,20 +137,15 @@ def read_model(config: Any, tokenizer: Any, *, abort: bool, concurrent_calls: bo
         tokenizer=tokenizer,
         checkpoint=checkpoint,
         whole_prompts=whole_prompts,
-        dummy=config.load_config.load_format == DUMMY,
-        in_this_process=runs_here(config),
+        in_this_process=not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        and config.parallel_config.distributed_executor_backend == "uni",
         takes_gpu_memory=transfer is not None and transfer.backend == "ipc",
-        files=files_of(config),
+        files=files,
         largest_rank=None if config.lora_config is None else config.lora_config.max_lora_rank,
         candidates=candidates,
         scores_alone=mixes,
-        reasons=update_reasons(why_not_again(config)),
+        reasons={"update_weights": why_not_again} if why_not_again else {},
     )
-
-
-def update_reasons(why: str) -> dict[str, str]:
-    """Return the reasons of an engine whose weights cannot be replaced, for ``why``; none if that is ""."""
-    return {"update_weights": why} if why else {}
 
 
 def sleep_levels(enabled: bool, takes_weights: bool) -> frozenset[int]:
@@ -162,55 +169,22 @@ def mixes_rows(lora: bool, device: str | None) -> bool:
     return lora and device == "cpu"
 
 
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
-# New weights ----------------------------------------------------------------------------------------------------------
-
-
-def checkpoint_of(config: Any) -> Expected | None:
-    """Return what new weights are compared with; None if vLLM has loaded something else or cannot load again.
-
-    Raises:
-        CapabilityError: vLLM was opened without weights, and cannot be given any.
-    """
-    model, dummy = config.model_config, config.load_config.load_format == DUMMY
-    if why := why_not_again(config):
-        if dummy:
-            raise CapabilityError(f"load_format={DUMMY!r} needs weights later, but {why}", capability="load_format")
-        return None
-    folder = files_of(config)
-    if dummy and folder is None:
-        option, capability = f"load_format={DUMMY!r}", "load_format"
-        return configured_shapes(model.hf_config, model.trust_remote_code, option=option, capability=capability)
-    return folder
-
-
-def files_of(config: Any) -> Path | None:
-    """Return the folder of the model's safetensors, even if vLLM could not load others; None if there is none."""
+def _checkpoint(config: Any, files: Path | None, why_not: str) -> Expected | None:
     model = config.model_config
-    return local_checkpoint(model.model, revision=model.revision, cache_dir=config.load_config.download_dir)
+    if config.load_config.load_format != DUMMY:
+        return None if why_not else files
+    option, capability = f"load_format={DUMMY!r}", "load_format"
+    if why_not:
+        raise CapabilityError(f"{option} needs weights later, but {why_not}", capability=capability)
+    return files or configured_shapes(model.hf_config, model.trust_remote_code, option=option, capability=capability)
 
 
-def runs_here(config: Any) -> bool:
-    """Return whether the worker of a synchronous engine is in this process."""
-    from vllm import envs
-
-    return not envs.VLLM_ENABLE_V1_MULTIPROCESSING and config.parallel_config.distributed_executor_backend == "uni"
-
-
-def why_not_again(config: Any) -> str:
+def _why_not_again(config: Any, device: str | None) -> str:
     """Return why vLLM would not use every tensor of weights that it is told to load later; "" if it would."""
-    from vllm.platforms import current_platform
-
     load_format = config.load_config.load_format
     if load_format not in RELOADABLE_FORMATS:
         return f"vLLM was opened with load_format={load_format!r}; open a folder of safetensors"
-    model = config.model_config
-    return obstacle(model.hf_text_config, "cpu" if current_platform.is_cpu() else None, model.is_moe)
+    return obstacle(config.model_config.hf_text_config, device, config.model_config.is_moe)
 
 
 def obstacle(text: Any, device: str | None, has_experts: bool = False) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import Capabilities
 from corelm.validate import invalid
 from corelm_engine_kit import ModelHints, eos_token_ids, generation_config, model_config
-from vllm_backend.capabilities import mixes_rows, obstacle, sleep_levels, update_reasons
+from vllm_backend.capabilities import EngineInfo, mixes_rows, obstacle, sleep_levels
 from vllm_backend.sampling import HONOURED
 
 if TYPE_CHECKING:
@@ -46,12 +46,10 @@ _SERVER_NAMES = {"min_new_tokens": "min_tokens"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerInfo:
-    """What is known about one model of a server.
+class ServerInfo(EngineInfo):
+    """What is known about one model of a server; `probing.probe_server` adds what the server does not say.
 
     Attributes:
-        capabilities: what the backend declares; `probing.probe_server` adds what the server does not say.
-        tokenizer: the model's tokenizer.
         model: the folder or hub name that the server loaded the model from.
         name: the model's name in requests.
         routes: the paths that the server lists; empty where it does not describe itself.
@@ -59,16 +57,9 @@ class ServerInfo:
         files: the folder or hub name of the model's files; of an adapter, those of its base model.
         base_name: the name in requests of the model without adapters.
         adapters: the names of the adapters of this model that the server has.
-        candidates: the most candidates that the server returns at a position (its ``--max-logprobs``).
-        whole_prompts: the prompt of a scored row is the whole row, since the server returns processed log-probs of what
-            it samples.
-        scores_alone: no other row may run while one is scored; see `mixes_rows`.
-        reasons: why the server lacks capabilities, by their names.
         weight_transfer: how the server takes tensors from another process; None if it does not, or does not say.
     """
 
-    capabilities: Capabilities
-    tokenizer: Any
     model: str
     name: str
     routes: frozenset[str]
@@ -77,16 +68,6 @@ class ServerInfo:
     base_name: str = ""
     adapters: frozenset[str] = frozenset()
     weight_transfer: str | None = None
-    candidates: int = 0
-    whole_prompts: bool = False
-    scores_alone: bool = False
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def max_context(self) -> int:
-        context = self.capabilities.max_context
-        assert context is not None
-        return context
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -130,7 +111,9 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         # The folder of an adapter holds no configuration, and often no tokenizer.
         files, trusted = str(parent.get("root") or parent["id"]), False
         config, problem = model_config(files, trusted)
-    vocab_size = _vocab_size(config, files, problem) if hints.vocab_size is None else hints.vocab_size
+    if hints.vocab_size is None and config is None:
+        raise _must_be_passed("vocab_size", f"the configuration of the server's model {files!r} {problem}")
+    vocab_size = int(config.get_text_config().vocab_size) if hints.vocab_size is None else hints.vocab_size
     tokenizer = hints.read_tokenizer(files, trusted)
     context = hints.context(card.get("max_model_len") or parent.get("max_model_len"))
     if context is None:
@@ -172,7 +155,7 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         adapters=adapters,
         weight_transfer=_setting(running, "weight_transfer_config", "backend"),
         scores_alone=mixes,
-        reasons=update_reasons(why_not_again),
+        reasons={"update_weights": why_not_again} if why_not_again else {},
     )
 
 
@@ -182,12 +165,6 @@ def _honours(fields: frozenset[str] | None, parameter: str) -> bool:
         # Their names can be checked only against a server that describes itself.
         return fields is not None
     return fields is None or _SERVER_NAMES.get(parameter, parameter) in fields
-
-
-def _vocab_size(config: Any, model: str, problem: str) -> int:
-    if config is None:
-        raise _must_be_passed("vocab_size", f"the configuration of the server's model {model!r} {problem}")
-    return int(config.get_text_config().vocab_size)
 
 
 def _description(client: HttpClient, deadline: Deadline) -> tuple[frozenset[str], frozenset[str] | None]:

@@ -9,8 +9,8 @@ import logging
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from corelm.errors import BackendClosedError, EngineError
 from corelm.spec import (
+    CloseRequest,
     Deadline,
     GenerateRequest,
     GenerateResult,
+    HealthRequest,
     RowFailure,
     ScoreRequest,
     ScoreResult,
@@ -38,7 +40,7 @@ from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.adapters import local_adapters
 from vllm_backend.capabilities import ModelInfo, at_a_time
 from vllm_backend.children import Errors
-from vllm_backend.kept_sets_protocol import TAKE, KeptSetsOfRow
+from vllm_backend.kept_sets_protocol import TAKE, RowSets
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest
 
 _log = logging.getLogger(__name__)
@@ -56,7 +58,8 @@ class InProcessEngine(ABC):
     Attributes:
         capabilities: what the backend declares.
         tokenizer: the tokenizer of the backend.
-        checkpoint: what new weights are compared with: the folder of the model's safetensors, or names and shapes.
+        checkpoint: what new weights are compared with; see `ModelInfo`.
+        llm: vLLM's engine; None once this one is closed.
     """
 
     requires_api = ">=1,<2"
@@ -65,7 +68,8 @@ class InProcessEngine(ABC):
     #: Whether `_hand_over` reads each tensor when it is its turn, so that the next may use its memory.
     streams_tensors = False
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(self, llm: Any, info: ModelInfo) -> None:
+        self.llm = llm
         self.capabilities = info.capabilities
         self.tokenizer, self.reasons = info.tokenizer, info.reasons
         self.checkpoint = info.checkpoint
@@ -110,7 +114,7 @@ class InProcessEngine(ABC):
         self.capabilities = replace(self.capabilities, return_support=True)
         self._info = replace(self._info, capabilities=self.capabilities)
 
-    def _kept_sets(self, keys: Sequence[str]) -> list[KeptSetsOfRow]:
+    def _kept_sets(self, keys: Sequence[str]) -> list[RowSets]:
         if not keys:
             return []
         lost, self._lost_keys = self._lost_keys, []
@@ -196,6 +200,30 @@ class InProcessEngine(ABC):
         self._asleep = not request.last
         return True
 
+    @hookimpl
+    def health(self, request: HealthRequest) -> bool:
+        return not (self._closed or self._broken)
+
+    @hookimpl
+    def close(self, request: CloseRequest) -> bool:
+        self._closed = True
+        self._end()
+        self.adapters.close()
+        with warnings.catch_warnings():
+            # vLLM's objects reference one another in cycles, and the threads of its sockets live until these are
+            # collected. It offers no call that closes the context of its sockets.
+            warnings.simplefilter("ignore", ResourceWarning)
+            self.llm = None
+            gc.collect()
+            # Without multiprocessing, and with weights that were handed over, this process holds memory of the GPU.
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+        return True
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Shut vLLM down, and what it runs on. Calls in flight fail."""
+
     def _lora(self, request: GenerateRequest | ScoreRequest) -> Any:
         """Return vLLM's `LoRARequest` for the adapter of a request; None for the base weights."""
         return self._loras[self.adapters.server_name(request.adapter)] if request.adapter else None
@@ -257,7 +285,7 @@ class InProcessEngine(ABC):
         """
 
     def _load_folder(self, folder: Path) -> None:
-        if self._info.dummy:
+        if self.capabilities.without_weights:
             # Otherwise vLLM would look for a loader of random numbers that reads files.
             self._call_workers("update_config", {"overrides": {"load_config": {"load_format": "auto"}}})
         self._call_workers("reload_weights", {"weights_path": str(folder)})
@@ -277,19 +305,3 @@ def timeout_error(timeout: float | None) -> TimeoutError:
 def _say_why(why: str) -> None:
     """Log once why weights do not stay in memory."""
     _log.info("new weights go to vLLM through files, in memory if there is room: %s", why)
-
-
-@contextmanager
-def collecting_garbage() -> Iterator[None]:
-    """Free at once what the ``with`` block releases.
-
-    vLLM's objects reference one another in cycles, and the threads of its sockets live until the cycles are collected.
-    """
-    with warnings.catch_warnings():
-        # vLLM offers no call that closes the context of its sockets.
-        warnings.simplefilter("ignore", ResourceWarning)
-        yield
-        gc.collect()
-        # Without multiprocessing, and with weights that were handed over, this process itself holds memory of the GPU.
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -14,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from corelm.errors import BackendClosedError, EngineError
-from corelm.spec import AbortRequest, CloseRequest, HealthRequest, RowFailure, WeightUpdate, hookimpl
+from corelm.spec import AbortRequest, HealthRequest, RowFailure, WeightUpdate, hookimpl
 from corelm.waiting import done_within
-from corelm_engine_kit import EventLoopThread
+from corelm_engine_kit import EventLoopThread, InFlight
 from vllm_backend import versions
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.children import attached
-from vllm_backend.engine import KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
+from vllm_backend.engine import KEPT_CACHE, InProcessEngine, OnOutput, timeout_error
 from vllm_backend.handover import GpuHandover
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest, refusals
 
@@ -33,28 +32,23 @@ class AsyncEngine(InProcessEngine):
 
     Attributes:
         loop: the event loop; everything that touches `llm` runs there.
-        llm: vLLM's `AsyncLLM`; None once the engine is closed.
-        in_flight: vLLM's id of every request in flight, with the caller's name. Two callers may use the same name.
     """
 
     streams_tensors = True
 
     def __init__(self, loop: EventLoopThread, llm: Any, info: ModelInfo) -> None:
-        super().__init__(info)
+        super().__init__(llm, info)
         self.loop = loop
-        self.llm = llm
-        self.in_flight: dict[str, str] = {}
+        self._in_flight = InFlight()
         self._aborted: set[str] = set()
-        self._handover: GpuHandover | None = None
-        self._numbers = itertools.count()
+        self._handover = GpuHandover(self._call_workers)
 
     @classmethod
     def start(cls, arguments: Mapping[str, Any], tokenizer: Any) -> AsyncEngine:
         """Start vLLM with these engine arguments. `tokenizer` None is the one that vLLM uses."""
         loop = EventLoopThread("vllm")
-        starting: Future[Any] | None = None
+        starting = loop.submit(_start(arguments))
         try:
-            starting = loop.submit(_start(arguments))
             done_within(starting)
         except BaseException:
             # Ctrl-C, for example. Nothing ends vLLM while it starts, so that is done afterwards.
@@ -62,16 +56,10 @@ class AsyncEngine(InProcessEngine):
             raise
         try:
             llm = starting.result()
-        except BaseException:
-            loop.stop()
-            raise
-        try:
-            info = read_model(llm.vllm_config, tokenizer, abort=True, concurrent_calls=True)
-            engine = cls(loop, llm, info)
+            engine = cls(loop, llm, read_model(llm.vllm_config, tokenizer, abort=True, concurrent_calls=True))
             engine.try_kept_sets(llm.vllm_config)
         except BaseException:
-            loop.stop()
-            _shut_down(llm)
+            _discard(loop, starting)
             raise
         return engine
 
@@ -86,7 +74,7 @@ class AsyncEngine(InProcessEngine):
 
         self._require_usable()
         try:
-            return self.loop.run(self.serve(requests, names, on_output), timeout)
+            return self.loop.run(self._serve(requests, names, on_output), timeout)
         except TimeoutError:
             raise timeout_error(timeout) from None
         except Exception as error:
@@ -96,53 +84,42 @@ class AsyncEngine(InProcessEngine):
                 raise EngineError(self.dead(), usable=False) from error
             raise
 
-    async def serve(
-        self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], on_output: OnOutput | None = None
+    async def _serve(
+        self, requests: Sequence[VLLMRequest | RowFailure], names: Sequence[str], on_output: OnOutput | None
     ) -> list[RowOutput]:
-        """Do what `run` does, on the event loop and without a timeout."""
-        ids = [str(next(self._numbers)) for _ in requests]
-        self.in_flight.update(zip(ids, names, strict=True))
-        tasks = [
-            asyncio.create_task(self._answer(request, name, None if on_output is None else partial(on_output, number)))
-            for number, (request, name) in enumerate(zip(requests, ids, strict=True))
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            # If one request has failed or the caller has left, the others must not go on in the engine.
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for request_id in ids:
-                del self.in_flight[request_id]
-            self._aborted.difference_update(ids)
+        with self._in_flight.named(names) as ids:
+            tasks = [
+                asyncio.create_task(self._answer(request, each, on_output and partial(on_output, number)))
+                for number, (request, each) in enumerate(zip(requests, ids, strict=True))
+            ]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                # If one request has failed or the caller has left, the others must not go on in the engine.
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                self._aborted.difference_update(ids)
 
     @hookimpl
     def abort(self, request: AbortRequest) -> bool:
         self._require_usable()
-        self.loop.run(self.abort_named(frozenset(request.request_ids)))
+        self.loop.run(self._abort(request.request_ids))
         return True
 
-    async def abort_named(self, names: frozenset[str]) -> None:
-        """Do what `abort` does, on the event loop."""
-        ids = [request_id for request_id, name in self.in_flight.items() if name in names]
+    async def _abort(self, names: Sequence[str]) -> None:
+        ids = self._in_flight.ids(names)
         self._aborted.update(ids)
         await self.llm.abort(ids)
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:
-        return not (self._closed or self._broken or self.llm.errored)
+        return super().health(request) and not self.llm.errored
 
-    @hookimpl
-    def close(self, request: CloseRequest) -> bool:
-        self._closed = True
+    def _end(self) -> None:
         # This cancels the requests in flight; their callers get a BackendClosedError.
         self.loop.stop()
-        self.adapters.close()
         _shut_down(self.llm)
-        with collecting_garbage():
-            self.llm = None
-        return True
 
     async def _answer(
         self, request: VLLMRequest | RowFailure, request_id: str, on_output: Callable[[Any], None] | None
@@ -180,11 +157,9 @@ class AsyncEngine(InProcessEngine):
             return "vLLM passes handles of GPU memory only with VLLM_ALLOW_INSECURE_SERIALIZATION=1"
         if not all(tensor.is_cuda for tensor in tensors):
             return "they are not on a GPU"
-        self._handover = self._handover or GpuHandover(self._call_workers)
         return self._handover.obstacle()
 
     def _hand_over(self, tensors: Iterable[tuple[str, Tensor]], largest: int) -> None:
-        assert self._handover is not None, "needs_file was not asked"
         self._handover.load(tensors, largest)
 
     @contextmanager
@@ -216,11 +191,11 @@ def _shut_down(llm: Any) -> None:
     llm.shutdown(timeout=_SHUTDOWN_GRACE)
 
 
-def _discard(loop: EventLoopThread, starting: Future[Any] | None) -> None:
+def _discard(loop: EventLoopThread, starting: Future[Any]) -> None:
     """Shut down an engine that nobody waits for any more, once it has started."""
-    failed = starting is None or starting.exception() is not None
+    failed = starting.exception() is not None
     loop.stop()
-    if starting is not None and not failed:
+    if not failed:
         _shut_down(starting.result())
 
 

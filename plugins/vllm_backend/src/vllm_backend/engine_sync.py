@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError, EngineError
-from corelm.spec import CloseRequest, HealthRequest, RowFailure, WeightUpdate, hookimpl
+from corelm.spec import RowFailure, WeightUpdate
 from corelm.waiting import done_within
 from vllm_backend.capabilities import ModelInfo, read_model
 from vllm_backend.children import attached
-from vllm_backend.engine import KEPT_CACHE, InProcessEngine, OnOutput, collecting_garbage, timeout_error
+from vllm_backend.engine import KEPT_CACHE, InProcessEngine, OnOutput, timeout_error
 from vllm_backend.protocol_inprocess import RowOutput, VLLMRequest, refusals
 
 #: Held while an engine is open. Without multiprocessing vLLM keeps its engine in globals: a process can hold one.
@@ -33,13 +33,11 @@ class SyncEngine(InProcessEngine):
 
     Attributes:
         thread: the executor whose single thread owns vLLM; everything that touches `llm` runs there.
-        llm: vLLM's `LLMEngine`; None once the engine is closed.
     """
 
     def __init__(self, thread: ThreadPoolExecutor, llm: Any, info: ModelInfo, cleanup: ExitStack) -> None:
-        super().__init__(info)
+        super().__init__(llm, info)
         self.thread = thread
-        self.llm = llm
         self._cleanup = cleanup
         self._numbers = itertools.count()
 
@@ -96,23 +94,13 @@ class SyncEngine(InProcessEngine):
         finally:
             caller_left.set()
 
-    @hookimpl
-    def health(self, request: HealthRequest) -> bool:
-        return not (self._closed or self._broken)
-
-    @hookimpl
-    def close(self, request: CloseRequest) -> bool:
-        self._closed = True
+    def _end(self) -> None:
         self._cleanup.close()
-        self.adapters.close()
-        with collecting_garbage():
-            self.llm = None
-        return True
 
     def _serve(
         self, requests: Sequence[VLLMRequest | RowFailure], caller_left: Event, on_output: OnOutput | None
     ) -> list[RowOutput]:
-        """Run the requests, on the thread that owns vLLM. Abort those that are unfinished when the caller has left."""
+        """Run the requests, on vLLM's thread. Abort those that are unfinished when the caller has left."""
         self._require_usable()
         outputs: list[RowOutput] = list(requests)
         unfinished: dict[str, int] = {}

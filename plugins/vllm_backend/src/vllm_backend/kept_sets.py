@@ -22,15 +22,7 @@ from vllm_backend.kept_sets_protocol import ARGUMENT
 
 @dataclass
 class _Answer:
-    """What is known of the answer to one request.
-
-    Attributes:
-        key: the name by which the plugin asks for the sets.
-        top_k: as in `SamplingParams`; the number of ids if it is 0.
-        top_p: as in `SamplingParams`.
-        min_p: as in `SamplingParams`.
-        tokens: vLLM's own list of the tokens of the answer so far.
-    """
+    """What `kept_sets_protocol.parameters` says of a request, and vLLM's own list of the tokens of its answer."""
 
     key: str
     top_k: int
@@ -53,7 +45,11 @@ class KeptSets(LogitsProcessor):
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._answers, batch_update, lambda params, prompt, tokens: _answer(params, tokens))
+        def answer(params: Any, prompt: Any, tokens: list[int]) -> _Answer | None:
+            given = (params.extra_args or {}).get(ARGUMENT)
+            return None if given is None else _Answer(**given, tokens=tokens)
+
+        process_dict_updates(self._answers, batch_update, answer)
 
     def apply(self, logits: Tensor) -> Tensor:
         if not self._answers:
@@ -117,8 +113,3 @@ def truncate(logits: Tensor, answers: list[_Answer]) -> tuple[Tensor, Tensor]:
     kept &= chances >= min_p * chances[:, :1]
     log_mass = logprobs.double().masked_fill(~kept, -torch.inf).logsumexp(-1)
     return torch.zeros_like(kept).scatter(1, order, kept), log_mass.clamp(max=0.0).float()
-
-
-def _answer(params: Any, tokens: list[int]) -> _Answer | None:
-    given = (params.extra_args or {}).get(ARGUMENT)
-    return None if given is None else _Answer(**given, tokens=tokens)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy
 
-from corelm.spec import GenerateRequest, SamplingParams
+from corelm.spec import GenerateRequest, RowAnswer, SamplingParams
 from corelm.validate import invalid
 from corelm_engine_kit import RowError
 
@@ -22,27 +22,9 @@ TAKE = "core_take_kept_sets"
 PROCESSOR, EXTENSION = "vllm_backend.kept_sets:KeptSets", "vllm_backend.kept_sets.KeptSetsWorker"
 
 
-@dataclass(frozen=True)
-class KeptSetsOfRow:
-    """What the workers remembered of one answer.
-
-    Attributes:
-        ids: for each token, the ids that it was drawn from.
-        log_mass: for each token, the log of their probability before truncation.
-    """
-
-    ids: list[list[int]]
-    log_mass: list[float]
-
-    def first(self, count: int) -> KeptSetsOfRow:
-        """Return those of the first `count` tokens. A worker may be a few tokens ahead of what was returned.
-
-        Raises:
-            RowError: there are fewer.
-        """
-        if len(self.ids) < count:
-            raise RowError(f"vLLM's workers remembered the ids of {len(self.ids)} tokens, but {count} were sampled")
-        return KeptSetsOfRow(self.ids[:count], self.log_mass[:count])
+#: What the workers remembered of one answer: for each token, the ids that it was drawn from, and the log of their
+#: probability before truncation.
+RowSets = tuple[list[list[int]], list[float]]
 
 
 def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,13 +59,24 @@ def new_keys(request: GenerateRequest) -> list[str]:
     return [uuid.uuid4().hex for _ in request.request_ids] if request.return_support else []
 
 
-def rows_of(replies: Sequence[Any], count: int) -> list[KeptSetsOfRow]:
+def rows_of(replies: Sequence[Any], count: int) -> list[RowSets]:
     """Return the sets of `count` rows out of the replies of all workers, of which some do not sample."""
-    rows = [KeptSetsOfRow([], []) for _ in range(count)]
+    rows: list[RowSets] = [([], [])] * count
     for reply in replies:
         for row, (ids, counts, log_mass) in enumerate((reply or ())[:count]):
-            if counts and not rows[row].ids:
-                flat = numpy.frombuffer(ids, numpy.int32).tolist()
-                ends = accumulate(counts, initial=0)
-                rows[row] = KeptSetsOfRow([flat[start:end] for start, end in pairwise(ends)], list(log_mass))
+            if counts and not rows[row][0]:
+                flat, ends = numpy.frombuffer(ids, numpy.int32).tolist(), accumulate(counts, initial=0)
+                rows[row] = [flat[start:end] for start, end in pairwise(ends)], list(log_mass)
     return rows
+
+
+def with_sets(answer: RowAnswer, sets: RowSets) -> RowAnswer:
+    """Return the answer with the sets of its tokens. A worker may be a few tokens ahead of what was returned.
+
+    Raises:
+        RowError: there are fewer.
+    """
+    (ids, log_mass), count = sets, len(answer.ids)
+    if len(ids) < count:
+        raise RowError(f"vLLM's workers remembered the ids of {len(ids)} tokens, but {count} were sampled")
+    return replace(answer, kept_ids=ids[:count], kept_log_mass=log_mass[:count])

@@ -53,6 +53,7 @@ ID_PREFIX = "cmpl-"
 EXPLICIT: Payload = {"n": 1, "stream": False, "return_token_ids": True, "return_tokens_as_token_ids": True}
 #: Every parameter that a server may have its own default for, at the value that keeps the model's distribution.
 NEUTRAL: Payload = parameters(SamplingParams(temperature=0.0, max_new_tokens=1), frozenset(), 1, None) | EXPLICIT
+_ALL = slice(None)
 #: The largest bias that a server takes. With it, it samples the id that a scored row ends with.
 _CERTAIN = 100.0
 #: The fields that engine_kwargs may not hold, in addition to those that `parameters` refuses: the plugin sets them.
@@ -148,7 +149,7 @@ class AnswerStreams(ReplyStreams):
         self._checked[row] += len(checked_ids(ids[before:], vocab_size=size, limit=limit))
         return SoFar(
             ids,
-            lambda first, end: _logprobs_between(choice, ids, request, first, end),
+            lambda first, end: _logprobs_of(choice, ids, request, slice(first, end)),
             lambda told: {"top": answer_top(choice, request, ids[:told], self._count, size)},
         )
 
@@ -194,21 +195,12 @@ def row_answer(
     return RowAnswer(ids[:length], logprobs[:length], reason, top=top, cached_tokens=_cached_tokens(reply))
 
 
-def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest) -> Sequence[float]:
+def _logprobs_of(choice: Any, ids: list[int], request: GenerateRequest, part: slice = _ALL) -> Sequence[float]:
     if request.logprobs == "none":
         return []
-    logprobs = _sampled_logprobs(choice, ids)
+    logprobs = _sampled_logprobs(choice, ids, part)
     # The greedy token has probability 1. vLLM returns its log-prob at temperature 1.
-    return [0.0] * len(ids) if request.logprobs == "processed" and request.sampling.greedy else logprobs
-
-
-def _logprobs_between(choice: Any, ids: list[int], request: GenerateRequest, first: int, end: int) -> Sequence[float]:
-    """Return the log-probs of the tokens from number `first` to the one before number `end`."""
-    if request.logprobs == "none":
-        return []
-    logprobs = _logprobs(choice)
-    part = {"logprobs": {name: logprobs[name][first:end] for name in ("tokens", "token_logprobs")}}
-    return _logprobs_of(part, ids[first:end], request)
+    return [0.0] * len(logprobs) if request.logprobs == "processed" and request.sampling.greedy else logprobs
 
 
 def _answer_ids(choice: Any, payload: Payload, info: ServerInfo) -> list[int]:
@@ -248,11 +240,13 @@ def _finish_reason(choice: Any, ids: list[int], payload: Payload, aborted: bool,
     )
 
 
-def _sampled_logprobs(choice: Any, ids: list[int]) -> Sequence[float]:
-    logprobs = _logprobs(choice)
-    if logprobs.get("tokens") != labels(ids):
+def _sampled_logprobs(choice: Any, ids: list[int], part: slice = _ALL) -> Sequence[float]:
+    logprobs = choice.get("logprobs")
+    if not isinstance(logprobs, dict):
+        raise RowError("it has no log-probs")
+    if (logprobs.get("tokens") or [])[part] != labels(ids[part]):
         raise RowError("its log-probs are not labelled with the ids of its tokens")
-    return checked_logprobs(logprobs.get("token_logprobs"), len(ids))
+    return checked_logprobs((logprobs.get("token_logprobs") or [])[part], len(ids[part]))
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -284,7 +278,9 @@ def row_scores(
     found: Sequence[Any] = []
     candidates = []
     if "prompt_logprobs" in payload:
-        positions = _positions(choice, prompt)
+        positions = choice.get("prompt_logprobs")
+        if not isinstance(positions, list) or len(positions) != len(prompt):
+            raise RowError("it does not have prompt_logprobs for every token of the prompt")
         found = _prompt_logprobs(prompt[1:], positions[1:])[start - 1 :]
         if count:
             candidates.append(named_candidates(by_id(positions[start:]), count))
@@ -298,24 +294,12 @@ def row_scores(
     return with_top(logprobs, ids[start:], candidates, request, info.capabilities.vocab_size)
 
 
-def _positions(choice: Any, prompt: list[int]) -> Any:
-    """Return the ``prompt_logprobs`` of a choice, one entry for each token of the prompt."""
-    positions = choice.get("prompt_logprobs")
-    if not isinstance(positions, list) or len(positions) != len(prompt):
-        raise RowError("it does not have prompt_logprobs for every token of the prompt")
-    return positions
-
-
 def _prompt_logprobs(ids: list[int], positions: list[Any]) -> list[Any]:
     """Return the log-prob that each of these positions of a prompt reports for its id.
 
     Raises:
         RowError: a position does not name its id.
     """
-    try:
-        return [candidates[str(token)]["logprob"] for token, candidates in zip(ids, positions, strict=True)]
-    except (KeyError, TypeError):
-        pass
     found = []
     for token, candidates in zip(ids, positions, strict=True):
         if not isinstance(candidates, dict) or str(token) not in candidates:
@@ -335,17 +319,3 @@ def _cached_tokens(reply: Any) -> Any:
     usage = reply.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     return details.get("cached_tokens") if isinstance(details, dict) else None
-
-
-def is_reply_to(payload: Payload, reply: Any) -> bool:
-    """Return whether a reply names the request with `payload`. One that is not a completion is left to the parser."""
-    if not isinstance(reply, dict) or "choices" not in reply:
-        return True
-    return reply.get("id") == f"{ID_PREFIX}{payload['request_id']}"
-
-
-def _logprobs(choice: Any) -> Mapping[str, Any]:
-    logprobs = choice.get("logprobs")
-    if not isinstance(logprobs, dict):
-        raise RowError("it has no log-probs")
-    return logprobs

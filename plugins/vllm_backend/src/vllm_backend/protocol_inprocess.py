@@ -23,11 +23,11 @@ from corelm.spec import (
 from corelm_engine_kit import RowError, RowStreams, checked_logprobs, prompts_and_limits
 from vllm_backend import kept_sets_protocol, versions
 from vllm_backend.capabilities import ModelInfo
-from vllm_backend.kept_sets_protocol import KeptSetsOfRow
+from vllm_backend.kept_sets_protocol import RowSets, with_sets
 from vllm_backend.sampling import (
     REPETITION,
     answer_end,
-    check_names,
+    check_fields,
     check_raw,
     parameters,
     scored_rows,
@@ -77,7 +77,7 @@ def generation_requests(
         CapabilityError, InvalidRequestError: sampling parameters that vLLM would change silently; see `parameters`.
     """
     sampling = request.sampling
-    check_names(sampling.engine_kwargs, _sampling_params_class().__struct_fields__)
+    check_fields("SamplingParams", sampling.engine_kwargs, _sampling_params_class().__struct_fields__)
     requests = []
     for row, (prompt, limit, seed) in enumerate(prompts_and_limits(request, info.max_context)):
         fields = with_objects(parameters(sampling, request.stop_ids, limit, seed))
@@ -97,7 +97,7 @@ def generation_requests(
 
 
 def generation_result(
-    request: GenerateRequest, outputs: Sequence[RowOutput], info: ModelInfo, kept: Sequence[KeptSetsOfRow] = ()
+    request: GenerateRequest, outputs: Sequence[RowOutput], info: ModelInfo, kept: Sequence[RowSets] = ()
 ) -> GenerateResult:
     """Return the answers in `outputs`, which belong to `generation_requests`, in the same order.
 
@@ -112,11 +112,13 @@ def generation_result(
         count = wanted(request, info.candidates)
         candidates = flat_candidates(completion.logprobs, 0, len(answer.ids), count) if count else None
         top = top_of_answer(request, answer.ids, candidates, info.capabilities.vocab_size)
-        sets = kept[row].first(len(answer.ids)) if kept else KeptSetsOfRow([], [])
+        answer = replace(answer, top=top)
+        if kept:
+            answer = with_sets(answer, kept[row])
         if info.capabilities.updates_in_flight:
             # Last, because a row that fails has no tokens, and runs of none.
             runs[row] = versions.runs_of(completion.weight_versions, request, len(answer.ids))
-        return replace(answer, top=top, kept_ids=sets.ids, kept_log_mass=sets.log_mass)
+        return answer
 
     rows = [_outcome(output, functools.partial(parse, row=row)) for row, output in enumerate(outputs)]
     result = generate_result(request, rows)

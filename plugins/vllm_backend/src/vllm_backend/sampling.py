@@ -159,26 +159,25 @@ def unspelt_stop(stop_reason: Any) -> RowError:
 def _engine_kwargs(sampling: SamplingParams) -> dict[str, Any]:
     refuse_settled(sampling.engine_kwargs, SETTLED)
     given = dict(sampling.engine_kwargs)
-    if given.get("logit_bias") is not None:
-        given["logit_bias"] = _logit_bias(given["logit_bias"])
+    if (bias := given.get("logit_bias")) is not None:
+        try:
+            # JSON, and so the command line, has only texts as keys.
+            given["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise invalid("engine_kwargs", f"expected logit_bias as a dict of ids and numbers, got {bias!r}") from None
     return given
 
 
-def _logit_bias(given: Any) -> dict[int, float]:
-    """Return what is added to which id's logit. JSON, and so the command line, has only texts as keys."""
-    try:
-        return {int(token): float(bias) for token, bias in given.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise invalid("engine_kwargs", f"expected logit_bias as a dict of ids and numbers, got {given!r}") from None
-
-
-def check_names(given: Iterable[str], known: Iterable[str]) -> None:
-    """Check that vLLM's `SamplingParams` has these fields.
+def check_fields(owner: str, given: Iterable[str], fields: Iterable[str]) -> None:
+    """Check that a class of vLLM has these fields.
 
     Raises:
         InvalidRequestError: it does not have one of them.
     """
-    _check_fields("SamplingParams", given, [name for name in known if not name.startswith("_")])
+    known = [name for name in fields if not name.startswith("_")]
+    for name in given:
+        if name not in known:
+            raise invalid("engine_kwargs", f"vLLM's {owner} has no field {name!r}{did_you_mean(name, known)}")
 
 
 def with_objects(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,15 +198,9 @@ def with_objects(fields: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(value, Mapping):
             raise invalid("engine_kwargs", f"expected {name} as a dict or vLLM's {of}, got {shown(value)}")
-        _check_fields(of, value, [field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")])
+        check_fields(of, value, [field.name for field in dataclasses.fields(kind)])
         try:
             made[name] = kind(**value)
         except Exception as error:  # pydantic's, and vLLM's own, which differ between its versions
             raise invalid("engine_kwargs", f"vLLM refuses {name}: {error}") from error
     return made
-
-
-def _check_fields(owner: str, given: Iterable[str], known: list[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise invalid("engine_kwargs", f"vLLM's {owner} has no field {name!r}{did_you_mean(name, known)}")

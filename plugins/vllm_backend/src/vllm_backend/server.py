@@ -129,7 +129,8 @@ class VLLMServer(HttpEngine):
                 server.info = probe_server(server, LOGPROBS_MODES.get(logprobs_mode or ""), deadline)
                 if group is not None:
                     require_transfer(server.info.weight_transfer)
-                server.remember_weights(deadline)
+                # The weights that the server has now are those that it was opened with.
+                server._initial_version = server._weight_version(deadline.left())
                 return server
         except BaseException:
             client.close()
@@ -142,10 +143,6 @@ class VLLMServer(HttpEngine):
     @property
     def checkpoint(self) -> Path | None:
         return local_checkpoint(self.info.model)
-
-    def remember_weights(self, deadline: Deadline) -> None:
-        """Take the weights that the server has now for those that it was opened with."""
-        self._initial_version = self._weight_version(deadline.left())
 
     # Rows ------------------------------------------------------------------------------------------------------------
 
@@ -209,7 +206,10 @@ class VLLMServer(HttpEngine):
         return entries
 
     def is_reply_to(self, payload: Payload, reply: Any) -> bool:
-        return protocol.is_reply_to(payload, reply)
+        # What is no completion is left to the parser.
+        if not isinstance(reply, dict) or "choices" not in reply:
+            return True
+        return bool(reply.get("id") == f"{protocol.ID_PREFIX}{payload['request_id']}")
 
     def end_rows(self, ids: Sequence[str]) -> None:
         named = [f"{protocol.ID_PREFIX}{each}-0" for each in ids]
@@ -220,7 +220,7 @@ class VLLMServer(HttpEngine):
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
         if self.channel is not None:
-            self.channel.close()
+            self.channel.leave()
         return bool(super().close(request))
 
     def _model(self, adapter: Adapter) -> str:

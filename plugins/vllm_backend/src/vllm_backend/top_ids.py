@@ -36,7 +36,9 @@ def limit(max_logprobs: int, vocab_size: int) -> int:
 
 def wanted(request: GenerateRequest, most: int) -> int:
     """Return how many candidates to ask for at each sampled token."""
-    return 0 if _certain(request) else sampled(request.top_logprobs, most)
+    certain = request.logprobs == "processed" and request.sampling.greedy
+    # Each token had probability 1 then. vLLM returns its log-prob at temperature 1.
+    return 0 if certain else sampled(request.top_logprobs, most)
 
 
 def sampled(k: int, most: int) -> int:
@@ -181,11 +183,6 @@ def by_id(positions: Sequence[Mapping[str, Any]]) -> list[Mapping[int, Any]]:
         if max(found.values(), key=lambda each: each["logprob"]).get("rank") != 1:
             raise RowError("its prompt_logprobs lack the most probable ids; leave out return_argmax=True and top_k")
     return [{int(name): each["logprob"] for name, each in found.items()} for found in positions]
-
-
-def _certain(request: GenerateRequest) -> bool:
-    """Return whether each token was sampled with probability 1: vLLM returns its log-prob at temperature 1."""
-    return request.logprobs == "processed" and request.sampling.greedy
 
 
 def _missing(count: int) -> RowError:

@@ -58,7 +58,7 @@ _ONE_BUFFER = 1 << 50
 
 
 class WeightChannel:
-    """Sends weights to the workers of one server. One call at a time; `close` may come from another thread.
+    """Sends weights to the workers of one server. One call at a time; `leave` may come from another thread.
 
     Attributes:
         join_timeout: seconds that the workers may take to join.
@@ -89,7 +89,7 @@ class WeightChannel:
         """
         if self._joined is not None and not again:
             return
-        self._leave()
+        self.leave()
         init_info, trainer, param_meta = nccl_trainer()
         if self.device is None:
             self.device = _gpu(tensors)
@@ -107,7 +107,7 @@ class WeightChannel:
             packed=True,
             packed_buffer_size_bytes=_ONE_BUFFER,
         )
-        joined = _Group(self._client, self.join_timeout, self.step_timeout, param_meta)
+        joined = _Group(self._client, self, param_meta)
         joined.engine = self._in_time(
             lambda: trainer.trainer_init(info, client=joined, source=joined),
             self.join_timeout,
@@ -131,7 +131,8 @@ class WeightChannel:
         assert joined is not None, "join comes first"
         try:
             joined.post("/start_weight_update", {})
-            for chunk in self._chunks(tensors, reused):
+            there = ((name, whole_tensor(tensor).to(self.device, copy=reused)) for name, tensor in tensors)
+            for chunk in buckets(there, self.chunk):
                 joined.chunk = chunk
                 if self.device is not None and self.device.type == "cuda":
                     # vLLM reads the tensors on streams of its own.
@@ -146,18 +147,19 @@ class WeightChannel:
             joined.post("/finish_weight_update", {})
         except BaseException as error:
             self._joined = joined
-            self._leave(half_way=True)
+            self.leave(half_way=True)
             typed = (BackendClosedError, BackendTimeoutError, EngineError)
             if isinstance(error, typed) or not isinstance(error, Exception):
                 raise
             raise EngineError(f"the new weights are not in force: {described(error)}", usable=False) from error
         self._joined = joined
 
-    def close(self) -> None:
-        """Leave the group. Never raises, and ends in time."""
-        self._leave()
+    def leave(self, half_way: bool = False) -> None:
+        """Leave the group. Never raises, and ends in time.
 
-    def _leave(self, half_way: bool = False) -> None:
+        Args:
+            half_way: whether an update was begun and not finished.
+        """
         joined, self._joined = self._joined, None
         if joined is None:
             return
@@ -170,10 +172,6 @@ class WeightChannel:
                 with suppress(EngineError, InvalidRequestError):
                     joined.post("/finish_weight_update", {}, LEAVE_TIMEOUT)
             joined.post("/shutdown_weight_transfer_engine", {}, LEAVE_TIMEOUT)
-
-    def _chunks(self, tensors: Iterable[tuple[str, Tensor]], reused: bool) -> Iterator[list[tuple[str, Tensor]]]:
-        there = ((name, whole_tensor(tensor).to(self.device, copy=reused)) for name, tensor in tensors)
-        return buckets(there, self.chunk)
 
     def _address(self) -> tuple[str, int]:
         """Return where this process waits. It is tried, since the server would wait for minutes in vain."""
@@ -224,10 +222,8 @@ class WeightChannel:
 
 
 class _Group:
-    """A group of this process and a server's workers: what vLLM's trainer class in it calls, with the client of the
-    backend, which has its key, its headers and its errors.
-
-    It is vLLM's `VLLMWeightSyncClient`, and its `WeightSource` of the tensors that are sent next.
+    """A group of this process and a server's workers: vLLM's `VLLMWeightSyncClient` with the client of the backend,
+    which has its key, its headers and its errors; and vLLM's `WeightSource` of the tensors that are sent next.
 
     Attributes:
         engine: vLLM's trainer class, once the workers have joined.
@@ -235,12 +231,11 @@ class _Group:
         failed: gets the error of a step that the server refused.
     """
 
-    def __init__(self, client: HttpClient, join_timeout: float, step_timeout: float, param_meta: Any) -> None:
+    def __init__(self, client: HttpClient, channel: WeightChannel, param_meta: Any) -> None:
         self.engine: Any = None
         self.chunk: list[tuple[str, Tensor]] = []
         self.failed: Callable[[BaseException], None] = lambda error: None
-        self._client, self._param_meta = client, param_meta
-        self._join_timeout, self._step_timeout = join_timeout, step_timeout
+        self._client, self._channel, self._param_meta = client, channel, param_meta
 
     def metadata(self) -> list[Any]:
         return [self._param_meta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.chunk]
@@ -250,16 +245,16 @@ class _Group:
 
     def post(self, path: str, payload: Any, timeout: float | None = None) -> None:
         try:
-            self._client.post(path, payload, timeout=self._step_timeout if timeout is None else timeout)
+            self._client.post(path, payload, timeout=timeout or self._channel.step_timeout)
         except BaseException as error:
             self.failed(error)
             raise
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.post("/init_weight_transfer_engine", {"init_info": init_info}, self._join_timeout + _GRACE)
+        self.post("/init_weight_transfer_engine", {"init_info": init_info}, self._channel.join_timeout + _GRACE)
 
     def update_weights(self, update_info: Any) -> None:
-        self.post("/update_weights", {"update_info": update_info}, self._step_timeout + _GRACE)
+        self.post("/update_weights", {"update_info": update_info}, self._channel.step_timeout + _GRACE)
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         """An update has many parts, and vLLM's class takes each of them for a whole one."""

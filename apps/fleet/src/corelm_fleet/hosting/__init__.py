@@ -10,7 +10,7 @@ and has a `Session` serve them where the engine is. Public for that, and importe
 - `HostedEngine`, `Opened`, `Host`, `Transport`, `Callbacks`, `Call`, `Connection`;
 - `EngineServer`, `open_server`, `Session`;
 - `Frame`, `Kind`, `Packed`, `pack`, `unpack`, `Failure`: what crosses, as plain data;
-- `portable_model`, `check_option`, `find_interpreter`: checks before anything is opened.
+- `portable_model`, `check_option`, `find_interpreter`, `ask_interpreter`: checks before anything is opened.
 """
 
 import lazy_loader

@@ -8,6 +8,7 @@ from .failures import Failure as Failure
 from .packing import Packed as Packed
 from .packing import pack as pack
 from .packing import unpack as unpack
+from .process import ask_interpreter as ask_interpreter
 from .process import find_interpreter as find_interpreter
 from .server import Call as Call
 from .server import EngineServer as EngineServer

@@ -35,16 +35,20 @@ class Connection:
     """
 
     def __init__(self, channel: Transport, lost: Callable[[], str]) -> None:
-        self._shared = _Shared(channel, lost)
+        self._channel, self._why_lost = channel, lost
+        self._outgoing: SimpleQueue[tuple[Kind, int, Any] | None] = SimpleQueue()
+        self._hello: SimpleQueue[Frame | None] = SimpleQueue()
+        self._waiting: dict[int, SimpleQueue[Frame | None]] = {}
+        self._lost: str | None = None
+        self._numbers = itertools.count()
         self._process = os.getpid()
-        # The threads hold what they share, not the connection, so that it can be collected.
-        for work in (self._shared.read, self._shared.write):
-            threading.Thread(target=work, name=f"corelm-host-{work.__name__}", daemon=True).start()
+        for name, work in (("read", self._read), ("write", self._write)):
+            threading.Thread(target=work, name=f"corelm-host-{name}", daemon=True).start()
 
     @property
     def lost(self) -> bool:
         """Whether the host has ended, or this is a fork of the process that opened the connection."""
-        return self._shared.lost is not None or os.getpid() != self._process
+        return self._lost is not None or os.getpid() != self._process
 
     def send(self, kind: Kind, value: Any, timeout: float | None = None, callbacks: Callbacks | None = None) -> Any:
         """Send a frame and return the result of the call.
@@ -71,19 +75,23 @@ class Connection:
             raise InvalidRequestError(
                 f"the process that holds the engine cannot be sent this: {described(error)}"
             ) from error
-        number, replies = self._shared.register()
+        number, replies = next(self._numbers), SimpleQueue[Frame | None]()
+        self._waiting[number] = replies
+        if self._lost is not None:
+            # The reader may have ended before it could see this call.
+            replies.put(None)
         try:
-            self._shared.outgoing.put((kind, number, packed))
+            self._outgoing.put((kind, number, packed))
             frame = _reply(replies, timeout, callbacks or {})
         except BaseException:
             # A timeout, or for example a KeyboardInterrupt.
             if number:
-                self._shared.outgoing.put((Kind.FORGET, number, pack(None)))
+                self._outgoing.put((Kind.FORGET, number, pack(None)))
             raise
         finally:
-            self._shared.waiting.pop(number, None)
+            self._waiting.pop(number, None)
         if frame is None:
-            raise EngineError(str(self._shared.lost), usable=False)
+            raise EngineError(str(self._lost), usable=False)
         try:
             result = frame.value()
         except Exception as error:
@@ -106,76 +114,52 @@ class Connection:
             EngineError: the host has ended.
         """
         try:
-            frame = next_item(self._shared.hello, timeout)
+            frame = next_item(self._hello, timeout)
         except Empty:
             raise TimeoutError(f"it said nothing within {timeout:g} s") from None
         if frame is None:
-            raise EngineError(str(self._shared.lost), usable=False)
+            raise EngineError(str(self._lost), usable=False)
         return frame.value()
 
     def close(self) -> None:
         """Close this end of the socket. Calls that wait for a reply fail."""
-        self._shared.outgoing.put(None)
-        self._shared.channel.shut_down()
+        self._outgoing.put(None)
+        self._channel.shut_down()
 
-
-class _Shared:
-    """What a connection and its two threads share."""
-
-    def __init__(self, channel: Transport, lost: Callable[[], str]) -> None:
-        self.channel = channel
-        self.outgoing: SimpleQueue[tuple[Kind, int, Any] | None] = SimpleQueue()
-        self.hello: SimpleQueue[Frame | None] = SimpleQueue()
-        self.waiting: dict[int, SimpleQueue[Frame | None]] = {}
-        self.lost: str | None = None
-        self._why_lost = lost
-        self._numbers = itertools.count()
-
-    def register(self) -> tuple[int, SimpleQueue[Frame | None]]:
-        number, replies = next(self._numbers), SimpleQueue[Frame | None]()
-        self.waiting[number] = replies
-        if self.lost is not None:
-            # The reader may have ended before it could see this call.
-            replies.put(None)
-        return number, replies
-
-    def read(self) -> None:
+    def _read(self) -> None:
         """Hand what arrives to those who wait for it, until the host ends."""
         why, broken = "the process that holds the engine has ended", ""
         try:
-            while (frame := self.channel.receive()) is not None:
-                self._handle(frame)
+            while (frame := self._channel.receive()) is not None:
+                if frame.kind is Kind.HELLO:
+                    self._hello.put(frame)
+                elif replies := self._waiting.get(frame.call):
+                    replies.put(frame)
         except Exception as error:
             broken = f"; the connection broke: {described(error)}"
         finally:
             # No error in here may let a caller wait for ever.
             with suppress(Exception):
                 why = self._why_lost()
-            self.lost = why + broken
-            self.outgoing.put(None)
-            self.hello.put(None)
-            for replies in list(self.waiting.values()):
+            self._lost = why + broken
+            self._outgoing.put(None)
+            self._hello.put(None)
+            for replies in list(self._waiting.values()):
                 replies.put(None)
             # Not earlier: the system could give the number of the socket to another file while this thread reads.
-            self.channel.close()
+            self._channel.close()
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Send what callers have queued."""
-        while (item := self.outgoing.get()) is not None:
+        while (item := self._outgoing.get()) is not None:
             try:
-                self.channel.send_packed(*item)
+                self._channel.send_packed(*item)
             except Exception as error:
                 # The host has ended, or half a frame was sent. The reader tells the callers.
                 _log.debug("a request could not be sent to a host: %s", brief(described(error)))
-                self.channel.shut_down()
+                self._channel.shut_down()
                 return
             del item
-
-    def _handle(self, frame: Frame) -> None:
-        if frame.kind is Kind.HELLO:
-            self.hello.put(frame)
-        elif replies := self.waiting.get(frame.call):
-            replies.put(frame)
 
 
 def _reply(replies: SimpleQueue[Frame | None], timeout: float | None, callbacks: Callbacks) -> Frame | None:

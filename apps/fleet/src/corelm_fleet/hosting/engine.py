@@ -97,12 +97,6 @@ class HostedEngine:
         host: the process.
         name: the name that the engine was opened by.
         opened: what the process said of the engine.
-
-    Attributes:
-        capabilities: what the engine can do. Gradients cannot leave its process.
-        reasons: why the engine lacks capabilities, by their names.
-        tokenizer: asks the engine's tokenizer.
-        host: the process.
     """
 
     def __init__(self, host: Host, name: str, opened: Opened) -> None:

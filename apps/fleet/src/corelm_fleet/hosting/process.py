@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -40,6 +41,8 @@ _log = logging.getLogger(__name__)
 _PROGRAM = (
     "import sys; sys.path[:] = filter(None, sys.path); from corelm_fleet.hosting.child import main; main(sys.argv[1])"
 )
+#: What an interpreter prints before what it has found.
+_FOUND = "corelm-found "
 #: Seconds that a new process has to import core. Importing torch from a cold disk takes long.
 STARTUP_TIMEOUT = 120.0
 #: Seconds that an engine has to close before its process is killed.
@@ -51,6 +54,7 @@ _PAUSE = 0.01
 #: How much of a host's log an error repeats, and how many lines with the message of an exception from further up, which
 #: are looked for in so many bytes.
 _LAST_LINES, _LAST_CHARACTERS, _ERRORS, _SEARCHED = 20, 3000, 5, 2**18
+_SIGNALS = {each.value: each.name for each in signal.Signals}
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): \S")
 
 
@@ -115,11 +119,9 @@ class HostProcess:
 
     @property
     def lost(self) -> bool:
-        """Whether the process has ended, or this is a fork of the process that started it."""
         return self.connection.lost
 
     def call(self, call: Call, timeout: float | None = None, callbacks: Callbacks | None = None) -> Any:
-        """Have the process make a call and return its result. See `Connection.send`."""
         return self.connection.call(call, timeout, callbacks)
 
     def close(self) -> None:
@@ -128,7 +130,7 @@ class HostProcess:
             lost, self._closed = self.connection.lost, True
             self.connection.close()
             if self._end(_END_TIMEOUT) and not lost:
-                self._remove_log()
+                self.log.unlink(missing_ok=True)
 
     def kill(self, keep_log: bool = False) -> None:
         """Kill the process with all that it has started. Its log stays if it had ended by itself, or if asked to."""
@@ -137,7 +139,7 @@ class HostProcess:
             alone = self._end(0.0)
             self.connection.close()
             if not (alone or keep_log):
-                self._remove_log()
+                self.log.unlink(missing_ok=True)
 
     def _end(self, patience: float) -> bool:
         """Kill the process and its group after `patience` seconds, or as soon as the process has ended by itself.
@@ -172,31 +174,15 @@ class HostProcess:
 
     def _startup_error(self, error: Exception) -> CoreLMError:
         """Return why the process did not begin to serve: what is installed there is the usual reason."""
-        probe = "import corelm._version as v; print('corelm', v.__version__)"
-        try:
-            found = subprocess.run(
-                [self.python, "-c", probe],
-                capture_output=True,
-                text=True,
-                timeout=30,
-                stdin=subprocess.DEVNULL,
-                env=self._environment,
-            )
-        except (OSError, subprocess.SubprocessError) as failure:
-            return invalid("python", f"{self.python} is not a Python interpreter that works: {failure}")
-        # What runs when the interpreter starts may print, too.
-        *_, last = found.stdout.strip().splitlines() or [""]
-        name, _, version = last.rpartition("corelm ")
+        program = "from corelm._version import __version__; found['core'] = __version__"
+        found = ask_interpreter(self.python, program, 30, self._environment)
         install = how_to_install("core-fleet", python=self.python)
-        if found.returncode or name or not version:
-            if "No module named 'corelm" in found.stderr:
-                return BackendImportError(f"core is not installed for {self.python}; {install}")
-            what = brief(found.stderr.strip() or found.stdout.strip() or f"exit status {found.returncode}")
-            return invalid("python", f"{self.python} is not a Python interpreter that works: {what}")
-        if version != __version__:
+        if "missing" in found:
+            return BackendImportError(f"core is not installed for {self.python} ({found['missing']}); {install}")
+        if found["core"] != __version__:
             return BackendIncompatibleError(
-                f"this is core {__version__}, and {self.python} has core {version}, which cannot hold an engine for "
-                f"it; {install}"
+                f"this is core {__version__}, and {self.python} has core {found['core']}, which cannot hold an engine "
+                f"for it; {install}"
             )
         return EngineError(f"the process of {self.python} did not begin to serve: {error}", usable=False)
 
@@ -207,13 +193,11 @@ class HostProcess:
         alone, status = self._end(patience), self._process.returncode
         if self._closed:
             return "the backend is closed, and the process that held its engine has ended"
-        how = f"ended with exit status {status}" if status >= 0 else f"was ended by {_signal_name(-status)}"
+        ended_by = _SIGNALS.get(-status, f"signal {-status}")
+        how = f"ended with exit status {status}" if status >= 0 else f"was ended by {ended_by}"
         if not alone:
             how = "closed its connection, and was killed"
         return f"the process {self.pid} that holds the engine {how}{self.last_lines()}"
-
-    def _remove_log(self) -> None:
-        self.log.unlink(missing_ok=True)
 
     def last_lines(self) -> str:
         """Return the end of the log and the path of its file, to be added to a message; "" if it is empty.
@@ -261,11 +245,33 @@ def find_interpreter(python: Any) -> str:
     return os.path.abspath(found)
 
 
-def _signal_name(number: int) -> str:
+def ask_interpreter(python: str, program: str, timeout: float, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return what a program puts into the dict ``found``, in a process of its own.
+
+    Args:
+        python: the interpreter.
+        program: a line of Python. If it cannot import something, ``found["missing"]`` says what.
+        timeout: the seconds that it has.
+        env: the environment of the process; None for that of this one.
+
+    Raises:
+        InvalidRequestError: it is not an interpreter that works.
+    """
+    lines = ["import json; found = {}", "try:", f"    {program}", "except ImportError as error:"]
+    lines += ["    found['missing'] = str(error)", f"print({_FOUND!r} + json.dumps(found))"]
+    command = [python, "-c", "\n".join(lines)]
     try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        said = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, env=env
+        )
+        # What runs when the interpreter starts may print, too.
+        _, marker, answer = said.stdout.rpartition(_FOUND)
+        if said.returncode or not marker:
+            raise OSError(brief(said.stderr.strip() or said.stdout.strip() or f"exit status {said.returncode}"))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise invalid("python", f"{python} is not a Python interpreter that works: {error}") from error
+    found: dict[str, Any] = json.loads(answer)
+    return found
 
 
 def _environment(env: Any) -> dict[str, str]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 from corelm.application import OUT_OF_TURN, hooks_of, open_plugin, to_containers
@@ -61,7 +60,7 @@ class Opened:
     reasons: dict[str, str]
 
 
-#: Takes how a call ended: its result or its failure.
+#: Takes how a call ended: its result, or a `Failure`.
 Answer = Callable[[Any], None]
 #: Takes an argument for one of the callbacks of a call: the name of the field, and the arguments.
 Tell = Callable[[str, tuple[Any, ...]], None]
@@ -81,12 +80,12 @@ class EngineServer:
     """
 
     def __init__(self, engine: Any, name: str, wrappers: Sequence[object] = ()) -> None:
+        self._engine = engine
         self._hooks, by_core = hooks_of(engine, name, wrappers)
         capabilities = engine.capabilities
         if getattr(engine, "on_caller_threads", False):
             # Calls from another process come one after another, so that batchers there merge them.
             capabilities = replace(capabilities, concurrent_calls=False)
-        self._reasons = dict(getattr(engine, "reasons", {}))
         if self._hooks["to_containers"] is not to_containers:
             raise CapabilityError(
                 f"backend {name!r} makes its own containers, which cannot leave its process; open it without python=",
@@ -122,18 +121,11 @@ class EngineServer:
             capabilities=replace(self._capabilities, gradients=False, weight_stream=False),
             copied=self._tokenizer.copied_attributes(),
             hooks=frozenset(self._hooks.keys() & {"health", "close"}),
-            reasons=self._reasons,
+            reasons=dict(getattr(self._engine, "reasons", {})),
         )
 
     def start(self, number: Hashable, call: Call, answer: Answer, tell: Tell) -> None:
-        """Begin to serve a call; return at once.
-
-        Args:
-            number: tells it from the other calls, for `forget`.
-            call: what to do.
-            answer: called with the result, or with a `Failure`.
-            tell: called with the arguments of a callback.
-        """
+        """Begin to serve a call; return at once. Its `number` tells it from the other calls, for `forget`."""
         request = call.args[0] if call.args else None
         self._under_way[number] = getattr(request, "request_ids", ()) if call.name not in OUT_OF_TURN else ()
         quick = self._quick_calls if call.name in OUT_OF_TURN else self._calls
@@ -161,7 +153,11 @@ class EngineServer:
 
     def _serve(self, number: Hashable, call: Call, answer: Answer, tell: Tell) -> None:
         try:
-            result = self._hook(number, call, tell) if call.part == "hook" else self._of_tokenizer(call)
+            if call.part == "hook":
+                result = self._hook(number, call, tell)
+            else:
+                with self._tokenizer_turns.get(call.name, nullcontext()):
+                    result = self._tokenizer(call.name, *call.args, **(call.kwargs or {}))
         except BaseException as error:  # an engine can raise SystemExit, too
             result = Failure.of(error)
         finally:
@@ -172,7 +168,7 @@ class EngineServer:
     def _hook(self, number: Hashable, call: Call, tell: Tell) -> Any:
         (request,) = call.args
         if call.callbacks:
-            request = replace(request, **{name: partial(_told, tell, name) for name in call.callbacks})
+            request = replace(request, **{name: _teller(tell, name) for name in call.callbacks})
         # Only `health` is asked of an engine without it: that it replies is the answer.
         hook = self._hooks.get(call.name, lambda request: None)
         if call.name in OUT_OF_TURN:
@@ -182,10 +178,6 @@ class EngineServer:
                 raise TimeoutError("the caller has stopped waiting")
             self._closed = self._closed or call.name == "close"
             return hook(request)
-
-    def _of_tokenizer(self, call: Call) -> Any:
-        with self._tokenizer_turns.get(call.name, nullcontext()):
-            return self._tokenizer(call.name, *call.args, **(call.kwargs or {}))
 
     def _abort_forgotten(self) -> None:
         """Abort calls that no caller waits for, until they have ended."""
@@ -213,5 +205,5 @@ def open_server(
     return EngineServer(engine, name, wrappers), info.software()
 
 
-def _told(tell: Tell, name: str, *args: Any) -> None:
-    tell(name, args)
+def _teller(tell: Tell, name: str) -> Callable[..., None]:
+    return lambda *args: tell(name, args)

@@ -15,12 +15,7 @@ from corelm_fleet.hosting.transport import Transport
 
 
 class Session:
-    """Serves the frames of one caller. An engine may have several callers.
-
-    Args:
-        server: the engine.
-        transport: takes the answers.
-    """
+    """Serves the frames of one caller. An engine may have several callers. The transport takes the answers."""
 
     def __init__(self, server: EngineServer, transport: Transport) -> None:
         self._server, self._transport = server, transport

@@ -70,7 +70,6 @@ class HostedTokenizer:
     """The tokenizer of a hosted engine, as this process sees it. Every method asks the host.
 
     Args:
-        ask: asks the host.
         copied: attributes of the tokenizer, see `copied_attributes`.
     """
 
@@ -152,19 +151,13 @@ class HostedTokenizer:
 
 
 class TokenizerServer:
-    """Does for a `HostedTokenizer` what it asks for.
-
-    Args:
-        tokenizer: the engine's tokenizer.
-        tokenize: the hook `tokenize` of the engine.
-    """
+    """Does for a `HostedTokenizer` what it asks for, with the engine's tokenizer and its hook `tokenize`."""
 
     def __init__(self, tokenizer: Any, tokenize: Callable[[TokenizeRequest], TokenizeResult]) -> None:
         self._tokenizer = tokenizer
         self._tokenize = tokenize
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the function of that name."""
         return getattr(self, f"_do_{name}")(*args, **kwargs)
 
     def copied_attributes(self) -> dict[str, Any]:
