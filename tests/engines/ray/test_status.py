@@ -28,5 +28,10 @@ def test_the_command_shows_actors_with_names(open_toys: Open) -> None:
     ]
     assert sum(row["tokens_per_second"] for row in rows) > 0
 
+    # Ray itself would try for minutes.
+    closed = subprocess.run([*command[:6], "--address", "127.0.0.1:1"], capture_output=True, text=True, timeout=60)
+    assert closed.returncode == 3 and "no Ray cluster could be joined at 127.0.0.1:1" in closed.stderr
+    assert "Connection refused" in closed.stderr
+
     nowhere = subprocess.run(command[:5], capture_output=True, text=True, timeout=60)
     assert nowhere.returncode == 2 and "name the cluster" in nowhere.stderr

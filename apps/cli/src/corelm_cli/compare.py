@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from corelm import validate
 from corelm.spec import SamplingParams
 from corelm_cli import flags, interrupt_ends_process
 from corelm_cli.engine import named_adapter
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 #: The flags that each engine has, by the names of the command's parameters.
 SIDE_FLAGS = ("backend", "name", "model", "base_url", "python", "option", "adapter")
 _ORDER = "corelm.order_of_flags"
+#: How completions are sampled, without flags. `corelm_compare` has the same default.
+DEFAULT = SamplingParams(max_new_tokens=24)
 
 
 def _in_panel(panel: str) -> Callable[..., Any]:
@@ -43,7 +46,7 @@ def _in_panel(panel: str) -> Callable[..., Any]:
 _engine, _file_flag, _test = map(_in_panel, (flags.ENGINE, flags.FILES, "Comparison"))
 
 
-@flags.sampling_flags("num_samples", max_new_tokens=24)
+@flags.sampling_flags("num_samples", max_new_tokens=DEFAULT.max_new_tokens)
 def compare(
     ctx: typer.Context,
     sampling: dict[str, Any],
@@ -71,8 +74,8 @@ def compare(
         Path | None,
         _file_flag(
             None,
-            "JSONL file of prompts, in the format described above; - is the standard input. Default: ten prompts that "
-            "core brings.",
+            "JSONL file of prompts, in the format described above; - is the standard input. Default: eight texts that "
+            "core brings, and two conversations if all sides have a chat template.",
             callback=flags.to_read,
         ),
     ] = None,
@@ -112,7 +115,9 @@ def compare(
     quick: Annotated[
         bool,
         _test(
-            None, "Compare the first four prompts only, with at most 8 sampled tokens, in about 60 seconds or --budget."
+            None,
+            "Compare four prompts only, the first of --input, with at most 8 sampled tokens, in about 60 seconds or "
+            "--budget. Rows made of their ids are scored as well.",
         ),
     ] = False,
     timeout: flags.Timeout = None,
@@ -134,8 +139,11 @@ def compare(
     """
     if max_prompts is not None and input is None:
         raise typer.BadParameter("there is no --input to read", param_hint="--max-prompts")
+    # Before the imports, which take seconds.
     with typed_exits():
         _check_report(report)
+        params = SamplingParams.make(DEFAULT, **sampling)
+        seed = validate.count("seed", params.seed or 0)
     given = {"backend": backend, "name": name, "model": model, "base_url": base_url, "python": python}
     with interrupt_ends_process():
         from corelm_cli.lines import read_all
@@ -146,12 +154,12 @@ def compare(
         settings = {
             "oracle": None if oracle == "none" else oracle,
             "checkpoints": checkpoint or (),
-            "sampling": _sampling(sampling),
-            "seed": sampling.get("seed", 0),
+            "sampling": params,
+            "seed": seed,
             **{"tolerance": tolerance, "timeout": timeout, "budget": budget, "quick": quick},
         }
         if prompts is None and not quiet:
-            tell("No --input is given: comparing with the prompts that core brings.")
+            tell(f"No --input is given: comparing with {'four of ' * quick}the prompts that core brings.")
         stdout = stack.enter_context(standard_output())
         found = _compared(sides, prompts, completions, settings, quiet)
         _show(found, stdout, as_json)
@@ -208,20 +216,11 @@ def _with_flags(found: Comparison) -> Comparison:
     )
 
 
-def _sampling(given: dict[str, Any]) -> SamplingParams:
-    """Return the parameters of completions: those of `corelm_compare`, and what the flags change."""
-    from corelm_compare.prompts import DEFAULT
-
-    return SamplingParams.make(DEFAULT, **{key: value for key, value in given.items() if key != "seed"})
-
-
 def _check_report(path: Path | None) -> None:
     """Refuse a file that cannot be written, before anything is computed."""
-    from corelm.validate import invalid
-
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise invalid("--report", f"{path} {what}; give another file")
+        raise validate.invalid("--report", f"{path} {what}; give another file")
 
 
 def _file(path: Path) -> Path | None:

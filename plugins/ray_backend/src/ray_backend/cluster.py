@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ _log = logging.getLogger(__name__)
 
 #: The address of a cluster that only this machine can reach.
 _LOOPBACK = "127.0.0.1"
+#: Seconds that a cluster's address may take to accept a connection.
+_CONNECT_TIMEOUT = 10.0
 
 
 class Ends(Protocol):
@@ -100,6 +103,8 @@ class Cluster:
         else:
             options |= {"address": address}
         try:
+            if address is not None:
+                _must_listen(address)
             # A driver that names another address of this machine would not be reached from a cluster on loopback.
             alone = address is None or address.startswith((_LOOPBACK, "localhost"))
             with _on_loopback() if alone else nullcontext():
@@ -148,6 +153,13 @@ def _on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _must_listen(address: str) -> None:
+    """Raise an error at once if nothing listens at an address: Ray tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT).close()
 
 
 def _wanted(address: str | None) -> str | None:
