@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,9 @@ def test_the_command_shows_actors_with_names(open_toys: Open) -> None:
     backend.generate([[72]] * 8, {"max_new_tokens": 8, "seed": 1})
     command = [str(Path(sys.executable).parent / "corelm"), "fleet", "status", "--backend", "ray", "--json"]
     command += ["--address", ray.get_runtime_context().gcs_address, "--namespace", "watched"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # As in another shell: Ray has set this variable in the program that has started the cluster.
+    env = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert found.returncode == 0, found.stderr
     rows = json.loads(found.stdout)
     assert [(row["name"], row["state"], row["epoch"], row["starts"]) for row in rows] == [

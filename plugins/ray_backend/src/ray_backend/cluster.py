@@ -107,6 +107,8 @@ class Cluster:
                 _must_listen(address)
             # A driver that names another address of this machine would not be reached from a cluster on loopback.
             alone = address is None or address.startswith((_LOOPBACK, "localhost"))
+            if alone and address is not None:
+                _use_token()
             with _on_loopback() if alone else nullcontext():
                 context = ray.init(**options)
         except BaseException as error:
@@ -114,8 +116,12 @@ class Cluster:
                 ray.shutdown()
             if not isinstance(error, Exception):
                 raise
-            what = "Ray did not start" if address is None else f"no Ray cluster could be joined at {address}"
-            raise EngineError(f"{what}: {described(error)}", usable=False) from error
+            what, advice = f"no Ray cluster could be joined at {address}", ""
+            if address is None:
+                what = "Ray did not start"
+            elif isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ:
+                advice = "; if the cluster has a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+            raise EngineError(f"{what}: {described(error)}{advice}", usable=False) from error
         self.ours, self._process = True, os.getpid()
         if address is None:
             folder, where = context.address_info.get("session_dir", ""), ray.get_runtime_context().gcs_address
@@ -160,6 +166,17 @@ def _must_listen(address: str) -> None:
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT).close()
+
+
+def _use_token() -> None:
+    """Have Ray send the user's token, if there is one: a cluster that `ray.init` starts demands it.
+
+    For an address that was given, Ray itself does so only with RAY_AUTH_MODE=token.
+    """
+    with suppress(ImportError):
+        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _wanted(address: str | None) -> str | None:
