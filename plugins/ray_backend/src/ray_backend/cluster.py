@@ -119,7 +119,7 @@ class Cluster:
             what, advice = f"no Ray cluster could be joined at {address}", ""
             if address is None:
                 what = "Ray did not start"
-            elif isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ:
+            elif type(error) is ConnectionError and "RAY_AUTH_MODE" not in os.environ:
                 advice = "; if the cluster has a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
             raise EngineError(f"{what}: {described(error)}{advice}", usable=False) from error
         self.ours, self._process = True, os.getpid()
