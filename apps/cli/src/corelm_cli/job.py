@@ -35,16 +35,10 @@ class Job(Generic[L]):
     Attributes:
         source: the input file; None for the standard input.
         target: the output file; None for the standard output.
-        engine: the engine to open.
         settings: the settings that all answers in `target` have.
-        read: reads a line.
-        worker: makes the worker for the open engine.
         samples: number of answers to a line.
         batch_size: number of lines to serve at a time.
         whole: whether `source` is one text, and not lines.
-        overwrite: whether to replace the answers that `target` has.
-        quiet: whether to show no progress.
-        timed: whether to measure the calls of the engine.
     """
 
     source: Path | None

@@ -131,13 +131,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt(Line):
-    """A line to answer: either `text` or `chat` is given.
-
-    Attributes:
-        text: the prompt, if it is a text.
-        chat: the prompt, if it is a conversation.
-        tools: tools for the chat template.
-    """
+    """A line to answer: either `text` or `chat` is given."""
 
     text: str | None = None
     chat: Chat | None = None
@@ -228,9 +222,6 @@ def read_compared(number: int, name: Id, row: dict[str, Any]) -> Compared:
 
 def read_all(path: Path | None, most: int | None) -> tuple[list[Any], list[Any] | None]:
     """Return the prompts of a file, or of the standard input for None, and their completions; None if it has none.
-
-    Args:
-        most: how many lines to read; None for all.
 
     Raises:
         InvalidRequestError: a line is wrong, some lines have completions and others have not, or there are none.

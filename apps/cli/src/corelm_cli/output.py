@@ -114,8 +114,6 @@ class AnswersFile(Answers):
         """Lock the file for this run and read it. A new file that gets no answer is removed at the end.
 
         Args:
-            path: where the file is.
-            settings: what the answers of this run are made with.
             overwrite: drop the answers that are there, once `start` is called.
 
         Raises:
@@ -187,9 +185,6 @@ class ErrorsFile(Errors):
 
     It lists the lines that failed in the last run, and is removed if no line failed. After a run that did not finish,
     it also lists the lines that failed in earlier runs and were not tried again.
-
-    Attributes:
-        path: where the file is.
     """
 
     def __init__(self, file: LineFile) -> None:

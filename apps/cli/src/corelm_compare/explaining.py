@@ -25,12 +25,7 @@ _TAIL = 500
 
 
 class Explainer:
-    """Explains the differences between scores.
-
-    Args:
-        made: what the sides said; what is found is added to its findings.
-        checkpoints: folders of other weights that a side may hold.
-    """
+    """Explains the differences between scores."""
 
     def __init__(self, made: Measurements, checkpoints: Sequence[str | PathLike[str]]) -> None:
         self._made, self._found, self._checkpoints = made, made.found, checkpoints

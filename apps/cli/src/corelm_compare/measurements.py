@@ -36,15 +36,9 @@ class Measurements:
     """Asks every side to score the rows, in several ways.
 
     Args:
-        sides: the engines.
-        sources: the rows.
-        oracle: the plain forward, if there is one.
         tolerance: the caller's; None to measure.
-        found: where what is found is added.
 
     Attributes:
-        sides, sources, oracle, found: as given.
-        rows: the ids of the rows.
         index: which rows are examined: those in which causes are looked for.
         numbers: each side's log-probs of all rows.
         tables, truth: the logits and the log-probs of the oracle for the examined rows; None without one.
@@ -255,13 +249,10 @@ class OwnDistances:
     """What a side says about the same rows in different calls: four calls, and one for each row.
 
     Args:
-        side: the side.
-        rows: the rows.
         starts: from where on each row is scored late: the end of its prompt, for example.
         first: what it said of these rows when it was asked for the first time.
 
     Attributes:
-        gaps: the distances.
         together: its numbers for all rows in one call.
         alone: its numbers for each row in a call of its own.
         again: its numbers when exactly the same call was made again.
@@ -304,10 +295,6 @@ class OwnDistances:
         """Return what was tried, and the cause that the distances show.
 
         A side that does not say the same twice is asked twice more.
-
-        Args:
-            truth: the numbers of a reference; None without one.
-            noise: mean |Δ| that is rounding.
         """
         experiments = []
         kinds: list[tuple[str, GapKind, str, list[Tensor]]] = [

@@ -98,8 +98,6 @@ def earlier_weights(case: Case, checkpoints: Sequence[str | PathLike[str]], roun
     """Score with other checkpoints that the side may hold.
 
     Args:
-        case: the side's scores.
-        checkpoints: their folders.
         rounded: whether the side computes in a low precision, whose rounding may be as large as an update.
     """
     name, before = case.side.name, case.distance

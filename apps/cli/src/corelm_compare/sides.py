@@ -71,8 +71,6 @@ class OpenSide:
     """Asks one engine.
 
     Args:
-        backend: the engine.
-        name: its name in the comparison.
         spec: how it was opened; None if the caller opened it.
         timeout: seconds that a call may take.
         adapter: the adapter of its calls, if `spec` names none.

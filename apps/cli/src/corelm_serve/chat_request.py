@@ -42,15 +42,6 @@ class ChatAsk:
     """A request for a chat completion.
 
     Attributes:
-        model: the model that the client names, or None.
-        messages: the conversation.
-        sampling: how to sample.
-        stream: whether to send the answer as it comes.
-        include_usage: whether a stream ends with the number of tokens.
-        logprobs: whether to return log-probs.
-        top_logprobs: how many of the most probable ids to return for each token.
-        tools: the tools for the chat template; None for none.
-        template_kwargs: variables for the chat template.
         continue_final_message: what to do after an assistant turn at the end; see `PolicyOptions`.
     """
 

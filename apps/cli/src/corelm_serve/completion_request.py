@@ -31,14 +31,8 @@ class CompletionAsk:
     """A request for completions of texts.
 
     Attributes:
-        model: the model that the client names, or None.
-        texts: the prompts as texts, or None.
-        ids: the prompts as ids, or None.
-        sampling: how to sample.
         samples: whether to sample at all: ``max_tokens=0`` with `echo` only scores.
         echo: whether the prompt begins the text of the answer, and its log-probs those of the answer.
-        stream: whether to send the answer as it comes.
-        include_usage: whether a stream ends with the number of tokens.
         logprobs: how many of the most probable ids to return for each token, with its own log-prob; None for no
             log-probs.
         by_id: whether log-probs name each token by its id, as ``token_id:5``. Several ids may have one text.
@@ -93,11 +87,7 @@ class TokenAsk:
     """A request for answers to ids, as ids.
 
     Attributes:
-        model: the model that the client names, or None.
-        prompts: the prompts.
-        sampling: how to sample.
         logprobs: the distribution of the log-probs to return; None for that of the server.
-        top_logprobs: how many of the most probable ids to return for each token.
     """
 
     model: str | None

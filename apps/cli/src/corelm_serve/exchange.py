@@ -40,10 +40,6 @@ C = TypeVar("C", bound=Call[Any])
 class Exchange:
     """One request and the calls that are made for it.
 
-    Args:
-        service: the engine and what the server knows.
-        connection: to the client.
-
     Attributes:
         session: the session that the client names, or None.
         store: where the request is recorded; None if it is not.

@@ -70,7 +70,6 @@ def check_names(given: Mapping[str, Any], known: Collection[str], where: str = "
     """Refuse fields that would be ignored.
 
     Args:
-        known: the fields that are read.
         where: the object that holds the fields, if that is not the body: ``"messages[0]"``.
 
     Raises:

@@ -171,10 +171,6 @@ class SessionTree:
     """The tree of one session. It is not thread-safe; its store is.
 
     Attributes:
-        id: its name.
-        named: whether a client chose the name.
-        created: when it began, in seconds since 1970.
-        updated: when it was last used.
         used: a number that is larger the later it was used.
         nodes: by their number; parents come before their children.
         turns: the open turns. A turn that its owner lost does not count.
@@ -255,12 +251,7 @@ class SessionTree:
         return answered or (not self.named and any(node.asked for node in path))
 
     def path_of(self, digest: bytes, keys: Sequence[MessageKey]) -> list[Node] | None:
-        """Return the nodes of a whole conversation, of those that say the same the most alike; None if there are none.
-
-        Args:
-            digest: that of the last message.
-            keys: what the messages say.
-        """
+        """Return the nodes of a conversation: of those that say the same, the most alike; None if there are none."""
         best: tuple[tuple[int, int, int], list[Node]] | None = None
         for node in self._by_digest.get(digest, ()):
             path = [*node.upwards()][::-1]
