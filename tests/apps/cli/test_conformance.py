@@ -66,7 +66,7 @@ def test_a_good_backend_keeps_its_promises(kit, tiny_model, tmp_path):
     assert "report is in" not in result.stderr and "testing" not in result.stderr and "...." not in result.stdout
     suite = suite_of(tmp_path / "conformance.json")
     chosen = {name for name in standard_tests(BackendConformance) if any(word in name for word in CHOSEN)}
-    assert chosen <= {test["test"] for test in suite["tests"]} and suite["counts"]["passed"] >= 10
+    assert chosen <= {test["test"] for test in suite["tests"]} and suite["counts"]["passed"] >= 9
     assert suite["counts"].keys() <= {"passed", "not applicable"}
     assert suite["backend"] == "transformers" and suite["model"] == str(tiny_model)
     assert re.fullmatch(r"core-transformers-backend \S+, transformers \S+", suite["software"])

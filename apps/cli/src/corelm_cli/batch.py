@@ -99,7 +99,6 @@ def provenance_of_row(provenance: Provenance | tuple[Provenance, ...], row: int)
 
 
 def _reason(error: Exception) -> str:
-    """Return why a call for one line failed."""
     if not isinstance(error, CoreLMError):
         return f"{type(error).__name__}: {error}"
     # The messages for the rows of this call, without their numbers: all of them are about the line.

@@ -9,9 +9,9 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -191,7 +191,6 @@ def _compared(
 
 
 def _show(found: Comparison, stdout: Stream, as_json: bool) -> None:
-    """Print the text, and the JSON if it is asked for."""
     from corelm_compare.report_text import as_text
 
     watched = is_terminal(sys.stderr if as_json else sys.stdout)
@@ -217,7 +216,6 @@ def _with_flags(found: Comparison) -> Comparison:
 
 
 def _check_report(path: Path | None) -> None:
-    """Refuse a file that cannot be written, before anything is computed."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise validate.invalid("--report", f"{path} {what}; give another file")
@@ -241,24 +239,8 @@ class SidesCommand(flags.GroupedCommand):
         return super().parse_args(ctx, args)
 
 
-@dataclass
-class _Group:
-    """The flags of one engine, or those before the first."""
-
-    number: int
-    values: dict[str, str] = field(default_factory=dict)
-    options: list[str] = field(default_factory=list)
-
-    def add(self, name: str, value: str) -> None:
-        if name == "option":
-            self.options.append(value)
-        elif name in self.values:
-            raise typer.BadParameter(f"{self} has it more than once", param_hint=_flag(name))
-        else:
-            self.values[name] = value
-
-    def __str__(self) -> str:
-        return f"side {self.number} ({self.values['backend']})" if self.number else "the beginning, for all sides,"
+#: The values of each flag of a side, in order.
+_Group = dict[str, list[str]]
 
 
 def sides_of_flags(ctx: typer.Context, given: dict[str, Sequence[str] | None]) -> list[SideSpec]:
@@ -274,40 +256,45 @@ def sides_of_flags(ctx: typer.Context, given: dict[str, Sequence[str] | None]) -
     Raises:
         typer.BadParameter: a side has a flag twice, or there are fewer than two sides.
     """
-    shared, *groups = _grouped(ctx.meta.get(_ORDER, ()), {name: iter(given[name] or ()) for name in SIDE_FLAGS})
-    if len(groups) < 2:
-        raise typer.BadParameter(f"give it for each engine, at least two; got {len(groups)}", param_hint="--backend")
-    if "name" in shared.values:
-        raise typer.BadParameter("give it after the --backend that it names", param_hint="--name")
-    return [_side(group, shared) for group in groups]
-
-
-def _grouped(order: Iterable[str], values: dict[str, Iterator[str]]) -> list[_Group]:
-    groups = [_Group(0)]
-    for name in order:
+    values = {name: iter(given[name] or ()) for name in SIDE_FLAGS}
+    groups: list[_Group] = [{}]
+    for name in ctx.meta.get(_ORDER, ()):
         if name == "backend":
-            groups.append(_Group(len(groups)))
+            groups.append({})
         if name in values:
-            groups[-1].add(name, next(values[name]))
-    return groups
+            found = groups[-1].setdefault(name, [])
+            found.append(next(values[name]))
+            if name != "option" and len(found) > 1:
+                which = _called(len(groups) - 1, groups[-1])
+                raise typer.BadParameter(f"{which} has it more than once", param_hint=_flag(name))
+    shared, *sides = groups
+    if len(sides) < 2:
+        raise typer.BadParameter(f"give it for each engine, at least two; got {len(sides)}", param_hint="--backend")
+    if "name" in shared:
+        raise typer.BadParameter("give it after the --backend that it names", param_hint="--name")
+    return [_side(number, group, shared) for number, group in enumerate(sides, 1)]
 
 
-def _side(group: _Group, shared: _Group) -> SideSpec:
+def _called(number: int, group: _Group) -> str:
+    return f"side {number} ({group['backend'][0]})" if number else "the beginning, for all sides,"
+
+
+def _side(number: int, group: _Group, shared: _Group) -> SideSpec:
     from corelm_compare import SideSpec
 
-    own, base = group.values, dict(shared.values)
+    base, own = ({name: each[0] for name, each in one.items() if name != "option"} for one in (shared, group))
     if "base_url" in own:
         base.pop("model", None)
     if "model" in own and "base_url" not in own:
         base.pop("base_url", None)
     found = {**base, **own}
     options = {
-        **flags.engine_options(shared.options, None),
-        **flags.engine_options(group.options, found.get("base_url")),
+        **flags.engine_options(shared.get("option"), None),
+        **flags.engine_options(group.get("option"), found.get("base_url")),
     }
     if "python" in found:
         if "python" in options:
-            raise typer.BadParameter(f"{group} has it as an --option as well", param_hint="--python")
+            raise typer.BadParameter(f"{_called(number, group)} has it as an --option as well", param_hint="--python")
         options["python"] = found["python"]
     adapter, folder = named_adapter(found.get("adapter"))
     return SideSpec(

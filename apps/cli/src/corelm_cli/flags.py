@@ -122,8 +122,17 @@ def one_model(path: str | None, model: str | None) -> str | None:
     return model or path
 
 
+#: Endings of files that commands for JSON Lines neither read nor write.
+OTHER_FORMATS = frozenset(
+    (
+        *(".arrow", ".csv", ".db", ".feather", ".html", ".json", ".npz", ".parquet", ".pt", ".safetensors", ".sqlite"),
+        *(".tsv", ".xlsx", ".xml", ".yaml", ".yml", ".bz2", ".gz", ".xz", ".zip", ".zst"),
+    )
+)
+
+
 def to_read(path: Path | None) -> Path | None:
-    """Refuse a file that is not there, before libraries are imported, which takes seconds."""
+    """Refuse a file that is not there, or is no JSON Lines, before libraries are imported, which takes seconds."""
     if path is not None and str(path) != "-":
         if os.path.isdir(path):
             raise typer.BadParameter(f"{path} is a folder")
@@ -134,20 +143,18 @@ def to_read(path: Path | None) -> Path | None:
         except OSError:
             # The command says what else is wrong when it opens the file.
             pass
+        # Many files of JSON Lines end in .json.
+        if path.suffix.lower() in OTHER_FORMATS - {".json"}:
+            raise typer.BadParameter(
+                f"{path}: only JSON Lines are read; pandas converts it: read_csv(PATH), or read_parquet, and then "
+                ".to_json('prompts.jsonl', orient='records', lines=True)"
+            )
     return path
 
 
 _INPUT = of_files(help="JSONL file to read, in the format described above; - is the standard input.", callback=to_read)
 Input = Annotated[Path, _INPUT]
 OptionalInput = Annotated[Path | None, _INPUT]
-
-#: Endings of files that commands for JSON Lines do not write.
-OTHER_FORMATS = frozenset(
-    (
-        *(".arrow", ".csv", ".db", ".feather", ".html", ".json", ".npz", ".parquet", ".pt", ".safetensors", ".sqlite"),
-        *(".tsv", ".xlsx", ".xml", ".yaml", ".yml", ".bz2", ".gz", ".xz", ".zip", ".zst"),
-    )
-)
 
 
 def _of_json_lines(path: Path) -> Path:

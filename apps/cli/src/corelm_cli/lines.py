@@ -262,7 +262,6 @@ def _always(
 
 
 def _one_of(row: dict[str, Any], *keys: str) -> str:
-    """Return the one of these keys that a row has."""
     given = [key for key in keys if key in row]
     if len(given) != 1:
         names = f"{', '.join(f'`{key}`' for key in keys[:-1])} and `{keys[-1]}`"

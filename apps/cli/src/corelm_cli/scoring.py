@@ -135,7 +135,6 @@ class Scorer(Worker[ToScore]):
     # Lines to ids -----------------------------------------------------------------------------------------------------
 
     def _encode(self, lines: list[ToScore]) -> list[Encoded]:
-        """Return the sequences of every line."""
         found: dict[int, Encoded] = {}
         how = self.options.tokenizer_kwargs
         texts = {at: line.text for at, line in enumerate(lines) if line.text is not None}
@@ -237,7 +236,6 @@ def _after(ids: list[int], start: int) -> Scorable:
 
 
 def _all(found: Iterable[Scorable | str]) -> Encoded:
-    """Return all sequences of a line, or the first problem."""
     sequences: list[Scorable] = []
     problem = None
     for each in found:

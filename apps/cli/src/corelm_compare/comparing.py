@@ -147,7 +147,6 @@ def compare(
 
 
 def _compare_sampling(made: Measurements, prompts: Sequence[list[int]], seed: int) -> None:
-    """Compare what each side says of tokens when it samples them with what it says when it scores them."""
     found = made.found
     scorers = [side for side in made.sides if side.can.score]
     for side in made.sides:

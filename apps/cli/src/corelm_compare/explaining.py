@@ -68,7 +68,6 @@ class Explainer:
         return gap.mean_abs > floor or (self._made.dtype(side) not in HALVES and gap.max_abs > _TAIL * floor)
 
     def _explain_side(self, side: OpenSide, others_agree: bool) -> None:
-        """Find what takes a side's numbers away from the plain forward."""
         made, found = self._made, self._found
         assert made.truth is not None and made.oracle is not None
         case = Case(

@@ -252,7 +252,6 @@ def compare_texts(
 
 
 def _tokenization_differs(side: OpenSide, reference: str, ids: list[int], right: list[int]) -> tuple[str, str, str]:
-    """Return the id, the evidence and the advice of the cause."""
     bos = getattr(side.backend.tokenizer, "bos_token_id", None)
     for token in {*ids[:1], *right[:1], *([] if bos is None else [bos])}:
         shown = f"id {token} ({side.spell(token)!r})"
@@ -276,7 +275,6 @@ def _tokenization_differs(side: OpenSide, reference: str, ids: list[int], right:
 
 
 def _template_differs(name: str, reference: str, text: str, right: str) -> tuple[str, str, str]:
-    """Return the id, the evidence and the advice of the cause."""
     advice = "render with add_generation_prompt=True on both sides, or give both the same chat template"
     if right.startswith(text):
         return "generation-prompt", f"{name} leaves out {right[len(text) :]!r} at the end of a conversation", advice

@@ -420,7 +420,6 @@ def from_json(found: Mapping[str, Any]) -> Comparison:
 
 
 def _record(kind: Callable[..., R], found: Any, path: str) -> R:
-    """Return a record of a dataclass."""
     if not isinstance(found, Mapping):
         raise invalid(path, f"expected an object, got {shown(found)}")
     values = {}

@@ -55,7 +55,6 @@ def fresh_prefix(case: Case) -> Found:
 
 
 def _with_other(case: Case, row: Sequence[int], place: int) -> list[int]:
-    """Return a row with another id at a place."""
     if len(row) <= place:
         return list(row)
     size, old = case.side.can.vocab_size, row[place]

@@ -20,6 +20,8 @@ from corelm.spec import Message, Provenance
 from corelm_serve.chat_messages import MessageKey
 from corelm_serve.session_records import NodeRecord, SessionRecord
 
+#: What a node has in common with its record.
+_RECORDED = ("id", "kind", "message", "tools", "created", "began", "choice", "finish_reason", "provenance")
 #: Of type code "q". Python 3.11 cannot subscript the class.
 Ids: TypeAlias = "array[int]"
 
@@ -117,17 +119,9 @@ class Node:
             if reading.log_probs is not None:
                 log_probs = (*(None,) * own, *reading.log_probs)
         return NodeRecord(
-            id=self.id,
+            **{name: getattr(self, name) for name in _RECORDED},
             parent=None if self.parent is None else self.parent.id,
-            kind=self.kind,
             role=None if self.message is None else self.message.role,
-            message=self.message,
-            tools=self.tools,
-            created=self.created,
-            began=self.began,
-            choice=self.choice,
-            finish_reason=self.finish_reason,
-            provenance=self.provenance,
             after=None if reading is None or reading.after is None else reading.after.id,
             shared=0 if reading is None else reading.shared,
             token_ids=ids,

@@ -219,7 +219,6 @@ class CoreLMAPI(ModelAPI):
         )
 
     def _output(self, found: TensorDictBase, config: GenerateConfig) -> ModelOutput:
-        """Return what the policy found, one choice per answer."""
         answers = ragged(found, ("tokens", "response")).tolist()
         prompt = len(ragged(found, ("tokens", "prompt")).tolist()[0])
         reasons, problems = list(found["finish_reason"]), list(found["errors"])
@@ -302,7 +301,6 @@ class CoreLMAPI(ModelAPI):
 
 
 def _reasoning_key(parser: NamedParser | None) -> str:
-    """Return the key that a format uses for reasoning."""
     keys = () if parser is None else parser.keys
     return next((key for key in convert.REASONING if key in keys), convert.REASONING[0])
 
@@ -315,7 +313,6 @@ def _set_fields(record: Any) -> dict[str, Any]:
 
 
 def _record(found: TensorDictBase) -> dict[str, Any]:
-    """Return the answers as they are logged."""
     ids = ragged(found, ("tokens", "response")).tolist()
     answers = [
         {"text": text, "token_ids": row, "finish_reason": reason}
