@@ -272,6 +272,8 @@ def test_a_command_for_a_tiny_model_runs(line, tiny_model, tmp_path, monkeypatch
         arguments[0] = "mine"
     if program == "conformance":  # pytest does not run in itself
         subprocess.run([sys.executable, "-m", "corelm_cli", program, *arguments], check=True)
+        (suite,) = json.loads((tmp_path / "conformance.json").read_text())["suites"]
+        assert suite["counts"]["passed"] > 50
         return
     done = CliRunner().invoke(app, [program, *arguments], input="Who are you?\n")
     assert done.exit_code == 0, done.output

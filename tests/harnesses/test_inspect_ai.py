@@ -28,7 +28,7 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 import corelm
-from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError
+from corelm.errors import BackendNotFoundError, CapabilityError, InvalidRequestError
 from corelm_interop.inspect_messages import log_probs_of
 from corelm_interop.token_texts import TokenTexts
 from corelm_testing.tiny import build_tiny
@@ -179,6 +179,20 @@ def test_the_command_finds_the_provider(tiny, tmp_path):
     )
     assert ended.returncode == 0 and "accuracy" in ended.stdout, ended.stdout + ended.stderr
     assert list((tmp_path / "logs").glob("*.eval"))
+    for wrong, said in (
+        (["-M", "dtyp=float32"], "got an unexpected keyword argument 'dtyp'; did you mean 'dtype'?"),
+        (["-M", "response_parser=hermse"], "did you mean 'hermes'?"),
+    ):
+        refused = subprocess.run(
+            [*command, *wrong],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert refused.returncode == 1 and said in " ".join(refused.stdout.split()), refused.stderr
+        assert "Traceback" not in refused.stdout + refused.stderr
 
 
 # Tools and reasoning --------------------------------------------------------------------------------------------------
@@ -301,7 +315,7 @@ def test_a_borrowed_engine_stays_open_and_wrong_arguments_open_none():
     with pytest.raises(InvalidRequestError, match="open already"):
         get_model("corelm/scripted", backend=model.api.backend, memoize=False, dtype="float32")
     model.api.backend.close()
-    with pytest.raises(CoreLMError, match="no backend"):
+    with pytest.raises(BackendNotFoundError, match="no backend"):
         get_model("corelm/nonsense/x", memoize=False)
 
 

@@ -62,7 +62,7 @@ def test_without_prompts_those_that_core_brings_are_used_and_this_is_said():
 
 def test_the_json_on_the_standard_output_is_the_comparison(prompts, tmp_path):
     report = tmp_path / "report.html"
-    flags = ("--json", "--report", report, "--seed", 3, "--max-new-tokens", 5)
+    flags = ("--json", "--report", report, "--random-seed", 3, "--max-new-tokens", 5)
     result = corelm_command("compare", *TWO, "--input", prompts, *flags)
     assert result.exit_code == 0
     made = json.loads(result.stdout, parse_constant=lambda name: pytest.fail(name))
@@ -104,6 +104,7 @@ def test_a_quick_comparison_and_a_budget(tmp_path):
     result = corelm_command("compare", *TWO, "--input", tmp_path / "prompts.jsonl", "--json", "--quick")
     made = json.loads(result.stdout)
     assert result.exit_code == 0 and sum(row["kind"] == "text" for row in made["rows"]) == 4
+    assert re.search(r" tokens in 4 prompts and 3 rows made of their ids: mean", " ".join(result.stderr.split()))
     result = corelm_command("compare", *TWO, "--input", tmp_path / "prompts.jsonl", "--budget", "1e-6")
     assert result.exit_code == 0 and "not tried: temperature, the budget of 1e-06 s was spent" in result.stdout
     result = corelm_command("compare", *TWO, "--budget", "0")
@@ -131,11 +132,29 @@ def test_what_cannot_be_compared_is_refused_with_the_flag():
         ((*TWO, "--tolerance", "-1"), "error: --tolerance: expected a finite number above 0"),
         ((*TWO, "--oracle", "/nowhere/model"), "/nowhere/model"),
         ((*TWO, "--report", "/nowhere/report.html"), "error: --report: /nowhere/report.html is in a folder"),
-        ((*TWO, "--temperature", "-1"), "temperature"),
         ((*TWO, "--num-samples", "2"), "--num-samples"),
     ):
         result = corelm_command("compare", *flags)
         assert result.exit_code == 2 and said in result.stderr and result.stdout == "", (flags, result.stderr)
+
+
+def test_illegal_sampling_is_refused_as_by_generate_and_before_libraries_are_imported(monkeypatch, tmp_path):
+    # An import of it fails.
+    monkeypatch.setitem(sys.modules, "corelm_compare", None)
+    (tmp_path / "in.jsonl").touch()
+    for flags, said in (
+        (("--temperature", "-1"), "error: temperature: expected a finite number of at least 0, got -1.0"),
+        (("--top-p", "2"), "error: top_p: expected a number above 0 and up to 1, got 2.0"),
+        (("--max-new-tokens", "2.5"), "--max-new-tokens: expected an integer or none, got '2.5'"),
+        (("--top-k", "2.5"), "--top-k: expected an integer, got '2.5'"),
+        (("--stop-token-ids", "x"), "--stop-token-ids: expected an integer, got 'x'"),
+        (("--temperature", "warm"), "--temperature: expected a number, got 'warm'"),
+        (("--temprature", "1"), "No such option: --temprature"),
+    ):
+        for command in (("compare", *TWO), ("generate", "--input", tmp_path / "in.jsonl", "--output", "-")):
+            refused = corelm_command(*command, *flags)
+            assert refused.exit_code == 2 and said in refused.stderr, (command, refused.stderr)
+    assert "expected a whole number" in corelm_command("compare", *TWO, "--seed", "-1").stderr
 
 
 def test_flags_belong_to_the_backend_before_them_and_the_first_to_all(prompts, tmp_path, fabricate):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from corelm_cli.lines import LineError
-from corelm_cli.output import AnswersFile, ErrorsFile
-from helpers.command_line import FAULTY, LINES, generate, rows, write_prompts, write_rows
+from corelm_cli.output import AnswersFile, Errors
+from helpers.command_line import FAULTY, LINES, corelm_command, generate, rows, write_prompts, write_rows
 
 
 @pytest.fixture
@@ -307,13 +307,13 @@ def test_an_output_that_is_its_own_errors_file_is_refused(files):
 
 def test_an_errors_file_cut_off_anywhere_can_be_continued(tmp_path):
     path = tmp_path / "errors"
-    with ErrorsFile.open(path) as errors:
+    with Errors.open(path) as errors:
         errors.add(LineError(1, 'a"\\', 'why: "this", and more'))
         errors.add(LineError(2, None, 'why: "this", and more'))
     whole = path.read_bytes()
     for cut in range(1, len(whole)):
         path.write_bytes(whole[:cut])
-        with ErrorsFile.open(path) as errors:
+        with Errors.open(path) as errors:
             errors.add(LineError(3, 3, "later"))
         first, second = whole.index(b"\n"), len(whole) - 1
         assert [row["line"] for row in rows(path)] == [1] * (cut >= first) + [2] * (cut >= second) + [3]
@@ -321,14 +321,14 @@ def test_an_errors_file_cut_off_anywhere_can_be_continued(tmp_path):
 
 def test_an_unfinished_run_keeps_what_was_not_tried_again(tmp_path):
     path = tmp_path / "errors"
-    with ErrorsFile.open(path) as errors:
+    with Errors.open(path) as errors:
         for line in (1, 2, 3):
             errors.add(LineError(line, line, "first run"))
-    with ErrorsFile.open(path) as errors:
+    with Errors.open(path) as errors:
         errors.tried(LineError(1, 1, ""))
         errors.add(LineError(2, 2, "second run"))
     assert [(row["line"], row["error"]) for row in rows(path)] == [(3, "first run"), (2, "second run")]
-    with ErrorsFile.open(path) as errors:
+    with Errors.open(path) as errors:
         errors.add(LineError(3, 3, "third run"))
         errors.finished()
     assert [(row["line"], row["error"]) for row in rows(path)] == [(3, "third run")]
@@ -417,3 +417,15 @@ def test_a_long_error_is_shortened_on_the_screen_only(files):
 
 def test_a_dash_is_the_standard_input(files):
     assert generate(("-", files[1]), stdin=files[0].read_text()).exit_code == 0 and len(rows(files[1])) == 5
+
+
+def test_a_table_is_refused_as_input_before_anything_is_opened(tmp_path):
+    for name in ("prompts.csv", "prompts.parquet", "prompts.jsonl.gz"):
+        (tmp_path / name).write_text("prompt\nHello\n")
+        for command in (
+            ("generate", "--output", tmp_path / "answers.jsonl", "--input"),
+            ("score",),
+            ("compare", "--backend", "toy", "--backend", "toy", "--input"),
+        ):
+            result = corelm_command(*command, tmp_path / name)
+            assert result.exit_code == 2 and "only JSON Lines are read" in result.stderr, (command, result.stderr)

@@ -135,3 +135,27 @@ def test_a_list_that_cannot_be_printed_is_an_error():
             [sys.executable, "-m", "corelm_cli", "backends"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert listing.returncode == 2 and "No space left" in listing.stderr and "Traceback" not in listing.stderr
+
+
+def test_the_end_of_the_process_waits_for_threads_and_takes_no_module_down(tmp_path):
+    code = f"""
+import atexit, sys, threading, time
+
+def note(what):
+    with open({str(tmp_path / "ended")!r}, "a") as file:
+        file.write(what + " ")
+
+class Module:
+    def __del__(self, note=note):
+        note("module")
+
+sys.modules["taken_down"] = Module()
+atexit.register(note, "atexit")
+threading.Thread(target=lambda: (threading.main_thread().join(0.1), note("thread"))).start()
+sys.argv[1:] = ["backends", "--nonesuch"]
+from corelm_cli import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 2 and "No such option" in ended.stderr
+    assert (tmp_path / "ended").read_text() == "thread atexit "

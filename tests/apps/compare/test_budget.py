@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
 
 from corelm import Backend
 from corelm_compare import compare
-from corelm_testing.toy import ToyBackend
+from corelm_testing.toy import ByteTokenizer, ToyBackend
 from helpers.planted_defects import DEFECTS, PROMPTS, sound
 
 TEXTS = ["Hello", "What is your name?", "The cat", "Where?", "Why?", "And then?"]
@@ -26,7 +27,8 @@ def test_a_budget_that_is_spent_leaves_out_what_it_names():
     assert found.gaps[0].count > 100 and {gap.kind for gap in found.own} == {"again", "company", "order", "late_start"}
     assert {"sampled-differs", "temperature", "stop-string"} <= set(found.not_tried)
     assert set(found.not_tried.values()) == {"the budget of 1e-06 s was spent"}
-    assert any(note.startswith("causes are looked for in 3 of") for note in found.notes)
+    examined = r"causes are looked for in \d prompts? and \d rows? made of their ids, of 6 prompts and 3 rows made of"
+    assert any(re.match(examined, note) for note in found.notes)
     assert not [why for why in toys(budget=1e6).not_tried.values() if "budget" in why]
 
 
@@ -45,7 +47,14 @@ def test_a_quick_comparison_takes_the_first_prompts():
     assert all(len(row.ids) - row.prompt_length <= 8 for row in prompts)
     with Backend.from_plugin(ToyBackend.open(), "toy") as one, Backend.from_plugin(ToyBackend.open(), "toy") as other:
         built_in = compare([one, other], quick=True)
-    assert [row.kind for row in built_in.rows][:4] == ["text", "text", "text", "conversation"]
+    assert [row.kind for row in built_in.rows if not row.made_of_others] == ["text", "text", "text", "conversation"]
+
+
+def test_a_quick_comparison_without_a_chat_template_takes_four_texts(monkeypatch):
+    with Backend.from_plugin(ToyBackend.open(), "toy") as one, Backend.from_plugin(ToyBackend.open(), "toy") as other:
+        monkeypatch.delattr(ByteTokenizer, "apply_chat_template")
+        found = compare([one, other], quick=True)
+    assert [row.kind for row in found.rows if not row.made_of_others] == ["text"] * 4
 
 
 def test_what_is_done_and_how_long_it_takes_is_told():

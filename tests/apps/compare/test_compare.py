@@ -218,6 +218,9 @@ def test_secrets_are_not_in_a_record(folder_of):
 
     options = shown_options({"base_url": "http://host/sk-0123456789", "api_key": "sk-0123456789", "dtype": "float32"})
     assert options == {"base_url": "http://host/***", "api_key": "***", "dtype": "float32"}
+    # The names of these contain "token", and they are no secrets.
+    options = {"tokenizer": "PATH", "max_batch_tokens": 4096, "headers": {"X-Tenant": "mine"}}
+    assert shown_options(options) == {"tokenizer": "PATH", "max_batch_tokens": "4096", "headers": "{X-Tenant}"}
 
 
 def test_what_cannot_be_compared_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from corelm.errors import how_to_install
 
 
 def main() -> None:
-    """Run the command; the entry point of the console script."""
+    """Run the command, and end the process; the entry point of the console script."""
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         sys.exit(f"the corelm command needs {' and '.join(missing)}: {how_to_install(*missing)}")
@@ -28,6 +29,13 @@ def main() -> None:
 
     try:
         app()
+    except SystemExit as end:
+        # As Python ends, but without taking its modules down, which takes seconds after torch and transformers.
+        with interrupt_ends_process():
+            for module, ending in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+                getattr(module, ending)()
+        drop_unwritten()
+        os._exit(int(end.code or 0))
     finally:
         drop_unwritten()
 

@@ -24,9 +24,7 @@ class Worker(ABC, Generic[L]):
     """Asks an engine about lines, and makes output rows of what it returns.
 
     Attributes:
-        engine: the engine.
         options: how conversations and texts become token ids, and the adapter to ask for.
-        copy_input: whether to copy what a line asks to its row.
         attempted: the lines of the last call that was not a check of the engine.
     """
 
@@ -101,7 +99,6 @@ def provenance_of_row(provenance: Provenance | tuple[Provenance, ...], row: int)
 
 
 def _reason(error: Exception) -> str:
-    """Return why a call for one line failed."""
     if not isinstance(error, CoreLMError):
         return f"{type(error).__name__}: {error}"
     # The messages for the rows of this call, without their numbers: all of them are about the line.
@@ -147,7 +144,6 @@ class RenderedRows:
     """Conversations as token ids, by the caller's keys.
 
     Attributes:
-        ids: the ids of each conversation that was rendered.
         assistant: for each of them, which ids are the assistant's; empty for prompts.
         problems: why each other conversation was not rendered.
     """

@@ -24,8 +24,6 @@ class Conversation:
     """A conversation with an engine. Every turn that was sampled keeps its token ids.
 
     Attributes:
-        policy: answers conversations.
-        system: the system prompt, if there is one.
         seed: the first answer has this seed, and each later one the next; None does not fix the answers.
     """
 

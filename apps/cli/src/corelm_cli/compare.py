@@ -9,14 +9,15 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from corelm import validate
 from corelm.spec import SamplingParams
 from corelm_cli import flags, interrupt_ends_process
 from corelm_cli.engine import named_adapter
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 #: The flags that each engine has, by the names of the command's parameters.
 SIDE_FLAGS = ("backend", "name", "model", "base_url", "python", "option", "adapter")
 _ORDER = "corelm.order_of_flags"
+#: How completions are sampled, without flags. `corelm_compare` has the same default.
+DEFAULT = SamplingParams(max_new_tokens=24)
 
 
 def _in_panel(panel: str) -> Callable[..., Any]:
@@ -43,7 +46,7 @@ def _in_panel(panel: str) -> Callable[..., Any]:
 _engine, _file_flag, _test = map(_in_panel, (flags.ENGINE, flags.FILES, "Comparison"))
 
 
-@flags.sampling_flags("num_samples", max_new_tokens=24)
+@flags.sampling_flags("num_samples", max_new_tokens=DEFAULT.max_new_tokens)
 def compare(
     ctx: typer.Context,
     sampling: dict[str, Any],
@@ -71,8 +74,8 @@ def compare(
         Path | None,
         _file_flag(
             None,
-            "JSONL file of prompts, in the format described above; - is the standard input. Default: ten prompts that "
-            "core brings.",
+            "JSONL file of prompts, in the format described above; - is the standard input. Default: eight texts that "
+            "core brings, and two conversations if all sides have a chat template.",
             callback=flags.to_read,
         ),
     ] = None,
@@ -112,7 +115,9 @@ def compare(
     quick: Annotated[
         bool,
         _test(
-            None, "Compare the first four prompts only, with at most 8 sampled tokens, in about 60 seconds or --budget."
+            None,
+            "Compare four prompts only, the first of --input, with at most 8 sampled tokens, in about 60 seconds or "
+            "--budget. Rows made of their ids are scored as well.",
         ),
     ] = False,
     timeout: flags.Timeout = None,
@@ -134,8 +139,11 @@ def compare(
     """
     if max_prompts is not None and input is None:
         raise typer.BadParameter("there is no --input to read", param_hint="--max-prompts")
+    # Before the imports, which take seconds.
     with typed_exits():
         _check_report(report)
+        params = SamplingParams.make(DEFAULT, **sampling)
+        seed = validate.count("seed", params.seed or 0)
     given = {"backend": backend, "name": name, "model": model, "base_url": base_url, "python": python}
     with interrupt_ends_process():
         from corelm_cli.lines import read_all
@@ -146,12 +154,12 @@ def compare(
         settings = {
             "oracle": None if oracle == "none" else oracle,
             "checkpoints": checkpoint or (),
-            "sampling": _sampling(sampling),
-            "seed": sampling.get("seed", 0),
+            "sampling": params,
+            "seed": seed,
             **{"tolerance": tolerance, "timeout": timeout, "budget": budget, "quick": quick},
         }
         if prompts is None and not quiet:
-            tell("No --input is given: comparing with the prompts that core brings.")
+            tell(f"No --input is given: comparing with {'four of ' * quick}the prompts that core brings.")
         stdout = stack.enter_context(standard_output())
         found = _compared(sides, prompts, completions, settings, quiet)
         _show(found, stdout, as_json)
@@ -183,7 +191,6 @@ def _compared(
 
 
 def _show(found: Comparison, stdout: Stream, as_json: bool) -> None:
-    """Print the text, and the JSON if it is asked for."""
     from corelm_compare.report_text import as_text
 
     watched = is_terminal(sys.stderr if as_json else sys.stdout)
@@ -208,20 +215,10 @@ def _with_flags(found: Comparison) -> Comparison:
     )
 
 
-def _sampling(given: dict[str, Any]) -> SamplingParams:
-    """Return the parameters of completions: those of `corelm_compare`, and what the flags change."""
-    from corelm_compare.prompts import DEFAULT
-
-    return SamplingParams.make(DEFAULT, **{key: value for key, value in given.items() if key != "seed"})
-
-
 def _check_report(path: Path | None) -> None:
-    """Refuse a file that cannot be written, before anything is computed."""
-    from corelm.validate import invalid
-
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise invalid("--report", f"{path} {what}; give another file")
+        raise validate.invalid("--report", f"{path} {what}; give another file")
 
 
 def _file(path: Path) -> Path | None:
@@ -242,24 +239,8 @@ class SidesCommand(flags.GroupedCommand):
         return super().parse_args(ctx, args)
 
 
-@dataclass
-class _Group:
-    """The flags of one engine, or those before the first."""
-
-    number: int
-    values: dict[str, str] = field(default_factory=dict)
-    options: list[str] = field(default_factory=list)
-
-    def add(self, name: str, value: str) -> None:
-        if name == "option":
-            self.options.append(value)
-        elif name in self.values:
-            raise typer.BadParameter(f"{self} has it more than once", param_hint=_flag(name))
-        else:
-            self.values[name] = value
-
-    def __str__(self) -> str:
-        return f"side {self.number} ({self.values['backend']})" if self.number else "the beginning, for all sides,"
+#: The values of each flag of a side, in order.
+_Group = dict[str, list[str]]
 
 
 def sides_of_flags(ctx: typer.Context, given: dict[str, Sequence[str] | None]) -> list[SideSpec]:
@@ -275,40 +256,45 @@ def sides_of_flags(ctx: typer.Context, given: dict[str, Sequence[str] | None]) -
     Raises:
         typer.BadParameter: a side has a flag twice, or there are fewer than two sides.
     """
-    shared, *groups = _grouped(ctx.meta.get(_ORDER, ()), {name: iter(given[name] or ()) for name in SIDE_FLAGS})
-    if len(groups) < 2:
-        raise typer.BadParameter(f"give it for each engine, at least two; got {len(groups)}", param_hint="--backend")
-    if "name" in shared.values:
-        raise typer.BadParameter("give it after the --backend that it names", param_hint="--name")
-    return [_side(group, shared) for group in groups]
-
-
-def _grouped(order: Iterable[str], values: dict[str, Iterator[str]]) -> list[_Group]:
-    groups = [_Group(0)]
-    for name in order:
+    values = {name: iter(given[name] or ()) for name in SIDE_FLAGS}
+    groups: list[_Group] = [{}]
+    for name in ctx.meta.get(_ORDER, ()):
         if name == "backend":
-            groups.append(_Group(len(groups)))
+            groups.append({})
         if name in values:
-            groups[-1].add(name, next(values[name]))
-    return groups
+            found = groups[-1].setdefault(name, [])
+            found.append(next(values[name]))
+            if name != "option" and len(found) > 1:
+                which = _called(len(groups) - 1, groups[-1])
+                raise typer.BadParameter(f"{which} has it more than once", param_hint=_flag(name))
+    shared, *sides = groups
+    if len(sides) < 2:
+        raise typer.BadParameter(f"give it for each engine, at least two; got {len(sides)}", param_hint="--backend")
+    if "name" in shared:
+        raise typer.BadParameter("give it after the --backend that it names", param_hint="--name")
+    return [_side(number, group, shared) for number, group in enumerate(sides, 1)]
 
 
-def _side(group: _Group, shared: _Group) -> SideSpec:
+def _called(number: int, group: _Group) -> str:
+    return f"side {number} ({group['backend'][0]})" if number else "the beginning, for all sides,"
+
+
+def _side(number: int, group: _Group, shared: _Group) -> SideSpec:
     from corelm_compare import SideSpec
 
-    own, base = group.values, dict(shared.values)
+    base, own = ({name: each[0] for name, each in one.items() if name != "option"} for one in (shared, group))
     if "base_url" in own:
         base.pop("model", None)
     if "model" in own and "base_url" not in own:
         base.pop("base_url", None)
     found = {**base, **own}
     options = {
-        **flags.engine_options(shared.options, None),
-        **flags.engine_options(group.options, found.get("base_url")),
+        **flags.engine_options(shared.get("option"), None),
+        **flags.engine_options(group.get("option"), found.get("base_url")),
     }
     if "python" in found:
         if "python" in options:
-            raise typer.BadParameter(f"{group} has it as an --option as well", param_hint="--python")
+            raise typer.BadParameter(f"{_called(number, group)} has it as an --option as well", param_hint="--python")
         options["python"] = found["python"]
     adapter, folder = named_adapter(found.get("adapter"))
     return SideSpec(

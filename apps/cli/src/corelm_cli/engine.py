@@ -52,11 +52,7 @@ class EngineChoice:
         return cls(backend=backend, model=model, options=options, adapter=name, adapter_folder=folder, **limits)
 
     def open(self, wrappers: Sequence[object] = ()) -> Backend:
-        """Open the engine, and load the adapter if a folder was given.
-
-        Args:
-            wrappers: as for `get_backend`.
-        """
+        """Open the engine, and load the adapter if a folder was given."""
         from corelm import get_backend
 
         limits: dict[str, Any] = {"retry": self.retry, "timeout": self.timeout}

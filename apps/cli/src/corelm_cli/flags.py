@@ -122,8 +122,17 @@ def one_model(path: str | None, model: str | None) -> str | None:
     return model or path
 
 
+#: Endings of files that commands for JSON Lines neither read nor write.
+OTHER_FORMATS = frozenset(
+    (
+        *(".arrow", ".csv", ".db", ".feather", ".html", ".json", ".npz", ".parquet", ".pt", ".safetensors", ".sqlite"),
+        *(".tsv", ".xlsx", ".xml", ".yaml", ".yml", ".bz2", ".gz", ".xz", ".zip", ".zst"),
+    )
+)
+
+
 def to_read(path: Path | None) -> Path | None:
-    """Refuse a file that is not there, before libraries are imported, which takes seconds."""
+    """Refuse a file that is not there, or is no JSON Lines, before libraries are imported, which takes seconds."""
     if path is not None and str(path) != "-":
         if os.path.isdir(path):
             raise typer.BadParameter(f"{path} is a folder")
@@ -134,20 +143,18 @@ def to_read(path: Path | None) -> Path | None:
         except OSError:
             # The command says what else is wrong when it opens the file.
             pass
+        # Many files of JSON Lines end in .json.
+        if path.suffix.lower() in OTHER_FORMATS - {".json"}:
+            raise typer.BadParameter(
+                f"{path}: only JSON Lines are read; pandas converts it: read_csv(PATH), or read_parquet, and then "
+                ".to_json('prompts.jsonl', orient='records', lines=True)"
+            )
     return path
 
 
 _INPUT = of_files(help="JSONL file to read, in the format described above; - is the standard input.", callback=to_read)
 Input = Annotated[Path, _INPUT]
 OptionalInput = Annotated[Path | None, _INPUT]
-
-#: Endings of files that commands for JSON Lines do not write.
-OTHER_FORMATS = frozenset(
-    (
-        *(".arrow", ".csv", ".db", ".feather", ".html", ".json", ".npz", ".parquet", ".pt", ".safetensors", ".sqlite"),
-        *(".tsv", ".xlsx", ".xml", ".yaml", ".yml", ".bz2", ".gz", ".xz", ".zip", ".zst"),
-    )
-)
 
 
 def _of_json_lines(path: Path) -> Path:
@@ -409,10 +416,11 @@ def _flag(
         None,
         help=_help(field, defaults.get(field.name, getattr(SamplingParams(), field.name))),
         hidden=hidden,
-        metavar="<int|none>" if _may_be_none(field) else _metavar(field),
+        metavar=_metavar(field),
         rich_help_panel=SAMPLING,
     )
-    kind = str if _may_be_none(field) else _kind(field)
+    # Numbers are read by `_number`, whose errors say what was given.
+    kind = {int: str, float: str, list[int]: list[str]}.get(_kind(field), _kind(field))
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
 
@@ -431,6 +439,8 @@ def _metavar(field: dataclasses.Field[Any]) -> str | None:
     if field.name == "engine_kwargs":
         return "KEY=VALUE"
     kind = _kind(field)
+    if kind in (int, float):
+        return f"<{kind.__name__}{'|none' * _may_be_none(field)}>"
     return f"<{get_args(kind)[0].__name__}>" if get_origin(kind) is list else None
 
 
@@ -457,18 +467,24 @@ def _help(field: dataclasses.Field[Any], default: Any) -> str:
 
 def _value(name: str, given: Any) -> Any:
     """Return what a flag means to `SamplingParams`."""
-    field = ALIASES.get(name, name)
-    if field == "engine_kwargs":
+    field = SamplingParams.__dataclass_fields__[ALIASES.get(name, name)]
+    kind, may_be_none = _kind(field), _may_be_none(field)
+    if field.name == "engine_kwargs":
         return key_values(given, "--engine-kwargs")
-    if not _may_be_none(SamplingParams.__dataclass_fields__[field]):
-        return given
-    if given.lower() == "none":
+    if kind == list[int]:
+        return [_number(name, each, int, may_be_none) for each in given]
+    return _number(name, given, kind, may_be_none) if kind in (int, float) else given
+
+
+def _number(name: str, given: str, kind: type[int] | type[float], may_be_none: bool) -> float | None:
+    if may_be_none and given.lower() == "none":
         return None
     try:
-        return int(given)
+        return kind(given)
     except ValueError:
+        expected = ("an integer" if kind is int else "a number") + " or none" * may_be_none
         flag = f"--{name.replace('_', '-')}"
-        raise typer.BadParameter(f"expected an integer or none, got {given!r}", param_hint=flag) from None
+        raise typer.BadParameter(f"expected {expected}, got {given!r}", param_hint=flag) from None
 
 
 #: What the docstring says with Python's values, or of a TensorDict.

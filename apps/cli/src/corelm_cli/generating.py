@@ -31,11 +31,6 @@ class Generator(Worker[Prompt]):
     rows of each batch.
 
     Attributes:
-        sampling: how to sample.
-        log_probs: which log-probs to add to the rows.
-        return_tokens: whether to add the ids.
-        return_support: whether to add the ids that truncation had left for each token.
-        top_logprobs: how many of the most probable ids to add for each token.
         parser: makes messages of answers to conversations; it follows from the options.
     """
 

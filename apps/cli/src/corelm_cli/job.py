@@ -17,7 +17,7 @@ from corelm.errors import BackendTimeoutError, EngineError, printable
 from corelm_cli.batch import Worker
 from corelm_cli.engine import EngineChoice
 from corelm_cli.lines import Id, L, LineError, ReadLine, count_lines, read_lines
-from corelm_cli.output import Answers, AnswersFile, AnswersStream, Errors, ErrorsFile, check_paths, errors_path
+from corelm_cli.output import Answers, AnswersFile, AnswersStream, Errors, check_paths, errors_path
 from corelm_cli.progress import Bar
 from corelm_cli.streams import Stream, opened_input
 from corelm_cli.summary import Summary
@@ -35,16 +35,10 @@ class Job(Generic[L]):
     Attributes:
         source: the input file; None for the standard input.
         target: the output file; None for the standard output.
-        engine: the engine to open.
         settings: the settings that all answers in `target` have.
-        read: reads a line.
-        worker: makes the worker for the open engine.
         samples: number of answers to a line.
         batch_size: number of lines to serve at a time.
         whole: whether `source` is one text, and not lines.
-        overwrite: whether to replace the answers that `target` has.
-        quiet: whether to show no progress.
-        timed: whether to measure the calls of the engine.
     """
 
     source: Path | None
@@ -73,7 +67,7 @@ class Job(Generic[L]):
             if self.target is not None:
                 check_paths(known, self.target)
                 answers = stack.enter_context(AnswersFile.open(self.target, self.settings, overwrite=self.overwrite))
-                errors: Errors = stack.enter_context(ErrorsFile.open(errors_path(self.target)))
+                errors = stack.enter_context(Errors.open(errors_path(self.target)))
             else:
                 assert stdout is not None
                 answers, errors = AnswersStream(stdout), Errors()

@@ -131,13 +131,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt(Line):
-    """A line to answer: either `text` or `chat` is given.
-
-    Attributes:
-        text: the prompt, if it is a text.
-        chat: the prompt, if it is a conversation.
-        tools: tools for the chat template.
-    """
+    """A line to answer: either `text` or `chat` is given."""
 
     text: str | None = None
     chat: Chat | None = None
@@ -229,9 +223,6 @@ def read_compared(number: int, name: Id, row: dict[str, Any]) -> Compared:
 def read_all(path: Path | None, most: int | None) -> tuple[list[Any], list[Any] | None]:
     """Return the prompts of a file, or of the standard input for None, and their completions; None if it has none.
 
-    Args:
-        most: how many lines to read; None for all.
-
     Raises:
         InvalidRequestError: a line is wrong, some lines have completions and others have not, or there are none.
         OSError: the file cannot be read.
@@ -271,7 +262,6 @@ def _always(
 
 
 def _one_of(row: dict[str, Any], *keys: str) -> str:
-    """Return the one of these keys that a row has."""
     given = [key for key in keys if key in row]
     if len(given) != 1:
         names = f"{', '.join(f'`{key}`' for key in keys[:-1])} and `{keys[-1]}`"

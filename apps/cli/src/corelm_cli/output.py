@@ -114,8 +114,6 @@ class AnswersFile(Answers):
         """Lock the file for this run and read it. A new file that gets no answer is removed at the end.
 
         Args:
-            path: where the file is.
-            settings: what the answers of this run are made with.
             overwrite: drop the answers that are there, once `start` is called.
 
         Raises:
@@ -159,7 +157,10 @@ class AnswersFile(Answers):
 
 
 class Errors:
-    """The lines that failed.
+    """The lines that failed. For an output that is a file, those in the open errors file next to it: see `open`.
+
+    The file lists the lines that failed in the last run, and is removed if no line failed. After a run that did not
+    finish, it also lists the lines that failed in earlier runs and were not tried again.
 
     Attributes:
         failed: numbers of the lines that failed in this run.
@@ -167,43 +168,19 @@ class Errors:
             that happened.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, file: LineFile | None = None) -> None:
         self.failed: set[int] = set()
         self.suspects: list[Id] = []
-
-    def add(self, error: LineError) -> None:
-        """Note a line that failed."""
-        self.failed.add(error.line)
-
-    def tried(self, line: Line | LineError) -> None:
-        """Drop what an earlier run noted about a line."""
-
-    def finished(self) -> None:
-        """Drop everything that earlier runs noted: this run tried every line, or is the first of a new output."""
-
-
-class ErrorsFile(Errors):
-    """The open errors file, next to the output. Create one with `open`.
-
-    It lists the lines that failed in the last run, and is removed if no line failed. After a run that did not finish,
-    it also lists the lines that failed in earlier runs and were not tried again.
-
-    Attributes:
-        path: where the file is.
-    """
-
-    def __init__(self, file: LineFile) -> None:
-        super().__init__()
-        self.path = file.path
         self._file = file
         self._earlier: dict[tuple[int, Id | None], bytes] = {}
         self._written: list[bytes] = []
-        self._read()
+        if file is not None:
+            self._read(file)
         self._at_start = len(self._earlier)
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path) -> Iterator[ErrorsFile]:
+    def open(cls, path: Path) -> Iterator[Errors]:
         """Lock the file for this run and read it.
 
         Raises:
@@ -215,35 +192,34 @@ class ErrorsFile(Errors):
             try:
                 yield errors
             finally:
-                errors.drop_stale()
+                errors.drop_stale(file)
 
     def add(self, error: LineError) -> None:
-        """Append a line that failed."""
-        row = {"line": error.line, "id": error.id, "error": error.error}
-        if error.engine_failed:
-            row["engine_failed"] = True
+        """Note a line that failed, and append it to the file."""
+        self.failed.add(error.line)
         self.tried(error)
-        super().add(error)
-        self._written.append(_line(row))
-        self._file.append(self._written[-1:])
+        if self._file is not None:
+            row = {"line": error.line, "id": error.id, "error": error.error}
+            self._written.append(_line(row | ({"engine_failed": True} if error.engine_failed else {})))
+            self._file.append(self._written[-1:])
 
     def tried(self, line: Line | LineError) -> None:
         """Drop what an earlier run noted about a line."""
         self._earlier.pop((line.line, line.id), None)
 
     def finished(self) -> None:
-        """See `Errors`."""
+        """Drop everything that earlier runs noted: this run tried every line, or is the first of a new output."""
         self._earlier.clear()
         self.suspects.clear()
 
-    def drop_stale(self) -> None:
+    def drop_stale(self, file: LineFile) -> None:
         """Remove from the file what was dropped."""
         if len(self._earlier) < self._at_start:
-            self._file.clear()
-            self._file.append([*self._earlier.values(), *self._written])
+            file.clear()
+            file.append([*self._earlier.values(), *self._written])
 
-    def _read(self) -> None:
-        for number, line in enumerate(self._file.read(FAILED), 1):
+    def _read(self, file: LineFile) -> None:
+        for number, line in enumerate(file.read(FAILED), 1):
             try:
                 row = json.loads(line)
                 suspect, key = row.pop("engine_failed", False), (row["line"], row["id"])
@@ -252,7 +228,7 @@ class ErrorsFile(Errors):
                 self._earlier[key] = line.rstrip(b"\n") + b"\n"
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise OutputError(
-                    f"{self.path}, line {number}, is not a line that failed, but failed lines are written to this "
+                    f"{file.path}, line {number}, is not a line that failed, but failed lines are written to this "
                     "file; move it, or use another --output"
                 ) from error
             if suspect and row["id"] is not None:

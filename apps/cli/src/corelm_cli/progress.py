@@ -23,10 +23,7 @@ class Bar:
     """A bar with the time left and a rate. In a pipe or a log, and before `LONG` seconds, nothing is shown.
 
     Args:
-        doing: what is done.
-        quiet: show nothing.
         counts: whether to show how many are done, and from that the time left.
-        console: where it is shown.
         redirects: whether what others print meanwhile is shown above the bar.
     """
 

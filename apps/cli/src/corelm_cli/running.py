@@ -23,15 +23,7 @@ if TYPE_CHECKING:
 
 
 def run(job: Job[Any], as_json: bool) -> NoReturn:
-    """Run a job, say what it did, and exit.
-
-    Args:
-        job: the job.
-        as_json: whether to say it as JSON, too.
-
-    Raises:
-        typer.Exit: always, with the exit code.
-    """
+    """Run a job, say what it did, and exit."""
     from corelm_cli.output import errors_path
 
     summary = Summary(

@@ -59,11 +59,6 @@ class Scorer(Worker[ToScore]):
     """Scores texts, completions and conversations.
 
     Attributes:
-        temperature: the logits are divided by it.
-        per_token: whether to add the log-prob of every token that counts.
-        is_greedy: whether to add whether all tokens that count are the most probable ones.
-        return_tokens: whether to add the ids of the tokens that count.
-        top_k: how many of the most probable ids to add for each of them.
         window: the most ids of a text that the model reads at once; None for all. See `windows`.
         stride: see `windows`.
     """
@@ -140,7 +135,6 @@ class Scorer(Worker[ToScore]):
     # Lines to ids -----------------------------------------------------------------------------------------------------
 
     def _encode(self, lines: list[ToScore]) -> list[Encoded]:
-        """Return the sequences of every line."""
         found: dict[int, Encoded] = {}
         how = self.options.tokenizer_kwargs
         texts = {at: line.text for at, line in enumerate(lines) if line.text is not None}
@@ -242,7 +236,6 @@ def _after(ids: list[int], start: int) -> Scorable:
 
 
 def _all(found: Iterable[Scorable | str]) -> Encoded:
-    """Return all sequences of a line, or the first problem."""
     sequences: list[Scorable] = []
     problem = None
     for each in found:

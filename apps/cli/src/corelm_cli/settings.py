@@ -106,8 +106,6 @@ class SettingsFile:
     of other answers.
 
     Attributes:
-        path: where the file is.
-        settings: the settings of this run.
         fingerprint: 16 hex digits of the sha256 of `settings`, as JSON.
         saved: the object in the file; None if there is no file yet.
     """
@@ -119,12 +117,7 @@ class SettingsFile:
         self.saved = self._read()
 
     def refuse_answers_of(self, made: Any, where: str) -> None:
-        """Raise the error that says how the settings of an answer differ from those of this run.
-
-        Args:
-            made: the fingerprint that the answer names.
-            where: where the answer is, for the message.
-        """
+        """Raise the error that says how the settings of an answer differ from those of this run."""
         if isinstance(made, dict):
             raise OutputError(f"{where} was written by an earlier version of corelm; {INSTEAD}")
         if self.saved is None:

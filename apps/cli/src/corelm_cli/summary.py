@@ -17,15 +17,10 @@ class Summary:
     """What a run did so far.
 
     Attributes:
-        command: the command.
         output: the file that is written; None for the standard output.
         errors: the file that lists the lines that failed, if there is one.
         settings: the settings of the answers.
         status: `refused` until the engine is open; then `running`; in the end `finished`, `interrupted` or `failed`.
-        error: why it failed.
-        written: number of answers written by this run.
-        present: number of answers that were there before.
-        failed: number of lines that failed.
         finish_reasons: number of written answers by finish reason.
         tokens: number of sampled or scored tokens in the written answers.
         seconds: time spent on the lines: without opening the engine, and without waiting for input.

@@ -36,9 +36,7 @@ class Case:
     """Numbers of a side, and what they should be.
 
     Attributes:
-        side: whose numbers.
         what: what they are: "scores", or how they were sampled.
-        rows: the ids.
         numbers, truth: the side's, and the reference's; NaN where there is none.
         tables: the logits of the reference; None if it shows none.
         scorer: scores other rows as the reference does.
@@ -99,7 +97,6 @@ class Prediction:
     """The numbers that a side would give if one thing were changed in the reference.
 
     Attributes:
-        id: the cause that this would be.
         changed: the one thing, as a phrase: "one id later".
         numbers: what follows from it; NaN where nothing does.
         advice: what to type if it is the cause.
@@ -120,12 +117,7 @@ class Prediction:
 
 
 def exact(before: float, after: float) -> bool:
-    """Return whether a change explains a difference wholly, so that no second cause hides in what is left.
-
-    Args:
-        before: mean |Δ| without the change, in nats.
-        after: mean |Δ| with it.
-    """
+    """Return whether a change explains a difference wholly, so that no second cause hides in what is left."""
     return after <= min(_LEFT * before, max(FLOAT32_NOISE, _LEFT_OF_LARGE * before))
 
 

@@ -73,7 +73,8 @@ def compare(
         timeout: seconds that each call may take.
         budget: seconds after which nothing more is tried: `Comparison.not_tried` names what was left out. All rows are
             scored, however long that takes, and so many of them are examined as half of the time is enough for.
-        quick: only the first four prompts, at most 8 sampled tokens, and a budget of 60 seconds if none is given.
+        quick: only four prompts, the first of `prompts`, and the rows made of their ids; at most 8 sampled tokens; and
+            a budget of 60 seconds if none is given.
         on_progress: is called before each step with what is done now, and about how many seconds are left; None while
             that is not known: it is estimated once the rows have been scored.
 
@@ -146,7 +147,6 @@ def compare(
 
 
 def _compare_sampling(made: Measurements, prompts: Sequence[list[int]], seed: int) -> None:
-    """Compare what each side says of tokens when it samples them with what it says when it scores them."""
     found = made.found
     scorers = [side for side in made.sides if side.can.score]
     for side in made.sides:

@@ -25,12 +25,7 @@ _TAIL = 500
 
 
 class Explainer:
-    """Explains the differences between scores.
-
-    Args:
-        made: what the sides said; what is found is added to its findings.
-        checkpoints: folders of other weights that a side may hold.
-    """
+    """Explains the differences between scores."""
 
     def __init__(self, made: Measurements, checkpoints: Sequence[str | PathLike[str]]) -> None:
         self._made, self._found, self._checkpoints = made, made.found, checkpoints
@@ -73,7 +68,6 @@ class Explainer:
         return gap.mean_abs > floor or (self._made.dtype(side) not in HALVES and gap.max_abs > _TAIL * floor)
 
     def _explain_side(self, side: OpenSide, others_agree: bool) -> None:
-        """Find what takes a side's numbers away from the plain forward."""
         made, found = self._made, self._found
         assert made.truth is not None and made.oracle is not None
         case = Case(

@@ -24,15 +24,7 @@ _LISTED = 10
 def measure(
     kind: GapKind, one: str, other: str, first: Numbers, second: Numbers, ids: Sequence[Sequence[int]], spell: Spell
 ) -> Gap:
-    """Return how far `second` is from `first`, over the tokens that both scored.
-
-    Args:
-        kind, one, other: as in `Gap`.
-        first: the numbers of `one`.
-        second: the numbers of `other`, in the same layout.
-        ids: the rows that were scored.
-        spell: returns the text of an id.
-    """
+    """Return how far `second` is from `first`, over the tokens that both scored."""
     a, b = _flat(first), _flat(second)
     there, here = torch.isfinite(a), torch.isfinite(b)
     both = there & here

@@ -17,8 +17,7 @@ from corelm_compare.findings import Findings
 from corelm_compare.gaps import distance, measure
 from corelm_compare.oracles import Oracle, Rows, Tables, affordable, chosen
 from corelm_compare.precision import HALVES, Rounding, halves, noise_of, related_dtype
-from corelm_compare.prompts import made_of_others
-from corelm_compare.records import Cause, Divergence, Experiment, Gap, GapKind, Row
+from corelm_compare.records import Cause, Divergence, Experiment, Gap, GapKind, Row, counted
 from corelm_compare.sides import OpenSide
 
 #: Sides agree within this multiple of their distances to themselves.
@@ -37,15 +36,9 @@ class Measurements:
     """Asks every side to score the rows, in several ways.
 
     Args:
-        sides: the engines.
-        sources: the rows.
-        oracle: the plain forward, if there is one.
         tolerance: the caller's; None to measure.
-        found: where what is found is added.
 
     Attributes:
-        sides, sources, oracle, found: as given.
-        rows: the ids of the rows.
         index: which rows are examined: those in which causes are looked for.
         numbers: each side's log-probs of all rows.
         tables, truth: the logits and the log-probs of the oracle for the examined rows; None without one.
@@ -78,7 +71,7 @@ class Measurements:
         self._measure_own()
 
     def _scores(self, side: OpenSide) -> list[Tensor]:
-        self.found.clock.step(f"{side.name} scores {len(self.rows)} rows")
+        self.found.clock.step(f"{side.name} scores {counted(self.sources)}")
         if side.can.score:
             return side.score(self.rows)
         # A side that cannot score says something of the rows that it has sampled.
@@ -100,12 +93,12 @@ class Measurements:
     def _failed(self, side: OpenSide, row: int) -> bool:
         source = self.sources[row]
         # Whether a side takes the long rows that are added here is not the caller's question.
-        asked = side.can.score and len(source.ids) > 1 and not made_of_others(source)
+        asked = side.can.score and len(source.ids) > 1 and not source.made_of_others
         return asked and not bool(torch.isfinite(self.numbers[side.name][row]).any())
 
     def _chosen_rows(self) -> list[int]:
         """Take the rows made of others, and those in which sides differ most, as far as memory and time allow."""
-        made = [n for n, source in enumerate(self.sources) if made_of_others(source)]
+        made = [n for n, source in enumerate(self.sources) if source.made_of_others]
         # Rows that a side does not answer teach nothing, and may be too long for the plain forward as well.
         answered = [
             n for n in range(len(self.rows)) if n not in made and not any(self._failed(side, n) for side in self.sides)
@@ -120,7 +113,8 @@ class Measurements:
             while len(index) > _FEWEST and self._duration(index, _READ) > room:
                 index.remove(max(index, key=lambda n: len(self.rows[n])))
         if len(index) < len(self.rows):
-            self.found.note(f"causes are looked for in {len(index)} of {len(self.rows)} rows; all are compared")
+            examined = counted([self.sources[n] for n in index])
+            self.found.note(f"causes are looked for in {examined}, of {counted(self.sources)}; all are compared")
         return sorted(index)
 
     def _duration(self, index: Sequence[int], passes: int) -> float:
@@ -135,7 +129,7 @@ class Measurements:
         self.found.clock.expect(agree + self.found.clock.seconds)
         more = f", and up to {differ - agree:.0f} s more if the sides differ" if differ > agree + 1 else ""
         rates = (f"{side.name} {side.tokens / side.seconds:,.0f} tokens/s" for side in self.sides if side.seconds)
-        self.found.clock.step(f"examining {len(self.index)} rows ({', '.join(rates)}){more}")
+        self.found.clock.step(f"examining {counted([self.sources[n] for n in self.index])} ({', '.join(rates)}){more}")
 
     def expect_explanations(self, sides: int) -> None:
         """Expect that so many sides are explained."""
@@ -167,7 +161,7 @@ class Measurements:
         starts = []
         for row in (self.sources[n] for n in self.index):
             size = len(row.ids)
-            starts.append(max(1, size // 2 if made_of_others(row) else min(row.prompt_length, size - 1)))
+            starts.append(max(1, size // 2 if row.made_of_others else min(row.prompt_length, size - 1)))
         return starts
 
     def _measure_own(self) -> None:
@@ -255,13 +249,10 @@ class OwnDistances:
     """What a side says about the same rows in different calls: four calls, and one for each row.
 
     Args:
-        side: the side.
-        rows: the rows.
         starts: from where on each row is scored late: the end of its prompt, for example.
         first: what it said of these rows when it was asked for the first time.
 
     Attributes:
-        gaps: the distances.
         together: its numbers for all rows in one call.
         alone: its numbers for each row in a call of its own.
         again: its numbers when exactly the same call was made again.
@@ -304,10 +295,6 @@ class OwnDistances:
         """Return what was tried, and the cause that the distances show.
 
         A side that does not say the same twice is asked twice more.
-
-        Args:
-            truth: the numbers of a reference; None without one.
-            noise: mean |Δ| that is rounding.
         """
         experiments = []
         kinds: list[tuple[str, GapKind, str, list[Tensor]]] = [

@@ -26,13 +26,7 @@ MOST_LOGITS = 250_000_000
 
 
 class Oracle:
-    """The plain forward of one checkpoint: one row at a time, no padding, no cache, float32.
-
-    Args:
-        plain: computes the logits.
-        folder: where the checkpoint is.
-        tokenizer: the checkpoint's own; None if it has none.
-    """
+    """The plain forward of one checkpoint: one row at a time, no padding, no cache, float32."""
 
     def __init__(self, plain: PlainOracle, folder: Path, tokenizer: Any) -> None:
         self.plain, self.folder, self.tokenizer = plain, folder, tokenizer
@@ -112,12 +106,7 @@ def rendered(
 
 
 def chosen(tables: Sequence[Tensor], rows: Rows) -> list[Tensor]:
-    """Return the log-prob of every id of each row under logits; NaN for the first.
-
-    Args:
-        tables: float32[len(row) - 1, vocabulary] for each row.
-        rows: the ids.
-    """
+    """Return the log-prob of every id of each row under logits; NaN for the first."""
     found = []
     for table, row in zip(tables, rows, strict=True):
         numbers = torch.full((len(row),), torch.nan)
@@ -142,10 +131,6 @@ def affordable(rows: Rows, vocab_size: int) -> list[int]:
 
 def find_oracle(given: Any, models: Sequence[Any]) -> tuple[Oracle | None, str | None]:
     """Return the oracle that a caller asks for, and why there is none.
-
-    Args:
-        given: as in `compare`.
-        models: the models of the sides.
 
     Raises:
         InvalidRequestError: a folder was named, and it holds no model that transformers can load.

@@ -130,13 +130,7 @@ def _delta(numbers: Sequence[Tensor], truth: Sequence[Tensor]) -> Tensor:
 
 
 def explain(case: Case, dtype: str | None, roundings: list[Rounding]) -> tuple[list[Experiment], Cause | None]:
-    """Return what was tried, and the cause `dtype` or `quantized` if one of them fits.
-
-    Args:
-        case: the side's scores, with an oracle.
-        dtype: the dtype that the side says it computes in; None if it does not say.
-        roundings: what to compare with.
-    """
+    """Return what was tried, and the cause `dtype` or `quantized` if one of them fits."""
     delta, side = _delta(case.numbers, case.truth), case.side.name
     experiments: list[Experiment] = []
     fitting: list[tuple[float, Rounding, Experiment]] = []

@@ -217,18 +217,13 @@ def _scaled(case: Case) -> Iterator[Prediction]:
 
 
 def _least(left: Callable[[float], float]) -> float:
-    """Return where a function of a factor is least: on a grid, then between its neighbours by golden section."""
-    tried = [left(float(factor)) for factor in _FACTORS]
-    place = min(range(len(tried)), key=tried.__getitem__)
-    low, high = (math.log(float(_FACTORS[min(max(place + by, 0), len(tried) - 1)])) for by in (-1, 1))
-    ratio = (math.sqrt(5) - 1) / 2
-    for _ in range(40):
-        one, other = high - ratio * (high - low), low + ratio * (high - low)
-        if left(math.exp(one)) < left(math.exp(other)):
-            high = other
-        else:
-            low = one
-    return math.exp((low + high) / 2)
+    """Return where a function of a factor is least: on a grid, then on finer ones between its neighbours."""
+    factors = _FACTORS
+    for _ in range(12):
+        best = min(range(len(factors)), key=[left(float(factor)) for factor in factors].__getitem__)
+        low, high = factors[max(best - 1, 0)], factors[min(best + 1, len(factors) - 1)]
+        factors = torch.linspace(float(low), float(high), 9, dtype=torch.float64)
+    return float((low + high) / 2)
 
 
 def _padded(case: Case) -> Iterator[Prediction]:

@@ -13,7 +13,7 @@ from corelm.spec import SamplingParams
 from corelm.validate import invalid, shown, token_ids
 from corelm_compare.findings import Findings
 from corelm_compare.oracles import Oracle
-from corelm_compare.records import Cause, Divergence, Row
+from corelm_compare.records import MADE_OF_OTHERS, Cause, Divergence, Row
 from corelm_compare.sides import OpenSide
 
 Kind = Literal["text", "conversation", "ids"]
@@ -39,8 +39,6 @@ CONVERSATIONS = (
         {"role": "user", "content": "And dry ice?"},
     ],
 )
-#: The text of the long rows; other rows of ids have none.
-_MADE_OF_OTHERS = "(made of the other rows)"
 #: What is sampled if the caller does not say.
 DEFAULT = SamplingParams(max_new_tokens=24)
 #: Lengths of the long rows: more than a block of any cache of prefixes (128 in vLLM on a CPU).
@@ -52,7 +50,7 @@ QUICK_PROMPTS, QUICK_TOKENS, QUICK_SECONDS = 4, 8, 60.0
 def built_in_prompts(sides: Sequence[OpenSide], quick: bool) -> list[Any]:
     """Return texts, and the conversations that the chat template of every side can render."""
     chats = [chat for chat in CONVERSATIONS if all(_renders(side, chat) for side in sides)]
-    return [*TEXTS[: QUICK_PROMPTS - 1], *chats[:1]] if quick else [*TEXTS, *chats]
+    return [*TEXTS[: QUICK_PROMPTS - len(chats[:1])], *chats[:1]] if quick else [*TEXTS, *chats]
 
 
 def _renders(side: OpenSide, chat: Sequence[Mapping[str, Any]]) -> bool:
@@ -101,11 +99,6 @@ def _row(ids: Sequence[int], prompt_length: int, text: str, kind: Kind) -> Row:
     return Row(
         ids=tuple(ids), prompt_length=prompt_length, tokens=(), text=text, kind=kind, sampled_by=None, numbers={}
     )
-
-
-def made_of_others(row: Row) -> bool:
-    """Return whether a row is one of those that are made of the others."""
-    return row.kind == "ids" and row.text == _MADE_OF_OTHERS
 
 
 def _refuse_long(rows: Sequence[Row], room: int | None) -> None:
@@ -170,7 +163,7 @@ def _long_rows(rows: Sequence[Row], room: int | None) -> list[Row]:
     for length, start in zip(_LONG, (0, len(ids) // 2), strict=True):
         size = min(length, length if room is None else room)
         made.append(list(islice(cycle(ids[start:] + ids[:start]), size)))
-    return [_row(each, 1, _MADE_OF_OTHERS, "ids") for each in made]
+    return [_row(each, 1, MADE_OF_OTHERS, "ids") for each in made]
 
 
 # Texts and conversations as ids -------------------------------------------------------------------------------------
@@ -259,7 +252,6 @@ def compare_texts(
 
 
 def _tokenization_differs(side: OpenSide, reference: str, ids: list[int], right: list[int]) -> tuple[str, str, str]:
-    """Return the id, the evidence and the advice of the cause."""
     bos = getattr(side.backend.tokenizer, "bos_token_id", None)
     for token in {*ids[:1], *right[:1], *([] if bos is None else [bos])}:
         shown = f"id {token} ({side.spell(token)!r})"
@@ -283,7 +275,6 @@ def _tokenization_differs(side: OpenSide, reference: str, ids: list[int], right:
 
 
 def _template_differs(name: str, reference: str, text: str, right: str) -> tuple[str, str, str]:
-    """Return the id, the evidence and the advice of the cause."""
     advice = "render with add_generation_prompt=True on both sides, or give both the same chat template"
     if right.startswith(text):
         return "generation-prompt", f"{name} leaves out {right[len(text) :]!r} at the end of a conversation", advice

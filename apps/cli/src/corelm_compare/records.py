@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -28,6 +28,8 @@ GapKind = Literal["sides", "sampled", "again", "company", "order", "late_start",
 FORMAT = "corelm_compare/1"
 #: Exit codes of a comparison that ran to its end. Errors have those of `corelm_cli`: 2 refused, 3 the engine failed.
 EXIT_CODES: dict[Verdict, int] = {"agree": 0, "rounding": 0, "differ": 1, "unexplained": 1}
+#: The text of rows that are made of the ids of others; other rows of ids have none.
+MADE_OF_OTHERS = "(made of the other rows)"
 #: id → what it means. The ids are stable: programs may test for them.
 CAUSES: dict[str, str] = {
     # Texts and conversations.
@@ -135,6 +137,11 @@ class Row(Record):
     kind: Literal["text", "conversation", "ids"]
     sampled_by: str | None
     numbers: Mapping[str, tuple[float, ...]]
+
+    @property
+    def made_of_others(self) -> bool:
+        """Whether it is no prompt, but made of the ids of all prompts, to be short or long."""
+        return self.kind == "ids" and self.text == MADE_OF_OTHERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +382,13 @@ class Comparison(Record):
         }[self.verdict]
 
 
+def counted(rows: Sequence[Row]) -> str:
+    """Return how many rows there are, in words: "4 prompts and 3 rows made of their ids"."""
+    made = sum(row.made_of_others for row in rows)
+    prompts = f"{len(rows) - made:,} prompt{'s' * (len(rows) - made != 1)}"
+    return f"{prompts} and {made} row{'s' * (made != 1)} made of their ids" if made else prompts
+
+
 def plain(value: Any) -> Any:
     """Return a record as dicts, lists, texts and numbers. NaN and infinities, which JSON does not have, are null."""
     if isinstance(value, Tensor):
@@ -406,7 +420,6 @@ def from_json(found: Mapping[str, Any]) -> Comparison:
 
 
 def _record(kind: Callable[..., R], found: Any, path: str) -> R:
-    """Return a record of a dataclass."""
     if not isinstance(found, Mapping):
         raise invalid(path, f"expected an object, got {shown(found)}")
     values = {}

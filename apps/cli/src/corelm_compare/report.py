@@ -150,7 +150,6 @@ def _shades(gap: Gap, allowed: float) -> Callable[[float], str]:
 
 
 def _printable(value: Any) -> Any:
-    """Return a text with escape sequences for what is not printable."""
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 

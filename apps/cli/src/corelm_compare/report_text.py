@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from corelm.errors import printable
-from corelm_compare.records import Comparison, Gap, GapKind
+from corelm_compare.records import Comparison, Gap, GapKind, counted
 
 #: What a distance of a side to itself compares.
 KINDS: dict[GapKind, str] = {
@@ -183,8 +183,8 @@ def summary(comparison: Comparison) -> str:
     gaps = between(comparison.gaps)
     if not gaps:
         return ""
-    gap, allowed, rows = gaps[0], tolerance(comparison, gaps[0]), len(comparison.rows)
+    gap, allowed = gaps[0], tolerance(comparison, gaps[0])
     tokens = max(each.count for each in comparison.gaps)
-    words = f"{tokens:,} token{'s' * (tokens != 1)} in {rows:,} row{'s' * (rows != 1)}: mean |Δ| "
+    words = f"{tokens:,} token{'s' * (tokens != 1)} in {counted(comparison.rows)}: mean |Δ| "
     words += f"{number(gap.mean_abs)} nats, the largest {number(gap.max_abs)}; {share(gap.outside)} of the ratios "
     return f"{words}outside [0.9, 1.1]; up to {number(allowed)} is their own noise"

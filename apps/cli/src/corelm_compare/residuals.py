@@ -55,7 +55,6 @@ def fresh_prefix(case: Case) -> Found:
 
 
 def _with_other(case: Case, row: Sequence[int], place: int) -> list[int]:
-    """Return a row with another id at a place."""
     if len(row) <= place:
         return list(row)
     size, old = case.side.can.vocab_size, row[place]
@@ -98,8 +97,6 @@ def earlier_weights(case: Case, checkpoints: Sequence[str | PathLike[str]], roun
     """Score with other checkpoints that the side may hold.
 
     Args:
-        case: the side's scores.
-        checkpoints: their folders.
         rounded: whether the side computes in a low precision, whose rounding may be as large as an update.
     """
     name, before = case.side.name, case.distance

@@ -62,15 +62,9 @@ def probe_sampling(
     Return whether the plain sampled numbers are right while the side's own scores of them are not.
 
     Args:
-        found: where what is found is added.
-        side: the side that samples.
-        prompts: the prompts; the first few are used.
         scorer: the side that scores rows: the side itself, or another one if it cannot score.
         arbiter: scores rows as the oracle, or another side, does: it says whether the sampled number or the scored one
             is wrong; None if there is no such.
-        oracle: the plain forward, if there is one.
-        seed: of the sampling.
-        noise: mean |Δ| that is rounding.
     """
     scores_are_wrong = plain_differs = False
     prompts = prompts[:PROMPTS]

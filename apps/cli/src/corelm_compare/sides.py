@@ -18,12 +18,8 @@ from corelm.spec import Adapter, Provenance, SamplingParams
 from corelm.validate import invalid
 from corelm_compare.oracles import rendered
 from corelm_compare.records import Side
-from corelm_engine_kit.redaction import Secrets
+from corelm_engine_kit.redaction import MASK, Secrets, is_secret
 from corelm_fleet.probes import dtype_of_engine, plain_modes
-
-#: Options whose values are secret.
-_SECRET = ("key", "token", "secret", "password", "header")
-_MASK = "***"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +67,6 @@ class OpenSide:
     """Asks one engine.
 
     Args:
-        backend: the engine.
-        name: its name in the comparison.
         spec: how it was opened; None if the caller opened it.
         timeout: seconds that a call may take.
         adapter: the adapter of its calls, if `spec` names none.
@@ -222,9 +216,9 @@ class OpenSide:
 
 def shown_options(options: Mapping[str, Any]) -> dict[str, str]:
     """Return options as texts, without secrets: of a mapping, such as `env` or `headers`, the names alone."""
-    secrets = {name: str(value) for name, value in options.items() if any(word in name.lower() for word in _SECRET)}
+    secrets = {name: str(value) for name, value in options.items() if is_secret(name, value)}
     masks = Secrets(secrets.values())
-    return {name: _MASK if name in secrets else masks.masked(_text_of(value)) for name, value in options.items()}
+    return {name: MASK if name in secrets else masks.masked(_text_of(value)) for name, value in options.items()}
 
 
 def _text_of(value: Any) -> str:

@@ -49,9 +49,7 @@ class ServingApp:
         store = (sessions if sessions is not None else SessionStore()) if options.sessions else None
         self.service = Service(batched(backend, options), options, store)
         self._batches = self.service.backend is not backend
-        guard = Middleware(_NameGuard)
-        if options.api_key is not None:
-            guard = Middleware(_KeyGuard, key=options.api_key)
+        guard = Middleware(_Guard, key=options.api_key)
         self._app = Starlette(
             routes=_routes(self.service),
             middleware=[guard],
@@ -74,42 +72,32 @@ class ServingApp:
                 await asyncio.to_thread(self.service.backend.cleanup, flush=False)
 
 
-class _KeyGuard:
-    """Lets requests with the key pass. ``/health`` needs none."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health" or self._is_right(Headers(scope=scope)):
-            await self._app(scope, receive, send)
-            return
-        message = "the key is missing or wrong; send the header 'Authorization: Bearer KEY' with the server's key"
-        wrong = Refusal(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        await _response(wrong)(scope, receive, send)
-
-    def _is_right(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        # Compared in constant time, so that the time tells nothing about the key.
-        same = hmac.compare_digest(key.strip().encode("utf-8", "surrogateescape"), self._key)
-        return same and scheme.lower() == "bearer"
-
-
-class _NameGuard:
-    """Lets requests to an address pass, and to localhost. For servers without a key.
+class _Guard:
+    """Lets requests with the key pass; ``/health`` needs none. Without a key, those to an address and to localhost.
 
     A page of another site could otherwise let the name of that site stand for this machine, and read the replies.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app, self._key = app, None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_address(Headers(scope=scope).get("host", "")):
-            await self._app(scope, receive, send)
-            return
-        message = "without a key, the server answers requests to localhost or to an IP address only; use one in the URL"
-        await _response(Refusal(400, message, code="host", param="host"))(scope, receive, send)
+        refused = self._refusal(Headers(scope=scope), scope["path"]) if scope["type"] == "http" else None
+        await (self._app if refused is None else _response(refused))(scope, receive, send)
+
+    def _refusal(self, headers: Headers, path: str) -> Refusal | None:
+        if self._key is None:
+            if _is_address(headers.get("host", "")):
+                return None
+            advice = "the server answers requests to localhost or to an IP address only; use one in the URL"
+            return Refusal(400, f"without a key, {advice}", code="host", param="host")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        # Compared in constant time, so that the time tells nothing about the key.
+        same = hmac.compare_digest(key.strip().encode("utf-8", "surrogateescape"), self._key)
+        if path == "/health" or (same and scheme.lower() == "bearer"):
+            return None
+        message = "the key is missing or wrong; send the header 'Authorization: Bearer KEY' with the server's key"
+        return Refusal(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 def _is_address(host: str) -> bool:

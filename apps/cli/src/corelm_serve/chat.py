@@ -95,7 +95,6 @@ class _ChatReply:
         await self._end(usage([prompt.ids], (each.ids for each in answers)))
 
     async def _recorded(self, result: GenerateResult, prompt: RenderedPrompt) -> tuple[list[Answer], list[Message]]:
-        """Record the answers and return them."""
         answers, messages = await asyncio.to_thread(self._read, result, prompt)
         record(self._turn, prompt.ids, answers, messages)
         self._exchange.refuse_if_over()

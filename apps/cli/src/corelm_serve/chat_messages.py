@@ -39,9 +39,6 @@ def said(message: Message | Mapping[str, Any]) -> Message:
     Values that are empty are left out, text parts are joined, and arguments of tool calls become objects, because chat
     templates write these. Ids that the client sent are left out: only those that
     the engine sampled count.
-
-    Raises:
-        InvalidRequestError: a field has the wrong type, as the parts of an image do; `field` names it.
     """
     given = message.to_dict() if isinstance(message, Message) else message
     if not isinstance(given, Mapping):

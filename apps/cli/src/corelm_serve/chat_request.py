@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from corelm.errors import InvalidRequestError
-from corelm.spec import Chat, Message, SamplingParams
+from corelm.spec import Chat, Message
 from corelm.validate import count, flag, invalid, one_of, shown
 from corelm_serve.chat_messages import said
-from corelm_serve.fields import LENGTHS, SAMPLING, check_names, model_of, sampling_of, streaming_of
+from corelm_serve.fields import LENGTHS, SAMPLING, Ask, check_names, model_of, sampling_of, streaming_of
 
 KNOWN = frozenset(
     {
@@ -38,25 +38,14 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAsk:
+class ChatAsk(Ask):
     """A request for a chat completion.
 
     Attributes:
-        model: the model that the client names, or None.
-        messages: the conversation.
-        sampling: how to sample.
-        stream: whether to send the answer as it comes.
-        include_usage: whether a stream ends with the number of tokens.
-        logprobs: whether to return log-probs.
-        top_logprobs: how many of the most probable ids to return for each token.
-        tools: the tools for the chat template; None for none.
-        template_kwargs: variables for the chat template.
         continue_final_message: what to do after an assistant turn at the end; see `PolicyOptions`.
     """
 
-    model: str | None
     messages: Chat
-    sampling: SamplingParams
     stream: bool
     include_usage: bool
     logprobs: bool

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from corelm.spec import SamplingParams
 from corelm.validate import count, flag, invalid, is_index, one_of, shown, token_ids
-from corelm_serve.fields import LENGTHS, SAMPLING, check_names, model_of, sampling_of, streaming_of
+from corelm_serve.fields import LENGTHS, SAMPLING, Ask, check_names, model_of, sampling_of, streaming_of
 
 _COMPLETION = frozenset(
     {
@@ -27,27 +27,19 @@ Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionAsk:
+class CompletionAsk(Ask):
     """A request for completions of texts.
 
     Attributes:
-        model: the model that the client names, or None.
-        texts: the prompts as texts, or None.
-        ids: the prompts as ids, or None.
-        sampling: how to sample.
         samples: whether to sample at all: ``max_tokens=0`` with `echo` only scores.
         echo: whether the prompt begins the text of the answer, and its log-probs those of the answer.
-        stream: whether to send the answer as it comes.
-        include_usage: whether a stream ends with the number of tokens.
         logprobs: how many of the most probable ids to return for each token, with its own log-prob; None for no
             log-probs.
         by_id: whether log-probs name each token by its id, as ``token_id:5``. Several ids may have one text.
     """
 
-    model: str | None
     texts: tuple[str, ...] | None
     ids: tuple[Ids, ...] | None
-    sampling: SamplingParams
     samples: bool
     echo: bool
     stream: bool
@@ -89,20 +81,14 @@ class CompletionAsk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenAsk:
+class TokenAsk(Ask):
     """A request for answers to ids, as ids.
 
     Attributes:
-        model: the model that the client names, or None.
-        prompts: the prompts.
-        sampling: how to sample.
         logprobs: the distribution of the log-probs to return; None for that of the server.
-        top_logprobs: how many of the most probable ids to return for each token.
     """
 
-    model: str | None
     prompts: tuple[Ids, ...]
-    sampling: SamplingParams
     logprobs: Literal["none", "raw", "processed"] | None
     top_logprobs: int
 
@@ -136,7 +122,6 @@ class TokenAsk:
 
 
 def _prompts(given: Any) -> tuple[tuple[str, ...] | None, tuple[Ids, ...] | None]:
-    """Return the texts, or the ids."""
     if isinstance(given, str):
         return (given,), None
     if not isinstance(given, list) or not given:

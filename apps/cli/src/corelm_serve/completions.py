@@ -123,7 +123,6 @@ class _CompletionReply:
         await self._end(numbers)
 
     def _choice(self, index: int, answer: Answer | None) -> dict[str, Any]:
-        """Return a choice: the prompt, if it is echoed, and the answer, if there is one."""
         text, logprobs = self._before(index)
         reason = "length"
         if answer is not None:
@@ -189,7 +188,6 @@ def record_all(turns: Sequence[Any], prompts: Sequence[Sequence[int]], answers: 
 
 
 def _joined(before: dict[str, Any] | None, then: dict[str, Any]) -> dict[str, Any]:
-    """Return the log-probs of a prompt and its answer as one object."""
     if before is None:
         return then
     return {name: None if before[name] is None or then[name] is None else [*before[name], *then[name]] for name in then}

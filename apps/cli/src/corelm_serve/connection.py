@@ -46,9 +46,6 @@ class Connection:
     async def body(self, most: int) -> bytes:
         """Return the body.
 
-        Args:
-            most: the largest number of bytes.
-
         Raises:
             Refusal: the body is larger, is not JSON, or takes too long.
             ClientLeft: the client hangs up before its body is complete.

@@ -5,29 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from corelm.spec import SamplingParams
 from corelm_serve.connection import ClientLeft, Connection
-from corelm_serve.fields import parsed
+from corelm_serve.fields import Ask, parsed
 from corelm_serve.generation import Call
 from corelm_serve.refusals import Refusal, refusal
 from corelm_serve.service import Service
-
-
-class Ask(Protocol):
-    """The body of a request, checked."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def model(self) -> str | None: ...
-
-    @property
-    def sampling(self) -> SamplingParams: ...
-
 
 #: The header of a request that is not to be recorded: one that tries the server out.
 NOT_RECORDED = ("X-Session-Record", "no")
@@ -39,10 +25,6 @@ C = TypeVar("C", bound=Call[Any])
 
 class Exchange:
     """One request and the calls that are made for it.
-
-    Args:
-        service: the engine and what the server knows.
-        connection: to the client.
 
     Attributes:
         session: the session that the client names, or None.

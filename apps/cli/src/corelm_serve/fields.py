@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from corelm.errors import brief
 from corelm.spec import SamplingParams
 from corelm.spec.sampling import LARGEST
 from corelm.validate import count, did_you_mean, flag, invalid, shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """The body of a request, checked: the model that the client names, and how to sample."""
+
+    model: str | None
+    sampling: SamplingParams
+
 
 #: What a client may tell about itself. It changes no answer and is not kept.
 METADATA = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
@@ -70,7 +80,6 @@ def check_names(given: Mapping[str, Any], known: Collection[str], where: str = "
     """Refuse fields that would be ignored.
 
     Args:
-        known: the fields that are read.
         where: the object that holds the fields, if that is not the body: ``"messages[0]"``.
 
     Raises:

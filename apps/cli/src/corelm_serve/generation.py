@@ -21,11 +21,7 @@ _PAUSE = 0.25
 
 
 class Call(Generic[R]):
-    """One call to the engine. When its client hangs up, it leaves the queue, or its result is dropped.
-
-    Args:
-        submit: makes the call.
-    """
+    """One call to the engine. When its client hangs up, it leaves the queue, or its result is dropped."""
 
     def __init__(self, submit: Callable[[], Future[R]]) -> None:
         self._submit = submit
@@ -69,12 +65,6 @@ class Generation(Call[GenerateResult]):
     When its client hangs up, an engine that can abort ends the answers, and they come back with the finish reason
     `abort` and the tokens so far. Another engine finishes a stream that has begun, and its answers come back whole; any
     other request leaves the queue, or its answers are dropped.
-
-    Args:
-        backend: the engine.
-        prompts: one list of ids per prompt.
-        sampling: how to sample.
-        options: other arguments of ``backend.generate``.
     """
 
     def __init__(self, backend: Backend, prompts: Any, sampling: SamplingParams, **options: Any) -> None:

@@ -98,12 +98,7 @@ _KINDS: tuple[tuple[type[Exception], _Kind], ...] = (
 
 
 def refusal(error: Exception, prompt: str = "prompt", typed: Collection[str] = ()) -> Refusal:
-    """Return the refusal for an error. One that core did not raise on purpose is logged, and not shown.
-
-    Args:
-        prompt: what the request calls its prompt.
-        typed: the fields of the request.
-    """
+    """Return the refusal for an error. One that core did not raise on purpose is logged, and not shown."""
     if isinstance(error, Refusal):
         return error
     for kind, found in _KINDS:

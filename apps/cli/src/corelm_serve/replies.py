@@ -12,12 +12,7 @@ from corelm_serve.service import Service
 
 
 class Heading:
-    """The fields that every part of one reply repeats.
-
-    Args:
-        service: the engine and what the server knows.
-        prefix: the beginning of the reply's name.
-    """
+    """The fields that every part of one reply repeats."""
 
     def __init__(self, service: Service, prefix: str) -> None:
         self._model, self._created = service.name, int(time.time())
@@ -50,14 +45,7 @@ def session_header(session_id: str | None) -> dict[str, str]:
 
 
 def record(turn: Any, prompt: Sequence[int], answers: Sequence[Answer], messages: Sequence[Any] = ()) -> None:
-    """Record the answers to one prompt, but not those that were aborted before the first token.
-
-    Args:
-        turn: the turn of the session.
-        prompt: the ids that the engine read.
-        answers: the answers.
-        messages: the message that each answer is; empty if the client reads texts or ids.
-    """
+    """Record the answers to one prompt, but not those that were aborted before the first token."""
     for choice, answer in enumerate(answers):
         if answer.finish_reason == "abort" and not answer.ids:
             continue

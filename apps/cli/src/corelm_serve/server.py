@@ -37,10 +37,6 @@ def new_key() -> str:
 def listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens, before an engine is opened.
 
-    Args:
-        host: an address of this machine. Any but that of the loopback interface lets other machines in.
-        port: 0 lets the system choose.
-
     Raises:
         OSError: the address cannot be used.
         InvalidRequestError: `host` is not an address.
@@ -127,10 +123,6 @@ def run_server(app: ServingApp, listener: socket.socket, ready: Callable[[], obj
     """Serve until Ctrl-C or SIGTERM, and return the number of that signal.
 
     The requests under way are ended and the threads of the batcher are stopped. The engine stays open.
-
-    Args:
-        listener: a socket that listens; it is closed.
-        ready: called when requests are answered.
     """
     server = _Server(app)
     try:

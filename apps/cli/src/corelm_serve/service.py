@@ -48,8 +48,6 @@ class RenderedPrompt:
     """A conversation as the engine reads it.
 
     Attributes:
-        ids: its ids.
-        text: its text.
         continues: whether the answer continues its last turn.
     """
 
@@ -191,10 +189,6 @@ class Service:
 
     def render(self, ask: ChatAsk, messages: Chat) -> RenderedPrompt:
         """Return the prompt of a conversation. Answers that the engine sampled keep their ids.
-
-        Args:
-            ask: the request: its tools, the variables for the template, and whether the last turn goes on.
-            messages: its conversation, with the ids of recorded answers.
 
         Raises:
             InvalidRequestError, TemplateError: the conversation cannot be rendered, or continued.

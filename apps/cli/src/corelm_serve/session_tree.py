@@ -20,6 +20,8 @@ from corelm.spec import Message, Provenance
 from corelm_serve.chat_messages import MessageKey
 from corelm_serve.session_records import NodeRecord, SessionRecord
 
+#: What a node has in common with its record.
+_RECORDED = ("id", "kind", "message", "tools", "created", "began", "choice", "finish_reason", "provenance")
 #: Of type code "q". Python 3.11 cannot subscript the class.
 Ids: TypeAlias = "array[int]"
 
@@ -117,17 +119,9 @@ class Node:
             if reading.log_probs is not None:
                 log_probs = (*(None,) * own, *reading.log_probs)
         return NodeRecord(
-            id=self.id,
+            **{name: getattr(self, name) for name in _RECORDED},
             parent=None if self.parent is None else self.parent.id,
-            kind=self.kind,
             role=None if self.message is None else self.message.role,
-            message=self.message,
-            tools=self.tools,
-            created=self.created,
-            began=self.began,
-            choice=self.choice,
-            finish_reason=self.finish_reason,
-            provenance=self.provenance,
             after=None if reading is None or reading.after is None else reading.after.id,
             shared=0 if reading is None else reading.shared,
             token_ids=ids,
@@ -171,10 +165,6 @@ class SessionTree:
     """The tree of one session. It is not thread-safe; its store is.
 
     Attributes:
-        id: its name.
-        named: whether a client chose the name.
-        created: when it began, in seconds since 1970.
-        updated: when it was last used.
         used: a number that is larger the later it was used.
         nodes: by their number; parents come before their children.
         turns: the open turns. A turn that its owner lost does not count.
@@ -255,12 +245,7 @@ class SessionTree:
         return answered or (not self.named and any(node.asked for node in path))
 
     def path_of(self, digest: bytes, keys: Sequence[MessageKey]) -> list[Node] | None:
-        """Return the nodes of a whole conversation, of those that say the same the most alike; None if there are none.
-
-        Args:
-            digest: that of the last message.
-            keys: what the messages say.
-        """
+        """Return the nodes of a conversation: of those that say the same, the most alike; None if there are none."""
         best: tuple[tuple[int, int, int], list[Node]] | None = None
         for node in self._by_digest.get(digest, ()):
             path = [*node.upwards()][::-1]

@@ -193,7 +193,6 @@ def _facts(td: TensorDictBase) -> list[str]:
 
 
 def _columns_to_show(td: TensorDictBase, top: TensorDictBase) -> dict[str, Sequence[Any]]:
-    """Return the columns of a table of the rows `top`, by title: the index, texts, and numbers."""
     columns = _columns(top)
     index = islice(product(*map(range, td.batch_size)), len(top))
     found: dict[str, Sequence[Any]] = {"": [", ".join(map(str, row)) or "0" for row in index]}
@@ -378,7 +377,6 @@ def _token_cells(td: TensorDictBase, tokenizer: Any) -> list[str]:
 
 
 def _fields(container: Any) -> dict[str, list[str]]:
-    """Return the fields of a container of one batch dimension, one cell for each row."""
     columns: dict[str, list[str]] = {}
     for name in container.keys():
         value = getattr(container, name)

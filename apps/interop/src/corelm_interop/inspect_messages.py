@@ -138,13 +138,6 @@ def assistant_of(answer: Message, model: str) -> ChatMessageAssistant:
 def log_probs_of(
     texts: TokenTexts, ids: Sequence[int], log_probs: Sequence[float], top: Sequence[Top] | None = None
 ) -> Logprobs:
-    """Return the log-probs of an answer.
-
-    Args:
-        texts: the texts of the tokens.
-        ids: its tokens.
-        log_probs: one per token.
-        top: for each token the most probable ids with their log-probs; None if none were asked for.
-    """
+    """Return the log-probs of an answer."""
     # Inspect has the shape of the OpenAI protocol.
     return Logprobs.model_validate({"content": chat_logprobs(texts, ids, log_probs, top)["content"]})

@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from inspect_ai.model import (
@@ -20,12 +21,13 @@ from inspect_ai.model import (
     StopReason,
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
+from rich.markup import escape
 from tensordict import TensorDict, TensorDictBase
 
 from corelm import Backend, History, LLMPolicy, NamedParser, PolicyOptions, get_backend, parser_named, ragged
 from corelm.application import AUTO, provenance_of_rows
 from corelm.batching import Limits
-from corelm.errors import EngineError, InvalidRequestError
+from corelm.errors import CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import Message, Mode
 from corelm.validate import invalid
 from corelm_interop import inspect_messages as convert
@@ -38,6 +40,24 @@ _log = logging.getLogger(__name__)
 LONGEST_ANSWER = 2048
 #: Samples that inspect works on at a time. An engine that batches by itself gains from more.
 CONNECTIONS, CONNECTIONS_OF_A_BATCHING_ENGINE = 64, 256
+
+
+@contextmanager
+def _told_in_one_message() -> Iterator[None]:
+    """Have the commands of inspect print the message of an error of ours, and no traceback.
+
+    They do so for errors of one class of theirs, and this class is added to that of ours.
+    """
+    try:
+        yield
+    except CoreLMError as error:
+        with suppress(ImportError):
+            from inspect_ai._util.error import PrerequisiteError
+
+            kind = type(error)
+            error.__class__ = type(kind.__name__, (kind, PrerequisiteError), {"__module__": kind.__module__})
+            vars(error)["message"] = escape(str(error))
+        raise
 
 
 class CoreLMAPI(ModelAPI):
@@ -67,6 +87,7 @@ class CoreLMAPI(ModelAPI):
         CoreLMError: the errors of `corelm.get_backend` and `LLMPolicy`.
     """
 
+    @_told_in_one_message()
     def __init__(
         self,
         model_name: str,
@@ -198,7 +219,6 @@ class CoreLMAPI(ModelAPI):
         )
 
     def _output(self, found: TensorDictBase, config: GenerateConfig) -> ModelOutput:
-        """Return what the policy found, one choice per answer."""
         answers = ragged(found, ("tokens", "response")).tolist()
         prompt = len(ragged(found, ("tokens", "prompt")).tolist()[0])
         reasons, problems = list(found["finish_reason"]), list(found["errors"])
@@ -281,7 +301,6 @@ class CoreLMAPI(ModelAPI):
 
 
 def _reasoning_key(parser: NamedParser | None) -> str:
-    """Return the key that a format uses for reasoning."""
     keys = () if parser is None else parser.keys
     return next((key for key in convert.REASONING if key in keys), convert.REASONING[0])
 
@@ -294,7 +313,6 @@ def _set_fields(record: Any) -> dict[str, Any]:
 
 
 def _record(found: TensorDictBase) -> dict[str, Any]:
-    """Return the answers as they are logged."""
     ids = ragged(found, ("tokens", "response")).tolist()
     answers = [
         {"text": text, "token_ids": row, "finish_reason": reason}

@@ -47,10 +47,7 @@ class AnswerWriter:
     """Answers prompts of ids.
 
     Args:
-        engine: the open backend.
         eot_token_id: ends an answer in addition to the engine's own ids.
-        max_length: the most ids of a prompt and its answer.
-        max_gen_toks: the length limit of an answer where the arguments set none.
         think_end_token: see `CoreLM`.
     """
 

@@ -362,7 +362,6 @@ def _opened(backend: Any, model: Any, options: dict[str, Any]) -> Backend:
 
 
 def _length(given: int | None, context: int | None) -> int:
-    """Return the most ids that the model reads."""
     if given is None:
         return context or DEFAULT_MAX_LENGTH
     if context is not None and count("max_length", given, 1) > context:
@@ -378,7 +377,6 @@ def _rows_of_call(batch_size: int | str | None, most: int | None) -> int:
 
 
 def _raise(failed: Problems) -> None:
-    """Raise one error for the requests that failed, if some did."""
     if failed:
         listed = first_few([f"request {row}: {why}" for row, why in sorted(failed.items())], "more requests")
         raise EngineError(f"the engine failed: {listed}", usable=True, problems=failed)

@@ -15,7 +15,6 @@ class TextEncoder:
     """Encodes texts.
 
     Args:
-        engine: the open backend, whose tokenizer it is.
         prefix: the id that precedes a text without a context.
         add_bos_token: whether a text begins with BOS; None leaves it to the tokenizer.
 

@@ -122,8 +122,6 @@ class ObservedCall:
 
 
 def _watched(hook: str) -> Callable[..., Generator[None, Any, Any]]:
-    """Return a wrapper of a hook for the class `Observer`."""
-
     @hookimpl(wrapper=True)
     def watch(self: Observer, request: Any) -> Generator[None, Any, Any]:
         call = ObservedCall(hook, request)

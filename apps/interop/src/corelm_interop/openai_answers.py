@@ -20,11 +20,9 @@ class Answer:
     """One answer.
 
     Attributes:
-        ids: the sampled ids.
         logprobs: one per id; None if none were asked for.
         top: the most probable ids at each token; None if none were asked for.
         text: the text, without the stop string that ended it.
-        finish_reason: why it ended.
         provenance: where the log-probs, and the ids, came from.
     """
 
@@ -41,7 +39,6 @@ class ScoredPrompt:
     """The log-probs of a prompt.
 
     Attributes:
-        ids: the prompt.
         logprobs: one per id; None for the first.
         top: the most probable ids at each token, none at the first; None if none were asked for.
     """

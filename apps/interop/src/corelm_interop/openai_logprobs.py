@@ -15,14 +15,7 @@ from corelm_interop.token_texts import TokenText, TokenTexts
 def chat_logprobs(
     texts: TokenTexts, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Top] | None
 ) -> dict[str, Any]:
-    """Return the `logprobs` of a choice of a chat completion.
-
-    Args:
-        texts: the texts of the tokens.
-        ids: the tokens.
-        logprobs: one per token.
-        top: the most probable ids at each token, or None.
-    """
+    """Return the `logprobs` of a choice of a chat completion."""
     content = []
     for at, (text, logprob) in enumerate(zip(texts.of(ids), logprobs, strict=True)):
         best = top[at] if top is not None else []
@@ -41,12 +34,7 @@ _WINDOW = 16
 
 
 class _Places:
-    """Where the text of each next token begins in the text that clients see.
-
-    Args:
-        decode: ids to text.
-        before: the ids that these tokens follow.
-    """
+    """Where the text of each next token begins in the text that clients see."""
 
     def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._decode = decode
@@ -75,8 +63,6 @@ class CompletionLogprobs:
     """Makes the `logprobs` of one choice of a completion, piece by piece.
 
     Args:
-        texts: the texts of the tokens.
-        tokenizer: decodes ids.
         prompt: the prompt, which the answer continues.
         skip_special_tokens: whether special tokens are no text of an answer.
         by_id: whether to name tokens by their ids, as ``token_id:5``, instead of by their texts.
@@ -97,13 +83,7 @@ class CompletionLogprobs:
         self._echoed = 0
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float | None], top: Sequence[Top] | None) -> dict[str, Any]:
-        """Return the `logprobs` of the next tokens of an answer.
-
-        Args:
-            ids: the tokens.
-            logprobs: one per token; None for the first token of a prompt.
-            top: the most probable ids at each token, or None.
-        """
+        """Return the `logprobs` of the next tokens of an answer."""
         return self._shape(ids, logprobs, top, [self._echoed + at for at in self._next(self._places, ids)])
 
     def echo(self, prompt: ScoredPrompt, text: str) -> dict[str, Any]:

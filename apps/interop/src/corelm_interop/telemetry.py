@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import Token
-from dataclasses import dataclass
 from typing import Any
 
 from corelm._version import __version__
@@ -42,14 +41,6 @@ _TOKENS = [4**power for power in range(14)]
 _SECONDS = [0.01 * 2**power for power in range(14)]
 _FIRST_TOKEN = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
 _NEXT_TOKEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]
-
-
-@dataclass(slots=True)
-class _Open:
-    """A span under way, and how to leave it."""
-
-    span: Span
-    token: Token[Context]
 
 
 class Telemetry(Observer):
@@ -98,7 +89,7 @@ class Telemetry(Observer):
         self._wait = histogram("corelm.client.wait.duration", "s", "Time before the engine was asked.", _SECONDS)
         self._retries = meter.create_counter("corelm.client.retries", "{call}", "Calls that were made again.")
 
-    def began(self, call: ObservedCall) -> _Open | None:
+    def began(self, call: ObservedCall) -> tuple[Span, Token[Context]] | None:
         operation = _OPERATIONS.get(call.hook)
         if operation is None:
             return None
@@ -107,20 +98,20 @@ class Telemetry(Observer):
         model = attributes.get("gen_ai.request.model")
         name = operation if model is None else f"{operation} {model}"
         span = self._tracer.start_span(name, parent, SpanKind.CLIENT, attributes, links)
-        return _Open(span, context.attach(trace.set_span_in_context(span, parent)))
+        return span, context.attach(trace.set_span_in_context(span, parent))
 
     def ended(self, call: ObservedCall) -> None:
-        opened: _Open | None = call.note
-        if opened is None:
+        if call.note is None:
             return
+        span, token = call.note
         try:
-            opened.span.set_attributes(_answered(call))
+            span.set_attributes(_answered(call))
             if call.error is not None:
-                opened.span.set_status(StatusCode.ERROR, brief(described(call.error)))
+                span.set_status(StatusCode.ERROR, brief(described(call.error)))
             self._measure(call)
         finally:
-            context.detach(opened.token)
-            opened.span.end()
+            context.detach(token)
+            span.end()
 
     def _measure(self, call: ObservedCall) -> None:
         named = _named(call, _OPERATIONS[call.hook])
@@ -163,7 +154,6 @@ def _named(call: ObservedCall, operation: str) -> dict[str, Any]:
 
 
 def _asked(call: ObservedCall) -> dict[str, Any]:
-    """Return what a span says of a request."""
     found: dict[str, Any] = {}
     if call.rows:
         found |= {"corelm.rows": call.rows, "corelm.callers": max(1, len(call.origins))}
@@ -191,7 +181,6 @@ def _asked(call: ObservedCall) -> dict[str, Any]:
 
 
 def _answered(call: ObservedCall) -> dict[str, Any]:
-    """Return what a span says of a result, or of an error."""
     if call.error is not None:
         return _error(call)
     found: dict[str, Any] = {}

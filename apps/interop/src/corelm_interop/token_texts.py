@@ -44,11 +44,7 @@ class TokenText:
 
 
 class TokenTexts:
-    """Remembers the text of every token that was asked for.
-
-    Args:
-        tokenizer: the engine's tokenizer.
-    """
+    """Remembers the text of every token that was asked for."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

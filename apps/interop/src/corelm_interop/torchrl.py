@@ -234,9 +234,6 @@ class ModuleTransform(Transform):
 
     In an environment it is applied to every step, with the step's results under ``next``; on a replay buffer or as the
     `postproc` of a collector, to every batch. Resets are passed through unchanged.
-
-    Args:
-        module: the module.
     """
 
     def __init__(self, module: TensorDictModuleBase) -> None:
@@ -263,13 +260,7 @@ def _for_torchrl(policy: LLMPolicy, **changes: Any) -> LLMPolicy:
 
 
 def _to_score(tensordict: TensorDictBase, scorer: LLMPolicy) -> tuple[LLMPolicy, TensorDict]:
-    """Return what to score, dense in the columns in which the losses read tokens, and the policy that scores it.
-
-    Raises:
-        InvalidRequestError: the attention mask is not as long as the tokens, or not a mask.
-        MissingKeyError: there are no tokens or no attention mask.
-        ProvenanceMismatchError: the tokens were sampled from a distribution other than the policy's.
-    """
+    """Return what to score, dense in the columns in which the losses read tokens, and the policy that scores it."""
     replays = _must_match(tensordict, scorer.options)
     batch = tensordict.batch_size
     tokens = Tokens(full=_padded(tensordict, "tokens", "full"), batch_size=batch)

@@ -164,7 +164,6 @@ def _conversations(history: TheirHistory) -> list[TheirHistory]:
 
 
 def _extended(prompt: TheirHistory, response: TheirHistory, length: int) -> TheirHistory:
-    """Return the prompts, filled up with placeholders to `length` messages, followed by the responses."""
     if prompt.ndim > 1:
         parts = zip(prompt.unbind(0), response.unbind(0), strict=True)
         return lazy_stack([_extended(*part, length) for part in parts])

@@ -82,7 +82,7 @@ class GRPORollout:
         self._conversation = conversation
         self._pushes = push_weights == "step"
         # Whose weights the backend was given last, in which run, and when.
-        self._pushed: tuple[Callable[[], Any], Callable[[], Any], Any] = (_none, _none, None)
+        self._pushed: tuple[Callable[[], Any], Callable[[], Any], Any] = (lambda: None, lambda: None, None)
 
     def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         """Return what TRL expects of a `rollout_func`: a list with an entry for each prompt, under each key.
@@ -163,10 +163,6 @@ class GRPORollout:
         else:
             expect = None if self.backend.engine.listener is None else probe_scores(model)
             self.backend.update_weights(model, expect=expect)
-
-
-def _none() -> None:
-    return None
 
 
 class _InPlaceOfVLLM:

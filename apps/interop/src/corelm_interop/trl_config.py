@@ -119,7 +119,6 @@ def must_be_served(trainer: GRPOTrainer, *, has_vllm: bool, in_turns: bool) -> N
 
 
 def _sampling_of(trainer: GRPOTrainer) -> SamplingParams:
-    """Return the sampling parameters of the trainer's `GRPOConfig`."""
     args = trainer.args
     own = {**{name: getattr(args, name) for name in _NEUTRAL}, "temperature": args.temperature}
     own["min_p"] = own["min_p"] or 0.0

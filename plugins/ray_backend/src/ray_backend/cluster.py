@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 #: The address of a cluster that only this machine can reach.
 _LOOPBACK = "127.0.0.1"
+#: Seconds that a cluster's address may take to accept a connection.
+_CONNECT_TIMEOUT = 10.0
 
 
 class Cluster:
@@ -95,6 +98,10 @@ class Cluster:
         alone = address == "local"
         options = {"include_dashboard": False, "_node_ip_address": _LOOPBACK} if alone else {}
         try:
+            if not alone:
+                _must_listen(address)
+                if address.startswith((_LOOPBACK, "localhost")):
+                    _use_token()
             # A driver that names another address of this machine would not be reached from a cluster on loopback.
             with _on_loopback() if alone or address.startswith((_LOOPBACK, "localhost")) else nullcontext():
                 silent = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -104,8 +111,10 @@ class Cluster:
                 ray.shutdown()
             if not isinstance(error, Exception):
                 raise
-            what = "Ray did not start" if alone else f"no Ray cluster could be joined at {address}"
-            raise EngineError(f"{what}: {described(error)}", usable=False) from error
+            what, advice = "Ray did not start" if alone else f"no Ray cluster could be joined at {address}", ""
+            if not alone and type(error) is ConnectionError and "RAY_AUTH_MODE" not in os.environ:
+                advice = "; if the cluster has a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+            raise EngineError(f"{what}: {described(error)}{advice}", usable=False) from error
         self.ours, self._process = True, os.getpid()
         if alone:
             where, logs = ray.get_runtime_context().gcs_address, context.address_info.get("session_dir", "")
@@ -139,6 +148,24 @@ def _on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _must_listen(address: str) -> None:
+    """Raise an error at once if nothing listens at an address: Ray tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT).close()
+
+
+def _use_token() -> None:
+    """Have Ray send the user's token, if there is one: a cluster that `ray.init` starts demands it.
+
+    For an address that was given, Ray itself does so only with RAY_AUTH_MODE=token.
+    """
+    with suppress(ImportError):
+        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 #: The one connection of this program.

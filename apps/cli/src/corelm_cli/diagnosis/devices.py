@@ -63,7 +63,6 @@ def torch_findings(facts: Mapping[str, Any], driver: Sequence[str]) -> Iterator[
 
     Args:
         facts: see `_TORCH`.
-        driver: the GPUs that the driver lists, each with the driver's version.
     """
     version, gpus = facts["version"], facts["gpus"]
     if not (facts["cuda"] or facts["hip"]):

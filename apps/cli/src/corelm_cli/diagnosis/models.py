@@ -29,12 +29,7 @@ _PATIENCE = 20.0
 
 
 def model_findings(choice: EngineChoice, found: Scan) -> Iterator[Finding]:
-    """Open a model, time a short batch, and yield the findings.
-
-    Args:
-        choice: the model and its engine.
-        found: the backends of this interpreter.
-    """
+    """Open a model, time a short batch, and yield the findings."""
     about = f"model {choice.model}"
     began = time.perf_counter()
     try:

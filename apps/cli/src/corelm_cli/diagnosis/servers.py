@@ -29,7 +29,6 @@ class ServerChoice:
     """A server to look at.
 
     Attributes:
-        url: where it is.
         backend: the backend to use; None for the one that fits.
         model: the model's name there; None for its only one.
         options: more options of the backend, such as `api_key` and `tokenizer`.
@@ -42,12 +41,7 @@ class ServerChoice:
 
 
 def server_findings(choice: ServerChoice, found: Scan) -> Iterator[Finding]:
-    """Yield what is found about a server. A few short prompts are sent to it.
-
-    Args:
-        choice: which server.
-        found: the backends of this interpreter.
-    """
+    """Yield what is found about a server. A few short prompts are sent to it."""
     from corelm_engine_kit.http_errors import AccessError
 
     about = f"server {choice.url}"
