@@ -123,8 +123,6 @@ class _Probe:
     def declare(self, **found: Any) -> None:
         self.learn(capabilities=replace(self.info.capabilities, **found))
 
-    # Prompts ---------------------------------------------------------------------------------------------------------
-
     def prompts(self) -> None:
         """Find out whether the server takes ids, and which fields it does not refuse."""
         encode, optional = self.info.vocabulary.encode, {**protocol.NEUTRAL, **_ASK_FOR_IDS}
@@ -175,8 +173,6 @@ class _Probe:
         if len(others) > len(telling) / 2:
             raise _other_tokenizer(f"it answers {others[0][0]!r} to a text, and {others[0][2]!r} to its ids")
 
-    # Ids and names ---------------------------------------------------------------------------------------------------
-
     def ids(self) -> None:
         """Find out whether replies say which ids were sampled, and how they name tokens."""
         info, vocabulary = self.info, self.info.vocabulary
@@ -200,8 +196,6 @@ class _Probe:
         # Most entries of a vocabulary are the same as their texts, so what more names stand for is what is meant.
         naming = max(shown, key=lambda each: len(names & vocabulary.table(each).keys()), default=None)
         self.learn(states_ids=states_ids, naming=naming)
-
-    # Sampling --------------------------------------------------------------------------------------------------------
 
     def ends(self) -> None:
         """Find out how answers can be ended, and kept from ending."""
@@ -275,8 +269,6 @@ class _Probe:
         # A server does not say whether it is slower with seeds, and some are.
         self.declare(per_answer_seeds=honoured, seeds_are_costly=honoured)
 
-    # Log-probs -------------------------------------------------------------------------------------------------------
-
     def logprobs(self) -> None:
         """Find out which distribution the log-probs of sampled tokens are of."""
         if self.info.naming is None:
@@ -299,10 +291,12 @@ class _Probe:
         if not cold:
             return "none"
         common = sorted(cold.keys() & hot.keys(), key=lambda name: -cold[name])
-        spread, best = (cold[common[0]] - cold[common[-1]], math.exp(cold[common[0]])) if common else (0.0, 1.0)
-        # A truncation hardly changes the log-prob of a token that is almost certain.
-        if spread < _SPREAD or best > 1 - _SPREAD:
-            return _undecided("the tokens that it names at both temperatures are equally likely, or one almost certain")
+        spread = cold[common[0]] - cold[common[-1]] if common else 0.0
+        if spread < _SPREAD:
+            return _undecided(f"it names {len(common)} tokens at both temperatures, or equally likely ones")
+        best = math.exp(cold[common[0]])
+        if best > 1 - _SPREAD:
+            return _undecided("its likeliest token is almost certain, so that a truncation would change nothing")
         if sum(map(math.exp, hot.values())) > 1 + _SAME:
             return _undecided(f"at temperature {_HOT} the probabilities of its tokens have a sum above 1")
         top = self.by_name(temperature=_COLD, top_p=best / 2).get(common[0])
@@ -348,20 +342,19 @@ class _Probe:
         asked = [{"max_tokens": length, "temperature": 1.0} for length in (24, 8, 2) for _ in range(_DRAWS)]
         # Whether the server misnames the last id is found out below, once its scores are known to be right.
         prompt, last = info.vocabulary.encode(TEXTS[0]), info.vocabulary.size - 1
-        answers = (each for each in self.ask(*asked) if each is not None)
-        rows = ((each.ids, each.told.logprobs) for each in answers if each.ids and each.told and last not in each.ids)
-        answer, sampled = next(rows, ([], []))
-        if not answer:
+        answers = [each for each in self.ask(*asked) if each and each.ids and each.told and last not in each.ids]
+        if not answers:
             return
-        ids = [*prompt, *answer]
+        answer, told = answers[0].ids or [], answers[0].told
+        ids, sampled = [*prompt, *answer], _numbers(dict(enumerate(told.logprobs if told else ())))
         for most in (0, 1):
             trying = replace(info, echo=most)
             (reply,) = self.post([protocol.echo_request(ids, trying)])
             scores = _attempt(protocol.row_scores, reply, ids, trying)
             if scores is None:
                 continue
-            known = _numbers(dict(enumerate(sampled)))
-            if len(known) == len(answer) and _agree(known, dict(enumerate(scores.logprobs[len(prompt) - 1 :]))):
+            scored = dict(enumerate(scores.logprobs[len(prompt) - 1 :]))
+            if len(sampled) == len(answer) and _agree(sampled, scored):
                 # The last id may have the name of the first one.
                 row = [*prompt, last, *prompt]
                 (reply,) = self.post([protocol.echo_request(row, trying)])
@@ -374,14 +367,13 @@ class _Probe:
                 return
             _log.warning("the server's scores of an echoed prompt are not those of the same tokens when sampled")
 
-    # Penalties -------------------------------------------------------------------------------------------------------
-
     def penalties(self) -> None:
         """Find out which penalties the server honours, and whether they are in its log-probs if they should be."""
         mode = self.info.logprobs
         if mode not in ("raw", "processed", "scaled") or not self.info.takes_ids:
             return
-        shown = {each for each in protocol.PENALTIES if self._is_shown_by(each, "raw" if mode == "raw" else "reshaped")}
+        greedy = "raw" if mode == "raw" else "reshaped"
+        shown = {each for each in protocol.PENALTIES if self._is_shown_by(each, greedy)}
         self.declare(sampling={**self.info.capabilities.sampling, **dict.fromkeys(shown, (-2.0, 2.0))})
         if mode == "processed":
             shown = {each for each in shown if self._is_shown_by(each, "included", temperature=1.0)}

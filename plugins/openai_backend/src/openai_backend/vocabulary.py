@@ -88,4 +88,4 @@ class Vocabulary:
         if naming == "id":
             return f"{BY_ID}{token}"
         entry = getattr(self.tokenizer, "convert_ids_to_tokens", None)
-        return self.text([token]) if naming == "text" or entry is None else str(entry(token))
+        return self.text([token]) if naming == "text" or entry is None else str(entry(token) or "")

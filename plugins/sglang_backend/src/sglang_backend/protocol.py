@@ -92,9 +92,6 @@ def lists_of_answers(request: GenerateRequest) -> tuple[str, ...]:
     return tuple(names)
 
 
-# Streams --------------------------------------------------------------------------------------------------------------
-
-
 class AnswerStreams(ReplyStreams):
     """The streams of a call. Each event of a server is a reply with the whole answer so far.
 
@@ -204,7 +201,8 @@ def whole_answer(
     # would write the string in itself. It looks for none that `safe_stops` leaves out, and for no stop id where
     # `parameters` had to switch that off.
     end = answer_end(ids, request.stop_ids, stops)
-    least, ended, last = min(request.sampling.min_new_tokens, limit), end is not None, ids[-1] if ids else None
+    least, ended = min(request.sampling.min_new_tokens, limit), end is not None
+    last = ids[-1] if ids else None
     reason = checked_finish_reason(reason, len(ids), limit=limit, least=least, ended=ended, aborted=aborted, last=last)
     answer = row_answer(meta, ids, end, "stop" if ended else reason, request, info)
     return replace(answer, cached_tokens=meta.get("cached_tokens"))
@@ -237,7 +235,8 @@ def row_scores(
     if _finish_reason(meta) == "abort":
         return RowFailure("the request was aborted", aborted=True)
     check_labels(meta, [info.weight_label])
-    size, name, k = info.capabilities.vocab_size, "input_token_logprobs", max(request.top_k, int(request.return_argmax))
+    size, name = info.capabilities.vocab_size, "input_token_logprobs"
+    k = max(request.top_k, int(request.return_argmax))
     logprobs = checked_logprobs(_echoed(meta[name], ids, size, name, without=1), len(ids) - 1)
     argmax = argmax_of(meta, ids[1:], logprobs, k, size) if request.return_argmax else ()
     top = top_ids_of(meta, "input", len(logprobs), k, size) if request.top_k else None
