@@ -135,7 +135,8 @@ class _Probe:
             raise _refusal(self.url, self.info.name, replies[0])
         if _attempt(only_choice, replies[0]) is None:
             raise EngineError(f"{self.url}: what it answers is not a completion with one choice", usable=False)
-        by_text, by_ids, others = replies[:2], replies[2:4], replies[4:]
+        count = len(TEXTS)
+        by_text, by_ids, others = replies[:count], replies[count : 2 * count], replies[2 * count :]
         tried = zip(optional, others, strict=True)
         accepted = {name: optional[name] for name, reply in tried if not isinstance(reply, CoreLMError)}
         self.learn(fields={**accepted, **self.info.fields})
@@ -278,7 +279,8 @@ class _Probe:
             _log.warning("the fields of extra_body may change the server's log-probs, so none are used")
             mode = "none"
         self.learn(logprobs=mode)
-        self.declare(generation_modes=frozenset() if mode == "none" else {"raw" if mode == "untouched" else mode})
+        modes = {"none": (), "untouched": ("raw",)}.get(mode, (mode,))
+        self.declare(generation_modes=frozenset(modes))
 
     def _mode(self) -> LogprobsMode:
         """Return which log-probs the server returns, as far as two temperatures and a truncation can show it.
