@@ -144,12 +144,12 @@ def test_scores_are_found_although_most_answers_hold_an_id_that_the_server_misna
 
 def test_an_answer_ends_with_eos_and_keeps_it(make):
     name, backend = make
-    batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16}, logprobs="none")
+    batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16, "seed": 1}, logprobs="none")
     ended = [ids for ids, reason in zip(batch.ids.tolist(), batch.finish_reasons, strict=True) if reason == "stop"]
     assert ended and all(ids[-1] == EOS and EOS not in ids[:-1] for ids in ended)
     if name == "hosted":
         # It says nothing of EOS: such a row fails if log-probs are asked for.
-        scored = backend.generate(PROMPTS * 6, {"max_new_tokens": 16}, logprobs="raw", on_error="skip")
+        scored = backend.generate(PROMPTS * 6, {"max_new_tokens": 16, "seed": 1}, logprobs="raw", on_error="skip")
         failed = [error for error in scored.errors if error]
         assert failed and all("ended with EOS, of which it gives no log-prob" in error for error in failed)
         assert "length" in scored.finish_reasons
@@ -163,7 +163,7 @@ def test_an_answer_ends_with_eos_and_keeps_it(make):
 def test_an_eos_is_found_where_no_bias_can_show_how_it_is_reported():
     for says_eos in (True, False):
         with opened(FakeOpenAI(knows=PROTOCOL - {"logit_bias"}, says_eos=says_eos)) as backend:
-            batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16}, logprobs="none")
+            batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16, "seed": 1}, logprobs="none")
         for ids, reason in zip(batch.ids.tolist(), batch.finish_reasons, strict=True):
             assert (reason == "stop") == (ids[-1] == EOS) and EOS not in ids[:-1], says_eos
         assert "stop" in batch.finish_reasons, says_eos
@@ -171,7 +171,7 @@ def test_an_eos_is_found_where_no_bias_can_show_how_it_is_reported():
 
 def test_an_end_that_the_backend_does_not_know_fails_its_row():
     with opened(FakeOpenAI(states_ids=True), eos_token_ids=[1]) as backend:
-        batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16}, logprobs="none", on_error="skip")
+        batch = backend.generate(PROMPTS * 6, {"max_new_tokens": 16, "seed": 1}, logprobs="none", on_error="skip")
     failed = [error for error in batch.errors if error]
     assert failed and all("may have stop ids that this backend does not know" in error for error in failed)
 

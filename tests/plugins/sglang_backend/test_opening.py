@@ -101,6 +101,13 @@ def test_eos_ids_of_all_files_are_joined(fake, connect, folder, tmp_path):
     assert connect().capabilities.eos_token_ids == {2, 9}
 
 
+@pytest.mark.parametrize("wrong", [2, ["</s>"], [2, VOCAB]])
+def test_eos_ids_that_are_not_ids_of_the_vocabulary_are_refused(connect, wrong):
+    with pytest.raises(InvalidRequestError) as caught:
+        connect(eos_token_ids=wrong)
+    assert caught.value.field == "eos_token_ids"
+
+
 def test_other_kinds_of_servers_are_refused(fake, connect):
     fake.model_info["is_generation"] = False
     with pytest.raises(EngineError, match="not an SGLang server"):

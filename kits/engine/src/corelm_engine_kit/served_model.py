@@ -9,7 +9,8 @@ from typing import Any
 
 from corelm.errors import CapabilityError, described
 from corelm.spec import saved_shapes
-from corelm.validate import count, invalid
+from corelm.validate import count, invalid, token_ids
+from corelm_engine_kit.eos import eos_token_ids
 from corelm_engine_kit.hints import why_unreadable
 from corelm_engine_kit.hub import hub_options
 
@@ -58,6 +59,23 @@ class ModelHints:
                 f"that of {os.fspath(source)!r} {why_unreadable(error)}; pass tokenizer=, the server's own tokenizer "
                 "or its folder",
             ) from error
+
+    def eos_ids(self, *sources: Any, vocab_size: int) -> frozenset[int]:
+        """Return the ids with which the server ends every answer: the caller's, or else those that the sources name.
+
+        Args:
+            sources: see `eos_token_ids`.
+            vocab_size: ids are below it.
+
+        Raises:
+            InvalidRequestError: the caller's are not ids of the vocabulary; `field` is ``eos_token_ids``.
+        """
+        if self.eos_token_ids is None:
+            return eos_token_ids(*sources, vocab_size=vocab_size)
+        given = token_ids("eos_token_ids", self.eos_token_ids)
+        if max(given, default=0) >= vocab_size:
+            raise invalid("eos_token_ids", f"the vocabulary has the ids 0 to {vocab_size - 1}, got {max(given)}")
+        return frozenset(given)
 
     def context(self, stated: Any) -> int | None:
         """Return the longest prompt + answer; None if neither the caller nor the server says it.

@@ -1,7 +1,8 @@
 """Build the completion requests, one for each row, and parse the server's replies.
 
 A server ignores fields that it does not know, so a parameter is declared only if `probing` has seen it work, or the
-caller says so (``honours=``). A reply is believed only as far as it can be checked against its request.
+caller says so (``honours=``). A reply is believed only as far as it can be checked against its request: functions that
+read one raise `RowError` where it is about another request, contradicts itself, or does not say what is needed.
 """
 
 from __future__ import annotations
@@ -44,13 +45,7 @@ HOTTEST, COLDEST = 2.0, 0.01
 PENALTIES = ("presence_penalty", "frequency_penalty")
 #: Fields for which a server may have defaults that change the distribution, at the values that change nothing. They are
 #: sent to servers that do not refuse them.
-NEUTRAL: dict[str, Any] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
+NEUTRAL: Payload = {**dict.fromkeys(PENALTIES, 0.0), "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 # Prompts --------------------------------------------------------------------------------------------------------------
@@ -62,21 +57,13 @@ def prompt_of(ids: list[int], info: ServerInfo) -> list[int] | str | None:
 
 
 def check_prompt(reply: Any, ids: list[int], info: ServerInfo) -> None:
-    """Raise a `RowError` if the reply says that the server has read another prompt."""
+    """Check that the reply does not say that the server has read another prompt."""
     read = only_choice(reply).get("prompt_token_ids")
     if info.takes_ids and isinstance(read, list) and read and read != ids:
         raise RowError("it answers another prompt")
     found = count(reply, "prompt_tokens")
     if info.counts_prompts and found is not None and found != len(ids):
         raise RowError(f"the server says that it read {found} tokens, but the prompt has {len(ids)}")
-
-
-def _no_text(info: ServerInfo) -> RowFailure:
-    adds = ", and adds its special tokens to it" if info.adds_special_tokens else ""
-    return RowFailure(
-        f"the server takes prompts as text only{adds}, and no text is encoded to the ids of this prompt; give a prompt "
-        "that the tokenizer itself could have made, or use a server that takes ids"
-    )
 
 
 # Generating -----------------------------------------------------------------------------------------------------------
@@ -89,14 +76,18 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> dict[int,
         CapabilityError, InvalidRequestError: what the server would ignore or change.
     """
     _check(request, info)
-    details: Payload = {}
-    if request.logprobs != "none" or (info.naming is not None and not info.states_ids):
-        details["logprobs"] = LOGPROBS
+    named = request.logprobs != "none" or (info.naming is not None and not info.states_ids)
+    common = {**info.fields, **({"logprobs": LOGPROBS} if named else {})}
+    adds = ", and adds its special tokens to it" if info.adds_special_tokens else ""
+    no_text = RowFailure(
+        f"the server takes prompts as text only{adds}, and no text is encoded to the ids of this prompt; give a prompt "
+        "that the tokenizer itself could have made, or use a server that takes ids"
+    )
     payloads: dict[int, Payload | RowFailure] = {}
     for row, (ids, limit, seed) in enumerate(prompts_and_limits(request, info.capabilities.max_context)):
         prompt = prompt_of(ids, info)
-        fields = {"max_tokens": limit, **_parameters(request, info, seed), **details}
-        payloads[row] = _no_text(info) if prompt is None else {**info.fields, **fields, "prompt": prompt}
+        own = {"max_tokens": limit, **_parameters(request, info, seed), "prompt": prompt}
+        payloads[row] = no_text if prompt is None else {**common, **own}
     return payloads
 
 
@@ -125,76 +116,62 @@ def _parameters(request: GenerateRequest, info: ServerInfo, seed: int | None) ->
 def _check(request: GenerateRequest, info: ServerInfo) -> None:
     """Refuse what the server would serve differently, and log-probs of a distribution that was not tried."""
     sampling, given = request.sampling, request.sampling.engine_parameters()
+    truncations: list[str] = [name for name in ("top_k", "top_p", "min_p") if name in given]
+    ends_at_eos_only = request.stop_ids <= info.eos_token_ids
+    reshaped = ["temperature"] * ("temperature" in given) + truncations if info.logprobs == "untouched" else []
+    untried = sorted((VOUCHED.keys() & given.keys()) - info.tried - {"top_k", "min_p"})
     if 0 < sampling.temperature < COLDEST:
         raise invalid(
             "temperature", f"servers raise {sampling.temperature} or decode greedily; give 0 or at least {COLDEST}"
         )
-    truncations: list[str] = [name for name in ("top_k", "top_p", "min_p") if name in given]
-    ends_at_eos_only = request.stop_ids <= info.eos_token_ids
-    reshaped, untried = [], list[str]()
-    if request.logprobs != "none":
-        reshaped = ["temperature"] * ("temperature" in given) + truncations if info.logprobs == "untouched" else []
-        untried = sorted((VOUCHED.keys() & given.keys()) - info.tried - {"top_k", "min_p"})
-    refused = (
-        (
-            not sampling.greedy and not info.samples,
+    if not sampling.greedy and not info.samples:
+        raise _lacking(
             "temperature",
             "the server answers greedily at every temperature; give temperature=0, or have it sample with a field that "
             "every request carries (extra_body=)",
-        ),
-        (
-            len(truncations) > 1,
-            "top_p",
-            "servers apply top_k, top_p and min_p in different orders; give one of them",
-        ),
-        (
-            not info.ignores_eos and not info.eos_token_ids <= request.stop_ids,
-            "ignore_eos",
-            "the server ends every answer at EOS, and was not seen to honour ignore_eos; leave it out",
-        ),
-        (
-            not info.knows_ids and not ends_at_eos_only,
-            "stop_token_ids",
-            "the server does not say which ids it sampled, so that an answer cannot end with one of stop_token_ids; "
-            "give stop",
-        ),
-        (
-            sampling.min_new_tokens and not info.stops_at_ids and not ends_at_eos_only,
-            "min_new_tokens",
-            "the server does not know the stop ids, so it cannot hold them back; leave out min_new_tokens",
-        ),
-        (
-            reshaped,
+        )
+    if len(truncations) > 1:
+        raise _lacking("top_p", "servers apply top_k, top_p and min_p in different orders; give one of them")
+    if not info.ignores_eos and not info.eos_token_ids <= request.stop_ids:
+        raise _lacking(
+            "ignore_eos", "the server ends every answer at EOS, and was not seen to honour ignore_eos; leave it out"
+        )
+    if not info.knows_ids and not ends_at_eos_only:
+        raise _lacking(
+            "stop_token_ids", "the server does not say which ids it sampled, so these cannot end an answer; give stop"
+        )
+    if sampling.min_new_tokens and not info.stops_at_ids and not ends_at_eos_only:
+        raise _lacking(
+            "min_new_tokens", "the server does not know the stop ids, so it cannot hold them back; leave it out"
+        )
+    if request.logprobs != "none" and reshaped:
+        raise _lacking(
             "generation_modes",
-            f"it could not be found out whether the server's log-probs are the model's own with {''.join(reshaped[:1])}"
-            "; give temperature=1 and no truncation, or logprobs='none'",
-        ),
-        (
-            untried,
+            f"it could not be found out whether the server's log-probs are the model's own with {reshaped[0]}; give "
+            "temperature=1 and no truncation, or logprobs='none'",
+        )
+    if request.logprobs != "none" and untried:
+        raise _lacking(
             "generation_modes",
             f"it is not known whether the server's log-probs include {', '.join(untried)}; leave it out, or ask for "
             "logprobs='none'",
-        ),
-        (
-            sampling.max_new_tokens is None and info.capabilities.max_context is None,
+        )
+    if sampling.max_new_tokens is None and info.capabilities.max_context is None:
+        raise _lacking(
             "max_context",
             "the server does not say how long its context is, so an answer cannot fill it; give max_new_tokens, or "
             "open the backend with max_context=",
-        ),
-    )
-    for applies, capability, why in refused:
-        if applies:
-            raise CapabilityError(why, capability=capability)
+        )
+
+
+def _lacking(capability: str, why: str) -> CapabilityError:
+    return CapabilityError(why, capability=capability)
 
 
 def row_answer(
     reply: Any, prompt: list[int], limit: int, request: GenerateRequest, stops: StopStrings, info: ServerInfo
 ) -> RowAnswer:
-    """Return the answer in a reply: its ids as far as they belong to it, their log-probs, and why it ended.
-
-    Raises:
-        RowError: the reply is not the answer to this prompt, or cannot be trusted.
-    """
+    """Return the answer in a reply: its ids as far as they belong to it, their log-probs, and why it ended."""
     check_prompt(reply, prompt, info)
     reason = only_choice(reply).get("finish_reason")
     ids, told = answer_ids(reply, info, need_logprobs=request.logprobs != "none")
@@ -202,18 +179,10 @@ def row_answer(
     end = answer_end(ids, request.stop_ids, stops)
     length, reason = (len(ids), reason) if end is None else (end, "stop")
     ended = end is not None or stops.occurs_in(ids)
-    if reason == "stop" and not ended and _hides_eos(reply, length, info):
-        ids, length = _with_eos(ids, request, info, limit), length + 1
-        ended = True
-    reason = checked_finish_reason(
-        reason,
-        length,
-        limit=limit,
-        least=request.sampling.min_new_tokens,
-        ended=ended,
-        aborted=False,
-        last=ids[length - 1] if length else None,
-    )
+    if reason == "stop" and not ended and (hidden := _hidden_eos(reply, length, request, info, limit)):
+        ids, length, ended = [*ids, *hidden], length + 1, True
+    least, last = request.sampling.min_new_tokens, ids[length - 1] if length else None
+    reason = checked_finish_reason(reason, length, limit=limit, least=least, ended=ended, aborted=False, last=last)
     logprobs: Sequence[float] = []
     if request.logprobs != "none":
         assert told is not None
@@ -227,11 +196,7 @@ def row_answer(
 
 
 def answer_ids(reply: Any, info: ServerInfo, need_logprobs: bool) -> tuple[Any, Reported | None]:
-    """Return the ids of an answer, and what the reply says of its tokens, if that is needed.
-
-    Raises:
-        RowError: the ids are not known, or what the reply says contradicts itself.
-    """
+    """Return the ids of an answer, and what the reply says of its tokens, if that is needed."""
     choice = only_choice(reply)
     told = reported(choice) if need_logprobs or (not info.states_ids and info.naming) else None
     if info.states_ids:
@@ -268,25 +233,19 @@ def _encoded_answer(reply: Any, info: ServerInfo) -> list[int]:
     return ids
 
 
-def _hides_eos(reply: Any, length: int, info: ServerInfo) -> bool:
-    """Return whether an answer of so many tokens ended with an EOS that is not among them.
+def _hidden_eos(reply: Any, length: int, request: GenerateRequest, info: ServerInfo, limit: int) -> list[int]:
+    """Return the EOS that ended an answer of so many tokens if the server does not say it; empty if it would have.
 
-    Where that is not known, the server has to have counted one more. Otherwise it may have ended the answer for a
+    Where that is not known, the server has to have counted one more token. Otherwise it may have ended the answer for a
     reason that this backend does not know.
     """
-    if info.says_eos is None and info.knows_ids:
-        return count(reply, "completion_tokens") == length + 1
-    return not info.says_eos
-
-
-def _with_eos(ids: list[int], request: GenerateRequest, info: ServerInfo, limit: int) -> list[int]:
-    """Return the ids of an answer that the server ended at EOS without saying so in its tokens."""
-    possible = request.stop_ids & info.eos_token_ids
-    own = getattr(info.tokenizer, "eos_token_id", None)
-    eos = own if own in possible else min(possible, default=None)
-    if eos is None or len(ids) >= limit:
+    unsure = info.says_eos is None and info.knows_ids
+    if info.says_eos or (unsure and count(reply, "completion_tokens") != length + 1):
+        return []
+    possible, own = request.stop_ids & info.eos_token_ids, getattr(info.tokenizer, "eos_token_id", None)
+    if not possible or length >= limit:
         raise RowError("it ends, but not at EOS, at no stop string and before its limit")
-    return [*ids, eos]
+    return [own if own in possible else min(possible)]
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -309,11 +268,7 @@ def echo_request(ids: list[int], info: ServerInfo) -> Payload:
 
 
 def row_scores(reply: Any, ids: list[int], info: ServerInfo) -> RowScores:
-    """Return the scores of all ids but the first one.
-
-    Raises:
-        RowError: the reply is not about these ids.
-    """
+    """Return the scores of all ids but the first one."""
     check_prompt(reply, ids, info)
     told = reported(only_choice(reply))
     assert info.naming is not None
@@ -346,26 +301,19 @@ class Reported:
 
     names: list[str]
     logprobs: list[Any]
-    top: list[Mapping[str, Any]]
+    top: Sequence[Mapping[str, Any]]
 
     def __len__(self) -> int:
         return len(self.names)
 
 
 def reported(choice: Mapping[str, Any]) -> Reported:
-    """Return what a choice says of its tokens.
-
-    Raises:
-        RowError: it has no log-probs, or their lists are not equally long.
-    """
+    """Return what a choice says of its tokens."""
     found = choice.get("logprobs")
     if isinstance(found, dict) and isinstance(found.get("content"), list):
-        entries = found["content"]
-        by_content: list[Mapping[str, Any]] = [
-            {_name(each): each.get("logprob") for each in entry.get("top_logprobs") or []}
-            for entry in map(dict, entries)
-        ]
-        return Reported([_name(entry) for entry in entries], [entry.get("logprob") for entry in entries], by_content)
+        entries = [dict(entry) for entry in found["content"]]
+        best = [{_name(each): each.get("logprob") for each in entry.get("top_logprobs") or []} for entry in entries]
+        return Reported([*map(_name, entries)], [entry.get("logprob") for entry in entries], best)
     if not isinstance(found, dict) or not isinstance(found.get("tokens"), list):
         raise RowError("it has no log-probs")
     names, logprobs = found["tokens"], found.get("token_logprobs")

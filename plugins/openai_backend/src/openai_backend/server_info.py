@@ -9,17 +9,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from corelm.errors import InvalidRequestError
-from corelm.spec import Capabilities, Range
-from corelm.validate import count, invalid, shown, token_ids
-from corelm_engine_kit import ModelHints, did_you_mean, eos_token_ids, generation_config, hub_options
+from corelm.spec import Capabilities, Deadline, Range
+from corelm.validate import count, invalid, shown
+from corelm_engine_kit import HttpClient, ModelHints, did_you_mean, generation_config, hub_options
 from openai_backend.vocabulary import Naming, Vocabulary
-
-if TYPE_CHECKING:
-    from corelm.spec import Deadline
-    from corelm_engine_kit import HttpClient
 
 MODELS = "/v1/models"
 #: A page that many servers have, and that says more than the list of models: whether the engine runs.
@@ -73,10 +69,10 @@ class ServerInfo:
     """
 
     capabilities: Capabilities
-    tokenizer: Any
+    tokenizer: Any = field(repr=False)
     name: str
     health: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
     extra: frozenset[str] = frozenset()
     takes_ids: bool = False
     adds_special_tokens: bool = False
@@ -108,19 +104,13 @@ class ServerInfo:
 
 
 def read_server(client: HttpClient, hints: ModelHints, honours: Any, extra_body: Any, deadline: Deadline) -> ServerInfo:
-    """Return what the server's list of models and the caller say. Nothing is generated.
-
-    Raises:
-        InvalidRequestError: an option is wrong, or one is missing that the server does not say; `field` names it.
-        EngineError: the server does not answer.
-        TimeoutError: the deadline has passed.
-    """
+    """Return what the server's list of models and the caller say. `OpenAIBackend.open` lists the errors."""
     extra, vouched = _checked_extra(extra_body), _checked_names(honours)
-    cards = _model_cards(client, hints.name, deadline)
-    name = hints.name
+    cards, name = _model_cards(client, hints.name, deadline), hints.name
+    listed = ", ".join(map(repr, cards))[:300] or "none"
     if name is None:
         if len(cards) != 1:
-            raise invalid("model", f"the server lists {_listed(cards) or 'none'}; name one of them with model=")
+            raise invalid("model", f"the server lists {listed}; name one of them with model=")
         (name,) = cards
     card = cards.get(name, {})
     model = str(card.get("root") or name)
@@ -130,16 +120,14 @@ def read_server(client: HttpClient, hints: ModelHints, honours: Any, extra_body:
         if hints.tokenizer is not None or card or not cards:
             raise
         known = did_you_mean(model, list(cards)) or "."
-        why = f"the server lists {_listed(cards)}, and not {model!r}{known} If it serves that as well, pass tokenizer="
-        raise invalid("model", f"{why}, too") from error
+        why = f"the server lists {listed}, and not {model!r}{known} If it serves that as well, pass tokenizer=, too"
+        raise invalid("model", why) from error
     folder = getattr(tokenizer, "name_or_path", None)
     vocab_size = _vocab_size(hints.vocab_size, tokenizer, folder)
-    given = hints.eos_token_ids
-    sources = (tokenizer, generation_config(folder)) if given is None else (_given_eos(given, vocab_size),)
     capabilities = Capabilities(
         vocab_size=vocab_size,
         max_context=hints.context(card.get("max_model_len")),
-        eos_token_ids=eos_token_ids(*sources, vocab_size=vocab_size),
+        eos_token_ids=hints.eos_ids(tokenizer, generation_config(folder), vocab_size=vocab_size),
         sampling={parameter: VOUCHED[parameter][0] for parameter in vouched},
         concurrent_calls=True,
         # Not `stops_at_timeout`: some servers go on with an answer whose connection was closed.
@@ -164,10 +152,6 @@ def _model_cards(client: HttpClient, name: str | None, deadline: Deadline) -> Ma
     return {str(card["id"]): card for card in cards}
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))[:300]
-
-
 def _vocab_size(given: int | None, tokenizer: Any, folder: Any) -> int:
     """Return how many ids a model may sample. Many have more outputs than their tokenizer has entries."""
     if given is not None:
@@ -182,14 +166,6 @@ def _vocab_size(given: int | None, tokenizer: Any, folder: Any) -> int:
             config, _ = PretrainedConfig.get_config_dict(folder, **hub_options(folder))
     sizes = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, dict)]
     return max(len(tokenizer), *(size for size in sizes if type(size) is int), 0)
-
-
-def _given_eos(given: Any, vocab_size: int) -> tuple[int, ...]:
-    ids = token_ids("eos_token_ids", given)
-    for token in ids:
-        if token >= vocab_size:
-            raise invalid("eos_token_ids", f"the vocabulary has the ids 0 to {vocab_size - 1}, got {token}")
-    return ids
 
 
 def _checked_extra(given: Any) -> Mapping[str, Any]:

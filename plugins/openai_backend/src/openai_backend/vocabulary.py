@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from corelm_engine_kit import RowError
@@ -20,8 +19,8 @@ class Vocabulary:
     """The tokenizer that the caller says is the server's, as far as names and texts of tokens go."""
 
     def __init__(self, tokenizer: Any, size: int) -> None:
-        self.tokenizer = tokenizer
-        self.size = size
+        self.tokenizer, self.size = tokenizer, size
+        self._tables: dict[Naming, dict[str, int]] = {}
 
     def text(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return what ids decode to."""
@@ -47,28 +46,29 @@ class Vocabulary:
         text = self.text(ids[start:])
         return text if self.encode(text, add_special_tokens=adds_special_tokens) == ids else None
 
+    def table(self, naming: Naming) -> dict[str, int]:
+        """Return the id that each name stands for; -1 for a name that several ids have."""
+        if naming not in self._tables:
+            # A model may have more outputs than its tokenizer has entries.
+            named = self.size if naming == "id" or not hasattr(self.tokenizer, "__len__") else len(self.tokenizer)
+            table = self._tables[naming] = {}
+            for token in range(min(self.size, named)):
+                name = self.name(token, naming)
+                table[name] = -1 if name in table else token
+        return self._tables[naming]
+
     def ids_of(self, names: Sequence[str], naming: Naming) -> list[int]:
         """Return the id of each token that a server names.
 
         Raises:
             RowError: a name stands for no id, or for several.
         """
-        if naming == "id":
-            return [_number(name) for name in names]
-        known = self._by_text if naming == "text" else self._by_entry
-        ids = []
+        table = self.table(naming)
         for position, name in enumerate(names):
-            found = known.get(name)
-            if found is None:
-                many = "several tokens" if name in known else "no token"
+            if table.get(name, -1) < 0:
+                many = "several tokens" if name in table else "no token"
                 raise RowError(f"it names token {position} {name[:40]!r}, which {many} of the tokenizer may be")
-            ids.append(found)
-        return ids
-
-    def known(self, names: Iterable[str], naming: Naming) -> int:
-        """Return how many of these names stand for an id."""
-        table = self._by_text if naming == "text" else self._by_entry
-        return sum(naming == "id" or name in table for name in names)
+        return [table[name] for name in names]
 
     def are_names(self, names: Sequence[str], ids: Sequence[int], naming: Naming) -> int | None:
         """Return the first position where a server's name is not that of the id; None if all are.
@@ -88,34 +88,4 @@ class Vocabulary:
         if naming == "id":
             return f"{BY_ID}{token}"
         entry = getattr(self.tokenizer, "convert_ids_to_tokens", None)
-        return self.text([token]) if naming == "text" or entry is None else str(entry(token))
-
-    @cached_property
-    def _by_text(self) -> dict[str, int | None]:
-        return _inverse([self.text([token]) for token in range(self._known)])
-
-    @cached_property
-    def _by_entry(self) -> dict[str, int | None]:
-        if not hasattr(self.tokenizer, "convert_ids_to_tokens"):
-            return {}
-        return _inverse(self.tokenizer.convert_ids_to_tokens(list(range(self._known))))
-
-    @property
-    def _known(self) -> int:
-        # A model may have more outputs than its tokenizer has entries.
-        return min(self.size, len(self.tokenizer)) if hasattr(self.tokenizer, "__len__") else self.size
-
-
-def _inverse(names: Sequence[str]) -> dict[str, int | None]:
-    """Return the id of each name; None for a name that several ids have."""
-    found: dict[str, int | None] = {}
-    for token, name in enumerate(names):
-        found[name] = None if name in found else token
-    return found
-
-
-def _number(name: str) -> int:
-    text = name.removeprefix(BY_ID)
-    if not name.startswith(BY_ID) or not text.isdecimal():
-        raise RowError(f"it names a token {name[:40]!r}, and not by its id as it did when it was tried")
-    return int(text)
+        return self.text([token]) if naming == "text" or entry is None else str(entry(token) or "")

@@ -14,6 +14,7 @@ from corelm.spec import (
     Deadline,
     GenerateRequest,
     GenerateResult,
+    GenerationMode,
     HealthRequest,
     RowAnswer,
     RowFailure,
@@ -49,7 +50,7 @@ from corelm_engine_kit import (
 from sglang_backend import protocol
 from sglang_backend.adapters import adapters_of
 from sglang_backend.capabilities import DUMMY, HEALTH_GENERATE, MODEL_INFO, ServerInfo, read_server
-from sglang_backend.probing import modes_by_environment, probe_server
+from sglang_backend.probing import probe_server
 from sglang_backend.weights import ServerWeights
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class SGLangBackend(HttpEngine):
         # Such a server reads files of this machine.
         here = launched is not None
         self.weights = ServerWeights(
-            self, takes_state_dict=here, dummy=dummy, group=weight_group, group_timeout=group_timeout
+            self, takes_state_dict=here, dummy=dummy, group=weight_group, timeout=group_timeout
         )
         self._adapters = adapters_of(client, info, reads_files_here=here)
 
@@ -149,17 +150,12 @@ class SGLangBackend(HttpEngine):
             CapabilityError: `weight_group` for a server that cannot be sent tensors.
             BackendTimeoutError: the server is not ready in time, or does not answer within ``open_timeout``.
         """
-        launching = {
-            **server_args,
-            "env": env,
-            "devices": devices,
-            "startup_timeout": None if startup_timeout == STARTUP_TIMEOUT else startup_timeout,
-            "progress": None if progress else progress,
-        }
-        _check_options(model, base_url, launching, {"api_key": http.api_key, "headers": http.headers})
+        waiting = None if startup_timeout == STARTUP_TIMEOUT else startup_timeout
+        quiet = None if progress else progress
+        launching = {"env": env, "devices": devices, "startup_timeout": waiting, "progress": quiet}
+        connecting = {"api_key": http.api_key, "headers": http.headers, "weight_group": weight_group}
+        _check_options(model, base_url, server_args | launching, connecting)
         group = WeightGroup.given(weight_group)
-        if base_url is None:
-            _refuse({"weight_group": group}, "only for a server behind base_url; a launched one takes tensors without")
         hints = ModelHints(
             tokenizer=tokenizer,
             vocab_size=vocab_size,
@@ -181,7 +177,9 @@ class SGLangBackend(HttpEngine):
                     dummy = local_checkpoint(model) or configured_shapes(
                         model, hints.trust_remote_code, option=option, capability="load_format"
                     )
-                    modes = modes_by_environment({**os.environ, **(env or {})})
+                    # The logits of such a server are all alike, so that raw and scaled log-probs are, too.
+                    raw = {**os.environ, **(env or {})}.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower()
+                    modes = frozenset[GenerationMode]({"raw" if raw in ("true", "1") else "scaled"})
                 chosen = {} if devices is None else {VISIBLE_DEVICES: visible_devices(devices)}
                 launched = LaunchedServer(model, server_args, dict(env or {}) | chosen)
                 cleanup.callback(launched.close)
@@ -217,10 +215,10 @@ class SGLangBackend(HttpEngine):
         limits = answer_limits(request, self.capabilities.max_context).tolist()
 
         def parse(row: int, reply: Any, aborted: bool) -> RowAnswer:
-            meta = reply["meta_info"]
-            answer = protocol.whole_answer(reply, aborted, request, limits[row], stops[row], self.info, weights)
+            answer = protocol.whole_answer(reply, aborted, request, limits[row], stops[row], self.info)
             if answer.ids:
-                runs[row] = weights.runs(meta, len(answer.ids))
+                # A request that was aborted before it ran has no weight version.
+                runs[row] = weights.runs(reply["meta_info"], len(answer.ids))
             return answer
 
         streams = None
@@ -239,9 +237,8 @@ class SGLangBackend(HttpEngine):
         def parse(row: int, reply: Any, aborted: bool) -> RowScores | RowFailure:
             return protocol.row_scores(reply, sequences[row], starts[row], request, self.info)
 
-        return score_result(
-            request, self.map_rows(request, self._bodies(request, protocol.scoring_requests(request)), parse)
-        )
+        payloads = self._bodies(request, protocol.scoring_requests(request))
+        return score_result(request, self.map_rows(request, payloads, parse))
 
     def _bodies(
         self, request: GenerateRequest | ScoreRequest, payloads: list[Payload]
@@ -257,12 +254,11 @@ class SGLangBackend(HttpEngine):
         entries = super().post_rows(payloads, names, deadline, path, **options)
         again = [row for row, entry in enumerate(entries) if protocol.is_duplicate(entry)]
         if again:
-            streamed = options.get("streamed")
-            if streamed is not None:
-                streamed = replace(streamed, tell=lambda number, reply: options["streamed"].tell(again[number], reply))
+            if (streamed := options.get("streamed")) is not None:
+                tell = streamed.tell
+                options["streamed"] = replace(streamed, tell=lambda number, reply: tell(again[number], reply))
             bodies, whose = [payloads[row] for row in again], [names[row] for row in again]
-            repeated = super().post_rows(bodies, whose, deadline, path, streamed=streamed)
-            for row, entry in zip(again, repeated, strict=True):
+            for row, entry in zip(again, super().post_rows(bodies, whose, deadline, path, **options), strict=True):
                 entries[row] = entry
         return entries
 
@@ -338,15 +334,14 @@ def _check_options(
     model: Any, base_url: str | None, launching: Mapping[str, Any], connecting: Mapping[str, Any]
 ) -> None:
     """Refuse anything but one of `model` and `base_url`, and options that belong to the other one."""
-    if base_url is None:
-        if isinstance(model, (str, os.PathLike)):
-            _refuse(connecting, "only for a server behind base_url; a launched server gets a random key")
-            return
-        _refuse(launching, "only for a launched server, and there is no model to launch one for")
-        raise invalid("model", f"expected a folder or hub name, or base_url= instead; got {type(model).__name__}")
-    if model is not None:
+    if base_url is not None and model is not None:
         raise invalid("model", "the server behind base_url already has one; pass only base_url")
-    _refuse(launching, "only for a launched server; the one behind base_url already runs")
+    if isinstance(model, (str, os.PathLike)):
+        _refuse(connecting, "only for a server behind base_url; a launched one has a random key and takes tensors")
+        return
+    _refuse(launching, "only for a launched server; pass model= to launch one, and no base_url=")
+    if base_url is None:
+        raise invalid("model", f"expected a folder or hub name, or base_url= instead; got {type(model).__name__}")
 
 
 def _refuse(options: Mapping[str, Any], why: str) -> None:

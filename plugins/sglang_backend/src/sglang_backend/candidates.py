@@ -33,11 +33,7 @@ def candidate_fields(side: Side, k: int, *, streamed: bool = False) -> dict[str,
 
 
 def argmax_of(meta: Any, ids: Sequence[int], logprobs: Sequence[float], k: int, vocab_size: int) -> list[int]:
-    """Return the most probable id at the position of each scored id.
-
-    Raises:
-        RowError: there is not one for each of `ids`, or `logprobs` contradict it.
-    """
+    """Return the most probable id at the position of each scored id."""
     # Here SGLang does not write the last id of the vocabulary as 0; see `protocol._check_echo`.
     best, values = _columns(meta, "input", len(ids), k, "leave out return_argmax=True")
     argmax = checked_ids(best[:, 0].tolist(), vocab_size=vocab_size, limit=len(ids))
@@ -45,11 +41,7 @@ def argmax_of(meta: Any, ids: Sequence[int], logprobs: Sequence[float], k: int, 
 
 
 def top_ids_of(meta: Any, side: Side, count: int, k: int, vocab_size: int) -> TopIds:
-    """Return the `k` most probable ids at each of the first `count` sampled, or of all `count` scored ids.
-
-    Raises:
-        RowError: they are not there for each position, or are no `k` different ids in descending order.
-    """
+    """Return the `k` most probable ids at each of the first `count` sampled, or of all `count` scored ids."""
     remedy = "leave out top_k" if side == "input" else "leave out top_logprobs"
     ids, values = _columns(meta, side, count, k, remedy)
     return checked_top_ids(ids, values.masked_fill(values <= _NOTHING, -torch.inf), k, vocab_size)
@@ -59,10 +51,7 @@ def _columns(meta: Any, side: Side, count: int, k: int, remedy: str) -> tuple[Te
     """Return int64[count, k] and float32[count, k]: the ids and the log-probs of the first positions of one side.
 
     Args:
-        remedy: what the caller may do if they are missing.
-
-    Raises:
-        RowError: there are not `k` of them for each position.
+        remedy: what the caller may do if there are not `k` of them for each position.
     """
     missing = RowError(f"it does not have {side}_top_logprobs for every token; {remedy}")
     # The first id of a prompt follows nothing.
@@ -70,9 +59,9 @@ def _columns(meta: Any, side: Side, count: int, k: int, remedy: str) -> tuple[Te
     name = f"{side}_top_logprobs"
     if f"{name}_shape" in meta:
         (rows, columns), before = meta[f"{name}_shape"], meta[f"{name}_null_prefix"]
-        ids, values = (_array(meta, f"{name}_{part}_flat", dtype) for part, dtype in _PARTS)
+        ids, values = _array(meta, f"{name}_idx_flat", torch.int32), _array(meta, f"{name}_val_flat", torch.float32)
         known = (rows == count if side == "input" else rows >= count) and columns == k and before == skipped
-        if not known or any(len(array) != rows * k for array in (ids, values)):
+        if not known or len(ids) != rows * k or len(values) != rows * k:
             raise missing
         return ids.view(rows, k)[:count].long(), values.view(rows, k)[:count].float()
     top = meta.get(name)
@@ -85,13 +74,8 @@ def _columns(meta: Any, side: Side, count: int, k: int, remedy: str) -> tuple[Te
     numbers = [value for each in found for value, *_ in each]
     if None in numbers:
         raise RowError(f"the log-prob at position {numbers.index(None) // k} is None, expected a number of at most 0")
-    return (
-        torch.tensor(named, dtype=torch.int64).view(count, k),
-        torch.tensor(numbers, dtype=torch.float32).view(count, k),
-    )
-
-
-_PARTS = (("idx", torch.int32), ("val", torch.float32))
+    best, values = torch.tensor(named, dtype=torch.int64), torch.tensor(numbers, dtype=torch.float32)
+    return best.view(count, k), values.view(count, k)
 
 
 def _array(meta: Any, name: str, dtype: torch.dtype) -> Tensor:

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from corelm.errors import EngineError
 from corelm.spec import Capabilities, Deadline
 from corelm.validate import invalid
-from corelm_engine_kit import HttpClient, ModelHints, eos_token_ids, generation_config, model_config
+from corelm_engine_kit import HttpClient, ModelHints, generation_config, model_config
 from sglang_backend.sampling import HONOURED
 
 #: A page that needs no scheduler: it answers as soon as the server's own process runs.
@@ -63,16 +63,10 @@ class ServerInfo:
 
 
 def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> ServerInfo:
-    """Return what the server's pages, the model's files and `hints` say. Nothing is generated.
-
-    Raises:
-        InvalidRequestError: a fact that neither the server nor the files on this machine give; the message names the
-            argument to pass.
-        EngineError: not an SGLang server, or one whose model does not generate text.
-        TimeoutError: the deadline has passed.
-    """
-    model_info, settings = _page(client, MODEL_INFO, deadline), _page(client, SERVER_INFO, deadline)
-    if model_info.get("is_generation") is not True:
+    """Return what the server's pages, the model's files and `hints` say. `SGLangBackend.open` lists the errors."""
+    model_info, settings = (client.get(page, timeout=deadline.left()) for page in (MODEL_INFO, SERVER_INFO))
+    pages = isinstance(model_info, dict) and isinstance(settings, dict)
+    if not pages or model_info.get("is_generation") is not True:
         raise EngineError(f"{client.base_url} is not an SGLang server with a model that generates text", usable=False)
     model = str(settings.get("model_path"))
     tokenizer = hints.read_tokenizer(str(model_info.get("tokenizer_path") or model), hints.trust_remote_code)
@@ -80,15 +74,30 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
     if hints.vocab_size is None and config is None:
         raise invalid("vocab_size", f"the configuration of {model!r} {problem}; pass vocab_size=")
     vocab_size = hints.vocab_size or int(config.get_text_config().vocab_size)
-    excluded = _unsupported_parameters(settings)
+    excluded: set[str] = set()
+    if settings.get("enable_deterministic_inference"):
+        # The sampler of this mode asserts that min_p is not used; a request with one would end the server.
+        excluded.add("min_p")
+    if settings.get("skip_tokenizer_init"):
+        excluded |= {"stop", "min_new_tokens"}
+    # `max_req_input_len` is the shortest prompt that is refused, so the limit is one less. That is 7 tokens less than
+    # the model's context: SGLang keeps some positions free, and does not report when it ends an answer for that reason.
+    refused_length = settings.get("max_req_input_len")
+    max_context = hints.max_context or (refused_length - 1 if isinstance(refused_length, int) else None)
+    if max_context is None:
+        raise invalid("max_context", "the server does not report its limit; pass max_context=")
+    added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
+    ends = [added[text] for text in _EXTRA_EOS if text in added]
+    disaggregated = settings.get("disaggregation_mode") not in (None, "null")
+    no_group, speculative = _larger_than_one(settings, "dp_size", "pp_size"), settings.get("speculative_algorithm")
     capabilities = Capabilities(
         vocab_size=vocab_size,
-        max_context=hints.max_context or _max_context(settings),
-        eos_token_ids=_eos_token_ids(hints, (config, generation_config(model)), tokenizer, vocab_size),
+        max_context=max_context,
+        eos_token_ids=hints.eos_ids(config, generation_config(model), tokenizer, ends, vocab_size=vocab_size),
         sampling={name: span for name, span in HONOURED.items() if name not in excluded},
         score=True,
         argmax=True,
-        score_top_k=_most_candidates(settings, vocab_size),
+        score_top_k=min(_MOST_DISAGGREGATED if disaggregated else _MOST_CANDIDATES, vocab_size),
         concurrent_calls=True,
         stops_at_timeout=True,
         # Such a server sends deltas and not, as others do, the whole answer so far.
@@ -108,26 +117,13 @@ def read_server(client: HttpClient, hints: ModelHints, deadline: Deadline) -> Se
         ranks=int(settings.get("tp_size") or 1),
         needs_file=_larger_than_one(settings, "dp_size", "pp_size", "nnodes"),
         # SGLang numbers the processes of a group by their tensor-parallel ranks alone.
-        no_group=_larger_than_one(settings, "dp_size", "pp_size"),
+        no_group=no_group,
         on_gpu=str(settings.get("device")).startswith("cuda"),
         adapters=_adapters(settings),
         largest_rank=rank if isinstance(rank, int) else None,
         support_limit=_support_limit(settings),
-        pauses=not (
-            _larger_than_one(settings, "dp_size", "pp_size")
-            or _is_disaggregated(settings)
-            or settings.get("speculative_algorithm")
-        ),
+        pauses=not (no_group or disaggregated or speculative),
     )
-
-
-def _most_candidates(settings: Mapping[str, Any], vocab_size: int) -> int:
-    return min(_MOST_DISAGGREGATED if _is_disaggregated(settings) else _MOST_CANDIDATES, vocab_size)
-
-
-def _is_disaggregated(settings: Mapping[str, Any]) -> bool:
-    """Return whether the server only prefills, or only decodes what another one has prefilled."""
-    return settings.get("disaggregation_mode") not in (None, "null")
 
 
 def _support_limit(settings: Mapping[str, Any]) -> int:
@@ -159,44 +155,3 @@ def _adapters(settings: Mapping[str, Any]) -> frozenset[str]:
     if isinstance(given, dict):
         return frozenset(given)
     return frozenset(str(each["lora_name"]) for each in given if isinstance(each, dict) and "lora_name" in each)
-
-
-def _page(client: HttpClient, path: str, deadline: Deadline) -> Mapping[str, Any]:
-    page = client.get(path, timeout=deadline.left())
-    if not isinstance(page, dict):
-        raise EngineError(
-            f"{client.base_url}{path} does not return a JSON object; is this an SGLang server?", usable=False
-        )
-    return page
-
-
-def _unsupported_parameters(settings: Mapping[str, Any]) -> set[str]:
-    """Return the sampling parameters that this server's settings rule out."""
-    names: set[str] = set()
-    if settings.get("enable_deterministic_inference"):
-        # The sampler of this mode asserts that min_p is not used; a request with one would end the server.
-        names.add("min_p")
-    if settings.get("skip_tokenizer_init"):
-        names |= {"stop", "min_new_tokens"}
-    return names
-
-
-def _max_context(settings: Mapping[str, Any]) -> int:
-    """Return the longest row that the server accepts for every kind of request.
-
-    `max_req_input_len` is the shortest prompt that is refused, so the limit is one less. That is 7 tokens less than
-    the model's context: SGLang keeps some positions free, and does not report when it ends an answer for that reason.
-    """
-    refused_length = settings.get("max_req_input_len")
-    if not isinstance(refused_length, int):
-        raise invalid("max_context", "the server does not report its limit; pass max_context=")
-    return refused_length - 1
-
-
-def _eos_token_ids(hints: ModelHints, configs: Iterable[Any], tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """Return the ids that the server ends every answer with, unless it is told to ignore them."""
-    if hints.eos_token_ids is not None:
-        return eos_token_ids(set(hints.eos_token_ids), vocab_size=vocab_size)
-    added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
-    extra = [added[text] for text in _EXTRA_EOS if text in added]
-    return eos_token_ids(*configs, tokenizer, extra, vocab_size=vocab_size)

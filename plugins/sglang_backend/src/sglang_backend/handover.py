@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import os
 import shutil
 from collections.abc import Iterable
@@ -37,12 +36,12 @@ def obstacle(tensors: Iterable[Tensor], size: int = BUCKET) -> str:
     Args:
         size: bytes after which a bucket is loaded.
     """
-    first, *others = itertools.chain(tensors, [None])
-    if first is None or any(each is not None and each.is_cuda != first.is_cuda for each in others):
+    given = [*tensors]
+    if len({tensor.is_cuda for tensor in given}) != 1:
         return "they are on several kinds of devices"
-    if first.is_cuda:
+    if given[0].is_cuda:
         return ""
-    largest = max(each.nbytes for each in (first, *others) if each is not None)
+    largest = max(tensor.nbytes for tensor in given)
     # A bucket is at most as large as two of these. A process that writes to a full shared memory is killed.
     room = shutil.disk_usage(_SHARED_MEMORY).free if os.access(_SHARED_MEMORY, os.W_OK) else 0
     return "" if 4 * max(size, largest) < room else f"{_SHARED_MEMORY} has no room"

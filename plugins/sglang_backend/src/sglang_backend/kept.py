@@ -27,12 +27,12 @@ _LOST = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class KeptIds:
-    """What truncation had left at the tokens of one answer.
+    """What truncation had left at each token of an answer.
 
     Attributes:
-        ids: for each token, the ids.
-        log_mass: for each token, the log of their probability before truncation.
-        logprobs: for each token, its log-prob among them.
+        ids: the ids.
+        log_mass: the log of their probability before truncation.
+        logprobs: the log-prob of the token among them.
         top: the most probable of them; None if these were not asked for.
     """
 
@@ -60,10 +60,6 @@ def top_k_of(sampling: SamplingParams, limit: int, vocab_size: int) -> int:
     """Return the top_k with which the server returns the ids that are left. It needs one of at most `limit`.
 
     Where the caller gave none, this one cuts nothing off that `kept_ids` would not notice.
-
-    Raises:
-        CapabilityError: `limit` is too low for these sampling parameters, or the log-probs would be of another
-            temperature.
     """
     remedy = f"start the server with sampling_mask_max_tokens={vocab_size}"
     top_k = min(sampling.top_k or vocab_size, vocab_size)
@@ -92,16 +88,12 @@ def top_k_of(sampling: SamplingParams, limit: int, vocab_size: int) -> int:
 def kept_ids(
     meta: Any, ids: Sequence[int], full: Sequence[float], request: GenerateRequest, *, limit: int, vocab_size: int
 ) -> KeptIds:
-    """Return what truncation had left at the tokens of an answer.
+    """Return what truncation had left at the tokens of an answer, unless the server's limit may have cut off more.
 
     Args:
         meta: the ``meta_info`` of the reply. It may be about more tokens.
         full: their log-probs before truncation.
         limit: the most ids a token that the server returns.
-
-    Raises:
-        RowError: the sets or their log-probs are missing or contradict the tokens, or the server's limit may have cut
-            off more than the request asked for.
     """
     sampling, every = request.sampling, "sampling_logprobs_mode" in kept_fields(request)
     sets, numbers = (meta.get(f"output_token_sampling_{name}") for name in ("mask", "logprobs"))

@@ -90,9 +90,6 @@ class LaunchedServer:
         self._lifeline = self._supervisor.stdin
         _LIFELINES.add(self._lifeline)
 
-    def __repr__(self) -> str:
-        return f"LaunchedServer({self.base_url!r}{'' if self.alive else ', ended'})"
-
     @property
     def alive(self) -> bool:
         return self._supervisor.poll() is None
@@ -116,16 +113,23 @@ class LaunchedServer:
 
         deadline = time.monotonic() + timeout
         with tqdm(desc=what, bar_format="{desc}: {elapsed}", mininterval=1.0, disable=not progress) as bar:
-            while not (self.owns_its_port() and ready()):
+            while True:
+                owner = owner_of_port(self._port, self._supervisor.pid)
+                if owner in ("ours", "unknown") and ready():
+                    break
+                if owner == "foreign":
+                    raise EngineError(
+                        f"another process listens on port {self._port}, which was chosen for the server; nothing was "
+                        "sent to it. Open the backend again, and it gets another port",
+                        usable=False,
+                    )
                 if not self._runs_after(_POLL_INTERVAL):
-                    ended = f"the server ended while it started:\n{self.log_tail()}"
-                    if find_spec("sglang") is None:
-                        ended += (
-                            "\nSGLang is not installed for this Python: "
-                            f"{how_to_install('core-sglang-backend[engine]')}. Or pass python= of an environment that "
-                            "has it, or base_url= of a server that runs"
-                        )
-                    raise EngineError(ended, usable=False)
+                    missing = (
+                        f"\nSGLang is not installed for this Python: {how_to_install('core-sglang-backend[engine]')}. "
+                        "Or pass python= of an environment that has it, or base_url= of a server that runs"
+                    )
+                    why = "" if find_spec("sglang") else missing
+                    raise EngineError(f"the server ended while it started:\n{self.log_tail()}{why}", usable=False)
                 if time.monotonic() > deadline:
                     raise BackendTimeoutError(
                         f"the server was not ready within {timeout:g} s. The first start compiles kernels; pass "
@@ -134,21 +138,6 @@ class LaunchedServer:
                 bar.update()
         # The server has read its key, so the file with it can go.
         self._folder.cleanup()
-
-    def owns_its_port(self) -> bool:
-        """Return whether the server listens on its port, or this system does not say.
-
-        Raises:
-            EngineError: a process that does not belong to the server listens on it.
-        """
-        owner = owner_of_port(self._port, self._supervisor.pid)
-        if owner == "foreign":
-            raise EngineError(
-                f"another process listens on port {self._port}, which was chosen for the server; nothing was sent to "
-                "it. Open the backend again, and it gets another port",
-                usable=False,
-            )
-        return owner != "none"
 
     def log_tail(self) -> str:
         """Return the last lines that the server wrote, with its key and the secrets in its environment masked."""
@@ -162,16 +151,11 @@ class LaunchedServer:
         return "\n".join([line for line in text.splitlines() if line.strip()][-_TAIL_LINES:])
 
     def close(self) -> None:
-        """End the server and all its processes. Closing twice is fine.
-
-        Raises:
-            EngineError: the supervisor does not end.
-        """
+        """End the server and all its processes. Closing twice is fine."""
         self._lifeline.close()
         if self._runs_after(_CLOSE_TIMEOUT):
-            raise EngineError(
-                f"the server's supervisor (process {self._supervisor.pid}) does not end; kill it", usable=False
-            )
+            pid = self._supervisor.pid
+            raise EngineError(f"the server's supervisor (process {pid}) does not end; kill it", usable=False)
         self._folder.cleanup()
         self._log.close()
 
@@ -191,14 +175,12 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
     """
     words: list[str] = []
     for name, value in arguments.items():
-        if value is None or value is False:
-            continue
         option = "--" + name.replace("_", "-")
         if value is True:
             words.append(option)
         elif isinstance(value, (list, tuple)):
             words += [option, *map(str, value)]
-        else:
+        elif value is not None and value is not False:
             # One word, since a value that begins with "-" would otherwise be read as an option.
             words.append(f"{option}={json.dumps(value) if isinstance(value, Mapping) else value}")
     return words

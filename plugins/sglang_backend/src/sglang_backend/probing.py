@@ -7,29 +7,17 @@ The first depends on the environment that the server was started with, the other
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
-from corelm.spec import (
-    Deadline,
-    GenerateRequest,
-    GenerateResult,
-    GenerationMode,
-    Ragged,
-    SamplingParams,
-    ScoreResult,
-)
+from corelm.spec import Deadline, GenerateRequest, GenerateResult, GenerationMode, Ragged, SamplingParams
 from corelm_engine_kit import trial_generation, trial_scoring
 from sglang_backend import protocol
-
-if TYPE_CHECKING:
-    from sglang_backend.capabilities import ServerInfo
-
-R = TypeVar("R", GenerateResult, ScoreResult)
+from sglang_backend.capabilities import ServerInfo
 
 _log = logging.getLogger(__name__)
 
@@ -51,24 +39,11 @@ _SEEDED_LENGTH = 8
 _RESHAPING = frozenset({"presence_penalty", "frequency_penalty", "min_new_tokens", "engine_kwargs"})
 
 
-def modes_by_environment(environment: Mapping[str, str]) -> frozenset[GenerationMode]:
-    """Return which log-probs a server that is started in this environment returns.
-
-    For a server without weights: its logits are all alike, so that raw and scaled log-probs are, too.
-    """
-    raw = environment.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("true", "1")
-    return frozenset({"raw" if raw else "scaled"})
-
-
 def probe_server(engine: Any, deadline: Deadline, modes: frozenset[GenerationMode] | None = None) -> ServerInfo:
     """Return the `info` of an engine with the generation modes, seeds and kept ids that the server's replies show.
 
     Args:
         modes: the generation modes, if the server has no weights with which they could be tried.
-
-    Raises:
-        EngineError: the server does not answer, or its replies are not those of SGLang's ``/generate``.
-        TimeoutError: the deadline has passed.
     """
     probe, info = ServerProbe(engine, deadline), engine.info
     assumed = modes is not None
@@ -133,10 +108,9 @@ class ServerProbe:
         top_k = min(_KEPT, self._info.capabilities.vocab_size)
         if not 1 < top_k <= self._info.support_limit:
             return False
+        details = {"return_support": True, "top_logprobs": top_k}
         try:
-            answers = self._generate(
-                _TEMPERATURES[0], range(_DRAWS), length=1, top_k=top_k, return_support=True, top_logprobs=top_k
-            )
+            answers = self._generate(_TEMPERATURES[0], range(_DRAWS), length=1, top_k=top_k, **details)
         except (CapabilityError, InvalidRequestError, EngineError) as error:
             # Servers that do not know the field ignore it; others may refuse it.
             _log.info("the server does not return the ids that truncation has left: %s", error)
@@ -165,8 +139,9 @@ class ServerProbe:
         self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any
     ) -> GenerateResult:
         """Sample `length` tokens per seed, always after the same prompt. `details` are other fields of the request."""
-        result: GenerateResult = self._engine.generate(self._request(temperature, seeds, length, top_k, **details))
-        return _without_errors(result)
+        request = self._request(temperature, seeds, length, top_k, **details)
+        result: GenerateResult = _without_errors(self._engine.generate(request))
+        return result
 
     def _request(
         self, temperature: float, seeds: Sequence[int], length: int, top_k: int | None = None, **details: Any
@@ -183,12 +158,7 @@ class ServerProbe:
         return [row[-1] for row in _without_errors(self._engine.score_logprobs(request)).logprobs.tolist()]
 
 
-def _without_errors(result: R) -> R:
-    """Return a result.
-
-    Raises:
-        EngineError: a row has an error.
-    """
+def _without_errors(result: Any) -> Any:
     if error := next(filter(None, result.errors or ()), ""):
         raise EngineError(error)
     return result

@@ -1,6 +1,7 @@
 """The payloads that SGLang's ``/generate`` is sent, and its replies, parsed and checked against the request.
 
-Every row is a request with its own seed, and fails alone. Nothing here talks to the server.
+Every row is a request with its own seed, and fails alone: functions that read a reply raise `RowError` where it is not
+the answer to its request. Nothing here talks to the server.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from sglang_backend.candidates import argmax_of, candidate_fields, top_ids_of
 from sglang_backend.capabilities import ServerInfo
 from sglang_backend.kept import KeptIds, kept_fields, kept_ids, top_k_of, wants_truncated
 from sglang_backend.sampling import parameters, safe_stops
-from sglang_backend.weight_history import WeightsOfCall
+from sglang_backend.weight_history import WeightsOfCall, check_labels
 
 GENERATE = "/generate"
 #: What the server reports as the matched stop if the logits were NaN. The id that it returns then is made up.
@@ -51,17 +52,16 @@ _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 
 
 def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payload]:
-    """Return one payload per prompt.
-
-    Raises:
-        CapabilityError, InvalidRequestError: sampling parameters that SGLang would change; see `sampling.parameters`.
-    """
+    """Return one payload per prompt. Parameters that SGLang would change are refused; see `sampling.parameters`."""
     capabilities = info.capabilities
     stop = safe_stops(request.sampling, info.tokenizer)
     top_k = None
     if request.return_support:
         top_k = top_k_of(request.sampling, info.support_limit, capabilities.vocab_size)
-    details = _fields(request)
+    streamed = request.on_tokens is not None
+    details: Payload = {"return_logprob": request.logprobs != "none" or request.return_support, **kept_fields(request)}
+    if request.top_logprobs and not wants_truncated(request):
+        details |= candidate_fields("output", request.top_logprobs, streamed=streamed)
     return [
         {
             "input_ids": ids,
@@ -76,7 +76,7 @@ def generation_requests(request: GenerateRequest, info: ServerInfo) -> list[Payl
                 top_k=top_k,
             ),
             **details,
-            **({} if request.on_tokens is None else {"stream": True}),
+            **({"stream": True} if streamed else {}),
         }
         for ids, limit, seed in prompts_and_limits(request, capabilities.max_context)
     ]
@@ -90,23 +90,6 @@ def lists_of_answers(request: GenerateRequest) -> tuple[str, ...]:
     if request.top_logprobs and not wants_truncated(request):
         names.append("output_top_logprobs")
     return tuple(names)
-
-
-def _fields(request: GenerateRequest) -> Payload:
-    """Return the fields that ask for log-probs and for what is wanted of other ids."""
-    fields: Payload = {"return_logprob": request.logprobs != "none" or request.return_support, **kept_fields(request)}
-    if request.top_logprobs and not wants_truncated(request):
-        fields |= candidate_fields("output", request.top_logprobs, streamed=request.on_tokens is not None)
-    return fields
-
-
-def _reported(reported: Any, ids: list[int], info: ServerInfo) -> Sequence[float]:
-    """Return the log-probs that a reply reports for these tokens."""
-    values = _echoed(reported, ids, info.capabilities.vocab_size, "output_token_logprobs")
-    return checked_logprobs(values, len(ids))
-
-
-# Streams --------------------------------------------------------------------------------------------------------------
 
 
 class AnswerStreams(ReplyStreams):
@@ -132,12 +115,7 @@ class AnswerStreams(ReplyStreams):
         self._reported: dict[int, Any] = {}
 
     def joined(self, reply: Any, event: Any) -> Any:
-        """Return an event, which replaces the earlier ones.
-
-        Raises:
-            InvalidRequestError: the event says that the server refused the request.
-            EngineError: the event says that the request failed.
-        """
+        """Return an event, which replaces the earlier ones, unless it says that the request was refused or failed."""
         finish = event["meta_info"].get("finish_reason") or {}
         status = finish.get("status_code")
         if status is None:
@@ -177,7 +155,7 @@ class AnswerStreams(ReplyStreams):
 
 def scoring_requests(request: ScoreRequest) -> list[Payload]:
     """Return one payload per sequence. It asks for log-probs from ``score_from[r]`` on, and samples nothing."""
-    k = _candidates(request)
+    k = max(request.top_k, int(request.return_argmax))
     return [
         {
             "input_ids": ids,
@@ -188,14 +166,6 @@ def scoring_requests(request: ScoreRequest) -> list[Payload]:
         }
         for ids, start in zip(request.sequences.tolist(), request.score_from.tolist(), strict=True)
     ]
-
-
-def _candidates(request: ScoreRequest) -> int:
-    """Return how many of the most probable ids to ask for at each position."""
-    return max(request.top_k, 1 if request.return_argmax else 0)
-
-
-# Payloads -------------------------------------------------------------------------------------------------------------
 
 
 def _logprob_start(ids: Sequence[int], start: int) -> int:
@@ -221,50 +191,32 @@ def is_duplicate(entry: Any) -> bool:
 
 
 def whole_answer(
-    reply: Any,
-    aborted: bool,
-    request: GenerateRequest,
-    limit: int,
-    stops: StopStrings,
-    info: ServerInfo,
-    weights: WeightsOfCall,
+    reply: Any, aborted: bool, request: GenerateRequest, limit: int, stops: StopStrings, info: ServerInfo
 ) -> RowAnswer:
     """Return the answer in a reply."""
-    meta, vocab_size = reply["meta_info"], info.capabilities.vocab_size
+    meta = reply["meta_info"]
     reason = _finish_reason(meta)
-    ids = checked_ids(reply["output_ids"], vocab_size=vocab_size, limit=limit)
-    if reason != "abort" or ids:
-        # A request that was aborted before it ran has no weight version.
-        weights.runs(meta, len(ids))
+    ids = checked_ids(reply["output_ids"], vocab_size=info.capabilities.vocab_size, limit=limit)
     # The server misses some stops that core promises. It looks for stop strings in a few tokens only, as many as it
     # would write the string in itself. It looks for none that `safe_stops` leaves out, and for no stop id where
     # `parameters` had to switch that off.
     end = answer_end(ids, request.stop_ids, stops)
-    reason = checked_finish_reason(
-        reason,
-        len(ids),
-        limit=limit,
-        least=min(request.sampling.min_new_tokens, limit),
-        ended=end is not None,
-        aborted=aborted,
-        last=ids[-1] if ids else None,
-    )
-    answer = row_answer(meta, ids, end, reason if end is None else "stop", request, info)
+    least, ended = min(request.sampling.min_new_tokens, limit), end is not None
+    last = ids[-1] if ids else None
+    reason = checked_finish_reason(reason, len(ids), limit=limit, least=least, ended=ended, aborted=aborted, last=last)
+    answer = row_answer(meta, ids, end, "stop" if ended else reason, request, info)
     return replace(answer, cached_tokens=meta.get("cached_tokens"))
 
 
 def row_answer(
     meta: Any, ids: list[int], end: int | None, reason: str, request: GenerateRequest, info: ServerInfo
 ) -> RowAnswer:
-    """Return an answer with its log-probs and with what was asked for of other ids.
-
-    Args:
-        end: how many of them the answer has; None for all.
-    """
+    """Return an answer of the first `end` ids, None for all, with its log-probs and what was asked for of other ids."""
     if not ids or not lists_of_answers(request):
         return RowAnswer(ids[:end], [], reason)
-    full = _reported(meta.get("output_token_logprobs") or [], ids, info)[:end]
-    ids, size = ids[:end], info.capabilities.vocab_size
+    size, name = info.capabilities.vocab_size, "output_token_logprobs"
+    full = checked_logprobs(_echoed(meta.get(name) or [], ids, size, name), len(ids))[:end]
+    ids = ids[:end]
     kept = KeptIds()
     if request.return_support:
         kept = kept_ids(meta, ids, full, request, limit=info.support_limit, vocab_size=size)
@@ -282,8 +234,9 @@ def row_scores(
     meta, ids = reply["meta_info"], row[_logprob_start(row, start) :]
     if _finish_reason(meta) == "abort":
         return RowFailure("the request was aborted", aborted=True)
-    _check_weights(meta, info.weight_label)
-    size, name, k = info.capabilities.vocab_size, "input_token_logprobs", _candidates(request)
+    check_labels(meta, [info.weight_label])
+    size, name = info.capabilities.vocab_size, "input_token_logprobs"
+    k = max(request.top_k, int(request.return_argmax))
     logprobs = checked_logprobs(_echoed(meta[name], ids, size, name, without=1), len(ids) - 1)
     argmax = argmax_of(meta, ids[1:], logprobs, k, size) if request.return_argmax else ()
     top = top_ids_of(meta, "input", len(logprobs), k, size) if request.top_k else None
@@ -297,40 +250,20 @@ def _finish_reason(meta: Any) -> str:
     return str(finish["type"])
 
 
-def _check_weights(meta: Any, label: str) -> None:
-    """Raise an `RowError` unless the whole reply was made with the weights called `label`."""
-    spans = meta.get("weight_versions") or []
-    labels = {str(meta.get("weight_version")), *(str(span["version"]) for span in spans)}
-    if labels != {label}:
-        raise RowError(
-            f"the server answers with weights {' and '.join(sorted(map(repr, labels)))}, but {label!r} are in force: "
-            "it was restarted, or another client has updated it; load the weights again"
-        )
-
-
 def _echoed(reported: Any, ids: list[int], vocab_size: int, name: str, without: int = 0) -> Sequence[Any]:
-    """Return the log-probs of the entries of a reply, of which the first `without` have none.
-
-    Raises:
-        RowError: the entries are not about exactly these ids, or the first one has a log-prob.
-    """
-    _check_echo(reported, ids, vocab_size, name)
+    """Return the log-probs of ``[logprob, id, text]`` entries about exactly these ids. The first `without` lack one."""
+    if len(reported) != len(ids):
+        raise RowError(f"{name} has {len(reported)} entries for {len(ids)} tokens")
+    same = False
+    with suppress(IndexError, KeyError, TypeError):
+        same = [*map(_ID, reported)] == ids
+    # An entry may be another one. Find out which.
+    for position, ((_, echoed, *_), token) in enumerate([] if same else zip(reported, ids, strict=True)):
+        # SGLang echoes the last id of the vocabulary in a prompt as 0; its log-prob is right.
+        if echoed != token and not (echoed == 0 and token == vocab_size - 1):
+            raise RowError(f"{name} is about id {echoed} at position {position}, expected {token}")
     if without and reported[0][0] is not None:
         raise RowError(
             f"{name} starts with a number and not with None; this version of SGLang counts positions differently"
         )
     return [*map(_LOGPROB, reported[without:])]
-
-
-def _check_echo(reported: Sequence[Any], ids: list[int], vocab_size: int, name: str) -> None:
-    """Raise an `RowError` unless the ``[logprob, id, text]`` entries are about exactly these ids."""
-    if len(reported) != len(ids):
-        raise RowError(f"{name} has {len(reported)} entries for {len(ids)} tokens")
-    with suppress(IndexError, KeyError, TypeError):
-        if [*map(_ID, reported)] == ids:
-            return
-    # An entry may be another one. Find out which.
-    for position, ((_, echoed, *_), token) in enumerate(zip(reported, ids, strict=True)):
-        # SGLang echoes the last id of the vocabulary in a prompt as 0; its log-prob is right.
-        if echoed != token and not (echoed == 0 and token == vocab_size - 1):
-            raise RowError(f"{name} is about id {echoed} at position {position}, expected {token}")

@@ -52,10 +52,6 @@ def parameters(
         eos_token_ids: the ids that the server ends every answer with, unless it is told to ignore them.
         stop: the stop strings that the server may look for; see `safe_stops`.
         top_k: the top_k to send, if another one than that of `sampling`; see `kept.top_k_of`.
-
-    Raises:
-        CapabilityError: a combination for which SGLang would sample from another distribution.
-        InvalidRequestError: a temperature that SGLang would change, or a name in engine_kwargs that corelm sets itself.
     """
     _check(sampling, stop_ids, eos_token_ids)
     refuse_settled(sampling.engine_kwargs, SETTLED)
@@ -100,6 +96,7 @@ def safe_stops(sampling: SamplingParams, tokenizer: Any) -> tuple[str, ...]:
 
 
 def _check(sampling: SamplingParams, stop_ids: frozenset[int], eos_token_ids: frozenset[int]) -> None:
+    """Refuse combinations for which SGLang would sample from another distribution, and values that it would change."""
     if sampling.top_k is not None and sampling.top_p < 1.0 and not sampling.greedy:
         raise CapabilityError(
             "SGLang applies top_p to the probabilities of all tokens, but corelm promises those that top_k has kept, "

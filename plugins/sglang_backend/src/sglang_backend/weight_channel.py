@@ -57,7 +57,7 @@ class WeightChannel:
             BackendTimeoutError: the server took longer than `timeout` to join or to receive.
             EngineError: the server did not join, or did not load the tensors.
         """
-        group = self._group = self._group or self._joined()
+        group = self._group or self._joined()
         sent = [tensor.to(group.device_of(tensor)).contiguous() for _, tensor in bucket]
         if sent[0].is_cuda:
             # They are sent from another thread, which knows nothing of what this one's stream still computes.
@@ -75,14 +75,13 @@ class WeightChannel:
         """Leave the group, if there is one, and tell the server to. The next tensors make another one."""
         group, self._group = self._group, None
         if group is not None:
-            group.stop_listening()
+            group.listener = None
             # The server first: gloo may wait for tensors that are being sent. One that was restarted has no group.
             with suppress(CoreLMError):
                 self._tell("/destroy_weights_update_group", {"group_name": group.name}, _LEAVE_TIMEOUT)
             group.end()
 
     def _joined(self) -> _Group:
-        """Return a group that the server has joined."""
         self._group = group = _Group(self._where, self._ranks, nccl=self._nccl, timeout=self._timeout)
         payload = {
             "master_address": self._where.host,
@@ -121,24 +120,23 @@ class WeightChannel:
 
 
 class _Group:
-    """This process, as rank 0, and the processes of the server.
+    """This process, as rank 0, and the processes of the server, which join at `port`.
 
     Attributes:
         name: a new one each time, because a server that has had a group of a name refuses another.
-        port: where the server joins.
+        listener: None ends the wait of processes that have not joined yet, here and in the server.
     """
 
     def __init__(self, where: WeightGroup, ranks: int, *, nccl: bool, timeout: float) -> None:
         self.name = f"corelm-{secrets.token_hex(8)}"
-        self._ranks, self._nccl = ranks, nccl
-        self._limit = timedelta(seconds=timeout)
+        self._ranks, self._nccl, self._limit = ranks, nccl, timedelta(seconds=timeout)
         self._group: Any = None
-        self._device: torch.device | None = None
+        self._device = None if nccl else torch.device("cpu")
         _, self.port = where.address()
         try:
             # Whoever waits in the store ends when the one that listens is gone, so that is not the one waited in.
             store = partial(_c10d.TCPStore, "localhost", self.port, wait_for_workers=False, timeout=self._limit)
-            self._listener, self._store = store(is_master=True), store()
+            self.listener, self._store = store(is_master=True), store()
         except RuntimeError as error:
             raise invalid(
                 "weight_group",
@@ -162,9 +160,7 @@ class _Group:
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Return where a tensor has to be to be sent: for NCCL one GPU, that of the first tensor if it is on one."""
-        if self._device is None and not self._nccl:
-            self._device = torch.device("cpu")
-        elif self._device is None:
+        if self._device is None:
             self._device = tensor.device if tensor.is_cuda else torch.device("cuda", torch.cuda.current_device())
         return self._device
 
@@ -175,13 +171,9 @@ class _Group:
         for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
             work.wait()
 
-    def stop_listening(self) -> None:
-        """End the wait of processes that have not joined yet, here and in the server."""
-        self._listener = None
-
     def end(self) -> None:
         """End whatever waits, here and in the server. Ending twice is fine."""
-        self.stop_listening()
+        self.listener = None
         group, self._group = self._group, None
         if group is not None:
             group.abort()

@@ -6,22 +6,14 @@ The server says in each reply which of its labels were in force, and from which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from corelm.spec import GenerateRequest, VersionRuns, WeightUpdate
 from corelm_engine_kit import RowError
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Weights that the server has had.
-
-    Attributes:
-        label: the server's name for them.
-        number: the number of the update that brought them; 0 for those that it was opened with.
-        version: what core called them then.
-    """
+class _Entry(NamedTuple):
+    """Weights that the server has had: its name for them, and the update that brought them, with core's name."""
 
     label: str
     number: int = 0
@@ -32,9 +24,8 @@ class WeightHistory:
     """The labels that a server has given its weights since the backend was opened, in their order."""
 
     def __init__(self, label: str) -> None:
-        # Only ever appended to, as calls read it while weights are updated.
-        self._entries = [_Entry(label)]
-        self._first_known = 0
+        # Calls read it while weights are updated: it is appended to, or emptied.
+        self.entries = [_Entry(label)]
         self._used = {label}
 
     def new_label(self, version: str) -> str:
@@ -49,19 +40,15 @@ class WeightHistory:
 
     def note(self, label: str, update: WeightUpdate) -> None:
         """Take note that the server has weights of this label, before it samples with them."""
-        self._entries.append(_Entry(label, update.number, update.version))
+        self.entries.append(_Entry(label, update.number, update.version))
 
     def lose_track(self) -> None:
         """Take note that the server has weights without a label. Rows that it has sampled from now on fail."""
-        self._first_known = len(self._entries)
+        self.entries.clear()
 
     def of_call(self, request: GenerateRequest) -> WeightsOfCall:
         """Return the weights that a call may be sampled with, which begins now."""
-        return WeightsOfCall(self, len(self._entries) - 1, request)
-
-    def since(self, place: int) -> Sequence[_Entry]:
-        """Return the weights from number `place` on whose rows can be told apart."""
-        return self._entries[max(place, self._first_known) :]
+        return WeightsOfCall(self, max(0, len(self.entries) - 1), request)
 
 
 class WeightsOfCall:
@@ -73,8 +60,8 @@ class WeightsOfCall:
     @property
     def before(self) -> VersionRuns:
         """The runs of a row without tokens."""
-        known = self._history.since(self._first)
-        return ((self._version(known[0]) if known else self._request_version, 0),)
+        known = self._history.entries[self._first :]
+        return ((self._version(known[0]) if known else self._request.weight_version or "", 0),)
 
     def runs(self, meta: Any, count: int) -> VersionRuns:
         """Return the `version_runs` of the first `count` tokens of a row.
@@ -83,35 +70,34 @@ class WeightsOfCall:
             RowError: the row has weights that this backend did not load while the call ran, or the server does not say
                 which tokens are of which of them.
         """
-        known = {entry.label: (place, entry) for place, entry in enumerate(self._history.since(self._first))}
-        spans = meta.get("weight_versions") or []
-        last = str(meta.get("weight_version"))
-        labels = [str(span["version"]) for span in spans]
-        places = [known[label][0] for label in labels if label in known]
-        if not {last, *labels} <= known.keys() or places != sorted(places):
-            theirs = " and ".join(sorted(map(repr, {last, *labels})))
-            ours = " and ".join(map(repr, known)) or "weights without a label"
-            raise RowError(
-                f"the server answers with weights {theirs}, but {ours} are in force: it was restarted, or another "
-                "client has updated it; load the weights again"
-            )
+        known = self._history.entries[self._first :]
+        ours, spans = [entry.label for entry in known], meta.get("weight_versions") or []
+        check_labels(meta, ours)
         if len(known) == 1:
-            return ((self._version(known[last][1]), 0),)
+            return ((self._version(known[0]), 0),)
         ends = [int(span["end"]) for span in spans]
         starts = [int(span["start"]) for span in spans]
         if not spans or starts != [0, *ends[:-1]] or sorted(ends) != ends or ends[-1] < count:
             raise RowError(f"weights were updated while it was answered; its weight_versions {spans} do not say where")
         found: list[tuple[str, int]] = []
-        for label, start in zip(labels, starts, strict=True):
-            version = self._version(known[label][1])
+        for span, start in zip(spans, starts, strict=True):
+            version = self._version(known[ours.index(str(span["version"]))])
             if (start < count or not found) and (not found or found[-1][0] != version):
                 found.append((version, start))
         return tuple(found)
 
-    @property
-    def _request_version(self) -> str:
-        return self._request.weight_version or ""
-
     def _version(self, entry: _Entry) -> str:
         """Return what core calls these weights: what it called them in its request, unless they came after that."""
-        return entry.version if entry.number > self._request.weight_update else self._request_version
+        return entry.version if entry.number > self._request.weight_update else self._request.weight_version or ""
+
+
+def check_labels(meta: Any, ours: Sequence[str]) -> None:
+    """Raise a `RowError` unless the weights that a reply names are ours, and in our order."""
+    spans = [str(span["version"]) for span in meta.get("weight_versions") or []]
+    theirs = {str(meta.get("weight_version")), *spans}
+    if not theirs <= {*ours} or spans != sorted(spans, key=ours.index):
+        named = " and ".join(map(repr, ours)) or "weights without a label"
+        raise RowError(
+            f"the server answers with weights {' and '.join(sorted(map(repr, theirs)))}, but {named} are in force: it "
+            "was restarted, or another client has updated it; load the weights again"
+        )

@@ -6,35 +6,41 @@ the server.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from corelm.errors import CapabilityError, CoreLMError, EngineError
 from corelm.spec import Deadline, WeightUpdate, whole_tensor
 from corelm.validate import invalid
-from corelm_engine_kit import WeightGroup, buckets, configured_shapes, fitting, local_checkpoint, weights_folder
+from corelm_engine_kit import (
+    Expected,
+    HttpClient,
+    WeightGroup,
+    buckets,
+    configured_shapes,
+    fitting,
+    local_checkpoint,
+    weights_folder,
+)
 from sglang_backend import handover
 from sglang_backend.capabilities import MODEL_INFO, ServerInfo
 from sglang_backend.probing import ServerProbe
 from sglang_backend.weight_channel import WeightChannel
 from sglang_backend.weight_history import WeightHistory
 
-if TYPE_CHECKING:
-    from corelm_engine_kit import Expected, HttpClient
-
 _log = logging.getLogger(__name__)
+
+Pairs = Iterable[tuple[str, Tensor]]
 
 #: Seconds for the first answers of a server that was launched without weights. They may make it compile.
 _CONFIRM_TIMEOUT = 300.0
-#: How often a paused server is told to go on, if it does not say that it does.
-_ATTEMPTS = 3
 
 
 def tell(
@@ -60,7 +66,7 @@ class ServerWeights:
     Args:
         takes_state_dict: the server reads files of this machine, so a state dict can be handed over in one.
         dummy: what the first weights have to fit, if the server was launched without weights.
-        group_timeout: seconds that the server may take to join, or to receive tensors.
+        timeout: seconds that the server may take to join, or to receive tensors.
 
     Attributes:
         history: the labels that the weights have had.
@@ -68,30 +74,22 @@ class ServerWeights:
     """
 
     def __init__(
-        self,
-        engine: Any,
-        *,
-        takes_state_dict: bool,
-        dummy: Expected | None,
-        group: WeightGroup | None,
-        group_timeout: float,
+        self, engine: Any, *, takes_state_dict: bool, dummy: Expected | None, group: WeightGroup | None, timeout: float
     ) -> None:
-        self._engine, self._client = engine, engine.client
+        self._engine, self._client, self._dummy = engine, engine.client, dummy
         self.takes_state_dict, self.asleep = takes_state_dict, False
         self.history = WeightHistory(self._info.weight_label)
-        self._dummy = dummy
-        # Whether the generation modes are to be tried on the first weights, and whether these have come.
-        self._modes_assumed, self._modes_untried = dummy is not None, False
-        self._tell: Callable[..., None] = functools.partial(tell, self._client)
+        # Without weights, the generation modes were only assumed.
+        self._has_weights, self._modes_untried = dummy is None, dummy is not None
+        self._tell: Callable[..., None] = partial(tell, self._client)
         self._channel = None
         if group is not None:
             ranks, on_gpu = self._info.ranks, self._info.on_gpu
-            self._channel = WeightChannel(group, ranks=ranks, on_gpu=on_gpu, tell=self._tell, timeout=group_timeout)
+            self._channel = WeightChannel(group, ranks=ranks, on_gpu=on_gpu, tell=self._tell, timeout=timeout)
 
     @property
     def _info(self) -> ServerInfo:
-        info: ServerInfo = self._engine.info
-        return info
+        return cast("ServerInfo", self._engine.info)
 
     def load(self, request: WeightUpdate) -> None:
         """Load the weights of `request`. If their owner has changed or loaded them, only drop what is cached.
@@ -103,23 +101,19 @@ class ServerWeights:
             EngineError: the server did not load them, or kept its cache, because it works on other clients' requests.
         """
         if request.by_owner:
-            label = self.history.new_label(request.version)
-            with self._answers_held(label, request):
-                self._forget(label, request)
+            with self._new_weights(request):
+                pass
         else:
             self._load(request, self._checkpoint(request))
-        self._modes_assumed, self._modes_untried = False, self._modes_assumed or self._modes_untried
+        self._has_weights = True
         self.try_modes()
 
     def try_modes(self) -> None:
         """Find out on the first weights whether the server returns the log-probs that it was expected to return.
 
         If it has no cache to answer with, it is asked when it is awake.
-
-        Raises:
-            EngineError: it returns others.
         """
-        if self.asleep or not self._modes_untried:
+        if self.asleep or not (self._has_weights and self._modes_untried):
             return
         expected = self._info.capabilities.generation_modes
         with self._client.secrets.masking_errors():
@@ -150,22 +144,16 @@ class ServerWeights:
                 "path",
                 capability="update_weights",
             )
-        model = self._info.model
-        if self._dummy is not None:
-            return self._dummy
+        if found := self._dummy or local_checkpoint(self._info.model):
+            return found
         if self._channel is not None:
-            option, capability = "weight_group", "update_weights"
-            return local_checkpoint(model) or configured_shapes(model, False, option=option, capability=capability)
-        checkpoint = local_checkpoint(model)
-        if checkpoint is None:
-            field = next((each for each in ("path", "state_dict") if getattr(request, each) is not None), "weights")
-            raise invalid(
-                field,
-                f"the checkpoint of the server's model {model!r} is not on this machine, so new weights "
-                "cannot be compared with it, and weights that do not fit would end the server; open the backend on a "
-                "machine that has the checkpoint",
-            )
-        return checkpoint
+            return configured_shapes(self._info.model, False, option="weight_group", capability="update_weights")
+        field = next((each for each in ("path", "state_dict") if getattr(request, each) is not None), "weights")
+        raise invalid(
+            field,
+            f"the checkpoint of the server's model {self._info.model!r} is not on this machine, so new weights cannot "
+            "be compared with it, and could end the server; open the backend on a machine that has the checkpoint",
+        )
 
     def _load(self, request: WeightUpdate, checkpoint: Expected) -> None:
         """Hand a state dict to the server in memory if it takes it; else write it, or a stream, to a folder.
@@ -182,34 +170,24 @@ class ServerWeights:
             if not why:
                 self.reload_tensors(_own(given), request)
                 return
-            _say_why(why)
+            _log.info("new weights go to SGLang through files, in memory if there is room: %s", why)
         with weights_folder(request, checkpoint) as folder:
             if self._channel is not None and request.path is None:
                 self.broadcast(_saved(folder), request)
-            else:
-                self._reload(folder, request)
+                return
+            # The server must see the folder at the same path.
+            payload = {"model_path": str(folder), "flush_cache": True}
+            if self._dummy is not None:
+                # Otherwise the server would fill the model with random numbers again.
+                payload["load_format"] = "auto"
+            with self._new_weights(request, named=True) as label:
+                payload["weight_version"] = label
+                self._tell("/update_weights_from_disk", payload, failure="did not load the weights")
 
-    def _reload(self, folder: Path, request: WeightUpdate) -> None:
-        """Load the safetensors in `folder`, which the server must see at the same path."""
-        label = self.history.new_label(request.version)
-        payload = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
-        if self._dummy is not None:
-            # Otherwise the server would fill the model with random numbers again.
-            payload["load_format"] = "auto"
-        with self._answers_held(label, request):
-            self._tell("/update_weights_from_disk", payload, failure="did not load the weights")
-            self._has(label, request)
-
-    def reload_tensors(
-        self, tensors: Iterable[tuple[str, Tensor]], request: WeightUpdate, bucket_size: int = handover.BUCKET
-    ) -> None:
+    def reload_tensors(self, tensors: Pairs, request: WeightUpdate, bucket_size: int = handover.BUCKET) -> None:
         """Hand tensors with their names in the checkpoint to a server of this machine, one bucket after the other.
 
-        Args:
-            tensors: names and tensors that `handover.obstacle` accepts.
-
-        Raises:
-            EngineError: the server did not load them. Its weights may be partly new.
+        `handover.obstacle` has to accept them. If this fails, the server's weights may be partly new.
         """
 
         def hand_over(bucket: handover.Pairs) -> None:
@@ -219,14 +197,8 @@ class ServerWeights:
 
         self._load_buckets(tensors, bucket_size, hand_over, request)
 
-    def broadcast(
-        self, tensors: Iterable[tuple[str, Tensor]], request: WeightUpdate, bucket_size: int = handover.BUCKET
-    ) -> None:
-        """Send tensors with their names in the checkpoint to a server on another machine. See `reload_tensors`.
-
-        Raises:
-            CoreLMError: the errors of `WeightChannel.send`. The server's weights may be partly new.
-        """
+    def broadcast(self, tensors: Pairs, request: WeightUpdate, bucket_size: int = handover.BUCKET) -> None:
+        """Send tensors with their names in the checkpoint to a server on another machine. See `reload_tensors`."""
         assert self._channel is not None
         page = self._client.get(MODEL_INFO)
         if not isinstance(page, dict) or str(page.get("weight_version")) != self._info.weight_label:
@@ -235,79 +207,64 @@ class ServerWeights:
         self._load_buckets(tensors, bucket_size, self._channel.send, request)
 
     def _load_buckets(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        size: int,
-        load: Callable[[handover.Pairs], None],
-        request: WeightUpdate,
+        self, tensors: Pairs, size: int, load: Callable[[handover.Pairs], None], request: WeightUpdate
     ) -> None:
         """Have the server load all tensors as one update, so many bytes of them at a time."""
-        label = self.history.new_label(request.version)
         whole = ((name, tensor.detach().contiguous()) for name, tensor in tensors)
-        with self._answers_held(label, request):
+        with self._new_weights(request):
             self._tell("/begin_weight_update", {})
             try:
                 for bucket in buckets(whole, size):
                     load(bucket)
             finally:
                 self._tell("/end_weight_update", {})
-            self._forget(label, request)
-
-    # Labels ----------------------------------------------------------------------------------------------------------
-
-    def _forget(self, label: str, request: WeightUpdate) -> None:
-        """Empty the cache, and give the weights their name."""
-        self._client.post("/flush_cache", {}, expect_json=False)
-        self._name(label)
-        self._has(label, request)
-
-    def _name(self, label: str) -> None:
-        # By default this would abort the requests of all clients.
-        self._tell("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-
-    def _has(self, label: str, request: WeightUpdate) -> None:
-        """Take note that the server has the weights of `request`."""
-        self.history.note(label, request)
-        self._engine.info = replace(self._info, weight_label=label)
 
     @contextmanager
-    def _answers_held(self, label: str, update: WeightUpdate) -> Iterator[None]:
-        """Hold the answers in flight while the block changes the weights, if they are to go on with these.
+    def _new_weights(self, request: WeightUpdate, *, named: bool = False) -> Iterator[str]:
+        """Yield a label, have the block change the weights, empty the cache, and give the weights that label.
 
-        SGLang takes them off its batch after the token that it works on, and computes their keys and values again with
-        the new weights. If the block fails, the weights may be partly new, so they get their label all the same.
+        Answers in flight that are to go on with the new weights are held meanwhile. SGLang takes them off its batch
+        after the token that it works on, and computes their keys and values again. If that fails, the weights may be
+        partly new, so they get their label all the same.
+
+        Args:
+            named: whether the block empties the cache and names the weights itself.
 
         Raises:
             EngineError: the server did not stop, and nothing has changed; or it does not go on.
         """
-        if update.when != "now":
-            yield
-            return
-        self._client.post("/pause_generation", {"mode": "retract"}, expect_json=False)
+        label, in_flight = self.history.new_label(request.version), request.when == "now"
+        if in_flight:
+            self._client.post("/pause_generation", {"mode": "retract"}, expect_json=False)
         try:
-            yield
-        except BaseException:
-            try:
+            yield label
+            if not named:
+                self._client.post("/flush_cache", {}, expect_json=False)
                 self._name(label)
-                self.history.note(label, update)
-            except CoreLMError:
-                self.history.lose_track()
+            self.history.note(label, request)
+            self._engine.info = replace(self._info, weight_label=label)
+        except BaseException:
+            if in_flight:
+                try:
+                    self._name(label)
+                    self.history.note(label, request)
+                except CoreLMError:
+                    self.history.lose_track()
             raise
         finally:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        for attempt in range(_ATTEMPTS):
-            try:
-                self._client.post("/continue_generation", {}, expect_json=False)
-                return
-            except CoreLMError as error:
-                if attempt == _ATTEMPTS - 1:
+            if in_flight:
+                try:
+                    self._client.post("/continue_generation", {}, expect_json=False, retry=True)
+                except CoreLMError as error:
                     raise EngineError(
                         f"the server was paused for new weights and does not go on: {error}; post "
                         "/continue_generation to it, or restart it",
                         usable=False,
                     ) from error
+
+    def _name(self, label: str) -> None:
+        # By default this would abort the requests of all clients.
+        self._tell("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -325,9 +282,3 @@ def _own(given: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in given.items():
         whole = whole_tensor(tensor)
         yield name, whole if whole.is_cuda else whole.clone()
-
-
-@functools.cache
-def _say_why(why: str) -> None:
-    """Log once why weights go through files."""
-    _log.info("new weights go to SGLang through files, in memory if there is room: %s", why)
