@@ -120,15 +120,11 @@ class Decoder:
                 if len(some) > 1 and not self._self_test.is_confirmed(_JOINED, growing.columns + 1):
                     raise NotDone
                 growing.step()
-                for call in some:
-                    call.give(None)
+                answer: BaseException | None = None
             except BaseException as error:
-                own = len(some) == 1 and isinstance(error, Exception)
-                for call in some:
-                    if not call.ready:
-                        call.give(error if own else NotDone())
-                if not isinstance(error, Exception):
-                    raise
+                answer = error if len(some) == 1 else NotDone()
+            for call in some:
+                call.give(answer)
 
     def may_use_cache(self, request: GenerateRequest, call: Call) -> bool:
         """Return whether decoding with a cache gives the numbers of the plain forward, up to the longest answer that
