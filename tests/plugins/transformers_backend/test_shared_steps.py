@@ -249,11 +249,11 @@ def test_rows_go_on_apart_if_there_is_no_memory_for_them_together(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return cat(tensors, *args, **options)
 
-    def joined(self: CachedRows, other: CachedRows, cache: Any) -> None:
+    def joined(self: CachedRows, other: CachedRows) -> None:
         with monkeypatch.context() as patch:
             if self.shares and not failed:
                 patch.setattr(torch, "cat", without_memory)
-            join(self, other, cache)
+            join(self, other)
 
     monkeypatch.setattr(CachedRows, "join", joined)
     with two_calls(backend, paced) as (many, one):
