@@ -23,8 +23,8 @@ CHECK := $(addprefix tests/,core kits plugins apps examples real) $(wildcard tes
 PLUGIN := tests/plugins/transformers_backend
 NEWEST := tests/test_third_party_names.py $(addprefix tests/core/,tensors containers kl policy) tests/kits/testing/test_kit.py tests/apps/interop \
 	tests/plugins/openai_backend/test_protocol.py tests/apps/serve/test_chat.py \
-	$(if $(SELECT),$(addprefix $(PLUGIN)/test_,adapters.py conformance.py families.py generation.py opening.py peft_methods.py \
-	scoring.py self_test.py weights.py wrapped.py) $(PLUGIN)/fast/test_cache.py,$(PLUGIN)) \
+	$(if $(SELECT),$(addprefix $(PLUGIN)/test_,adapters.py cache.py conformance.py families.py generation.py opening.py peft_methods.py \
+	scoring.py self_test.py weights.py wrapped.py),$(PLUGIN)) \
 	$(addprefix tests/harnesses/test_,trl_rollouts.py lm_eval.py inspect_ai.py)
 
 # Run the tests in one process per core, but not in more than eight: each takes more than 1 GB.

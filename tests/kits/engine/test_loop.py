@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext, suppress
@@ -45,20 +46,38 @@ def test_others_go_on_if_closing_the_work_of_a_caller_who_has_left_fails(error: 
         finally:
             raise error
 
-    def last() -> Generator[Any, Any, Any]:
-        yield 2
-        # Now its caller leaves. The thread that is inside closes it as it goes.
-        left.left = True
-        return 2
-
-    loop = loop_of(lambda value: value)
-    left = Call(REQUEST)
+    loop, left = loop_of(lambda value: value), Call(REQUEST)
     left.begin(work())
+    left.go_on()
     loop._stepping.append(left)
-    with suppress(KeyboardInterrupt):
-        assert run(loop, last) == 2
+    with suppress(KeyboardInterrupt), loop.held():
+        # Now its caller leaves. The thread that is inside closes its work as it goes.
+        left.left = True
     results: list[Any] = []
     other = threading.Thread(target=lambda: results.append(run(loop, lambda: wants(3))), daemon=True)
     other.start()
     other.join(10)
     assert results == [3] and not loop.under_way and not loop._stepping
+
+
+def test_an_interrupt_in_the_work_of_another_caller_ends_the_call_of_the_main_thread() -> None:
+    loop, results = loop_of(lambda value: value), list[Any]()
+
+    def other() -> Generator[Any, Any, Any]:
+        yield 1
+        signal.raise_signal(signal.SIGINT)
+        return (yield 2)
+
+    def mine() -> Generator[Any, Any, Any]:
+        yield 0
+        thread.start()
+        while len(loop._stepping) < 2:
+            threading.Event().wait(0.001)
+        while True:
+            yield 0
+
+    thread = threading.Thread(target=lambda: results.append(run(loop, other)), daemon=True)
+    with pytest.raises(KeyboardInterrupt):
+        run(loop, mine)
+    thread.join(60)
+    assert results == [2] and not loop.under_way and not loop._stepping

@@ -19,7 +19,6 @@ from helpers.plain_forward import Open
 from helpers.tiny_models import CONTEXT, VOCAB, tiny_model, tiny_tokenizer
 from transformers_backend.continuation import CachedRows
 from transformers_backend.engine import CausalLM
-from transformers_backend.fast.cache import roomy_cache
 from transformers_backend.memory import CacheBytes, limits_within, measured_cache
 
 FOUR = SamplingParams(max_new_tokens=4)
@@ -39,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 def _measured(model: Any) -> tuple[CausalLM, CacheBytes]:
     engine = CausalLM(model, model)
     with engine.evaluating():
-        found = measured_cache(engine, lambda: roomy_cache(model.config))
+        found = measured_cache(engine)
     assert found is not None
     return engine, found
 
@@ -48,9 +47,8 @@ def test_no_row_takes_more_than_was_measured() -> None:
     for family in ("qwen2", "gemma2", "gpt2"):
         engine, found = _measured(tiny_model(family))
         for length in (20, 60):
-            cache = roomy_cache(engine.base.config)
             with engine.evaluating():
-                CachedRows(engine, cache, Ragged.from_list([torch.arange(length)]))
+                cache = CachedRows(engine, Ragged.from_list([torch.arange(length)])).cache
             taken = sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values))
             assert found.row + found.token * length >= taken > 0, (family, length)
     # Keys and values of two layers, two heads of 16 float32 each.

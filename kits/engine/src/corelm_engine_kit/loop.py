@@ -2,6 +2,8 @@
 
 The loop has no thread. The thread of a caller makes the steps of all calls until its own call has ended; then the
 thread of another caller goes on. So a call that is alone stays on its caller's thread, with all that belongs to it.
+Python raises KeyboardInterrupt in the main thread, so that thread makes no steps while there are calls of others: it
+leaves its own to them and waits. An interrupt then ends one call, and no work of another is cut in the middle.
 
 A call is a generator, its work. It yields what it wants of the engine, is sent the engine's answer when the step is
 done, and returns its result. It may be gone on with by any thread, so it must not hold what belongs to a thread across
@@ -43,7 +45,7 @@ class Aborted(Exception):
 
 
 class NotDone(Exception):
-    """A step was not made for a call, because of an interrupt or of other rows. It may ask for the step again."""
+    """A step was not made for a call, because of other rows. It may ask for the step again."""
 
 
 class Call:
@@ -55,6 +57,7 @@ class Call:
         key: what has to be entered around its work: see `Loop`. After a change the work yields None, and then goes on
             within it.
         wants: what it has yielded.
+        is_mains: whether its caller is the main thread.
     """
 
     def __init__(self, request: GenerateRequest | ScoreRequest, key: Any = None) -> None:
@@ -66,6 +69,7 @@ class Call:
         # Whether there is an answer that its work is to be sent.
         self.ready, self._answer = True, None
         self.left = self.done = False
+        self.is_mains = threading.current_thread() is threading.main_thread()
         self._result: Any = None
         self._error: BaseException | None = None
         self._work: Generator[Any, Any, Any] | None = None
@@ -100,12 +104,8 @@ class Call:
         """Set what the work is sent next; an exception is raised in it."""
         self._answer, self.ready = answer, True
 
-    def go_on(self, mine: bool) -> None:
-        """Go on with the work until it wants something or ends.
-
-        Args:
-            mine: whether this is the call of this thread. An interrupt ends it, and is raised here otherwise.
-        """
+    def go_on(self) -> None:
+        """Go on with the work until it wants something or ends."""
         assert self._work is not None
         try:
             answer, self.ready = self._answer, False
@@ -118,11 +118,7 @@ class Call:
         except StopIteration as end:
             self._result, self.done = end.value, True
         except BaseException as error:
-            if mine or isinstance(error, Exception):
-                self.fail(error)
-                return
-            self.fail(EngineError("another caller was interrupted in the middle of this call's step", usable=True))
-            raise
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         self._error, self.done = error, True
@@ -222,7 +218,8 @@ class Loop:
                 while not call.done:
                     with self._inside(call.deadline, call):
                         if not call.done:
-                            self._go_on(call, self._stepping)
+                            # A call that comes while the main thread is inside is not its to make.
+                            self._go_on(call, [call] if call.is_mains else self._stepping)
             finally:
                 call.left = True
                 with self._changed:
@@ -242,12 +239,6 @@ class Loop:
         """
         with self._inside(deadline):
             yield
-
-    def refuse_steps(self) -> None:
-        """Give `NotDone` to the calls that still wait for a step, because an interrupt came before it. Inside only."""
-        for call in self._stepping:
-            if not (call.ready or call.done):
-                call.give(NotDone())
 
     def close(self) -> bool:
         """Abort the calls under way, refuse later ones, and return whether all have ended within five seconds."""
@@ -299,7 +290,13 @@ class Loop:
         if self._holder is not None:
             return False
         due = self._step_is_due and bool(self._stepping)
-        return not due if call is None else due or not self._guests
+        if call is None:
+            return not due
+        return (due or not self._guests) and not self._is_for_others(call)
+
+    def _is_for_others(self, call: Call) -> bool:
+        """Return whether the caller of a call leaves its steps to other threads."""
+        return call.is_mains and len(self._stepping) > 1
 
     def _leave_behind(self) -> None:
         """Close the works of calls that have ended or whose callers have left."""
@@ -310,11 +307,11 @@ class Loop:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def _go_on(self, mine: Call, calls: list[Call]) -> None:
-        """Make steps until a call is done, or somebody waits to have the engine for himself."""
+        """Make steps until a call is done, or another thread is to come in."""
         try:
             while not mine.done:
                 self._step(mine, calls)
-                if self._guests and calls is self._stepping:
+                if mine in self._stepping and (self._guests or self._is_for_others(mine)):
                     return
         finally:
             self._leave()
@@ -324,7 +321,7 @@ class Loop:
             self._leave_behind()
         for call in list(calls):
             while call.ready and not call.done and self._enters(call.around, [call]):
-                call.go_on(call is mine)
+                call.go_on()
             if call.done and call is not mine:
                 with self._changed:
                     self._changed.notify_all()

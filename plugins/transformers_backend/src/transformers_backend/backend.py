@@ -303,7 +303,6 @@ class TransformersBackend:
             finally:
                 # Also after a failure: a stream may have changed some.
                 torch.clear_autocast_cache()
-                self.loop.refuse_steps()
                 self.self_test.forget()
                 self.scorer.weights_changed()
             if request.adapter is None:

@@ -12,6 +12,10 @@ from corelm.spec import Ragged
 from corelm_engine_kit.answers import without
 from transformers_backend.engine import CausalLM
 
+#: The number of columns of a buffer is a multiple of this. Attention over columns that are not written yet costs less
+#: than copying all others at every token.
+_BLOCK = 64
+
 
 class GrowingRows(ABC):
     """Rows of ids inside the model, of one call or of several.
@@ -95,84 +99,108 @@ class Share:
 
 
 class CachedRows(GrowingRows):
-    """Rows whose past is in a cache. Shorter prompts are padded on the left."""
+    """Rows whose past is in a cache. Shorter prompts are padded on the left.
 
-    def __init__(self, engine: CausalLM, cache: Any, prompts: Ragged) -> None:
+    A cache that holds keys and values of every token and nothing else is copied into buffers with room for more. A step
+    writes one column of them, so all that the model is given keeps its address and its shape, until rows join or leave
+    or the buffers are full. Other caches grow as transformers makes them.
+    """
+
+    def __init__(self, engine: CausalLM, prompts: Ragged) -> None:
         super().__init__()
         self._engine = engine
-        self._cache = cache
+        self.cache = _new_cache(engine)
         inputs: dict[str, Any] = engine.inputs(prompts, "left")
-        self._mask: Tensor | None = inputs.pop("attention_mask")
-        # How many columns of each row are padding. This stays on the CPU, where it is read without waiting.
-        self._padding = prompts.lengths.max() - prompts.lengths
-        self._position = inputs["position_ids"][:, -1:]
+        self._mask: Tensor | None = inputs["attention_mask"]
+        self._ids, self._position = (inputs[name][:, -1:].clone() for name in ("input_ids", "position_ids"))
         self.columns = inputs["input_ids"].shape[1]
-        self.logits = engine.next_logits(self._cache, attention_mask=self._mask, **inputs)
+        # How many columns the buffers have; 0 if there are none.
+        self._room = 0
+        self.logits = engine.next_logits(self.cache, **inputs)
 
     def expand(self, rows: Tensor) -> None:
-        self._reorder(rows)
+        self.keep(rows)
         self.logits = self.logits[rows.to(self.logits.device)]
 
     def keep(self, rows: Tensor) -> None:
-        self._reorder(rows)
+        if self._room:
+            self._move(rows)
+        else:
+            self.cache.reorder_cache(rows)
+        there = rows.to(self._position.device)
+        self._ids, self._position = self._ids[there], self._position[there]
+        self._mask = None if self._mask is None else self._mask[there]
+
+    def _move(self, rows: Tensor) -> None:
+        """Keep these rows of the buffers. Those that keep their places are not copied."""
+        moved = (rows != torch.arange(len(rows))).nonzero()[:, 0]
+        for layer in self.cache.layers:
+            places, sources = moved.to(layer.keys.device), rows[moved].to(layer.keys.device)
+            for states in (layer.keys, layer.values):
+                states[places] = states[sources]
+            layer.keys, layer.values = layer.keys[: len(rows)], layer.values[: len(rows)]
 
     def append(self, tokens: Tensor) -> None:
+        if self.columns == self._room or (not self._room and self._engine.fixes_shapes and self.may_join):
+            self._make_room()
+        if self._mask is not None and not self._room:
+            self._mask = torch.nn.functional.pad(self._mask, (0, 1))
         if self._mask is not None:
-            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), 1)], dim=-1)
-        self._position = self._position + 1
+            self._mask[:, self.columns] = 1
+        self._ids.copy_(tokens[:, None])
+        self._position += 1
         self.columns += 1
         self.logits = self._engine.next_logits(
-            self._cache, input_ids=tokens[:, None], attention_mask=self._mask, position_ids=self._position
+            self.cache, input_ids=self._ids, attention_mask=self._mask, position_ids=self._position
         )
+
+    def _make_room(self) -> None:
+        """Copy the cache and the mask into buffers with room for up to a block of new columns."""
+        from transformers.cache_utils import StaticLayer
+
+        self._room = (self.columns // _BLOCK + 1) * _BLOCK
+        self._mask = torch.nn.functional.pad(self._whole_mask(), (0, self._room - self.columns))
+        for number, layer in enumerate(self.cache.layers):
+            self.cache.layers[number] = StaticLayer(self._room)
+            self.cache.layers[number].update(*self._states(layer))
+
+    def _states(self, layer: Any) -> tuple[Tensor, Tensor]:
+        return layer.keys[..., : self.columns, :], layer.values[..., : self.columns, :]
 
     @property
     def may_join(self) -> bool:
         """Whether its cache holds keys and values of every token, and nothing else."""
-        from transformers.cache_utils import DynamicLayer
+        from transformers.cache_utils import DynamicLayer, StaticLayer
 
-        return all(
-            (type(layer) is DynamicLayer or getattr(layer, "joins", False)) and layer.keys is not None
-            for layer in self._cache.layers
-        )
+        return all(type(layer) in (DynamicLayer, StaticLayer) and layer.keys is not None for layer in self.cache.layers)
 
-    def join(self, other: CachedRows, cache: Any) -> None:
+    def join(self, other: CachedRows) -> None:
         """Take in the rows of another, behind these. Its shares become shares of these.
-
-        Args:
-            cache: an empty one, which holds the states of both from now on.
 
         Raises:
             OutOfMemoryError: there is no memory for both. Nothing has changed.
         """
-        columns = max(self.columns, other.columns)
+        columns, cache = max(self.columns, other.columns), _new_cache(self._engine)
 
         def both(mine: Tensor, others: Tensor) -> Tensor:
             return torch.cat([_widened(mine, columns), _widened(others, columns)])
 
-        for number, (mine, others) in enumerate(zip(self._cache.layers, other._cache.layers, strict=True)):
-            cache.update(both(mine.keys, others.keys), both(mine.values, others.values), number)
-        mask = both(self._whole_mask(), other._whole_mask())[..., 0]
-        padding = torch.cat([self._padding + (columns - self.columns), other._padding + (columns - other.columns)])
-        position = torch.cat([self._position, other._position])
+        for number, (mine, others) in enumerate(zip(self.cache.layers, other.cache.layers, strict=True)):
+            keys, values = map(both, self._states(mine), other._states(others))
+            cache.update(keys, values, number)
+        mask = both(self._whole_mask()[..., None], other._whole_mask()[..., None])[..., 0]
+        ids, position = torch.cat([self._ids, other._ids]), torch.cat([self._position, other._position])
         logits = torch.cat([self.logits, other.logits])
-        self._padding, self._mask = padding, mask if bool(padding.any()) else None
         for share in other.shares:
             share.growing, share.rows = self, [len(self.logits) + row for row in share.rows]
         self.shares, other.shares = self.shares + other.shares, []
-        self._position, self.logits, self._cache, self.columns = position, logits, cache, columns
+        self._ids, self._position, self._mask = ids, position, mask
+        self.logits, self.cache, self.columns, self._room = logits, cache, columns, 0
 
     def _whole_mask(self) -> Tensor:
-        if self._mask is not None:
-            return self._mask[..., None]
-        return self._position.new_ones(len(self.logits), self.columns, 1)
-
-    def _reorder(self, rows: Tensor) -> None:
-        self._cache.reorder_cache(rows)
-        self._padding = self._padding[rows]
-        there = rows.to(self._position.device)
-        self._position = self._position[there]
-        # Attention is faster without a mask.
-        self._mask = self._mask[there] if self._mask is not None and bool(self._padding.any()) else None
+        if self._mask is None:
+            return self._position.new_ones(len(self._position), self.columns)
+        return self._mask[:, : self.columns]
 
 
 class UncachedRows(GrowingRows):
@@ -202,3 +230,10 @@ def _widened(states: Tensor, columns: int) -> Tensor:
     """Return ``[..., columns, size]``, with zeros in front."""
     *outer, own, size = states.shape
     return states if own == columns else torch.cat([states.new_zeros(*outer, columns - own, size), states], dim=-2)
+
+
+def _new_cache(engine: CausalLM) -> Any:
+    """Return an empty cache of the kinds that the model's layers need (attention, windows, recurrent states)."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=engine.base.config)

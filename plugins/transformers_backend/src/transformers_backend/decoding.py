@@ -120,15 +120,11 @@ class Decoder:
                 if len(some) > 1 and not self._self_test.is_confirmed(_JOINED, growing.columns + 1):
                     raise NotDone
                 growing.step()
-                for call in some:
-                    call.give(None)
+                answer: BaseException | None = None
             except BaseException as error:
-                own = len(some) == 1 and isinstance(error, Exception)
-                for call in some:
-                    if not call.ready:
-                        call.give(error if own else NotDone())
-                if not isinstance(error, Exception):
-                    raise
+                answer = error if len(some) == 1 else NotDone()
+            for call in some:
+                call.give(answer)
 
     def may_use_cache(self, request: GenerateRequest, call: Call) -> bool:
         """Return whether decoding with a cache gives the numbers of the plain forward, up to the longest answer that
@@ -265,7 +261,7 @@ class Decoder:
             limit = min(share.most for share in [*first.shares, *growing.shares])
             if together <= min(limit, _WASTE * apart) and self._self_test.is_confirmed(_JOINED, columns + 1):
                 try:
-                    first.join(growing, self._new_cache())
+                    first.join(growing)
                 except torch.OutOfMemoryError:
                     # They need not share steps.
                     for share in growing.shares:
@@ -306,12 +302,11 @@ class Decoder:
     def _continued(self, way: str, depth: int, rows: Ragged) -> Iterator[tuple[int, Tensor]]:
         """Yield every row's number and the logits of its last positions, ``[n, vocab]``, as decoding makes them.
 
-        With a depth of 1 the rows are prompts; in a short dtype the last id of each is appended, because
-        rounding hides what own rows would show. With 2 the last few ids of each are appended, and the first
+        With a depth of 1 the last id of each is appended. With 2 the last few ids of each are appended, and the first
         row is expanded to two, one of which leaves after a step.
         """
         ids, alive = rows.split(), torch.arange(len(rows))
-        steps = min(_TRIED if depth > 1 else int(self._self_test.is_short), int(rows.lengths.min()) - 1)
+        steps = min(_TRIED if depth > 1 else 1, int(rows.lengths.min()) - 1)
         prompts = Ragged.from_list([row[: len(row) - steps] for row in ids])
         tokens = torch.stack([row[-1 - steps :][1:] for row in ids]).to(self._engine.device)
         with self.accelerated():
@@ -337,7 +332,7 @@ class Decoder:
         if self._max_batch_tokens is not None:
             return DecodingLimits(self._max_batch_tokens)
         if self._cache_bytes is None and self._engine.device.type == "cuda":
-            self._cache_bytes = measured_cache(self._engine, self._new_cache)
+            self._cache_bytes = measured_cache(self._engine)
         return decoding_limits(self._engine, self._cache_bytes, longest)
 
     # Decoding ---------------------------------------------------------------------------------------------------------
@@ -351,23 +346,17 @@ class Decoder:
         if way.startswith("uncached"):
             return UncachedRows(self._engine, prompts)
         if way != _JOINED:
-            return CachedRows(self._engine, self._new_cache(), prompts)
+            return CachedRows(self._engine, prompts)
         first, *others = (self._start("cached", Ragged.from_list([row])) for row in prompts.split())
         assert isinstance(first, CachedRows)
         for each in others:
             assert isinstance(each, CachedRows)
-            first.join(each, self._new_cache())
+            first.join(each)
         return first
 
     def accelerated(self) -> AbstractContextManager[None]:
         """Return the context in which the model decodes."""
         return nullcontext()
-
-    def _new_cache(self) -> Any:
-        """Return an empty cache of the kinds that the model's layers need (attention, windows, recurrent states)."""
-        from transformers import DynamicCache
-
-        return DynamicCache(config=self._engine.base.config)
 
 
 def _switched(call: Call, **changes: Any) -> Generator[None, None, None]:

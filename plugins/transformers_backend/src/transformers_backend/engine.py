@@ -29,6 +29,8 @@ class CausalLM:
             its positions in another way.
         keeps_last_logits: whether the model is asked for the logits of the last positions only. `SelfTest` turns it off
             for a model that makes other logits then.
+        fixes_shapes: whether decoding gives it keys and values in buffers of fixed shapes, if they fit into them.
+            `SelfTest` turns it off for a model that reads others.
         padding: 0 or 1: even rows are padded with this id, odd rows with the other. Nothing must depend on it.
     """
 
@@ -39,6 +41,7 @@ class CausalLM:
         self._accepted = _forward_parameters(base)
         self.passes_positions = "position_ids" in self._accepted
         self.keeps_last_logits = "logits_to_keep" in self._accepted
+        self.fixes_shapes = True
         # Some models state -1 for "no limit".
         limit = getattr(text, "max_position_embeddings", None)
         self.max_context: int | None = limit if limit and limit > 0 else None

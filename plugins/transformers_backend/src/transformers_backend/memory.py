@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from transformers_backend.engine import CausalLM
 DEFAULT_TOKENS = 32768
 #: Share of the free memory that decoding may take. The rest is for what is not counted, and for fragmentation.
 _SHARE = 0.5
-#: A buffer of keys and values has room for a quarter more than it holds, and is copied when it grows.
+#: A buffer of keys and values has room for more than it holds, and is copied when it is full.
 _CACHE_ROOM = 1.5
 #: Values of a token that a layer holds at once while it reads prompts, in hidden and in intermediate sizes.
 _HIDDENS, _INTERMEDIATES = 16, 4
@@ -85,7 +85,7 @@ def limits_within(free: int, engine: CausalLM, cache: CacheBytes, longest_prompt
     return DecodingLimits(2 ** (tokens.bit_length() - 1), math.ceil(row_bytes / token_bytes))
 
 
-def measured_cache(engine: CausalLM, new_cache: Callable[[], Any]) -> CacheBytes | None:
+def measured_cache(engine: CausalLM) -> CacheBytes | None:
     """Return the bytes that the model's caches take, measured on two short rows; None if the model cannot read them.
 
     Windows and recurrent states make a cache grow ever more slowly, so the line through two lengths is at or above the
@@ -96,9 +96,8 @@ def measured_cache(engine: CausalLM, new_cache: Callable[[], Any]) -> CacheBytes
     sizes = []
     try:
         for length in (_SHORT, _LONG):
-            cache = new_cache()
-            CachedRows(engine, cache, Ragged.from_list([torch.arange(length) % engine.readable]))
-            sizes.append(sum(tensor.nbytes for tensor in _tensors(cache, set())))
+            rows = CachedRows(engine, Ragged.from_list([torch.arange(length) % engine.readable]))
+            sizes.append(sum(tensor.nbytes for tensor in _tensors(rows.cache, set())))
     except Exception:
         # Whatever is wrong shows in the request itself, with the model's own words.
         return None
@@ -166,7 +165,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         inside = value
     elif isinstance(value, dict):
         inside = value.values()
-    elif type(value).__module__.startswith(("transformers", "transformers_backend")):
+    elif type(value).__module__.startswith("transformers"):
         inside = vars(value).values()
     seen.add(id(value))
     for each in inside:

@@ -91,7 +91,7 @@ class SelfTest:
         self._rows = trials.trial_rows(engine, tokenizer)
         self._plain: Tensor | None = None
         self._lengths = trials.LengthClasses(engine.base.config)
-        self._may = {name: getattr(engine, name) for name in ("passes_positions", "keeps_last_logits")}
+        self._may = {name: getattr(engine, name) for name in ("passes_positions", "keeps_last_logits", "fixes_shapes")}
         # The latest first. There are several because adapters may be switched on and off between calls.
         self._verdicts: list[Verdict] = []
         self._keeps = True
@@ -210,6 +210,11 @@ class SelfTest:
                 return self.may_run(way, run, padded=padded, depth=depth)
             if fault and self._examine():
                 fault = self._fault_of(run, padded)
+            if fault and self._engine.fixes_shapes:
+                self._engine.fixes_shapes = False
+                if not (fault := self._fault_of(run, padded)):
+                    now.off.add("fixes_shapes")
+                self._engine.fixes_shapes = bool(fault)
             if fault:
                 self._refute(way, columns, fault)
             else:

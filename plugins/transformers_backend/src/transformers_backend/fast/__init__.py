@@ -1,6 +1,6 @@
 """Accelerations only: delete this folder, open with ``fast=False``, and the numbers stay the same, only slower.
 
-It plugs in at two places: `FastDecoder` overrides two methods of `Decoder`, `FastScorer` two of `Scorer`.
+It plugs in at two places: `FastDecoder` overrides a method of `Decoder`, `FastScorer` two of `Scorer`.
 
 ================= =====================================================================================================
 file              what it saves
@@ -10,7 +10,7 @@ file              what it saves
 `head.py`         runs a model's body without its head, and decides whether the head can be computed in tiles
 `scoring.py`      rows without padding; the start that rows have in common is read once
 `attention.py`    attention over such rows; on GPUs, in many of them by one kernel
-`cache.py`        decoding writes keys and values into buffers instead of copying all of them at every token
+`decoding.py`     decoding with the products of `onednn.py`
 `onednn.py`       matrix products on a CPU, with another library
 ================= =====================================================================================================
 
@@ -18,7 +18,7 @@ Each acceleration of scoring is tried on the model and compared with the model's
 used: that step then runs as in the plain backend.
 """
 
-from transformers_backend.fast.cache import FastDecoder
+from transformers_backend.fast.decoding import FastDecoder
 from transformers_backend.fast.scoring import FastScorer
 
 __all__ = ["FastDecoder", "FastScorer"]
