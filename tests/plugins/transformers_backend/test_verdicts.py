@@ -108,6 +108,8 @@ def test_an_adapter_that_looks_at_the_ids_of_a_call(open_model: Open) -> None:
     rows = [[1, 2, 5, 6, 9, 9, 8], [3, 5, 6, 7], [1, 2, 3, 4, 5, 4]]
     backend = open_model(model)
     assert_scores(backend, model, rows)
+    # The last token, which is only predicted, would begin what the adapter applies to anew.
+    assert_scores(backend, model, [[1, 2, 5, 6, 9, 8, 5, 6]])
     assert_answers(backend.generate(rows, {"max_new_tokens": 5}), model, rows)
     with pytest.raises(CapabilityError, match="aLoRA"):
         backend.generate(rows, {"max_new_tokens": 5, "num_beams": 2, "temperature": 0.0}, logprobs="none")

@@ -46,8 +46,7 @@ from transformers_backend.memory import (
 from transformers_backend.model_state import WeightsState
 from transformers_backend.protocol import aborted_result
 from transformers_backend.scoring import Scorer
-from transformers_backend.self_test import SelfTest
-from transformers_backend.verdicts import Verdict
+from transformers_backend.self_test import SelfTest, Verdict
 
 #: Sampling parameters honoured, in the ranges that `SamplingParams` itself allows.
 _HONOURED = (
@@ -113,7 +112,7 @@ class TransformersBackend:
     ) -> None:
         decoder_class, scorer_class = _accelerated() if fast else (Decoder, Scorer)
         self.engine = engine
-        self.self_test = SelfTest(engine, tokenizer, fast=fast)
+        self.self_test = SelfTest(engine, tokenizer)
         self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
         self.scorer = scorer_class(engine, self.self_test, max_batch_tokens or DEFAULT_TOKENS)
         self.adapters = Adapters(engine)
@@ -305,7 +304,6 @@ class TransformersBackend:
                 torch.clear_autocast_cache()
                 self.loop.refuse_steps()
                 self.self_test.forget()
-                self.scorer.weights_changed()
             if request.adapter is None:
                 self._log.note(request)
         return True
@@ -313,8 +311,6 @@ class TransformersBackend:
     @hookimpl
     def sleep(self, request: SleepRequest) -> bool:
         with self.loop.held():
-            # What was prepared from the weights takes memory, too.
-            self.scorer.weights_changed()
             self._sleeping.sleep(request.level)
             give_back(self.engine.device)
         return True
