@@ -20,12 +20,14 @@ from corelm.spec import (
     GenerateRequest,
     GenerateResult,
     HealthRequest,
+    RowFailure,
     ScoreRequest,
     ScoreResult,
     SleepRequest,
     WakeRequest,
     WeightsStateRequest,
     WeightUpdate,
+    generate_result,
     hookimpl,
 )
 from corelm.validate import flag
@@ -44,7 +46,6 @@ from transformers_backend.memory import (
     sleep_levels,
 )
 from transformers_backend.model_state import WeightsState
-from transformers_backend.protocol import aborted_result
 from transformers_backend.scoring import Scorer
 from transformers_backend.self_test import SelfTest, Verdict
 
@@ -253,7 +254,7 @@ class TransformersBackend:
                 else:
                     made = yield from self.decoder.generate(request, call, updates)
         except Aborted:
-            made = aborted_result(request)
+            made = generate_result(request, [RowFailure("aborted", aborted=True)] * len(request.prompts))
         # A row that failed has no tokens, which could be of later weights.
         runs = zip(updates.runs, made.errors or [""] * len(updates.runs), strict=True)
         return replace(made, version_runs=tuple(run[:1] if failed else run for run, failed in runs))
@@ -344,16 +345,8 @@ class TransformersBackend:
         device = self.engine.device
         if not self.owns_model:
             self.adapters.close()
-        del (
-            self.engine,
-            self.adapters,
-            self.self_test,
-            self.loop,
-            self.decoder,
-            self.scorer,
-            self._weights_state,
-            self._sleeping,
-        )
+        for name in ("engine", "adapters", "self_test", "loop", "decoder", "scorer", "_weights_state", "_sleeping"):
+            delattr(self, name)
         if self.owns_model:
             # Otherwise a GPU stays full for other engines until Python happens to collect cycles.
             give_back(device)

@@ -162,7 +162,8 @@ def fingerprint(module: nn.Module) -> tuple[Any, int]:
             special += [(number, name, tuple(each) if isinstance(each, (dict, list)) else each) for name, each in found]
         if "config" in own:
             attention.add(getattr(own["config"], "_attn_implementation", None))
-    kinds = {kind: kind.forward for kind in set(map(type, parts))}
+    classes: set[Any] = set(map(type, parts))
+    kinds = {kind: kind.forward for kind in classes}
     everywhere = tuple(module_code._global_forward_hooks), tuple(module_code._global_forward_pre_hooks)
     changes = sum(weight._version for weight in _weights_of(parts) if not weight.is_inference())
     return (hash(tuple(map(id, parts))), special, kinds, attention, everywhere), changes

@@ -98,9 +98,7 @@ class Verdict:
     # A dtype shorter than that of the weights to which all logits are rounded, because the forward turns autocast on,
     # for example.
     rounded: torch.dtype | None = None
-    # What `fast.head` found out: formulas by layout of the head, and the latest state in which one of them held.
-    formulas: dict[Any, Any] = field(default_factory=dict)
-    held: dict[Any, Any] = field(default_factory=dict)
+    formulas: dict[Any, Any] = field(default_factory=dict)  # what `fast.head` found out, by the layout of the head
 
 
 class SelfTest:

@@ -12,20 +12,14 @@ both halves: first with a head that sees one column only, then with a body that 
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
-from numbers import Number
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules import module as module_code
 
 from corelm.spec import Ragged
 from corelm_engine_kit.token_scores import TokenQuery, TokenScores, scores_of_logits
@@ -36,8 +30,8 @@ from transformers_backend.self_test import SelfTest
 
 _log = logging.getLogger(__name__)
 
-#: Where the formula is compared at every call. With more than `_LARGE` weights that takes a millisecond or more. For
-#: `_FEW` positions or fewer, the model's own forward is cheaper.
+#: Comparing the formula of a head of more than `_LARGE` weights takes a millisecond or more. For `_FEW` positions or
+#: fewer, the model's own forward is cheaper.
 _LARGE, _FEW = 2**21, 64
 #: Largest logits of the hidden states with which a head is tried. A cap bends the last ones; a scale shows in all.
 _MAGNITUDES = (1.0, 30.0, 1000.0)
@@ -48,9 +42,6 @@ _SMALL = 1 / 30
 #: Number of ids in a set that is tried, and of most probable ones.
 _SET, _TOP = 24, 8
 _TEMPERATURE = 0.7
-#: The libraries whose forwards decide by plain values of modules and configurations only, and what values are plain.
-_LIBRARIES = ("torch", "transformers", "peft")
-_PLAIN = (Number, str, type(None), FunctionType, MethodType)
 #: Where a module keeps the functions that run when it is called.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -213,9 +204,8 @@ class ScoringHead:
     def path(self, positions: int, *, grad: bool = False) -> HeadPath:
         """Return how to make the log-probabilities of so many positions now, with gradients if `grad` says so.
 
-        A formula is compared with the model's own forward, on one state, before it is used: since it was found, a scale
-        may have been learned. The comparison costs as much as two positions. It is made when `_state` is another than
-        before, and at every call where there is none.
+        A formula is compared with the model's own forward, on one state, at every call: since it was found, a scale may
+        have been learned or a hook put on the body. That costs as much as two positions.
         """
         for _ in range(2):
             formula = self._formula()
@@ -224,49 +214,18 @@ class ScoringHead:
             module = self._engine.base.get_output_embeddings()
             if not _is_bare(module):
                 return "sliced"
-            # By autocast, since one may train under it and sample without.
-            held, key = self._self_test.now.held, (_autocast_dtype(self._engine.device), grad)
-            state = self._state(module)
-            if state is not None and held.get(key) == state:
-                return "tiled"
             # Both ways must round alike: after a scale or a cap, the model rounds short floats once more.
             alike = formula.dtype.itemsize >= 4 or (formula.scale == 1.0 and formula.cap is None)
-            if state is None and alike and positions <= _FEW and not grad and module.weight.numel() > _LARGE:
+            if alike and positions <= _FEW and not grad and module.weight.numel() > _LARGE:
                 return "sliced"
             if self._holds(formula, module, grad):
-                held[key] = state
                 return "tiled"
             self._self_test.now.formulas.clear()
-            held.clear()
         return "sliced"
 
     def tiled(self) -> TiledHead:
         """Return the head as one matrix product. Only for the path "tiled"."""
         return self._formula().head(self._engine.base.get_output_embeddings())
-
-    def _state(self, head: nn.Linear) -> Any:
-        """Return what decides, besides the weights of the head, how the model makes logits of its last hidden states:
-        forwards of `_LIBRARIES`, and plain values of modules and configurations. None if anything else has a say, such
-        as a hook or a part between body and head: then only running the head tells.
-        """
-        module, body, config = self._engine.module, self._split.body(), self._engine.base.config
-        name = next((name for name, part in module.named_modules() if part is body), None)
-        if name is None or module_code._global_forward_hooks or module_code._global_forward_pre_hooks:
-            return None
-        around = [*accumulate(name.split(".")[:-1], getattr, initial=module)]
-        if any(each not in (inner, head) for part, inner in pairwise([*around, body]) for each in part.children()):
-            return None
-        parts, configs = [*around, body, head], [config, config.get_text_config(), getattr(body, "config", config)]
-        # A forward may multiply by a tensor, whose value only running it tells.
-        held = [vars(owner).values() for owner in (*around, body, *configs)]
-        held += [(*part.parameters(recurse=False), *part.buffers(recurse=False)) for part in (*around, body)]
-        if any(isinstance(each, Tensor) for each in chain(*held)) or not all(map(_calls_library_code, parts)):
-            return None
-        plain = [
-            [(name, value) for name, value in vars(owner).items() if isinstance(value, _PLAIN)]
-            for owner in (*parts, *configs)
-        ]
-        return parts, [type(part).forward for part in parts], plain
 
     def _holds(self, formula: HeadFormula, module: nn.Linear, grad: bool) -> bool:
         """Return whether the formula gives what the model gives now; with `grad`, also whether gradients reach nothing
@@ -305,20 +264,6 @@ class ScoringHead:
         return torch.autocast(
             kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
         )
-
-
-def _calls_library_code(part: nn.Module) -> bool:
-    """Return whether calling a module runs the forward of its class, which is of a library, and nothing else."""
-    own, kind = vars(part), type(part)
-    plain = kind.__call__ is nn.Module.__call__ and "forward" not in own and not any(own.get(name) for name in _HOOKS)
-    packages = (sys.modules[name] for name in _LIBRARIES if name in sys.modules)
-    folders = tuple(os.path.join(path, "") for package in packages for path in package.__path__)
-    code: Any = kind.forward
-    while plain and code is not None:
-        plain = code.__code__.co_filename.startswith(folders)
-        # Decorators say what they wrap.
-        code = getattr(code, "__wrapped__", None)
-    return plain and kind.__module__.split(".")[0] in _LIBRARIES
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
@@ -473,6 +418,8 @@ def _alike(found: TokenScores, logits: Tensor, query: TokenQuery, dtype: torch.d
     largest = tempered[tempered.isfinite()].abs().max().reshape(1)
     return all(
         torch.equal(one.isfinite(), other.isfinite())
-        and _equal_but_for_rounding(*(torch.cat([each[each.isfinite()], largest]) for each in (one, other)), dtype)
+        and _equal_but_for_rounding(
+            torch.cat([one[one.isfinite()], largest]), torch.cat([other[other.isfinite()], largest]), dtype
+        )
         for one, other in pairs
     )

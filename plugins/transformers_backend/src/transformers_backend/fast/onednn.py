@@ -49,8 +49,9 @@ def quick_products(model: nn.Module) -> Iterator[None]:
     if _pays_here() and not (torch.is_autocast_enabled("cpu") or torch.is_grad_enabled()):
         for part in model.modules():
             # Quantized layers, adapters and offloaded weights are something else.
-            plain = type(part) is nn.Linear and type(part.weight) is nn.Parameter and "forward" not in vars(part)
-            if plain and part.weight.numel() >= _SMALL and is_quicker(part.weight):
+            if type(part) is not nn.Linear or type(part.weight) is not nn.Parameter or "forward" in vars(part):
+                continue
+            if part.weight.numel() >= _SMALL and is_quicker(part.weight):
                 # Only the layer's own forward is replaced, so what the model and hooks do around it stays in force.
                 replaced.append((vars(part), _QuickForward(part)))
     for own, forward in replaced:
