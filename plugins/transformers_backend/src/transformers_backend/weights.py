@@ -135,11 +135,8 @@ def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor], field: str) 
 
 
 def _translated(engine: CausalLM, source: Path | Mapping[str, Tensor], field: str) -> Mapping[str, Tensor]:
-    """Return the weights of a checkpoint under the names of the model. Experts may be stored one by one, for example.
-
-    Args:
-        source: the folder of the checkpoint, or its tensors.
-        field: what the caller gave: ``state_dict``, ``path``, or ``weights`` for a stream.
+    """Return the weights of a checkpoint, a folder or its tensors, under the names of the model. Experts may be stored
+    one by one, for example.
     """
     fresh, report = type(engine.base).from_pretrained(
         source if isinstance(source, Path) else None,

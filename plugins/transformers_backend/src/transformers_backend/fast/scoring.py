@@ -221,52 +221,34 @@ def packed_batches(
     again: the row becomes a segment that begins after it. Such rows stay together up to `max_shared` tokens.
     ``[[5, 6, 7], [5, 6, 8]]`` become ids ``[5, 6, 7, 8]`` with the segments 0–3 and 3–4, the second after 0–2.
     """
-    order, common = _in_order(rows)
-    pack, lengths = _PackBuilder(), rows.lengths.tolist()
-    for row, shared in zip(order, common, strict=True):
-        length = lengths[row]
-        shared = shared if shared and pays(shared, length - shared) else 0
-        if pack.rows and pack.total + length - shared > (max_shared if shared else max_tokens):
-            yield pack.build(rows)
-            pack, shared = _PackBuilder(), 0
-        pack.add(row, length, shared)
-    if pack.rows:
-        yield pack.build(rows)
+    pack: list[tuple[int, int]] = []
+    total, lengths = 0, rows.lengths.tolist()
+    for row, common in zip(*_in_order(rows), strict=True):
+        shared = common if common and pays(common, lengths[row] - common) else 0
+        if pack and total + lengths[row] - shared > (max_shared if shared else max_tokens):
+            yield _packed(rows, pack)
+            pack, total, shared = [], 0, 0
+        pack.append((row, shared))
+        total += lengths[row] - shared
+    if pack:
+        yield _packed(rows, pack)
 
 
-class _PackBuilder:
-    """Collects rows for one pack.
-
-    Attributes:
-        rows: their numbers. total: number of slots so far.
-    """
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.total = 0
-        self._segments: list[PackedSegment] = []
-        # For every row the slots of all its positions.
-        self._index: list[Tensor] = []
-
-    def add(self, row: int, length: int, shared: int) -> None:
-        """Add a row whose first `shared` positions are those of the latest row."""
-        start, stop = self.total, self.total + length - shared
-        index = torch.arange(start, stop)
-        index = torch.cat([self._index[-1][:shared], index]) if shared else index
-        self._index.append(index)
-        self.rows.append(row)
-        if stop > start:
-            self._segments.append(PackedSegment(start, stop, index if shared else None))
-        self.total = stop
-
-    def build(self, rows: Ragged) -> ReadBatch:
-        chosen = torch.tensor(self.rows)
-        index = Ragged.from_list(self._index)
-        picked = rows.select(chosen)
-        ids, positions = (torch.empty(self.total, dtype=torch.int64) for _ in range(2))
-        # The slots of a shared start are written more than once, each time with the same values.
-        ids[index.values], positions[index.values] = picked.values.cpu(), picked.positions
-        return ReadBatch(chosen, index, self.total, PackedRows(ids, positions, tuple(self._segments)))
+def _packed(rows: Ragged, pack: Sequence[tuple[int, int]]) -> ReadBatch:
+    """Return the rows of these numbers in one pack, each with how many first positions the one before it has too."""
+    chosen, total = torch.tensor([row for row, _ in pack]), 0
+    picked, segments, slots = rows.select(chosen), list[PackedSegment](), list[Tensor]()
+    for length, (_, shared) in zip(picked.lengths.tolist(), pack, strict=True):
+        start, total = total, total + length - shared
+        own = torch.arange(start, total)
+        slots.append(torch.cat([slots[-1][:shared], own]) if shared else own)
+        if total > start:
+            segments.append(PackedSegment(start, total, slots[-1] if shared else None))
+    index = Ragged.from_list(slots)
+    ids, positions = (torch.empty(total, dtype=torch.int64) for _ in range(2))
+    # The slots of a shared start are written more than once, each time with the same values.
+    ids[index.values], positions[index.values] = picked.values.cpu(), picked.positions
+    return ReadBatch(chosen, index, total, PackedRows(ids, positions, tuple(segments)))
 
 
 def _in_order(rows: Ragged) -> tuple[list[int], list[int]]:
