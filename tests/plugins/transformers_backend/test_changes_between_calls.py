@@ -90,7 +90,7 @@ def longrope() -> nn.Module:
 def test_one_row_that_ends_at_the_switch(open_model: Open) -> None:
     model = with_switch(31)
     backend = open_model(model)
-    # The last token, the 32nd, is only predicted.
+    # 31 tokens are read.
     assert_scores(backend, model, random_rows(32, seed=1))
 
 

@@ -124,7 +124,7 @@ class FastScorer(Scorer):
         engine, ids = self._engine, batch.inputs.values
         if len(ids) % 4 == 3 and engine.rope_switch is None and not engine.adapter_reads_ids:
             # On a CPU with AVX-512, MKL multiplies four rows in 5 % less time than three. No position sees a later one.
-            ids = torch.cat([ids, batch.targets[-1:]])
+            ids = torch.cat([ids, ids[-1:]])
         logits, slots = engine.plain_logits(ids), batch.wanted.nonzero()[:, 0]
         index = batch.index[slots]
         query = TokenQuery.of(request, batch.targets[slots], index)
