@@ -61,8 +61,7 @@ def test_rows_share_a_start_only_without_dropout(open_model: Open, dropout: floa
 # Position encoding that changes with the length of the forward pass ----------------------------------------
 
 
-@pytest.fixture
-def longrope() -> nn.Module:
+def with_switch(tokens: int) -> nn.Module:
     torch.manual_seed(0)
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [4.0] * 8, "short_factor": [1.0] * 8}
     config = Phi3Config(
@@ -77,10 +76,22 @@ def longrope() -> nn.Module:
         pad_token_id=0,
         bos_token_id=None,
         max_position_embeddings=512,
-        original_max_position_embeddings=32,
-        rope_parameters={**rope, "original_max_position_embeddings": 32},
+        original_max_position_embeddings=tokens,
+        rope_parameters={**rope, "original_max_position_embeddings": tokens},
     )
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture
+def longrope() -> nn.Module:
+    return with_switch(32)
+
+
+def test_one_row_that_ends_at_the_switch(open_model: Open) -> None:
+    model = with_switch(31)
+    backend = open_model(model)
+    # 31 tokens are read.
+    assert_scores(backend, model, random_rows(32, seed=1))
 
 
 def test_scores_of_long_and_short_rows_do_not_mix(open_model: Open, longrope: nn.Module) -> None:

@@ -108,6 +108,9 @@ def test_an_adapter_that_looks_at_the_ids_of_a_call(open_model: Open) -> None:
     rows = [[1, 2, 5, 6, 9, 9, 8], [3, 5, 6, 7], [1, 2, 3, 4, 5, 4]]
     backend = open_model(model)
     assert_scores(backend, model, rows)
+    twice = with_lora(tiny_model("llama"), "q_proj", "v_proj", alora_invocation_tokens=[5, 5])
+    # Seven tokens are read: if the last one came once more, the adapter would apply from there on.
+    assert_scores(open_model(twice), twice, [[1, 2, 5, 5, 9, 8, 5, 3]])
     assert_answers(backend.generate(rows, {"max_new_tokens": 5}), model, rows)
     with pytest.raises(CapabilityError, match="aLoRA"):
         backend.generate(rows, {"max_new_tokens": 5, "num_beams": 2, "temperature": 0.0}, logprobs="none")

@@ -16,6 +16,9 @@ from corelm.spec import Provenance, Ragged, ScoreRequest, ScoreResult, TopIds
 from corelm_engine_kit.sampling import NOT_NUMBERS
 from corelm_engine_kit.transfer import to_device
 
+#: Number of logits that are summed at a time on a CPU.
+_CPU_ELEMENTS = 2**20
+
 
 @dataclass(frozen=True, eq=False)
 class TokenQuery:
@@ -154,7 +157,10 @@ def scores_of_logits(logits: Tensor, query: TokenQuery) -> TokenScores:
 
     def whole(places: Tensor | None, some: TokenQuery) -> Tensor:
         rows = tempered if places is None else tempered[places]
-        return rows.gather(-1, some.targets[:, None])[:, 0] - rows.logsumexp(-1)
+        # What `logsumexp` makes of a few rows stays in the caches of a CPU.
+        few = max(1, _CPU_ELEMENTS // rows.shape[-1]) if rows.device.type == "cpu" else max(1, len(rows))
+        normalizer = torch.cat([part.logsumexp(-1) for part in rows.split(few)])
+        return rows.gather(-1, some.targets[:, None])[:, 0] - normalizer
 
     def within(places: Tensor, some: TokenQuery) -> Tensor:
         assert some.sets is not None

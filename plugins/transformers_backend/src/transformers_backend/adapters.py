@@ -49,13 +49,7 @@ class Adapters:
 
     @contextmanager
     def switched(self, adapter: Adapter, *, grad: bool = False) -> Iterator[None]:
-        """Run the model with the adapter of a request inside.
-
-        Raises:
-            InvalidRequestError: there is no such adapter, or adapters are merged into the weights.
-            CapabilityError: an adapter of the model cannot be switched, or rewrites weights while the model runs; or
-                layers would run again in the backward pass, when the adapter is no longer switched on.
-        """
+        """Run the model with the adapter of a request inside."""
         module: Any = self._engine.module
         if adapter is None:
             _refuse_rewriting(module)
@@ -73,8 +67,7 @@ class Adapters:
                 "the adapter is switched back. Call model.set_adapter yourself and leave adapter= out",
                 capability="adapters",
             )
-        trained = {parameter: parameter.requires_grad for parameter in module.parameters()}
-        with self._kept():
+        with self._kept() as trained:
             if name is None:
                 module.base_model.disable_adapter_layers()
             else:
@@ -88,13 +81,7 @@ class Adapters:
             yield
 
     def update(self, request: WeightUpdate) -> None:
-        """Load, replace or unload an adapter.
-
-        Raises:
-            InvalidRequestError: it does not fit the model, is not there, or belongs to the owner of the model. Nothing
-                has changed.
-            CapabilityError: PEFT cannot add it to this model. Nothing has changed.
-        """
+        """Load, replace or unload an adapter. Nothing has changed if that is refused."""
         name = request.adapter
         assert name is not None
         old = self._loaded.get(name)
@@ -135,8 +122,10 @@ class Adapters:
         )
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Restore the active adapters and `requires_grad` afterwards. Switch off layers that were added inside."""
+    def _kept(self) -> Iterator[dict[nn.Parameter, bool]]:
+        """Restore the active adapters and `requires_grad`, which it yields, afterwards. Switch off layers that were
+        added inside.
+        """
         module: Any = self._engine.module
         layers = {layer: (layer.active_adapter, layer.disable_adapters) for layer in _layers(module)}
         if any(layer.merged_adapters for layer in layers):
@@ -150,7 +139,7 @@ class Adapters:
         trained = {parameter: parameter.requires_grad for parameter in module.parameters()}
         parts = set(module.modules())
         try:
-            yield
+            yield trained
         finally:
             known = getattr(self._engine.module, "peft_config", {})
             for layer in _layers(self._engine.module):

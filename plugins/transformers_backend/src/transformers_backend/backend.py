@@ -20,12 +20,14 @@ from corelm.spec import (
     GenerateRequest,
     GenerateResult,
     HealthRequest,
+    RowFailure,
     ScoreRequest,
     ScoreResult,
     SleepRequest,
     WakeRequest,
     WeightsStateRequest,
     WeightUpdate,
+    generate_result,
     hookimpl,
 )
 from corelm.validate import flag
@@ -44,10 +46,8 @@ from transformers_backend.memory import (
     sleep_levels,
 )
 from transformers_backend.model_state import WeightsState
-from transformers_backend.protocol import aborted_result
 from transformers_backend.scoring import Scorer
-from transformers_backend.self_test import SelfTest
-from transformers_backend.verdicts import Verdict
+from transformers_backend.self_test import SelfTest, Verdict
 
 #: Sampling parameters honoured, in the ranges that `SamplingParams` itself allows.
 _HONOURED = (
@@ -113,7 +113,7 @@ class TransformersBackend:
     ) -> None:
         decoder_class, scorer_class = _accelerated() if fast else (Decoder, Scorer)
         self.engine = engine
-        self.self_test = SelfTest(engine, tokenizer, fast=fast)
+        self.self_test = SelfTest(engine, tokenizer)
         self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
         self.scorer = scorer_class(engine, self.self_test, max_batch_tokens or DEFAULT_TOKENS)
         self.adapters = Adapters(engine)
@@ -254,7 +254,7 @@ class TransformersBackend:
                 else:
                     made = yield from self.decoder.generate(request, call, updates)
         except Aborted:
-            made = aborted_result(request)
+            made = generate_result(request, [RowFailure("aborted", aborted=True)] * len(request.prompts))
         # A row that failed has no tokens, which could be of later weights.
         runs = zip(updates.runs, made.errors or [""] * len(updates.runs), strict=True)
         return replace(made, version_runs=tuple(run[:1] if failed else run for run, failed in runs))
@@ -304,7 +304,6 @@ class TransformersBackend:
                 # Also after a failure: a stream may have changed some.
                 torch.clear_autocast_cache()
                 self.self_test.forget()
-                self.scorer.weights_changed()
             if request.adapter is None:
                 self._log.note(request)
         return True
@@ -312,8 +311,6 @@ class TransformersBackend:
     @hookimpl
     def sleep(self, request: SleepRequest) -> bool:
         with self.loop.held():
-            # What was prepared from the weights takes memory, too.
-            self.scorer.weights_changed()
             self._sleeping.sleep(request.level)
             give_back(self.engine.device)
         return True
@@ -347,16 +344,8 @@ class TransformersBackend:
         device = self.engine.device
         if not self.owns_model:
             self.adapters.close()
-        del (
-            self.engine,
-            self.adapters,
-            self.self_test,
-            self.loop,
-            self.decoder,
-            self.scorer,
-            self._weights_state,
-            self._sleeping,
-        )
+        for name in ("engine", "adapters", "self_test", "loop", "decoder", "scorer", "_weights_state", "_sleeping"):
+            delattr(self, name)
         if self.owns_model:
             # Otherwise a GPU stays full for other engines until Python happens to collect cycles.
             give_back(device)

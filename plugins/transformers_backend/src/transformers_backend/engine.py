@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from corelm.errors import CapabilityError, refuse
 from corelm.spec import Ragged, Side
 from corelm_engine_kit.transfer import to_device
+from transformers_backend.model_state import parts_of
 
 
 class CausalLM:
@@ -104,7 +105,7 @@ class CausalLM:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Turn gradients and dropout off inside; restore the train/eval mode of every submodule afterwards."""
-        in_training = [module for module in self.module.modules() if module.training]
+        in_training = [module for module in parts_of(self.module) if module.training]
         if in_training:
             self.module.eval()
         try:

@@ -54,12 +54,7 @@ def load_model(
     attn_implementation: str | None,
     model_kwargs: Mapping[str, Any],
 ) -> nn.Module:
-    """Load a causal language model, or one that also reads images or sound and is used for text here.
-
-    Raises:
-        InvalidRequestError, CapabilityError: see `TransformersBackend.open`.
-        EngineError: `path` is not a folder, and no hub has a model of that name.
-    """
+    """Load a causal language model, or one that also reads images or sound and is used for text here."""
     refuse_missing_path("model", path)
     device = torch_device(device)
     own = {**hub_options(path), **model_kwargs}
@@ -90,11 +85,7 @@ def _bars_on_terminals_only() -> Iterator[None]:
 
 
 def refuse_gguf(path: str | os.PathLike[str], tokenizer: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse to read a tokenizer from a GGUF file: transformers ignores the file's pre-tokenizer, so ids are wrong.
-
-    Raises:
-        InvalidRequestError: `path` is such a file, or `model_kwargs` names one and there is no `tokenizer`.
-    """
+    """Refuse to read a tokenizer from a GGUF file: transformers ignores the file's pre-tokenizer, so ids are wrong."""
     alone = os.fspath(path).endswith(".gguf")
     if alone or ("gguf_file" in model_kwargs and tokenizer is None):
         field = "model" if alone else "model_kwargs"
@@ -173,28 +164,24 @@ def refuse_other_options(
     attn_implementation: str | None,
     model_kwargs: Mapping[str, Any],
 ) -> None:
-    """Refuse options of loading that differ from what the model object is already; None means "not given".
-
-    Raises:
-        InvalidRequestError: an option differs from the model's; `field` names it.
-    """
+    """Refuse options of loading that differ from what the model object is already; None means "not given"."""
     wanted_dtype, wanted_device = torch_dtype(dtype), torch_device(device)
     has, on = getattr(model, "dtype", None), getattr(model, "device", None)
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    problems = {}
     if wanted_dtype is not None and wanted_dtype != has:
-        what = f"the model object is {has}; convert it with model.to({wanted_dtype}), or leave dtype out"
-        raise InvalidRequestError(f"dtype: {what}", field="dtype")
+        problems["dtype"] = f"the model object is {has}; convert it with model.to({wanted_dtype}), or leave dtype out"
     if wanted_device is not None and on is not None and not _same_device(wanted_device, on):
         what = f"the model object is on {on}; move it with model.to({str(wanted_device)!r}), or leave device out"
-        raise InvalidRequestError(f"device: {what}", field="device")
+        problems["device"] = what
     if attn_implementation not in (None, attention):
-        what = f"the model object uses {attention!r}; call model.set_attn_implementation({attn_implementation!r})"
-        raise InvalidRequestError(f"attn_implementation: {what}, or leave it out", field="attn_implementation")
+        call = f"call model.set_attn_implementation({attn_implementation!r}), or leave it out"
+        problems["attn_implementation"] = f"the model object uses {attention!r}; {call}"
     if model_kwargs:
-        raise InvalidRequestError(
-            "model_kwargs: only used when a model is loaded, but a model object was passed; leave it out",
-            field="model_kwargs",
-        )
+        what = "only used when a model is loaded, but a model object was passed; leave it out"
+        problems["model_kwargs"] = what
+    for field, problem in problems.items():
+        raise InvalidRequestError(f"{field}: {problem}", field=field)
 
 
 def _same_device(one: torch.device, other: torch.device) -> bool:
@@ -202,11 +189,7 @@ def _same_device(one: torch.device, other: torch.device) -> bool:
 
 
 def base_model(module: Any) -> Any:
-    """Return the transformers model without its PEFT wrapper.
-
-    Raises:
-        CapabilityError: the model is not one that this backend can run.
-    """
+    """Return the transformers model without its PEFT wrapper. Refuse one that this backend cannot run."""
     from transformers import PreTrainedModel
 
     base = module
@@ -225,11 +208,7 @@ def base_model(module: Any) -> Any:
 
 
 def load_tokenizer(given: Any, base: Any, trust_remote_code: bool) -> Any:
-    """Return `given` itself, or the tokenizer loaded from that folder or hub name; None means the model's own.
-
-    Raises:
-        InvalidRequestError: no tokenizer was given, and the model does not say where it was loaded from.
-    """
+    """Return `given` itself, or the tokenizer loaded from that folder or hub name; None means the model's own."""
     if given is None:
         given = base.name_or_path
         if not given:
@@ -253,10 +232,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside ``torch.compile(model)``, which has the same parameters; any other model as it is.
 
     It runs without being compiled: rows have new lengths in every call, and torch would compile it again for many.
-
-    Raises:
-        CapabilityError: the model, or a part of it, is wrapped or sharded for several devices. Nothing is asked of the
-            other ranks, so each of them raises.
+    A model is refused if it or a part of it is wrapped or sharded for several devices. Nothing is asked of the other
+    ranks, so each of them raises.
     """
     while (inner := dict(model.named_children()).get("_orig_mod")) is not None:
         model = inner
@@ -265,11 +242,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Refuse a model that was sharded in place since it was opened. For every call, so it looks at little.
-
-    Raises:
-        CapabilityError: the model is sharded.
-    """
+    """Refuse a model that was sharded in place since it was opened. For every call, so it looks at little."""
     _refuse([model], islice(model.parameters(), 1))
 
 

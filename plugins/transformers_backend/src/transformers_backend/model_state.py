@@ -16,12 +16,10 @@ _OF_ADAPTERS = ("merged_adapters", "_active_adapter", "_disable_adapters", "scal
 #: Number of weights that are looked into, and of elements that are read of each. A step of an optimizer may change one
 #: bfloat16 element in 250; of 4,096 elements, it then changes none once in ten million steps.
 _SAMPLED, _ELEMENTS = 4, 1024
-#: By which integers the elements of a dtype are read, by their size in bytes.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: What a module's own dictionary may hold that changes what its forward does: hooks, a replaced or compiled forward,
-#: and the adapters of PEFT that are switched on; X-LoRA as a whole is "disabled".
-_SWITCHES = ("_active_adapter", "_disable_adapters", "disabled")
-_WATCHED = ("_forward_hooks", "_forward_pre_hooks", "forward", "_compiled_call_impl", "is_causal", *_SWITCHES)
+#: What a module's own dictionary may hold that changes what its forward does, besides hooks: a replaced or compiled
+#: forward, and the adapters of PEFT that are switched on; X-LoRA as a whole is "disabled".
+_WATCHED = ("forward", "_compiled_call_impl", "is_causal", "_active_adapter", "_disable_adapters", "disabled")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class WeightsState:
@@ -30,6 +28,8 @@ class WeightsState:
     It tells where each parameter is stored and how often it was modified, and samples a few elements: a change through
     ``weight.data`` is seen in nothing else. It also tells which adapters are in force. It does not read buffers: some
     models write to them in their forward.
+
+    A forward of the model pushes all that is read here out of the caches, so few and alike operations are used.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,7 +37,6 @@ class WeightsState:
         # The parts at the latest call, and the numbers of the weights that are sampled.
         self._parts: list[Any] = []
         self._sampled: list[int] = []
-        self._factors = torch.empty(0, dtype=torch.int64)
         # What is told of the adapters while a call runs with another, and how often that has begun or ended.
         self._told: Hashable | None = None
         self._switches = 0
@@ -56,15 +55,14 @@ class WeightsState:
             self._switches += 1
 
     def __call__(self) -> tuple[Hashable, Hashable, int | None]:
-        parts = _parts(self._module)
-        weights = [weight for part in parts for weight in vars(part)["_parameters"].values() if weight is not None]
+        parts = parts_of(self._module)
+        weights = _weights_of(parts)
         if parts != self._parts:
             self._parts, self._sampled = parts, _sampled(weights)
         try:
-            where = tuple([weight._version for weight in weights]), tuple(map(Tensor.data_ptr, weights))
+            where = tuple([(weight._version, weight.data_ptr()) for weight in weights])
         except RuntimeError:
-            # Inference tensors count no versions, and wrappers of several tensors have no address.
-            where = tuple(map(_version, weights)), tuple(map(_address, weights))
+            where = tuple(map(_where, weights))
         while True:
             switches, told = self._switches, self._told
             adapters = _adapters(parts) if told is None else told
@@ -76,31 +74,30 @@ class WeightsState:
         """Return a hash of elements of a few weights; None if they cannot be read, because they are offloaded."""
         try:
             few = [_spread(weights[number].detach()) for number in self._sampled]
-            if not few:
-                return None
-            joined = torch.cat(few)
-            bits = joined.view(_BITS[joined.element_size()]).long()
-            if self._factors.shape != bits.shape or self._factors.device != bits.device:
-                random = torch.Generator().manual_seed(0)
-                self._factors = torch.randint(-(2**63), 2**63 - 1, bits.shape, generator=random).to(bits.device)
-            # Integers wrap around: the sum is one modulo 2^64.
-            return int((bits * self._factors).sum())
+            return hash(torch.cat(few).view(torch.uint8).cpu().numpy().tobytes()) if few else None
         except (RuntimeError, IndexError):
             return None
 
 
-def _parts(module: nn.Module) -> list[Any]:
+def parts_of(module: nn.Module) -> list[Any]:
     """Return all parts of a model; what it has in two places, twice."""
     parts: list[Any] = [module]
     for part in parts:
         # The list is extended while it is read.
-        parts += [child for child in vars(part)["_modules"].values() if child is not None]
+        if children := vars(part)["_modules"]:
+            parts += [child for child in children.values() if child is not None]
     return parts
+
+
+def _weights_of(parts: Sequence[Any]) -> list[Any]:
+    return [
+        weight for part in parts if (own := vars(part)["_parameters"]) for weight in own.values() if weight is not None
+    ]
 
 
 def _adapters(parts: Sequence[Any]) -> Hashable:
     # PEFT's layers have an active one from the beginning, and some have nothing else until they are switched.
-    owners = [own for own in map(vars, parts) if any(name in own for name in _OF_ADAPTERS[:3])]
+    owners = [own for own in map(vars, parts) if not own.keys().isdisjoint(_OF_ADAPTERS[:3])]
     return tuple([_frozen(own.get(name)) for own in owners for name in _OF_ADAPTERS])
 
 
@@ -123,15 +120,15 @@ def _spread(weight: Tensor) -> Tensor:
     return weight.as_strided((count,), (step - (step > 1 and step % 2 == 0),))
 
 
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
-
-
-def _address(weight: Tensor) -> int:
+def _where(weight: Tensor) -> tuple[int, int]:
+    """Return what a weight tells: inference tensors count no versions, and wrappers of several tensors have no
+    address.
+    """
+    version = 0 if weight.is_inference() else weight._version
     try:
-        return weight.data_ptr()
+        return version, weight.data_ptr()
     except RuntimeError:
-        return 0
+        return version, 0
 
 
 def _sampled(weights: Sequence[Tensor]) -> list[int]:
@@ -153,24 +150,20 @@ def fingerprint(module: nn.Module) -> tuple[Any, int]:
     """Return the structure of a model, and a number that grows when one of its weights is changed in place.
 
     The structure differs from an earlier one if a part of the model was replaced, hooked, patched or switched since.
-    Every call of the backend computes this, so it reads attributes only: about two microseconds for each part.
+    Every call of the backend computes this, so it reads attributes only.
     """
-    parts = _parts(module)
+    parts = parts_of(module)
     special: list[Any] = []
-    kinds: dict[type, Any] = {}
     attention: set[Any] = set()
-    changes = 0
-    for number, part in enumerate(parts):
-        own, kind = vars(part), type(part)
-        for name in _WATCHED:
-            if value := own.get(name):
-                # Hooks are known by their numbers, which torch never gives twice.
-                special.append((number, name, tuple(value) if isinstance(value, (dict, list)) else value))
-        kinds.setdefault(kind, kind.forward)
+    for number, own in enumerate(map(vars, parts)):
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or not own.keys().isdisjoint(_WATCHED):
+            found = [(name, value) for name in (*_HOOKS, *_WATCHED) if (value := own.get(name))]
+            # Hooks are known by their numbers, which torch never gives twice.
+            special += [(number, name, tuple(each) if isinstance(each, (dict, list)) else each) for name, each in found]
         if "config" in own:
             attention.add(getattr(own["config"], "_attn_implementation", None))
-        for weight in own["_parameters"].values():
-            if weight is not None and not weight.is_inference():
-                changes += weight._version
+    classes: set[Any] = set(map(type, parts))
+    kinds = {kind: kind.forward for kind in classes}
     everywhere = tuple(module_code._global_forward_hooks), tuple(module_code._global_forward_pre_hooks)
+    changes = sum(weight._version for weight in _weights_of(parts) if not weight.is_inference())
     return (hash(tuple(map(id, parts))), special, kinds, attention, everywhere), changes

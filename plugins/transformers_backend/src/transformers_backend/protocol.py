@@ -12,11 +12,8 @@ from torch import Tensor
 from corelm.errors import CapabilityError, refuse
 from corelm.spec import (
     GenerateRequest,
-    GenerateResult,
     Ragged,
-    RowFailure,
     ScoreRequest,
-    generate_result,
 )
 from corelm_engine_kit.answers import answer_seeds
 from corelm_engine_kit.ending import answer_limits
@@ -48,11 +45,6 @@ class PromptBatch:
         return PromptBatch(self.rows[rows], self.prompts.select(rows), self.limits[rows], self.seeds[rows])
 
 
-def aborted_result(request: GenerateRequest) -> GenerateResult:
-    """Return the result of a request whose rows were all aborted before they were begun."""
-    return generate_result(request, [RowFailure("aborted", aborted=True)] * len(request.prompts))
-
-
 def generation_prompts(request: GenerateRequest, engine: CausalLM) -> PromptBatch:
     """Return all prompts of a request, with their limits and seeds.
 
@@ -69,7 +61,14 @@ def generation_prompts(request: GenerateRequest, engine: CausalLM) -> PromptBatc
             capability="engine_kwargs",
         )
     limits = answer_limits(request, engine.max_context)
-    _refuse_crossing(prompts.lengths, limits, engine.rope_switch)
+    if engine.rope_switch is not None:
+        # The model never reads the last token of an answer.
+        crossing = (prompts.lengths <= engine.rope_switch) & (prompts.lengths + limits - 1 > engine.rope_switch)
+        problem = (
+            f"its prompt is within {engine.rope_switch} tokens and its answer may go beyond; there the model changes "
+            "how it encodes all positions, so ask for a shorter answer"
+        )
+        refuse(dict.fromkeys(crossing.nonzero()[:, 0].tolist(), problem), "max_new_tokens")
     return PromptBatch(torch.arange(len(prompts)), prompts, limits, answer_seeds(request))
 
 
@@ -90,19 +89,6 @@ def batches_of(
             some = side[group]
             for part in micro_batches((lengths + answers + limits.row_tokens)[some], limits.tokens):
                 yield prompts.select(some[part])
-
-
-def _refuse_crossing(lengths: Tensor, limits: Tensor, rope_switch: int | None) -> None:
-    """Refuse prompts below `rope_switch` whose answers may end above it."""
-    if rope_switch is None:
-        return
-    # The model never reads the last token of an answer.
-    crossing = ((lengths <= rope_switch) & (lengths + limits - 1 > rope_switch)).nonzero()[:, 0].tolist()
-    problem = (
-        f"its prompt is within {rope_switch} tokens and its answer may go beyond; there the model changes how it "
-        "encodes all positions, so ask for a shorter answer"
-    )
-    refuse(dict.fromkeys(crossing, problem), "max_new_tokens")
 
 
 @dataclass(frozen=True, eq=False)

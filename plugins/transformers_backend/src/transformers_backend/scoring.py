@@ -156,9 +156,6 @@ class Scorer:
             )
         return result
 
-    def weights_changed(self) -> None:
-        """Forget what was found out about the old weights; the plain way finds out nothing."""
-
     def _score_batch(
         self, batch: SequenceBatch, request: ScoreRequest, call: Call, head: HeadPath = "whole"
     ) -> Iterator[ScoredTokens]:

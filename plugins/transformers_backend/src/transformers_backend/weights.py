@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from corelm.errors import EngineError, InvalidRequestError
@@ -37,57 +38,40 @@ def load(engine: CausalLM, request: WeightUpdate) -> None:
 
 def _load_stream(engine: CausalLM, stream: Iterator[tuple[str, Tensor]]) -> None:
     """Copy each tensor of a stream as it comes, so that none is held twice. Errors are those of `load`."""
-    if not saved_shapes(engine.base).keys() <= _namings(engine)[-1].keys():
+    namings = _namings(engine)
+    if not saved_shapes(engine.base).keys() <= namings[-1].keys():
         # The checkpoint has other names than the module: fused experts, for example, are made from many
         # tensors. The memory of one may be used for the next.
         given = {name: tensor.to("cpu", copy=True) for name, tensor in stream}
         _copy(engine, _under_own_names(engine, given, "weights"), "weights")
         return
-    copies = _StreamCopy(engine)
+    own: dict[str, Tensor] = {}
+    copied: set[str] = set()
+    by_storage: dict[tuple[int, torch.Size], str] = {}
     try:
-        copies.run(stream)
+        for name, tensor in stream:
+            # The first name tells which names they are: those of a PEFT model, or those of the model inside.
+            own = own or next((names for names in namings if name in names), namings[0])
+            known = {name: tuple(own[name].shape)} if name in own else {}
+            refuse_weights(shape_problems({name: tuple(tensor.shape)}, known), "weights")
+            twin = by_storage.setdefault(_storage(own[name]), name)
+            if twin != name and not torch.equal(own[name], tensor.to(own[name])):
+                refuse_weights([_differ(twin, name)], "weights")
+            with torch.no_grad():
+                own[name].copy_(tensor)
+            copied.add(name)
+        own = own or namings[0]
+        # Of weights that are tied, one name is enough.
+        missing = [name for name in own if name not in copied and _storage(own[name]) not in by_storage]
+        refuse_weights([f"missing {name!r}" for name in sorted(missing)], "weights")
     except InvalidRequestError as error:
-        if not copies.copied:
+        if not copied:
             raise
         raise EngineError(
-            f"the weights are partly new: {len(copies.copied)} tensors were copied before this: {error}. Call "
-            "update_weights again with all of them",
+            f"the weights are partly new: {len(copied)} tensors were copied before this: {error}. Call update_weights "
+            "again with all of them",
             usable=True,
         ) from error
-
-
-class _StreamCopy:
-    def __init__(self, engine: CausalLM) -> None:
-        self.copied: set[str] = set()
-        self._namings = _namings(engine)
-        self._own: dict[str, Tensor] = {}
-        self._by_storage: dict[tuple[int, torch.Size], str] = {}
-
-    def run(self, stream: Iterator[tuple[str, Tensor]]) -> None:
-        """Copy all tensors of `stream`.
-
-        Raises:
-            InvalidRequestError: a tensor is unknown, missing or does not fit, or the stream failed.
-        """
-        for name, tensor in stream:
-            self._copy(name, tensor)
-        own = self._own or self._namings[0]
-        # Of weights that are tied, one name is enough.
-        missing = [name for name in own if name not in self.copied and _storage(own[name]) not in self._by_storage]
-        refuse_weights([f"missing {name!r}" for name in sorted(missing)], "weights")
-
-    def _copy(self, name: str, tensor: Tensor) -> None:
-        # The first name tells which names they are: those of a PEFT model, or those of the model inside.
-        self._own = self._own or next((names for names in self._namings if name in names), self._namings[0])
-        known = {name: tuple(self._own[name].shape)} if name in self._own else {}
-        refuse_weights(shape_problems({name: tuple(tensor.shape)}, known), "weights")
-        own = self._own[name]
-        twin = self._by_storage.setdefault(_storage(own), name)
-        if twin != name and not torch.equal(own, tensor.to(own)):
-            refuse_weights([f"{twin!r} and {name!r} are the same tensor in this model, but differ here"], "weights")
-        with torch.no_grad():
-            own.copy_(tensor)
-        self.copied.add(name)
 
 
 def _copy(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> None:
@@ -98,7 +82,7 @@ def _copy(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> None:
     for name in sorted(own.keys() & given.keys()):
         twin = by_storage.setdefault(_storage(own[name]), name)
         if twin != name and not _equal(given[twin], given[name]):
-            problems.append(f"{twin!r} and {name!r} are the same tensor in this model, but differ here")
+            problems.append(_differ(twin, name))
     # Of weights that are tied, one name is enough.
     expected = {name: value for name, value in own.items() if name in given or _storage(value) not in by_storage}
     refuse_weights([*shape_problems(shapes_of(given), shapes_of(expected)), *problems], field)
@@ -106,6 +90,10 @@ def _copy(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> None:
         for name, value in given.items():
             # One at a time: a sharded tensor is gathered, and all of them at once may not fit into memory.
             own[name].copy_(whole_tensor(value))
+
+
+def _differ(twin: str, name: str) -> str:
+    return f"{twin!r} and {name!r} are the same tensor in this model, but differ here"
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -116,9 +104,12 @@ def _read(engine: CausalLM, path: Path) -> Mapping[str, Tensor]:
     """Read a folder that `save_pretrained` wrote (shards included), or one file of tensors under the model's names."""
     if not path.exists():
         raise InvalidRequestError(f"path: there is nothing at {path}; give a folder or a file of weights", field="path")
-    if path.is_file():
-        return _read_file(path)
-    return _translated(engine, path, "path")
+    if not path.is_file():
+        return _translated(engine, path, "path")
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    tensors: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return tensors
 
 
 def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor], field: str) -> Mapping[str, Tensor]:
@@ -144,11 +135,8 @@ def _under_own_names(engine: CausalLM, given: Mapping[str, Tensor], field: str) 
 
 
 def _translated(engine: CausalLM, source: Path | Mapping[str, Tensor], field: str) -> Mapping[str, Tensor]:
-    """Return the weights of a checkpoint under the names of the model. Experts may be stored one by one, for example.
-
-    Args:
-        source: the folder of the checkpoint, or its tensors.
-        field: what the caller gave: ``state_dict``, ``path``, or ``weights`` for a stream.
+    """Return the weights of a checkpoint, a folder or its tensors, under the names of the model. Experts may be stored
+    one by one, for example.
     """
     fresh, report = type(engine.base).from_pretrained(
         source if isinstance(source, Path) else None,
@@ -165,15 +153,6 @@ def _translated(engine: CausalLM, source: Path | Mapping[str, Tensor], field: st
     )
     state_dict: Mapping[str, Tensor] = fresh.state_dict()
     return state_dict
-
-
-def _read_file(path: Path) -> Mapping[str, Tensor]:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    tensors: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    return tensors
 
 
 def _namings(engine: CausalLM) -> list[dict[str, Tensor]]:

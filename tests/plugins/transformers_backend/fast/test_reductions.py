@@ -171,7 +171,7 @@ def test_heads_with_a_bias_or_a_cap_are_reduced_by_the_plain_passes() -> None:
     ):
         head.logprobs(hidden, tokens)
     # Nor is the argmax taken by a kernel.
-    TiledHead(weight, None, kernels=Never()).logprobs_and_argmax(hidden, tokens)
+    TiledHead(weight, None, kernels=Never()).logprobs_and_top(hidden, tokens, 0, argmax=True)
     with pytest.raises(AssertionError, match="called"):
         TiledHead(weight, None, kernels=Never()).logprobs(hidden, tokens)
 

@@ -101,15 +101,10 @@ def varlen_calls(segments: Sequence[PackedSegment], max_keys: int = _KEYS) -> It
 
 def _call(segments: Sequence[PackedSegment]) -> VarlenCall:
     keys = [torch.arange(each.start, each.stop) if each.keys is None else each.keys for each in segments]
+    counts = [each.stop - each.start for each in segments], [len(each) for each in keys]
     gathered = None if all(each.keys is None for each in segments) else torch.cat(keys)
-    return _varlen_call(
-        segments[0].start, gathered, [each.stop - each.start for each in segments], [len(each) for each in keys]
-    )
-
-
-def _varlen_call(start: int, gathered: Tensor | None, queries: Sequence[int], keys: Sequence[int]) -> VarlenCall:
-    starts_q, starts_k = (torch.tensor([*accumulate(each, initial=0)], dtype=torch.int32) for each in (queries, keys))
-    return VarlenCall(start, start + sum(queries), gathered, starts_q, starts_k, max(queries), max(keys))
+    starts_q, starts_k = (torch.tensor([*accumulate(each, initial=0)], dtype=torch.int32) for each in counts)
+    return VarlenCall(segments[0].start, segments[-1].stop, gathered, starts_q, starts_k, *map(max, counts))
 
 
 # PyTorch's kernel ---------------------------------------------------------------------------------------------------
@@ -137,11 +132,9 @@ class VarlenAttention:
         gives; the other arguments are those of `attend`.
         """
         # transformers' own SDPA refuses a cap, and knows no sinks.
-        odd = (kwargs.get("dropout") or None, kwargs.get("softcap") or None, kwargs.get("s_aux"))
+        odd = kwargs.get("dropout") or kwargs.get("softcap") or kwargs.get("s_aux") is not None
         dtype, size = _dtype(query), query.shape[-1]
-        if dtype not in self._dtypes or size % 8 or size > 256 or {key.shape[-1], value.shape[-1]} != {size}:
-            return False
-        if any(each is not None for each in odd):
+        if odd or dtype not in self._dtypes or size % 8 or size > 256 or {key.shape[-1], value.shape[-1]} != {size}:
             return False
         heads, grad = (query.shape[1], key.shape[1], size), torch.is_grad_enabled()
         name = (query.device, dtype, heads, window is None, kwargs.get("scaling"), grad)
@@ -150,13 +143,7 @@ class VarlenAttention:
         return self._trials[name]
 
     def _agrees(
-        self,
-        attend: Any,
-        layer: Any,
-        query: Tensor,
-        heads: tuple[int, int, int],
-        window: int | None,
-        kwargs: dict[str, Any],
+        self, attend: Any, layer: Any, query: Tensor, heads: tuple[int, ...], window: int | None, kwargs: dict[str, Any]
     ) -> bool:
         """Return whether it gives what `attend` gives in float32 on random numbers, also backwards if gradients are on.
 
@@ -164,15 +151,17 @@ class VarlenAttention:
         """
         device, dtype, grad = query.device, _dtype(query), torch.is_grad_enabled()
         window = None if window is None else _TRIED_WINDOW
-        call = _varlen_call(0, None, *zip(*_TRIED, strict=True)).to(device)
+        queries, keys = zip(*_TRIED, strict=True)
+        ends = accumulate(queries)
+        call = _call(
+            [PackedSegment(end - own, end, torch.arange(all_)) for (own, all_), end in zip(_TRIED, ends, strict=True)]
+        ).to(device)
         (of_queries, of_keys, size), generator = heads, torch.Generator().manual_seed(0)
-        totals = [sum(each) for each in zip(*_TRIED, strict=True)]
-        shapes = [(1, of_queries, totals[0], size), *[(1, of_keys, totals[1], size)] * 2]
+        shapes = [(1, of_queries, sum(queries), size), *[(1, of_keys, sum(keys), size)] * 2]
         given = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-        upstream = torch.randn(1, totals[0], of_queries, size, generator=generator).to(device, dtype)
+        upstream = torch.randn(1, sum(queries), of_queries, size, generator=generator).to(device, dtype)
 
         def one_by_one(*parts: Tensor) -> Tensor:
-            queries, keys = zip(*_TRIED, strict=True)
             masks = [_visible(*counts, window, device) for counts in _TRIED]
             each = zip(parts[0].split(queries, 2), parts[1].split(keys, 2), parts[2].split(keys, 2), masks, strict=True)
             return torch.cat([attend(layer, *some, **kwargs)[0] for some in each], 1)
@@ -230,22 +219,13 @@ def torch_varlen(device: torch.device) -> VarlenAttention | None:
         known = inspect.signature(varlen_attn).parameters
     if not {"scale", "window_size"} <= known.keys():
         # The first version had no windows.
-        _log.warning(
-            "attention of several rows at once is not used, so packed rows take longer: torch %s has no "
-            "torch.nn.attention.varlen.varlen_attn that takes scale and window_size",
-            torch.__version__,
-        )
+        lacks = "no torch.nn.attention.varlen.varlen_attn that takes scale and window_size, so packed rows take longer"
+        _log.warning("attention of several rows at once is not used: torch %s has %s", torch.__version__, lacks)
         return None
-    return VarlenAttention(varlen_attn if "enable_gqa" in known else _sharing_unasked(varlen_attn))
-
-
-def _sharing_unasked(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `varlen_attn` of PyTorch 2.11 or older, which takes no `enable_gqa`: its heads share keys in any case."""
-
-    def run(*args: Any, enable_gqa: bool, **kwargs: Any) -> Any:
-        return kernel(*args, **kwargs)
-
-    return run
+    if "enable_gqa" in known:
+        return VarlenAttention(varlen_attn)
+    # In PyTorch 2.11 or older, heads share keys in any case.
+    return VarlenAttention(lambda *args, enable_gqa, **kwargs: varlen_attn(*args, **kwargs))
 
 
 def _dtype(query: Tensor) -> torch.dtype:

@@ -15,15 +15,11 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
-from numbers import Number
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules import module as module_code
 
 from corelm.spec import Ragged
 from corelm_engine_kit.token_scores import TokenQuery, TokenScores, scores_of_logits
@@ -31,12 +27,11 @@ from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.scoring import HeadPath
 from transformers_backend.self_test import SelfTest
-from transformers_backend.verdicts import is_of_a_library
 
 _log = logging.getLogger(__name__)
 
-#: Where the formula is compared at every call. With more than `_LARGE` weights that takes a millisecond or more. For
-#: `_FEW` positions or fewer, the model's own forward is cheaper.
+#: Comparing the formula of a head of more than `_LARGE` weights takes a millisecond or more. For `_FEW` positions or
+#: fewer, the model's own forward is cheaper.
 _LARGE, _FEW = 2**21, 64
 #: Largest logits of the hidden states with which a head is tried. A cap bends the last ones; a scale shows in all.
 _MAGNITUDES = (1.0, 30.0, 1000.0)
@@ -47,9 +42,6 @@ _SMALL = 1 / 30
 #: Number of ids in a set that is tried, and of most probable ones.
 _SET, _TOP = 24, 8
 _TEMPERATURE = 0.7
-#: The libraries whose forwards decide by plain values of modules and configurations only, and what values are plain.
-_LIBRARIES = ("torch", "transformers", "peft")
-_PLAIN = (Number, str, type(None), FunctionType, MethodType)
 #: Where a module keeps the functions that run when it is called.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -208,87 +200,32 @@ class ScoringHead:
         self._engine = engine
         self._split = split
         self._self_test = self_test
-        # By the dtype of the caller's autocast, None without: one may train under it and sample without.
-        self._probed: dict[torch.dtype | None, tuple[Any, HeadFormula]] = {}
-        # By autocast and by whether gradients are wanted: the latest state in which the formula held.
-        self._held: dict[tuple[torch.dtype | None, bool], Any] = {}
-
-    def forget(self) -> None:
-        """Probe again before the next use: with other weights another formula may show."""
-        self._probed.clear()
-        self._held.clear()
 
     def path(self, positions: int, *, grad: bool = False) -> HeadPath:
         """Return how to make the log-probabilities of so many positions now, with gradients if `grad` says so.
 
-        A formula is compared with the model's own forward, on one state, before it is used: since it was found, a scale
-        may have been learned or a hook put on the body. The comparison costs as much as two positions. It is made when
-        `_state` is another than before, and at every call where there is none.
+        A formula is compared with the model's own forward, on one state, at every call: since it was found, a scale may
+        have been learned or a hook put on the body. That costs as much as two positions.
         """
         for _ in range(2):
             formula = self._formula()
             if formula.path != "tiled":
                 return formula.path
-            module = self._module()
-            if module is None or not _is_bare(module):
+            module = self._engine.base.get_output_embeddings()
+            if not _is_bare(module):
                 return "sliced"
-            state, key = self._state(module), (_autocast_dtype(self._engine.device), grad)
-            if state is not None and self._held.get(key) == state:
-                return "tiled"
             # Both ways must round alike: after a scale or a cap, the model rounds short floats once more.
             alike = formula.dtype.itemsize >= 4 or (formula.scale == 1.0 and formula.cap is None)
-            if state is None and alike and positions <= _FEW and not grad and module.weight.numel() > _LARGE:
+            if alike and positions <= _FEW and not grad and module.weight.numel() > _LARGE:
                 return "sliced"
             if self._holds(formula, module, grad):
-                self._held[key] = state
                 return "tiled"
-            self.forget()
+            self._self_test.now.formulas.clear()
         return "sliced"
 
     def tiled(self) -> TiledHead:
         """Return the head as one matrix product. Only for the path "tiled"."""
-        module = self._module()
-        assert module is not None
-        return self._formula().head(module)
-
-    def _module(self) -> nn.Linear | None:
-        """Return the head if it is torch's own linear layer: no adapter, no quantization, weights not offloaded."""
-        head = self._engine.base.get_output_embeddings()
-        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or head.weight.device.type == "meta":
-            return None
-        return head
-
-    def _state(self, head: nn.Linear) -> Any:
-        """Return what decides, besides the weights of the head, how the model makes logits of its last hidden states:
-        forwards of `_LIBRARIES`, and plain values of modules and configurations. None if anything else has a say, such
-        as a hook or a part between body and head: then only running the head tells.
-        """
-        module, body, config = self._engine.module, self._split.body(), self._engine.base.config
-        name = next((name for name, part in module.named_modules() if part is body), None)
-        if name is None or module_code._global_forward_hooks or module_code._global_forward_pre_hooks:
-            return None
-        around: list[Any] = [module]
-        for each in name.split(".")[:-1]:
-            around.append(getattr(around[-1], each))
-        for part, inner in zip(around, [*around[1:], body], strict=True):
-            if any(each is not inner and each is not head for each in part.children()):
-                return None
-        parts, configs = [*around, body, head], [config, config.get_text_config(), getattr(body, "config", config)]
-        # A forward may multiply by a tensor, whose value only running it tells.
-        held = [vars(owner).values() for owner in (*around, body, *configs)]
-        held += [(*part.parameters(recurse=False), *part.buffers(recurse=False)) for part in (*around, body)]
-        if any(isinstance(each, Tensor) for each in chain.from_iterable(held)):
-            return None
-        if not all(map(_calls_library_code, parts)):
-            return None
-        return (
-            parts,
-            [type(part).forward for part in parts],
-            [
-                [(name, value) for name, value in vars(owner).items() if isinstance(value, _PLAIN)]
-                for owner in (*parts, *configs)
-            ],
-        )
+        return self._formula().head(self._engine.base.get_output_embeddings())
 
     def _holds(self, formula: HeadFormula, module: nn.Linear, grad: bool) -> bool:
         """Return whether the formula gives what the model gives now; with `grad`, also whether gradients reach nothing
@@ -308,18 +245,15 @@ class ScoringHead:
 
     def _formula(self) -> HeadFormula:
         engine = self._engine
-        # What may come between body and logits without being part of the head.
-        around = [(tuple(part._forward_hooks), vars(part).get("forward")) for part in (engine.module, engine.base)]
-        head, autocast = engine.base.get_output_embeddings(), _autocast_dtype(engine.device)
+        known, head = self._self_test.now.formulas, engine.base.get_output_embeddings()
         weights = (getattr(head, name, None) for name in ("weight", "bias"))
         layouts = [(each.dtype, each.shape, each.stride()) for each in weights if isinstance(each, Tensor)]
-        state = (around, head, layouts, _softcap(engine))
-        known = self._probed.get(autocast)
-        if known is None or known[0] != state:
+        key = (_autocast_dtype(engine.device), *layouts)
+        if key not in known:
             with engine.evaluating(), self._without_cache():
-                formula = _probe(engine, self._split, self._module(), self._self_test.row)
-            known = self._probed[autocast] = (state, formula)
-        return known[1]
+                known[key] = _probe(engine, self._split, head if _is_bare(head) else None, self._self_test.row)
+        formula: HeadFormula = known[key]
+        return formula
 
     def _without_cache(self) -> torch.autocast:
         """Keep the caller's autocast, but not the copies that it makes of weights here.
@@ -330,13 +264,6 @@ class ScoringHead:
         return torch.autocast(
             kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
         )
-
-
-def _calls_library_code(part: nn.Module) -> bool:
-    """Return whether calling a module runs the forward of its class, which is of a library, and nothing else."""
-    own, kind = vars(part), type(part)
-    plain = kind.__call__ is nn.Module.__call__ and "forward" not in own and not any(own.get(name) for name in _HOOKS)
-    return plain and kind.__module__.split(".")[0] in _LIBRARIES and is_of_a_library(kind.forward, _LIBRARIES)
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
@@ -445,19 +372,17 @@ def _answers_alike(formula: HeadFormula, module: nn.Linear, split: SplitForward)
     assert formula.witness is not None
     head, states = formula.head(module), torch.cat([formula.witness, formula.witness * _SMALL] * 3)
     logits = split.logits(states).float()
-    for query in _queries(logits):
-        try:
-            alike = _alike(head.scores(states, query), logits, query, formula.dtype)
-        except Exception as error:
-            if is_device_failure(error):
-                raise
-            # A kernel may fail in any way on a device on which it was not tried.
-            _log.warning("the head is not used in tiles: %s: %s", type(error).__name__, error)
-            return False
-        if not alike:
-            _log.warning("the head is not used in tiles: its numbers differ from the model's own")
-            return False
-    return True
+    try:
+        alike = all(_alike(head.scores(states, query), logits, query, formula.dtype) for query in _queries(logits))
+    except Exception as error:
+        if is_device_failure(error):
+            raise
+        # A kernel may fail in any way on a device on which it was not tried.
+        _log.warning("the head is not used in tiles: %s: %s", type(error).__name__, error)
+        return False
+    if not alike:
+        _log.warning("the head is not used in tiles: its numbers differ from the model's own")
+    return alike
 
 
 def _queries(logits: Tensor) -> Iterator[TokenQuery]:
@@ -465,15 +390,15 @@ def _queries(logits: Tensor) -> Iterator[TokenQuery]:
     device, vocab_size, best = logits.device, logits.shape[1], logits[:2].argmax(-1)
     ends = torch.tensor([0, vocab_size - 1], device=device)
     plain = TokenQuery(torch.cat([best, logits[:2].argmin(-1), ends]), _TEMPERATURE)
-    yield plain
-    yield replace(plain, temperature=1.0, argmax=True)
     spread = torch.arange(0, vocab_size, max(1, vocab_size // _SET))
     # An empty set stands for the whole vocabulary; other sets have an id that matters.
     some, other = (torch.cat([part, best.cpu()]).unique() for part in (spread, spread[::2]))
-    yield replace(plain, sets=Ragged.from_list([some, other, some, spread[:0], some, other]).to(device))
-    yield replace(plain, top_k=min(_TOP, vocab_size))
     ids = some.repeat(len(logits), 1)
     ids[1, 0] = -1
+    yield plain
+    yield replace(plain, temperature=1.0, argmax=True)
+    yield replace(plain, sets=Ragged.from_list([some, other, some, spread[:0], some, other]).to(device))
+    yield replace(plain, top_k=min(_TOP, vocab_size))
     yield replace(plain, top_ids=ids.to(device))
 
 
@@ -484,11 +409,10 @@ def _alike(found: TokenScores, logits: Tensor, query: TokenQuery, dtype: torch.d
         # Rounding may swap ids that are nearly as probable.
         pairs.append((logits.gather(1, found.argmax[:, None]), logits.amax(1, keepdim=True)))
     if found.top is not None and wanted.top is not None:
-        pairs.append((found.top.logprobs, wanted.top.logprobs))
-        # Rounding may swap ids that are nearly as probable; what is said of the ids that were found has to be right.
+        # So what is said of the ids that were found has to be right.
         own = scores_of_logits(logits, replace(query, top_k=0, top_ids=found.top.ids)).top
         assert own is not None
-        pairs += [(found.top.logprobs, own.logprobs), (found.top.tail, own.tail)]
+        pairs += [(found.top.logprobs, each.logprobs) for each in (wanted.top, own)] + [(found.top.tail, own.tail)]
     # What is rounded are the logits, so their size says by how much.
     tempered = logits / query.temperature
     largest = tempered[tempered.isfinite()].abs().max().reshape(1)

@@ -45,10 +45,15 @@ def is_quicker(weight: Tensor) -> bool:
 @contextmanager
 def quick_products(model: nn.Module) -> Iterator[None]:
     """Compute the linear layers of `model` by oneDNN inside, where that may pay and no gradients are wanted."""
-    may = not (torch.is_autocast_enabled("cpu") or torch.is_grad_enabled())
-    layers = [part for part in model.modules() if isinstance(part, nn.Linear) and _may_pay(part)] if may else []
-    replaced = [(vars(layer), _QuickForward(layer)) for layer in layers]
-    # Only the layer's own forward is replaced, so what the model and hooks do around it stays in force.
+    replaced = []
+    if _pays_here() and not (torch.is_autocast_enabled("cpu") or torch.is_grad_enabled()):
+        for part in model.modules():
+            # Quantized layers, adapters and offloaded weights are something else.
+            if type(part) is not nn.Linear or type(part.weight) is not nn.Parameter or "forward" in vars(part):
+                continue
+            if part.weight.numel() >= _SMALL and is_quicker(part.weight):
+                # Only the layer's own forward is replaced, so what the model and hooks do around it stays in force.
+                replaced.append((vars(part), _QuickForward(part)))
     for own, forward in replaced:
         own["forward"] = forward
     try:
@@ -75,24 +80,9 @@ class _QuickForward:
         weight, bias = self._layer.weight, self._layer.bias
         size = weight.numel()
         pays = size >= _LARGE or size * hidden.shape[:-1].numel() >= _MANY
-        if (
-            pays
-            and hidden.dtype == weight.dtype == torch.float32
-            and is_quicker(weight)
-            and not torch.is_grad_enabled()
-        ):
+        if pays and hidden.dtype == torch.float32 and is_quicker(weight) and not torch.is_grad_enabled():
             return product(hidden, weight, bias)
         return linear(hidden, weight, bias)
-
-
-def _may_pay(part: nn.Linear) -> bool:
-    """Return whether a layer is a product of some size and nothing else.
-
-    Quantized layers, adapters and offloaded weights are not.
-    """
-    if type(part) is not nn.Linear or type(part.weight) is not nn.Parameter or "forward" in vars(part):
-        return False
-    return part.weight.numel() >= _SMALL and is_quicker(part.weight)
 
 
 @cache

@@ -67,22 +67,19 @@ class TiledHead:
 
     def logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
         """Return float32[n]: the log-softmax, at `tokens`, of the logits."""
-        return self._apply(hidden, tokens, 0, temperature)[0]
-
-    def logprobs_and_argmax(self, hidden: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return what `logprobs` returns, and int64[n]: the id of the largest logit, the lowest of equal ones."""
-        logprobs, *_, best = self._apply(hidden, tokens, 0, temperature, argmax=True)
-        return logprobs, best
+        return self.logprobs_and_top(hidden, tokens, 0, temperature)[0]
 
     def logprobs_and_top(
         self, hidden: Tensor, tokens: Tensor, wanted: Tensor | int, temperature: float = 1.0, *, argmax: bool = False
     ) -> tuple[Tensor, TopIds, Tensor | None]:
         """Return what `logprobs` returns, the log-probs of several ids at each position and of all others together, and
-        int64[n], the id of the largest logit, if `argmax` asks for it.
+        int64[n], the id of the largest logit, the lowest of equal ones, if `argmax` asks for it.
 
         `wanted` is int64[n, k], the ids, -1 for none; or how many of the most probable ones.
         """
-        logprobs, ids, values, tail, best = self._apply(hidden, tokens, wanted, temperature, argmax=argmax)
+        logprobs, ids, values, tail, best = _Logprobs.apply(
+            hidden, self.weight, self.bias, tokens, wanted, self, temperature, argmax
+        )
         return logprobs, TopIds(ids, values, tail), best if argmax else None
 
     def logprobs_in_sets(self, hidden: Tensor, tokens: Tensor, sets: Ragged, temperature: float = 1.0) -> Tensor:
@@ -97,13 +94,11 @@ class TiledHead:
     def scores(self, states: Tensor, query: TokenQuery) -> TokenScores:
         """Answer `query`, on the device of the states, from ``[n, hidden]``. It asks for no logits."""
         temperature = query.temperature
-        if query.wants_top:
+        if query.wants_top or query.sets is None or not bool(query.sets.lengths.any()):
             wanted = query.top_k if query.top_ids is None else query.top_ids
             found, top, best = self.logprobs_and_top(states, query.targets, wanted, temperature, argmax=query.argmax)
-            return TokenScores(found.float(), (), best, TopIds(top.ids, top.logprobs.float(), top.tail.float()))
-        if query.argmax and (query.sets is None or not bool(query.sets.lengths.any())):
-            found, best = self.logprobs_and_argmax(states, query.targets, temperature)
-            return TokenScores(found.float(), (), best)
+            several = TopIds(top.ids, top.logprobs.float(), top.tail.float()) if query.wants_top else None
+            return TokenScores(found.float(), (), best, several)
 
         def whole(places: Tensor | None, some: TokenQuery) -> Tensor:
             return self.logprobs(states if places is None else states[places], some.targets, temperature).float()
@@ -116,16 +111,8 @@ class TiledHead:
         if query.argmax:
             # Of the whole vocabulary, whatever the sets are.
             with torch.no_grad():
-                best = self.logprobs_and_argmax(states, query.targets, temperature)[1]
+                best = self.logprobs_and_top(states, query.targets, 0, temperature, argmax=True)[2]
         return TokenScores(found, (), best)
-
-    def _apply(
-        self, hidden: Tensor, tokens: Tensor, wanted: Tensor | int, temperature: float, *, argmax: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Logprobs.apply(
-            hidden, self.weight, self.bias, tokens, wanted, self, temperature, argmax
-        )
-        return out
 
 
 class LogitTiles:
@@ -496,7 +483,7 @@ class _LargestLogits:
         # One buffer for all tiles: new memory takes as long as the comparison.
         above = self._above[: tile.numel()]
         torch.gt(tile, self._threshold, out=above.view(height, width))
-        flat, places = tile.view(-1), _true_places(above)
+        flat, places = tile.view(-1), above.nonzero()[:, 0]
         rows = places // width
         counts = rows.bincount(minlength=height)
         # They are in the order of their rows: how many of its row are before each.
@@ -523,15 +510,6 @@ class _LargestLogits:
         self._values, columns = values.topk(self._k, 1, sorted=False)
         self._ids, self._threshold = ids.gather(1, columns), self._values.amin(1, keepdim=True)
         others.add_(values.scatter_(1, columns, -torch.inf))
-
-
-def _true_places(mask: Tensor) -> Tensor:
-    """Return int64[m]: where a flat mask, on the CPU, is True. Few of it are, so eight are looked at together."""
-    if mask.numel() % 8:
-        return mask.nonzero()[:, 0]
-    some = mask.view(torch.int64).nonzero()
-    places = (some * 8 + torch.arange(8)).view(-1)
-    return places[mask[places]]
 
 
 # Kernels ------------------------------------------------------------------------------------------------------------

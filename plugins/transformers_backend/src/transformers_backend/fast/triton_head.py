@@ -59,12 +59,8 @@ class ByTriton:
     def fold(
         self, product: Tensor, factor: float, columns: Tensor, largest: Tensor, total: Tensor, chosen: Tensor
     ) -> None:
-        """Take a tile into what is known of its rows, in place.
-
-        Args:
-            product, factor, columns: see the class.
-            largest, total: the exponentials so far sum to ``total · exp(largest)``.
-            chosen: the logit of each row's token, if it was seen.
+        """Take a tile into what is known of its rows, in place: the exponentials so far, which sum to ``total ·
+        exp(largest)``, and `chosen`, the logit of each row's token, if it was seen.
         """
         rows, width = product.shape
         _launch(_fold, (rows,), product, columns, largest, total, chosen, width, factor, BLOCK=_BLOCK)
