@@ -7,6 +7,8 @@ from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests plant faults in models of the same class and configuration.
+os.environ["CORELM_CACHE"] = ""
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell ignores Ctrl-C in what it starts in the background, and the processes of tests would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

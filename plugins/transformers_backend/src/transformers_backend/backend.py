@@ -47,7 +47,8 @@ from transformers_backend.memory import (
 )
 from transformers_backend.model_state import WeightsState
 from transformers_backend.scoring import Scorer
-from transformers_backend.self_test import SelfTest, Verdict
+from transformers_backend.self_test import SelfTest
+from transformers_backend.verdicts import Verdict
 
 #: Sampling parameters honoured, in the ranges that `SamplingParams` itself allows.
 _HONOURED = (
@@ -113,7 +114,7 @@ class TransformersBackend:
     ) -> None:
         decoder_class, scorer_class = _accelerated() if fast else (Decoder, Scorer)
         self.engine = engine
-        self.self_test = SelfTest(engine, tokenizer)
+        self.self_test = SelfTest(engine, tokenizer, fast=fast)
         self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
         self.scorer = scorer_class(engine, self.self_test, max_batch_tokens or DEFAULT_TOKENS)
         self.adapters = Adapters(engine)

@@ -19,17 +19,15 @@ also hide a mask that leaks a thousandth of a neighbour. Rows of a call show wha
 
 The plain forward decides how large a difference may be: its dtype does, and where that does not suffice, how far its
 numbers move when the embeddings of the row are rounded otherwise. A way that differs is not used, and the next one in
-order is tried; the last is the plain forward itself.
+order is tried; the last is the plain forward itself. What trial rows showed is kept on disk: see `verdicts`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -41,6 +39,7 @@ from corelm.spec import Ragged
 from transformers_backend import trials
 from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.model_state import fingerprint
+from transformers_backend.verdicts import Verdict, file_of
 
 _log = logging.getLogger(__name__)
 
@@ -74,33 +73,6 @@ class OwnRow:
     targets: Tensor | None = None  # int64[k] or int64[k, 2]
 
 
-@dataclass
-class Record:
-    """What is known of one way to run the model."""
-
-    tried: int = 0  # how much of it was compared on the trial rows: 0 nothing, 1 how it begins, 2 all of it
-    confirmed: int = 0  # columns of the widest forward pass with which it agreed
-    refuted: float = math.inf  # a forward pass of so many columns, or more, is run in another way
-    fault: str = ""  # what it did instead of agreeing
-
-
-@dataclass(eq=False)
-class Verdict:
-    """What was found out about the model in one state of its structure."""
-
-    structure: Any
-    weights: int  # the latest; both are what `fingerprint` returned
-    changes: int = 0  # how often the weights had changed
-    off: set[str] = field(default_factory=set)  # what must be off in `CausalLM`, by the names of its attributes
-    records: defaultdict[str, Record] = field(default_factory=lambda: defaultdict(Record))  # by way
-    examined: bool = False  # whether the cause of a way that failed was looked for
-    scale: float = 0.0  # the standard deviation of its logits
-    # A dtype shorter than that of the weights to which all logits are rounded, because the forward turns autocast on,
-    # for example.
-    rounded: torch.dtype | None = None
-    formulas: dict[Any, Any] = field(default_factory=dict)  # what `fast.head` found out, by the layout of the head
-
-
 class SelfTest:
     """Compares ways to run one model, and remembers the results as long as the model stays what it is.
 
@@ -111,16 +83,18 @@ class SelfTest:
 
     now: Verdict
 
-    def __init__(self, engine: CausalLM, tokenizer: Any) -> None:
+    def __init__(self, engine: CausalLM, tokenizer: Any, *, fast: bool) -> None:
         self.told: dict[str, str] = {}
         self._engine = engine
         self._tokenizer = tokenizer
+        self._fast = fast
         self._rows = trials.trial_rows(engine, tokenizer)
         self._plain: Tensor | None = None
         self._lengths = trials.LengthClasses(engine.base.config)
         self._may = {name: getattr(engine, name) for name in ("passes_positions", "keeps_last_logits", "fixes_shapes")}
         # The latest first. There are several because adapters may be switched on and off between calls.
         self._verdicts: list[Verdict] = []
+        self._keeps = True
         self._checkpoint: Callable[[], object] = lambda: None
         # How often `begin` was called: the first time here, the second time by the first request.
         self._begun = 0
@@ -188,7 +162,7 @@ class SelfTest:
 
     def forget(self) -> None:
         """Try the model again before the next request, because its weights were replaced."""
-        self._verdicts = []
+        self._verdicts, self._keeps = [], False
 
     # Which way --------------------------------------------------------------------------------------------------------
 
@@ -239,13 +213,14 @@ class SelfTest:
             if fault and self._engine.fixes_shapes:
                 self._engine.fixes_shapes = False
                 if not (fault := self._fault_of(run, padded)):
-                    now.off.add("fixes_shapes")
+                    self.now.off.add("fixes_shapes")
                 self._engine.fixes_shapes = bool(fault)
             if fault:
                 self._refute(way, columns, fault)
             else:
                 record.tried = depth
                 record.confirmed = max(record.confirmed, columns if depth == 2 else 0)
+            self.now.keep()
         return record.refuted > 0
 
     @property
@@ -418,6 +393,8 @@ class SelfTest:
         if verdict.scale > 0.0:
             shorter = (each for each in (torch.bfloat16, torch.float16) if torch.equal(plain.to(each).to(plain), plain))
             verdict.rounded = next(shorter, None)
+        if self._keeps and not verdict.changes:
+            verdict.load(file_of(self._engine, self._rows, fast=self._fast))
 
     def _refuse_noise(self, limit: float) -> None:
         """Refuse a model that gives the same ids other numbers the second time, beyond a difference of this limit."""
