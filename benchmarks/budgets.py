@@ -23,8 +23,8 @@ from corelm import History, LLMPolicy
 ROOT = Path(__file__).parents[1]
 #: Name → the most that is allowed.
 BUDGETS = {
-    "kernel, lines": 19_943,
-    "kernel, files": 74,
+    "kernel, lines": 19_715,
+    "kernel, files": 73,
     "Backend.generate, calls": 37,
     "Backend.generate, functions": 30,
     "Backend.generate, files": 8,

@@ -181,9 +181,11 @@ def window_of_cached_steps_one_short(model: Any) -> None:
 
     def attend(plain: Any, args: Any, kwargs: Any) -> Any:
         past, states = cache_in(kwargs), kwargs["hidden_states"]
-        count = 0 if past is None else past.get_seq_length(plain.__self__.layer_idx) + 1
+        count = 0 if past is None else int(past.get_seq_length(plain.__self__.layer_idx)) + 1
         if count > 24 and states.shape[1] == 1:
-            seen, mask = torch.arange(count, device=states.device) != count - 24, kwargs.get("attention_mask")
+            mask = kwargs.get("attention_mask")
+            # Buffers of a fixed shape have columns that are not written yet.
+            seen = torch.arange(count if mask is None else mask.shape[-1], device=states.device) != count - 24
             if mask is None or mask.dtype is torch.bool:
                 kwargs["attention_mask"] = seen.expand(len(states), 1, 1, -1) if mask is None else mask & seen
             else:

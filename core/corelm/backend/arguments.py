@@ -92,7 +92,9 @@ def prepare_generation(
         label |= {"adapter": adapter, "timeout": timeout, "on_error": on_error}
         seeds = seeds_of_call(engine, sampling, count, seeds)
         return _prepare_continuation(engine, part, seeds, names, problems or {}, **label)
-    if top_logprobs != 0:
+    if top_logprobs == 0:
+        top_logprobs = 0
+    else:
         top_logprobs = _most("top_logprobs", top_logprobs, "top_logprobs", engine)
         if mode == "none":
             raise invalid("top_logprobs", "no log-probs were asked for; give logprobs='raw' or 'processed' as well")
@@ -573,7 +575,7 @@ def _too_long(tokens: int, limit: int, sampling: SamplingParams | None) -> str:
 
 def sampling_is_honoured(sampling: SamplingParams, engine: OpenEngine) -> None:
     """Refuse a sampling parameter that the engine does not honour, or that could have no effect."""
-    capabilities, given = engine.capabilities, sampling.declared
+    capabilities, given = engine.capabilities, sampling.engine_parameters()
     for name, value in given.items():
         if name not in capabilities.sampling:
             known = ", ".join(sorted(capabilities.sampling)) or "none"
@@ -609,7 +611,12 @@ def generation_mode(
 ) -> Literal["none", "raw", "processed"]:
     """Return the mode to request from the engine: `wanted`, or the other one if both give the same numbers.
 
-    Refuse the call if none of its modes does, also not `with_support`, the ids that truncation has left.
+    Args:
+        with_support: whether the ids that truncation had left are returned as well, so that one kind of log-prob can be
+            computed from the other.
+
+    Raises:
+        CapabilityError: the engine has no mode for these parameters.
     """
     if not isinstance(wanted, str) or wanted not in ("none", "raw", "processed"):
         one_of("logprobs", wanted, ("none", "raw", "processed"))

@@ -259,7 +259,7 @@ class Backend:
         Do not wait for the future in one of them or in a hook wrapper: its call may wait for them to end.
 
         `on_tokens`, a function of a `TokenChunk`, is called with tokens as they come, on a thread of the engine. It has
-        to return at once, and what it raises fails this call alone.
+        to return at once. What it raises fails this call alone, once the engine has sampled its answers.
 
         Raises:
             InvalidRequestError, CapabilityError: as for `generate`; raised here and not by the future.

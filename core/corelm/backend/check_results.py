@@ -233,6 +233,8 @@ def _kept(batch: GenerateResult, ids: Ragged, request: GenerateRequest, vocab_si
     kept, mass = batch.kept_ids, batch.kept_log_mass
     if not request.return_support:
         raise WrongResult("returned the ids that truncation had left, but they were not asked for")
+    if kept is None:
+        raise WrongResult("returned no kept_ids, but return_support was asked for")
     if not isinstance(kept, TokenSets):
         raise WrongResult(f"kept_ids is a {type(kept).__name__}, expected a TokenSets")
     if not torch.equal(kept.lengths, ids.lengths):

@@ -25,7 +25,7 @@ from corelm.backend.call_log import log_retry, logged, logger, place
 from corelm.backend.check_results import CHECKS, WrongResult
 from corelm.backend.engine_call import Call, Delivery, EngineCall, Origin
 from corelm.backend.futures import Outcome, start
-from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, hooks_of
+from corelm.backend.hooks import GO_ON, OUT_OF_TURN, READ_WEIGHTS, RETRIED, Hook, hooks_of, to_containers
 from corelm.backend.program_end import at_program_end, end_stuck, interrupted, program_deadline
 from corelm.backend.skipping import renumbered
 from corelm.backend.weights import Weights, WeightsListener
@@ -461,14 +461,15 @@ class OpenEngine:
         """Return what one of these hooks makes of a request. Core's own are plain functions, and take no turn.
 
         Args:
-            own: core's function for this hook, if the caller has imported it.
+            own: what core's `to_containers` calls, if the caller has imported it. It is used where nothing wraps that.
         """
         around = self._supervised or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO)
         if around or hook not in self.own:
             return self.call(Call(hook, request))
         self.require_open()
         try:
-            result = (own or self.hooks[hook])(request)
+            function = self.hooks[hook]
+            result = (own if own is not None and function is to_containers else function)(request)
             return CHECKS[hook](result, request, self.capabilities) if hook in CHECKS else result
         except WrongResult as wrong:
             raise self.fault(hook)(str(wrong)) from None

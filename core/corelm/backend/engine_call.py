@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from corelm.errors import CoreLMError, EngineError, described
+from corelm.errors import CoreLMError, EngineError, described, is_interrupt
 from corelm.spec.records import GenerateResult, TokenChunk
 from corelm.validate import invalid
 
@@ -178,7 +178,7 @@ class Delivery:
             try:
                 ids, logprobs = self._checked(chunk)
             except Exception as error:
-                self._fault = described(error)
+                self._fault = str(error) if isinstance(error, ValueError) else described(error)
                 return
             row, now = chunk.row, time.monotonic()
             if (known := self.arrivals.get(row)) is not None:
@@ -267,7 +267,9 @@ class Delivery:
         told = TokenChunk(row=row, ids=tuple(ids), logprobs=tuple(logprobs), finish_reason=reason, text=text)
         try:
             self._listener(told)
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             # The engine, and the callers whose requests it answers in the same call, have no part in it.
             self._broken = described(error)
 

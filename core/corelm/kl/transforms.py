@@ -349,9 +349,11 @@ class RetrieveLogProb(TensorDictModuleBase):
         self.overwrite = flag("overwrite", overwrite)
         self.support_key = policy.options.support_key or support_key
         unwanted = dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False)
-        self._scorer = policy.replace(
+        scorer = policy.replace(
             generate=False, input_mode="tokens", inplace=False, return_log_probs=True, support_key=None, **unwanted
         )
+        # One scorer per layout, so that the scores come back in the layout of the tokens.
+        self._scorers = {padded: scorer.replace(pad_output=padded) for padded in (False, True)}
         self.in_keys = [(*key_parts(self.tokens_key), "full")]
         self.out_keys = [(*key_parts(log_probs_key), name) for name in ("full", "scored_mask")]
 
@@ -361,8 +363,7 @@ class RetrieveLogProb(TensorDictModuleBase):
             raise InvalidRequestError(
                 f"{self.tokens_key!r}: expected Tokens, got {type(tokens).__name__}", field=str(self.tokens_key)
             )
-        # The scores come back in the layout of the tokens.
-        scorer = self._scorer.replace(pad_output=tokens.padded)
+        scorer = self._scorers[tokens.padded]
         view = TensorDict({}, batch_size=tensordict.batch_size, device=tensordict.device)
         view[scorer.options.keys.tokens] = tokens
         # Rows of their own length need no masks.
@@ -438,9 +439,9 @@ class RetrieveKL(TensorDictModuleBase):
         gen_policy: a policy that scores the tokens too. None uses the log-probs of sampling. To keep these, pass
             another `gen_log_probs_key`.
         options: the other arguments of `KLComputation`: `detach`, `add_to_reward`, `assistant_only`, `mask_key`,
-            `allow_mismatch`, `gen_log_probs_key`, `ref_log_probs_key`, `masks_key`, `kl_key`, `reward_key`.
+            `allow_mismatch`, `kl_key`, `reward_key`.
 
-    `tokens_key` and `overwrite` are those of `RetrieveLogProb`, `estimator` and `coeff` those of `KLComputation`; the
+    `tokens_key` and `overwrite` are those of `RetrieveLogProb`, the other arguments those of `KLComputation`; the
     errors are those of both.
     """
 
@@ -451,25 +452,34 @@ class RetrieveKL(TensorDictModuleBase):
         gen_policy: LLMPolicy | None = None,
         estimator: str | Estimator = "k1",
         coeff: float | KLController = 1.0,
+        gen_log_probs_key: NestedKey = ("log_probs", "full"),
+        ref_log_probs_key: NestedKey = ("ref_log_probs", "full"),
         tokens_key: NestedKey = "tokens",
+        masks_key: NestedKey = "masks",
         overwrite: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.kl = KLComputation(estimator, coeff, **options)
-        keys = self.kl.keys
-        scored = [] if gen_policy is None else [(gen_policy, keys.gen)]
-        sampler = container_key(keys.gen) if gen_policy is None else Keys().log_probs
+        self.kl = KLComputation(
+            estimator,
+            coeff,
+            gen_log_probs_key=gen_log_probs_key,
+            ref_log_probs_key=ref_log_probs_key,
+            masks_key=masks_key,
+            **options,
+        )
+        scored = [] if gen_policy is None else [(gen_policy, gen_log_probs_key)]
+        sampler = container_key(gen_log_probs_key) if gen_policy is None else Keys().log_probs
         self.scorings = [
             RetrieveLogProb(
                 policy,
                 log_probs_key=container_key(key),
                 tokens_key=tokens_key,
-                masks_key=keys.masks,
+                masks_key=masks_key,
                 overwrite=overwrite,
                 support_key=sampler,
             )
-            for policy, key in [*scored, (ref_policy, keys.ref)]
+            for policy, key in [*scored, (ref_policy, ref_log_probs_key)]
         ]
         written = [key for scoring in self.scorings for key in scoring.out_keys]
         self.in_keys = self.scorings[0].in_keys + [key for key in self.kl.in_keys if key_parts(key) not in written]

@@ -7,8 +7,8 @@ of a text, and a character may have bytes on both sides. So an answer is decoded
 
 - A stop string ends an answer with the token that completes it. That token stays in the ids; the text ends
   before the stop string.
-- One that was complete before the answer had ``min_new_tokens`` tokens does not count, then or later. - Text
-is what the ids decode to after those of the prompt. With ``skip_special_tokens`` a stop string may stretch
+- One that was complete before the answer had ``min_new_tokens`` tokens does not count, then or later.
+- Text is what the ids decode to after those of the prompt. With ``skip_special_tokens`` a stop string may stretch
   across a special token; core refuses one that contains it, which could never be found.
 - No stop string counts in the reasoning of an answer (`SamplingParams.reasoning_marks`).
 - The decoder shows a piece of a character as U+FFFD, so U+FFFD at the end of a text is not yet text.

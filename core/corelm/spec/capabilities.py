@@ -132,13 +132,13 @@ class Capabilities:
         if self.precision is not None:
             values["precision"] = positive("precision", self.precision)
         if self.eos_token_ids is not None:
-            ids = token_ids("eos_token_ids", tuple(_members("eos_token_ids", self.eos_token_ids)))
+            ids = token_ids("eos_token_ids", tuple(_members("eos_token_ids", self.eos_token_ids, "a set of token ids")))
             if ids and max(ids) >= (size := given["vocab_size"]):
                 raise invalid("eos_token_ids", f"expected ids from 0 to {size - 1}, got {shown(max(ids))}")
             values["eos_token_ids"] = frozenset(ids)
         for name, known in (("generation_modes", get_args(GenerationMode)), ("sleep_levels", SLEEP_LEVELS)):
-            found = _members(name, getattr(self, name))
-            if wrong := [each for each in found if type(each) is not type(known[0]) or each not in known]:
+            found = _members(name, getattr(self, name), f"a set, as in frozenset({{{known[0]!r}}})")
+            if wrong := [each for each in found if each not in known or isinstance(each, (bool, float))]:
                 raise invalid(name, f"unknown {shown(wrong[0])}; known: {', '.join(map(str, known))}")
             values[name] = frozenset(found)
         for name, value in values.items():
@@ -184,7 +184,7 @@ def _is_range(span: Any) -> bool:
     return all(isinstance(end, (int, float)) for end in span) and bool(span[0] <= span[1])
 
 
-def _members(name: str, given: Any) -> Collection[Any]:
+def _members(name: str, given: Any, expected: str) -> Collection[Any]:
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Collection):
-        raise invalid(name, f"expected a set, got {shown(given)}")
+        raise invalid(name, f"expected {expected}, got {shown(given)}")
     return given

@@ -11,7 +11,7 @@ from corelm.validate import positive
 
 
 class Deadline:
-    """The end of one call, counted from the moment this is made; no end if `timeout` is None.
+    """The end of one call, `timeout` seconds from the moment this is made; None sets no limit.
 
     A plugin makes one from ``request.timeout`` when a hook is called. It calls `check` between two steps of
     its own work, or passes `left` as the timeout of a call that it waits for.
@@ -54,6 +54,9 @@ def opening_within(open_timeout: float, what: str) -> Iterator[Deadline]:
 
     A `TimeoutError` that ends the block after the deadline becomes a `BackendTimeoutError` that says what was
     opened. An earlier one passes unchanged: it is about a single request.
+
+    Raises:
+        InvalidRequestError: `open_timeout` is not a number above 0.
     """
     deadline = Deadline(positive("open_timeout", open_timeout))
     try:

@@ -213,12 +213,18 @@ class GenerateResult:
 class ScoreRequest:
     """Return the log-prob of every given token from position ``score_from[r]`` on.
 
-    `request_ids`, `timeout` and `adapter` are as in `GenerateRequest`; fields without a description are arguments of
-    `Backend.score_logprobs`. At most one of `support`, `top_k` and `top_ids` is given, and only if it is declared.
+    `request_ids`, `timeout` and `adapter` are as in `GenerateRequest`; at most one of `support`, `top_k` and `top_ids`
+    is given, and only to a backend that declares it.
 
     Attributes:
         sequences: one row of ids per sequence.
         score_from: int64[rows], at least 1: the first position to score. Earlier positions need not be computed.
+        temperature: the logits are divided by it.
+        return_logits: whether to return the logits as well.
+        return_argmax: whether to return the most probable id at every scored position as well.
+        grad: whether the results carry gradients to the model's parameters.
+        device: where to put the results; None lets the plugin choose.
+        top_k: how many of the most probable ids to return at every scored position, at the temperature of the request.
         support: as long as the sequences: the ids over which to normalise at each position, ascending, the
             given one among them. An empty set stands for the whole vocabulary.
         top_ids: int64, ``values[total, k]``, as long as the sequences: ids whose log-probs to return at every

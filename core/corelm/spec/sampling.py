@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from typing import Any
 
 from corelm.spec.other_libraries import NOT_OURS, instead_of, sampling_fields
@@ -37,7 +37,7 @@ LARGEST = 2**31 - 1
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample an answer. Every default except `max_new_tokens` leaves the model's own distribution alone.
 
@@ -180,22 +180,22 @@ class SamplingParams:
         values = ((name, getattr(self, name)) for name in PENALTIES)
         return tuple((name, value) for name, value in values if value != getattr(_NEUTRAL, name))
 
-    @cached_property
-    def declared(self) -> Mapping[str, Any]:
-        """The parameters that an engine must declare to be given them: not at their default, and not left to core."""
+    def engine_parameters(self) -> dict[str, Any]:
+        """Return the parameters that an engine must declare to be given them: not at their default, and not left to
+        core.
+        """
         found = {}
         for name in FIELDS:
             if name not in EVERY_ENGINE and getattr(self, name) != getattr(_NEUTRAL, name):
                 found[name] = getattr(self, name)
         return found
 
-    def engine_parameters(self) -> dict[str, Any]:
-        """Return the parameters that an engine must declare to be given them, in a dict of the caller's own."""
-        return dict(self.declared)
-
 
 def _canonical(given: Mapping[str, Any], none_is_default: bool = False) -> dict[str, Any]:
-    """Return the parameters under their own names; refuse conflicts and unknown names. None may be the default."""
+    """Return the parameters under their own names; refuse conflicts and unknown names.
+
+    With `none_is_default`, None is left out, except for `max_new_tokens`.
+    """
     out: dict[str, Any] = {}
     source: dict[str, str] = {}
     for name, value in given.items():

@@ -218,7 +218,7 @@ def first_set(ids):
 @each(
     "bend, says",
     [
-        (lambda b: replace(b, kept_ids=None), "kept_ids is a NoneType"),
+        (lambda b: replace(b, kept_ids=None), "returned no kept_ids, but return_support was asked for"),
         (first_set(lambda row: []), "row 0, position 0: the set is empty"),
         (first_set(lambda row: row[0][::-1]), "row 0, position 0: the ids of the set are not in ascending order"),
         (first_set(lambda row: [*row[0], 9999]), "row 0, position 0: the set has an id outside the vocabulary"),

@@ -30,12 +30,14 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
         # As Python ends, but without taking its modules down, which takes seconds after torch and transformers.
         with interrupt_ends_process():
             for module, ending in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
                 getattr(module, ending)()
         drop_unwritten()
-        os._exit(int(end.code or 0))
+        os._exit(end.code or 0)
     finally:
         drop_unwritten()
 

@@ -141,7 +141,7 @@ class CachedRows(GrowingRows):
             layer.keys, layer.values = layer.keys[: len(rows)], layer.values[: len(rows)]
 
     def append(self, tokens: Tensor) -> None:
-        if self.columns == self._room or (not self._room and self._engine.fixes_shapes and self.may_join):
+        if self.columns == self._room or (not self._room and self._may_be_fixed):
             self._make_room()
         if self._mask is not None and not self._room:
             self._mask = torch.nn.functional.pad(self._mask, (0, 1))
@@ -166,6 +166,12 @@ class CachedRows(GrowingRows):
 
     def _states(self, layer: Any) -> tuple[Tensor, Tensor]:
         return layer.keys[..., : self.columns, :], layer.values[..., : self.columns, :]
+
+    @property
+    def _may_be_fixed(self) -> bool:
+        # With autocast on, keys that were rotated may have another dtype than values. Buffers do not convert them.
+        autocasts = torch.is_autocast_enabled(self.logits.device.type)
+        return self._engine.fixes_shapes and not autocasts and self.may_join
 
     @property
     def may_join(self) -> bool:
