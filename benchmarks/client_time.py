@@ -153,7 +153,7 @@ def vllm_generation(rows: int, tokens: int) -> Call:
         [{**payload, "model": info.name, "request_id": name_of(row)} for row, payload in enumerate(payloads)],
         bodies,
         lambda entries: answering(VLLMServer, info, entries).generate(request),
-        vllm.is_reply_to,
+        answering(VLLMServer, info, []).is_reply_to,
     )
 
 
@@ -174,7 +174,7 @@ def vllm_scoring(rows: int, tokens: int) -> Call:
         [{**payload, "model": info.name, "request_id": name_of(row)} for row, payload in payloads.items()],
         bodies,
         lambda entries: answering(VLLMServer, info, entries).score_logprobs(request),
-        vllm.is_reply_to,
+        answering(VLLMServer, info, []).is_reply_to,
     )
 
 

@@ -33,14 +33,14 @@ from corelm.spec.answer_text import skipped_texts
 from corelm.spec.capabilities import Capabilities
 from corelm.spec.provenance import Adapter, Mode
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.spec.sampling import SamplingParams
+from corelm.spec.sampling import DECLARED, SamplingParams
 from corelm.spec.version_runs import renamed, with_runs
 from corelm.tensors.ragged import Ragged, as_tensor, is_integer, unreadable
 from corelm.tensors.token_sets import TokenSets, ascending
 from corelm.validate import as_list, count, flag, invalid, is_bool, is_index, one_of, read_once, shown, unencodable
 
 P = TypeVar("P", Ragged, TokenSets)
-_DEFAULT_MAX_NEW_TOKENS = SamplingParams().max_new_tokens
+_NEUTRAL = SamplingParams()
 
 
 @torch.inference_mode(False)
@@ -568,15 +568,18 @@ def _too_long(tokens: int, limit: int, sampling: SamplingParams | None) -> str:
     if new is None or left < 1:
         answer = "an answer" if new is None else f"an answer of max_new_tokens={new}"
         return f"{tokens} tokens leave no room for {answer} in the context of {limit}; {shorter}"
-    default = f" ({new} is the default)" if new == _DEFAULT_MAX_NEW_TOKENS else ""
+    default = f" ({new} is the default)" if new == _NEUTRAL.max_new_tokens else ""
     misfit = f"{tokens} tokens and max_new_tokens={new}{default} do not fit the context of {limit}"
     return f"{misfit}; give max_new_tokens={left} or less, or {shorter}"
 
 
 def sampling_is_honoured(sampling: SamplingParams, engine: OpenEngine) -> None:
     """Refuse a sampling parameter that the engine does not honour, or that could have no effect."""
-    capabilities, given = engine.capabilities, sampling.engine_parameters()
-    for name, value in given.items():
+    capabilities = engine.capabilities
+    for name in DECLARED:
+        value = getattr(sampling, name)
+        if value == getattr(_NEUTRAL, name):
+            continue
         if name not in capabilities.sampling:
             known = ", ".join(sorted(capabilities.sampling)) or "none"
             told = f"backend {engine.name!r} does not honour {name}={shown(value)}; it honours: {known}"
@@ -595,7 +598,11 @@ def sampling_is_honoured(sampling: SamplingParams, engine: OpenEngine) -> None:
             raise invalid("stop", f"{what}; give its id in stop_token_ids, or skip_special_tokens=False")
     if sampling.num_beams > 1:
         # A temperature of 1 is the default, which a caller may have left alone.
-        drawn = [name for name in ("top_k", "top_p", "min_p", "temperature") if name in given and given[name] != 0.0]
+        drawn = [
+            name
+            for name in ("top_k", "top_p", "min_p", "temperature")
+            if getattr(sampling, name) not in (0.0, getattr(_NEUTRAL, name))
+        ]
         if drawn:
             names = ", ".join(drawn)
             told = f"beam search does not sample, so {names} would have no effect; drop {names} or num_beams"

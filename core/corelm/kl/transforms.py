@@ -73,25 +73,26 @@ class FixedKLController:
     """A coefficient that stays at `coef`."""
 
     def __init__(self, coef: float) -> None:
-        self.value = number("coef", coef)
+        self._value = number("coef", coef)
+
+    @property
+    def value(self) -> float:
+        return self._value
 
     def update(self, kl: Any, n_steps: int = 1) -> float:
         """Ignore the measured KL and return the unchanged value."""
-        return self.value
+        return self._value
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
+        return {"value": self._value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if not isinstance(state, Mapping) or "value" not in state:
             raise invalid("state", f"expected what state_dict() returns, a mapping with 'value'; got {shown(state)}")
-        self.value = self._legal(state["value"])
-
-    def _legal(self, value: float) -> float:
-        return number("value", value)
+        self._value = number("value", state["value"])
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(value={self.value:g})"
+        return f"{type(self).__name__}(value={self._value:g})"
 
 
 class AdaptiveKLController(FixedKLController):
@@ -133,11 +134,12 @@ class AdaptiveKLController(FixedKLController):
                 f"expected a number above 0 and below {self.horizon / self.MAX_ERROR:g}, got {shown(n_steps)}",
             )
         error = min(max(measured / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
-        self.value *= 1 + error * steps / self.horizon
-        return self.value
+        self._value *= 1 + error * steps / self.horizon
+        return self._value
 
-    def _legal(self, value: float) -> float:
-        return positive("value", value)
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        super().load_state_dict(state)
+        self._value = positive("value", self._value)
 
 
 class KLComputation(TensorDictModuleBase):
@@ -227,10 +229,12 @@ class KLComputation(TensorDictModuleBase):
             penalty = coefficient * kl
             refuse(layout.not_finite(penalty, mask, f"{coefficient:g} · KL"), str(self.reward_key))
             reward = _penalised(out, self.reward_key, penalty, layout)
+        # The reward last: were the KL refused afterwards, a second call would penalise it again.
+        out.set(self.kl_key, layout.stored(kl))
+        if self.add_to_reward:
             of_rows = isinstance(reward, list)
             for holder, one in zip(rows(out), reward, strict=True) if of_rows else [(out, reward)]:
                 holder.set(self.reward_key, one)
-        out.set(self.kl_key, layout.stored(kl))
         return tensordict
 
 

@@ -222,13 +222,15 @@ class Memory:
     def __init__(self, most: int) -> None:
         self._most, self._size = most, 0
         self._of: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+        #: By its id, an object that cannot be referenced weakly, and what was made for it.
+        self._kept: dict[int, tuple[Any, dict[Any, Any]]] = {}
 
     def of(self, owner: Any) -> dict[Any, Any]:
-        """Return what was made for an object, a dict to add to. Of one without weak references, nothing is kept."""
+        """Return what was made for an object, a dict to add to."""
         try:
             return self._of.setdefault(owner, {})
         except TypeError:
-            return {}
+            return self._kept.setdefault(id(owner), (owner, {}))[1]
 
     def grow(self, size: int) -> None:
         """Count characters that were added."""
@@ -236,6 +238,7 @@ class Memory:
         if self._size > self._most:
             self._size = 0
             self._of.clear()
+            self._kept.clear()
 
 
 #: For each tokenizer, what it wrote for prompts, so that a long rollout does not render all its prompts for each new

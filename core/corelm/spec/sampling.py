@@ -185,8 +185,8 @@ class SamplingParams:
         core.
         """
         found = {}
-        for name in FIELDS:
-            if name not in EVERY_ENGINE and getattr(self, name) != getattr(_NEUTRAL, name):
+        for name in DECLARED:
+            if getattr(self, name) != getattr(_NEUTRAL, name):
                 found[name] = getattr(self, name)
         return found
 
@@ -307,6 +307,8 @@ _READ = {name: (_DEFAULTS[name], read) for name, read in _READERS.items()}
 
 
 FIELDS = tuple(f.name for f in dataclasses.fields(SamplingParams))
+#: Parameters that an engine must declare to be given them.
+DECLARED = tuple(name for name in FIELDS if name not in EVERY_ENGINE)
 _made = SamplingParams.__init__
 
 

@@ -133,24 +133,6 @@ def test_a_death_changes_no_answer() -> None:
         assert_same(toys.backend.generate(PROMPTS, SAMPLING))
 
 
-def test_no_room_for_a_thread_delays_what_a_fleet_does_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, refused = threading.Thread.start, set[str]()
-    jobs = {f"corelm-fleet-{job}" for job in ("ask", "call", "check", "start", "stop")}
-
-    def start_later(self: threading.Thread) -> None:
-        if self.name in jobs - refused:
-            refused.add(self.name)
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    with Toys("a", "b") as toys:
-        monkeypatch.setattr(threading.Thread, "start", start_later)
-        toys.made[0].alive = False
-        assert_same(toys.backend.generate(PROMPTS, SAMPLING))
-        toys.settle()
-        assert refused == jobs and sorted(each.starts for each in toys.fleet.status()) == [1, 2]
-
-
 def test_a_call_that_fails_while_the_engine_lives_is_repeated() -> None:
     failures = []
 

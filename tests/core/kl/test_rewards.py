@@ -126,6 +126,14 @@ def test_rewards_of_another_shape_are_refused_and_nothing_is_written(gen, ref, p
     assert "kl_penalty" not in td.keys() and "kl_penalty" not in td["next"].keys()
 
 
+def test_a_kl_that_cannot_be_stored_penalises_no_reward(gen, ref):
+    td = RetrieveLogProb(ref)(rollout(gen, (2,), False))
+    td["reward"], td["stats"] = torch.ones(2), torch.zeros(2)
+    with pytest.raises(KeyError):
+        KLComputation("k2", COEFF, kl_key=("stats", "kl"), add_to_reward=True)(td)
+    assert td["reward"].tolist() == [1.0, 1.0]
+
+
 def test_a_reward_at_the_root_is_not_used_if_there_is_a_next(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen))
     td["reward"], td["next"] = torch.zeros(3), TensorDict(done=torch.ones(3, dtype=torch.bool), batch_size=3)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
+import io
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
 from corelm.errors import how_to_install
@@ -33,10 +36,15 @@ def main() -> None:
         if not isinstance(end.code, int | None):
             raise
         # As Python ends, but without taking its modules down, which takes seconds after torch and transformers.
-        with interrupt_ends_process():
-            for module, ending in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+        for module, ending in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+            with suppress(KeyboardInterrupt):
                 getattr(module, ending)()
         drop_unwritten()
+        for each in gc.get_objects():
+            if isinstance(each, io.IOBase):
+                with suppress(Exception):
+                    each.flush()
+        ctypes.CDLL(None).fflush(None)
         os._exit(end.code or 0)
     finally:
         drop_unwritten()

@@ -33,6 +33,7 @@ from corelm.errors import (
     message,
 )
 from corelm.spec import GenerateResult, WeightUpdate
+from corelm_engine_kit.joining import Result
 from corelm_fleet.canary import Canary
 from corelm_fleet.lives import Lives
 from corelm_fleet.parts import request_of_rows
@@ -67,13 +68,19 @@ _SLOW = 1.0
 _PATIENCE = 2.0
 #: An engine that ends its calls in time may do so this many seconds before the caller's wait ends.
 _EARLY = 0.1
+#: What happened to a job that could not begin.
+_NO_THREAD = EngineError("the system has no room for a thread", usable=True)
 
 
 @dataclass(slots=True, eq=False)
 class Flying:
-    """Rows of a call on a replica: what the state machine's `Flight` with this number is about.
+    """Rows of a call on a replica.
 
     Attributes:
+        number: the number of the flight.
+        life: the replica.
+        replica: its engine.
+        call: the call.
         rows: the rows of the call that were sent.
         names: one name per row, which no other flight has, for `abort`.
     """
@@ -121,7 +128,7 @@ class FleetRunner:
         self._flying: dict[int, Flying] = {}
         self._work: dict[int, tuple[Life, float]] = {}
         self._speeds: dict[str, Throughput] = {}
-        # The jobs for which the system had no room for a thread.
+        # What to do because the system has no room for a thread.
         self._late: list[Callable[[], None]] = []
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._process = os.getpid()
@@ -251,15 +258,11 @@ class FleetRunner:
 
     def look_around(self) -> None:
         """Check the health of every engine and run the work that is due. A thread calls this every second."""
-        with self._lock:
-            late, self._late = self._late, []
-        for again in late:
-            again()
         now = time.monotonic()
         for life, replica in list(self.lives.running.items()):
             since = self._checks.setdefault(life, now)
             if since == now:
-                self._spawn(self._check, life, replica)
+                self._spawn(self._check, life, replica, otherwise=partial(self._unchecked, life))
             elif now - since > _HEALTH:
                 self.do(self.state.missed, life, why=f"it did not reply to a health check within {_HEALTH:g} s")
         self.do(self.state.tick)
@@ -267,18 +270,24 @@ class FleetRunner:
     # Decisions --------------------------------------------------------------------------------------------------------
 
     def _obey(self, decisions: Iterable[Decision], flying: Flying | None = None, outcome: Any = None) -> None:
-        """Carry decisions out. `Deliver` gives the rows of a flight its outcome: what it has returned, or an error."""
+        """Carry decisions out.
+
+        Args:
+            decisions: the decisions.
+            flying: the flight that has returned, for `Deliver`.
+            outcome: what it has returned, or the error with which its replica refused it.
+        """
         for each in decisions:
             match each:
                 case Start(life):
                     if not self.lives.ended:
-                        self._spawn(self.lives.start, life)
+                        self._spawn(self.lives.start, life, otherwise=partial(self._no_thread, life))
                 case Stop(life):
                     self._stop(life)
                 case Load(life, epoch):
-                    self._spawn(self.lives.load, life, epoch)
+                    self._spawn(self.lives.load, life, epoch, otherwise=partial(self._no_thread, life))
                 case AskCanary(life, epoch):
-                    self._spawn(self.lives.ask, life, epoch)
+                    self._spawn(self.lives.ask, life, epoch, otherwise=partial(self._no_thread, life))
                 case Deliver(rows, _):
                     assert flying is not None
                     self._deliver(flying, rows, outcome)
@@ -288,7 +297,7 @@ class FleetRunner:
                     for row in rows:
                         self._unload(row)
                     if (abandoned := self._flying.get(number)) is not None:
-                        self._abort(abandoned, rows, partial(self._flying.__contains__, number))
+                        self._abort(abandoned, rows, partial(self._is_flying, number))
                 case Updated() | UpdateFailed():
                     self.lives.end_update(self.state.epoch)
                     if self._updates is not None:
@@ -309,6 +318,12 @@ class FleetRunner:
             self._spawn(self.lives.stop, life, replica, by_force)
 
     # Threads ----------------------------------------------------------------------------------------------------------
+
+    def _is_flying(self, number: int) -> bool:
+        return number in self._flying
+
+    def _unchecked(self, life: Life) -> None:
+        self._checks.pop(life, None)
 
     def _check(self, life: Life, replica: OpenReplica) -> None:
         why, ended = "", False
@@ -332,6 +347,9 @@ class FleetRunner:
             known = self.state.replicas[life.replica]
             silent = known.life == life and known.misses > 0 and known.state in (State.HEALTHY, State.SUSPECT)
             return silent and not any(flying.replica is replica for flying in self._flying.values())
+
+    def _no_thread(self, life: Life) -> None:
+        self._obey(self.state.died(life, time.monotonic(), message(_NO_THREAD)))
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
@@ -429,6 +447,13 @@ class FleetRunner:
     # Sending ----------------------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
+        """Send what can be sent now."""
+        self._place()
+        while self._late:
+            self._late.pop()()
+            self._place()
+
+    def _place(self) -> None:
         """Send accused rows alone, then the fresh rows of each call in as few flights as there are replicas."""
         while trials := self.state.trials():
             row, name = trials[0]
@@ -476,7 +501,7 @@ class FleetRunner:
         self._flying[flight.number] = flying
         self._work.update({row: (flight.life, work) for row, work in works.items()})
         teller = call.teller(rows, partial(self.do, self.state.producing, flight.number))
-        self._spawn(self._call, flying, teller)
+        self._spawn(self._call, flying, teller, otherwise=partial(self._returned, flying, _NO_THREAD))
 
     # On the thread of a flight ----------------------------------------------------------------------------------------
 
@@ -522,6 +547,10 @@ class FleetRunner:
         """Return why an engine is at fault for rows that it has refused; "" if the rows are.
 
         A server that was started again with another model refuses every row, with the status 404.
+
+        Args:
+            replica: the engine.
+            why: why it has refused them.
         """
         with suppress(Exception):
             if changed := replica.changed():
@@ -532,13 +561,14 @@ class FleetRunner:
         """Tell the state machine how a flight has ended.
 
         Args:
+            flying: the flight.
+            outcome: the result, or the error.
             lost: why the rows that have an error in the result were lost with the replica; "" if they were not.
         """
         self._flying.pop(flying.number, None)
         now, number, call = time.monotonic(), flying.number, flying.call
         if not isinstance(outcome, BaseException):
-            if isinstance(outcome, GenerateResult):
-                self._speeds[flying.life.replica].add(int(outcome.ids.values.shape[0]), now)
+            self._count(flying, outcome, now)
             errors = outcome.errors if lost else None
             rows = [row for at, row in enumerate(flying.numbers) if not (errors and errors[at])]
             self._obey(self.state.answered(number, rows, now), flying, outcome)
@@ -561,6 +591,10 @@ class FleetRunner:
             why = message(outcome) if isinstance(outcome, EngineError) else described(outcome)
             self._obey(self.state.failed(number, now, why))
 
+    def _count(self, flying: Flying, result: Result, now: float) -> None:
+        if isinstance(result, GenerateResult):
+            self._speeds[flying.life.replica].add(int(result.ids.values.shape[0]), now)
+
     def _wanted(self, number: int) -> bool:
         """Return whether a flight has rows that are not settled."""
         return not self.closed and number in self.state.rows.flights
@@ -574,15 +608,13 @@ class FleetRunner:
         names = dict(zip(flying.numbers, flying.names, strict=True))
         flying.replica.abort(tuple(names[row] for row in rows), under_way)
 
-    def _spawn(self, job: Callable[..., None], *args: Any) -> None:
-        """Run a job on a new thread; if the system has no room for one, try again at the next look at the engines.
-
-        The limits of the fleet bound this: an engine whose health is not checked is a suspect, and then dead.
-        """
+    def _spawn(self, job: Callable[..., None], *args: Any, otherwise: Callable[[], None] | None = None) -> None:
+        """Run a job on a new thread; call `otherwise` later if the system has no room for one."""
         thread = threading.Thread(target=job, args=args, name=f"corelm-fleet-{job.__name__.strip('_')}", daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            self._late.append(partial(self._spawn, job, *args))
-        else:
-            self._threads.add(thread)
+            if otherwise is not None:
+                self._late.append(otherwise)
+            return
+        self._threads.add(thread)

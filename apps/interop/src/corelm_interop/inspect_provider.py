@@ -51,11 +51,13 @@ def _told_in_one_message() -> Iterator[None]:
     try:
         yield
     except CoreLMError as error:
-        with suppress(ImportError):
+        with suppress(ImportError, TypeError):
             from inspect_ai._util.error import PrerequisiteError
 
             kind = type(error)
-            error.__class__ = type(kind.__name__, (kind, PrerequisiteError), {"__module__": kind.__module__})
+            # Pickled, it is one of the class that it had.
+            own = {"__module__": kind.__module__, "__reduce__": lambda self: (kind, (str(self),))}
+            error.__class__ = type(kind.__name__, (kind, PrerequisiteError), own)
             vars(error)["message"] = escape(str(error))
         raise
 

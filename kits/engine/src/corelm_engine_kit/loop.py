@@ -89,6 +89,11 @@ class Call:
         """Whether there is a row that was not aborted."""
         return len(self.aborted) < len(self._names)
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether its caller waits for steps of it."""
+        return not (self.left or self.done)
+
     def check_wanted(self) -> None:
         """Raise `Aborted` if all rows were aborted."""
         if not self.is_wanted:
@@ -289,14 +294,15 @@ class Loop:
     def _may_enter(self, call: Call | None) -> bool:
         if self._holder is not None:
             return False
-        due = self._step_is_due and bool(self._stepping)
+        due = self._step_is_due and any(each.is_stepping for each in self._stepping)
         if call is None:
             return not due
         return (due or not self._guests) and not self._is_for_others(call)
 
     def _is_for_others(self, call: Call) -> bool:
         """Return whether the caller of a call leaves its steps to other threads."""
-        return call.is_mains and len(self._stepping) > 1
+        # A call whose caller has left is still there until the next step closes it. Nobody makes steps for it.
+        return call.is_mains and any(each is not call and each.is_stepping for each in self._stepping)
 
     def _leave_behind(self) -> None:
         """Close the works of calls that have ended or whose callers have left."""

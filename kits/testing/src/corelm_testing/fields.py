@@ -36,11 +36,17 @@ def conversations(backend: Backend, shape: tuple[int, ...]) -> History:
     try:
         History.from_chats([{"role": "user", "content": "Who?"}]).apply_chat_template(backend.tokenizer)
     except TemplateError:
-        # A tokenizer without `chat_template` renders in a way of its own.
-        if getattr(backend.tokenizer, "chat_template", "its own") and hasattr(backend.tokenizer, "apply_chat_template"):
+        if _has_template(backend.tokenizer):
             raise
         not_applicable("the tokenizer has no chat template")
     return history
+
+
+def _has_template(tokenizer: Any) -> bool:
+    if not hasattr(tokenizer, "chat_template"):
+        # One that renders in a way of its own.
+        return hasattr(tokenizer, "apply_chat_template")
+    return tokenizer.chat_template is not None
 
 
 def as_input(backend: Backend, mode: str, shape: tuple[int, ...], rows: list[list[int]]) -> TensorDict:

@@ -129,7 +129,7 @@ class CachedRows(GrowingRows):
             self.cache.reorder_cache(rows)
         there = rows.to(self._position.device)
         self._ids, self._position = self._ids[there], self._position[there]
-        self._mask = None if self._mask is None else self._mask[there]
+        self._mask = None if self._mask is None else self._needed(self._mask[there])
 
     def _move(self, rows: Tensor) -> None:
         """Keep these rows of the buffers. Those that keep their places are not copied."""
@@ -200,8 +200,12 @@ class CachedRows(GrowingRows):
         for share in other.shares:
             share.growing, share.rows = self, [len(self.logits) + row for row in share.rows]
         self.shares, other.shares = self.shares + other.shares, []
-        self._ids, self._position, self._mask = ids, position, mask
         self.logits, self.cache, self.columns, self._room = logits, cache, columns, 0
+        self._ids, self._position, self._mask = ids, position, self._needed(mask)
+
+    def _needed(self, mask: Tensor) -> Tensor | None:
+        """Return a mask, or None if it hides nothing: attention is faster without one."""
+        return mask if self._room or not bool(mask.all()) else None
 
     def _whole_mask(self) -> Tensor:
         if self._mask is None:

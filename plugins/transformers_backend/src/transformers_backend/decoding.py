@@ -113,7 +113,13 @@ class Decoder:
         """Append their tokens to the rows of some calls, of which all want that; see `Loop`."""
         shares: list[Share] = [call.wants for call in calls]
         if len(shares) > 1:
-            self._join(shares)
+            try:
+                self._join(shares)
+            except BaseException:
+                # What some of them hold may be half joined.
+                for call in calls:
+                    call.give(NotDone())
+                return
         for growing in dict.fromkeys(share.growing for share in shares):
             some = [call for call in calls if call.wants.growing is growing]
             try:
@@ -240,7 +246,7 @@ class Decoder:
         columns = min(columns, self._engine.max_context or columns)
         if test.is_confirmed(_JOINED, columns) or test.is_refuted(_JOINED, columns):
             return
-        if test.may_run(_JOINED, partial(self._continued, _JOINED, 2)):
+        if test.may_run(_JOINED, partial(self._continued, _JOINED, 2), fixed=True):
             row = test.row.cpu()
             row = row.repeat(-(-columns // len(row)))[:columns]
             self._confirmed_on(_JOINED, [row, row[: max(_TRIED + 1, columns // 2)]])
@@ -292,7 +298,8 @@ class Decoder:
         if padded and self._self_test.is_refuted("cached", columns):
             return False
         for each in (depth, 2):
-            if not self._self_test.may_run(way, partial(self._continued, way, each), padded=padded, depth=each):
+            run, fixed = partial(self._continued, way, each), way.startswith("cached")
+            if not self._self_test.may_run(way, run, padded=padded, depth=each, fixed=fixed):
                 return False
             if way.startswith("uncached") or not self._engine.keeps_states:
                 break

@@ -187,12 +187,13 @@ class SelfTest:
         self._examine()
         return ways[-1]
 
-    def may_run(self, way: str, run: TailLogits, *, padded: bool = True, depth: int = 2) -> bool:
+    def may_run(self, way: str, run: TailLogits, *, padded: bool = True, depth: int = 2, fixed: bool = False) -> bool:
         """Return whether `way` agrees with the plain forward on the trial rows.
 
         Args:
             padded: whether rows of several lengths are read together.
             depth: 1 if `run` only begins with what the way does. It is then confirmed by own rows only.
+            fixed: whether it decodes, and may do so in buffers of fixed shapes. Without them it is tried again.
 
         Raises:
             CapabilityError: it does not, because the model is not causal.
@@ -207,10 +208,10 @@ class SelfTest:
                 # Since the opening, the weights may have been written to in a way that shows nowhere.
                 del self._verdicts[0]
                 self.begin(self._checkpoint)
-                return self.may_run(way, run, padded=padded, depth=depth)
+                return self.may_run(way, run, padded=padded, depth=depth, fixed=fixed)
             if fault and self._examine():
                 fault = self._fault_of(run, padded)
-            if fault and self._engine.fixes_shapes:
+            if fault and fixed and self._engine.fixes_shapes:
                 self._engine.fixes_shapes = False
                 if not (fault := self._fault_of(run, padded)):
                     self.now.off.add("fixes_shapes")
@@ -346,7 +347,7 @@ class SelfTest:
         scale, eps, short = self.now.scale, torch.finfo(self._dtype()).eps, self.is_short
         config = self._engine.base.config.get_text_config()
         # Where activations are quantized, the rounding of a sum may move one of them to the next level.
-        largest = scale * (0.5 if short else 0.2 if self._engine.is_quantized else eps**0.5)
+        largest = scale * (0.5 if short else 0.2 if self.now.quantized else eps**0.5)
         typical = apart.quantile(_MOST)
         if not (typical <= largest and apart.isfinite().all()):
             return False
@@ -389,7 +390,7 @@ class SelfTest:
             plain = self.plain
         if not all(map(torch.equal, before, trials.random_states(self._engine.device))):
             self._refuse_noise(0.0)
-        verdict.scale = trials.spread(plain)
+        verdict.scale, verdict.quantized = trials.spread(plain), self._engine.is_quantized
         if verdict.scale > 0.0:
             shorter = (each for each in (torch.bfloat16, torch.float16) if torch.equal(plain.to(each).to(plain), plain))
             verdict.rounded = next(shorter, None)

@@ -59,6 +59,7 @@ class Verdict:
     # A dtype shorter than that of the weights to which all logits are rounded, because the forward turns autocast on,
     # for example.
     rounded: torch.dtype | None = None
+    quantized: bool = False  # whether weights or activations are
     formulas: dict[Any, Any] = field(default_factory=dict)  # what `fast.head` found out, by the layout of the head
     file: Path | None = None
 

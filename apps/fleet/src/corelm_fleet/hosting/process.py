@@ -270,7 +270,8 @@ def ask_interpreter(python: str, program: str, timeout: float, env: Mapping[str,
             raise OSError(brief(said.stderr.strip() or said.stdout.strip() or f"exit status {said.returncode}"))
     except (OSError, subprocess.SubprocessError) as error:
         raise invalid("python", f"{python} is not a Python interpreter that works: {error}") from error
-    found: dict[str, Any] = json.loads(answer)
+    # What runs when it ends may print as well.
+    found: dict[str, Any] = json.JSONDecoder().raw_decode(answer)[0]
     return found
 
 

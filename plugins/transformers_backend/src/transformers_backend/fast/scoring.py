@@ -122,8 +122,9 @@ class FastScorer(Scorer):
         if call.aborted_among(batch.rows):
             return
         engine, ids = self._engine, batch.inputs.values
-        if len(ids) % 4 == 3 and engine.rope_switch is None and not engine.adapter_reads_ids:
-            # On a CPU with AVX-512, MKL multiplies four rows in 5 % less time than three. No position sees a later one.
+        alike = engine.rope_switch is None and not (engine.adapter_reads_ids or self._self_test.now.quantized)
+        if len(ids) % 4 == 3 and alike and len(ids) < (engine.max_context or 0) and engine.device.type == "cpu":
+            # With AVX-512, MKL multiplies four rows in 5 % less time than three. No position sees a later one.
             ids = torch.cat([ids, ids[-1:]])
         logits, slots = engine.plain_logits(ids), batch.wanted.nonzero()[:, 0]
         index = batch.index[slots]
