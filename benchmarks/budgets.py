@@ -54,7 +54,7 @@ BUDGETS = {
 
 def main() -> int:
     files = sorted((ROOT / "core" / "corelm").rglob("*.py"))
-    found = {"kernel, lines": 19_737sum(len(file.read_text().splitlines()) for file in files), "kernel, files": len(files)}
+    found = {"kernel, lines": sum(len(file.read_text().splitlines()) for file in files), "kernel, files": len(files)}
     sampling = {"max_new_tokens": 4}
     with corelm.get_backend("toy") as backend:
         found |= measured("Backend.generate", lambda: backend.generate([[5, 6, 7]], sampling))
