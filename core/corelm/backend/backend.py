@@ -109,6 +109,9 @@ class Backend:
         """Short facts that the engine tells about itself, as they are now: ``{"decoding": "cached and padded"}``.
 
         Empty for an engine that tells none, and for one in another process.
+
+        Raises:
+            BackendClosedError: the backend was closed.
         """
         self.engine.require_open()
         return MappingProxyType(dict(getattr(self.engine.plugin, "info", {})))
@@ -139,7 +142,9 @@ class Backend:
         """Start a prepared call and return its future at once; see `submit_generate`. This makes it on a new thread.
 
         A call that is cancelled before its turn is not sent. `block` allows to wait for room in a full queue.
-        An `EngineError` says that the system has no room for a thread.
+
+        Raises:
+            EngineError: the system has no room for a thread.
         """
         future: Future[R] = Future()
         names, works_on = call.request.request_ids, self.engine.works_on

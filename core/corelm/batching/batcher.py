@@ -202,7 +202,11 @@ class DynamicBatcher(Backend):
         self.close(flush=well)
 
     def state(self) -> BatchingState:
-        """Return what the batcher is doing at this moment. A fork of the process that opened it cannot tell."""
+        """Return what the batcher is doing at this moment.
+
+        Raises:
+            BackendClosedError: this is a fork of the process that opened the backend.
+        """
         self.engine.require_here()
         return self.dispatcher.read(self._state)
 

@@ -37,6 +37,10 @@ def new_key() -> str:
 def listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens, before an engine is opened.
 
+    Args:
+        host: an address of this machine. Any but that of the loopback interface lets other machines in.
+        port: 0 lets the system choose.
+
     Raises:
         OSError: the address cannot be used.
         InvalidRequestError: `host` is not an address.

@@ -145,6 +145,8 @@ def open_fleet(
 ) -> tuple[Any, str]:
     """Open a fleet of the engines that `open_one` opens with the options of `each`. Hosted ones can be killed.
 
+    None for `canary` or `limits` takes the defaults.
+
     Returns:
         The fleet, and what `open_one` said of the plugin.
     """

@@ -81,7 +81,13 @@ class Adapters:
             yield
 
     def update(self, request: WeightUpdate) -> None:
-        """Load, replace or unload an adapter. Nothing has changed if that is refused."""
+        """Load, replace or unload an adapter.
+
+        Raises:
+            InvalidRequestError: it does not fit the model, is not there, or belongs to the owner of the model. Nothing
+                has changed.
+            CapabilityError: PEFT cannot add it to this model. Nothing has changed.
+        """
         name = request.adapter
         assert name is not None
         old = self._loaded.get(name)

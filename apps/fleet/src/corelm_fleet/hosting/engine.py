@@ -92,6 +92,7 @@ class HostedEngine:
     """An engine in another process. It implements the hooks, and asks the process that holds the engine.
 
     `weights_state` is not asked: no other code can change the weights there. `to_containers` is core's own here.
+    Gradients cannot leave that process, so its capabilities here say that it gives none.
 
     Args:
         host: the process.

@@ -125,7 +125,13 @@ class EngineServer:
         )
 
     def start(self, number: Hashable, call: Call, answer: Answer, tell: Tell) -> None:
-        """Begin to serve a call; return at once. Its `number` tells it from the other calls, for `forget`."""
+        """Begin to serve a call; return at once.
+
+        Args:
+            number: tells it from the other calls, for `forget`.
+            answer: called with the result, or with a `Failure`.
+            tell: called with the name of a callback of the request and its arguments.
+        """
         request = call.args[0] if call.args else None
         self._under_way[number] = getattr(request, "request_ids", ()) if call.name not in OUT_OF_TURN else ()
         quick = self._quick_calls if call.name in OUT_OF_TURN else self._calls
