@@ -18,7 +18,7 @@ from corelm.errors import how_to_install
 
 
 def main() -> None:
-    """Run the command, and end the process; the entry point of the console script."""
+    """Run the command, and end the process if torch was loaded; the entry point of the console script."""
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         sys.exit(f"the corelm command needs {' and '.join(missing)}: {how_to_install(*missing)}")
@@ -33,7 +33,7 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if not isinstance(end.code, int | None):
+        if not isinstance(end.code, int | None) or "torch" not in sys.modules:
             raise
         # As Python ends, but without taking its modules down, which takes seconds after torch and transformers.
         for module, ending in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
@@ -41,7 +41,8 @@ def main() -> None:
                 getattr(module, ending)()
         drop_unwritten()
         for each in gc.get_objects():
-            if isinstance(each, io.IOBase):
+            # Not isinstance(): it asks lazy objects of other libraries, which then import or warn.
+            if issubclass(type(each), io.IOBase):
                 with suppress(Exception):
                     each.flush()
         ctypes.CDLL(None).fflush(None)
