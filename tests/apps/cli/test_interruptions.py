@@ -140,6 +140,7 @@ def test_a_list_that_cannot_be_printed_is_an_error():
 def test_the_end_of_the_process_waits_for_threads_and_takes_no_module_down(tmp_path):
     code = f"""
 import atexit, sys, threading, time
+import torch
 
 def note(what):
     with open({str(tmp_path / "ended")!r}, "a") as file:

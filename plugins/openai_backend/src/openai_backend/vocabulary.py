@@ -51,10 +51,12 @@ class Vocabulary:
         if naming not in self._tables:
             # A model may have more outputs than its tokenizer has entries.
             named = self.size if naming == "id" or not hasattr(self.tokenizer, "__len__") else len(self.tokenizer)
-            table = self._tables[naming] = {}
+            table: dict[str, int] = {}
             for token in range(min(self.size, named)):
                 name = self.name(token, naming)
                 table[name] = -1 if name in table else token
+            # Other threads may read it from here on.
+            self._tables[naming] = table
         return self._tables[naming]
 
     def ids_of(self, names: Sequence[str], naming: Naming) -> list[int]:

@@ -121,11 +121,13 @@ class RayHost:
                 self._transport.ended.wait(_END)
         handle, self._handle = self._handle, None
         if handle is not None:
-            # Ray does not end a process that was stopped by SIGSTOP.
-            if not select.select([handle], [], [], _END)[0]:
-                with suppress(ProcessLookupError, PermissionError):
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
-            os.close(handle)
+            try:
+                # Ray does not end a process that was stopped by SIGSTOP.
+                if not select.select([handle], [], [], _END)[0]:
+                    with suppress(ProcessLookupError, PermissionError):
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+            finally:
+                os.close(handle)
 
     kill = close
 

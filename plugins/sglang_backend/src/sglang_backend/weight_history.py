@@ -24,8 +24,9 @@ class WeightHistory:
     """The labels that a server has given its weights since the backend was opened, in their order."""
 
     def __init__(self, label: str) -> None:
-        # Calls read it while weights are updated: it is appended to, or emptied.
-        self.entries = [_Entry(label)]
+        # Only ever appended to, as calls read it while weights are updated.
+        self._entries = [_Entry(label)]
+        self._first_known = 0
         self._used = {label}
 
     def new_label(self, version: str) -> str:
@@ -40,15 +41,19 @@ class WeightHistory:
 
     def note(self, label: str, update: WeightUpdate) -> None:
         """Take note that the server has weights of this label, before it samples with them."""
-        self.entries.append(_Entry(label, update.number, update.version))
+        self._entries.append(_Entry(label, update.number, update.version))
 
     def lose_track(self) -> None:
         """Take note that the server has weights without a label. Rows that it has sampled from now on fail."""
-        self.entries.clear()
+        self._first_known = len(self._entries)
 
     def of_call(self, request: GenerateRequest) -> WeightsOfCall:
         """Return the weights that a call may be sampled with, which begins now."""
-        return WeightsOfCall(self, max(0, len(self.entries) - 1), request)
+        return WeightsOfCall(self, len(self._entries) - 1, request)
+
+    def since(self, number: int) -> Sequence[_Entry]:
+        """Return the weights from this number on whose rows can be told apart."""
+        return self._entries[max(number, self._first_known) :]
 
 
 class WeightsOfCall:
@@ -60,7 +65,7 @@ class WeightsOfCall:
     @property
     def before(self) -> VersionRuns:
         """The runs of a row without tokens."""
-        known = self._history.entries[self._first :]
+        known = self._history.since(self._first)
         return ((self._version(known[0]) if known else self._request.weight_version or "", 0),)
 
     def runs(self, meta: Any, count: int) -> VersionRuns:
@@ -70,7 +75,7 @@ class WeightsOfCall:
             RowError: the row has weights that this backend did not load while the call ran, or the server does not say
                 which tokens are of which of them.
         """
-        known = self._history.entries[self._first :]
+        known = self._history.since(self._first)
         ours, spans = [entry.label for entry in known], meta.get("weight_versions") or []
         check_labels(meta, ours)
         if len(known) == 1:

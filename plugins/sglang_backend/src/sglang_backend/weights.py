@@ -253,14 +253,19 @@ class ServerWeights:
             raise
         finally:
             if in_flight:
-                try:
-                    self._client.post("/continue_generation", {}, expect_json=False, retry=True)
-                except CoreLMError as error:
-                    raise EngineError(
-                        f"the server was paused for new weights and does not go on: {error}; post "
-                        "/continue_generation to it, or restart it",
-                        usable=False,
-                    ) from error
+                self._go_on()
+
+    def _go_on(self) -> None:
+        # All clients of the server wait meanwhile.
+        for left in (2, 1, 0):
+            try:
+                self._client.post("/continue_generation", {}, expect_json=False)
+                return
+            except CoreLMError as error:
+                if not left:
+                    why = f"the server was paused for new weights and does not go on: {error}"
+                    advice = "post /continue_generation to it, or restart it"
+                    raise EngineError(f"{why}; {advice}", usable=False) from error
 
     def _name(self, label: str) -> None:
         # By default this would abort the requests of all clients.

@@ -207,8 +207,10 @@ class InProcessEngine(ABC):
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
         self._closed = True
-        self._end()
-        self.adapters.close()
+        try:
+            self._end()
+        finally:
+            self.adapters.close()
         with warnings.catch_warnings():
             # vLLM's objects reference one another in cycles, and the threads of its sockets live until these are
             # collected. It offers no call that closes the context of its sockets.
