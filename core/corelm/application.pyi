@@ -15,6 +15,7 @@ from .backend.hooks import OUT_OF_TURN as OUT_OF_TURN
 from .backend.hooks import hooks_of as hooks_of
 from .backend.hooks import to_containers as to_containers
 from .backend.program_end import at_program_end as at_program_end
+from .backend.program_end import flush_files as flush_files
 from .backend.registry import ALLOW_LIST as ALLOW_LIST
 from .backend.registry import DISTRIBUTION as DISTRIBUTION
 from .backend.registry import Scan as Scan

@@ -92,12 +92,9 @@ def prepare_generation(
         label |= {"adapter": adapter, "timeout": timeout, "on_error": on_error}
         seeds = seeds_of_call(engine, sampling, count, seeds)
         return _prepare_continuation(engine, part, seeds, names, problems or {}, **label)
-    if top_logprobs == 0:
-        top_logprobs = 0
-    else:
-        top_logprobs = _most("top_logprobs", top_logprobs, "top_logprobs", engine)
-        if mode == "none":
-            raise invalid("top_logprobs", "no log-probs were asked for; give logprobs='raw' or 'processed' as well")
+    top_logprobs = 0 if top_logprobs == 0 else _most("top_logprobs", top_logprobs, "top_logprobs", engine)
+    if top_logprobs and mode == "none":
+        raise invalid("top_logprobs", "no log-probs were asked for; give logprobs='raw' or 'processed' as well")
     problems = {**row_problems(rows, capabilities, sampling), **(problems or {})}
     served = torch.arange(count)
     if problems or on_error != "raise":
@@ -598,11 +595,8 @@ def sampling_is_honoured(sampling: SamplingParams, engine: OpenEngine) -> None:
             raise invalid("stop", f"{what}; give its id in stop_token_ids, or skip_special_tokens=False")
     if sampling.num_beams > 1:
         # A temperature of 1 is the default, which a caller may have left alone.
-        drawn = [
-            name
-            for name in ("top_k", "top_p", "min_p", "temperature")
-            if getattr(sampling, name) not in (0.0, getattr(_NEUTRAL, name))
-        ]
+        shaping = ("top_k", "top_p", "min_p", "temperature")
+        drawn = [each for each in shaping if getattr(sampling, each) not in (0.0, getattr(_NEUTRAL, each))]
         if drawn:
             names = ", ".join(drawn)
             told = f"beam search does not sample, so {names} would have no effect; drop {names} or num_beams"
@@ -749,15 +743,16 @@ def _at_positions(
     A row has as many positions as its sequence, or as many as are scored. Blank ones stand before these, and
     in rows at fault, which are refused or skipped.
     """
+    what = "sets" if field == "support" else "ids"
     if len(given) != len(sequences):
-        raise invalid(field, f"expected sets for {len(sequences)} rows, got {len(given)}")
+        raise invalid(field, f"expected {what} for {len(sequences)} rows, got {len(given)}")
     whole, found = sequences.lengths, given.lengths
     scored = (whole - starts).clamp_min(0)
     fits = (found == whole) | (found == scored)
     problems: Problems = {}
     for row in (~fits).nonzero().flatten().tolist():
         expected = f"expected one for each of its {int(whole[row])} ids, or for the {int(scored[row])} that are scored"
-        problems[row] = f"{field}: has sets for {int(found[row])} positions; {expected}"
+        problems[row] = f"{field}: has {what} for {int(found[row])} positions; {expected}"
     kept = torch.where(fits, found, 0)
     if problems:
         given = given.slice(torch.zeros_like(kept), kept)

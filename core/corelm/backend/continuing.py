@@ -161,16 +161,17 @@ def _must_agree(
 ) -> None:
     """Refuse partial answers that were not sampled for what this call asks for: its arguments of these names."""
     k = 0 if old.top_ids is None else old.top_ids.values.shape[-1]
-    has = "no log-probs" if old.logprobs is None else "log-probs"
-    for differs, what in (
-        (old.texts is not None, "this engine's texts are not what its ids decode to, so they cannot be joined"),
-        (old.adapter != adapter, f"was sampled with adapter={old.adapter!r}; give the same"),
-        ((old.logprobs is None) != (logprobs == "none"), f"has {has}, but {logprobs=} was asked for; ask for the same"),
-        ((old.kept_ids is None) == return_support, "return_support must be what it was when these answers were begun"),
-        (k != top_logprobs, f"was sampled with top_logprobs={k}; give the same"),
-    ):
-        if differs:
-            raise invalid("continue_from", what)
+    if old.texts is not None:
+        raise invalid("continue_from", "this engine's texts are not what its ids decode to, so they cannot be joined")
+    if old.adapter != adapter:
+        raise invalid("continue_from", f"was sampled with adapter={old.adapter!r}; give the same")
+    if (old.logprobs is None) != (logprobs == "none"):
+        has = "no log-probs" if old.logprobs is None else "log-probs"
+        raise invalid("continue_from", f"has {has}, but {logprobs=} was asked for; ask for the same")
+    if (old.kept_ids is None) == return_support:
+        raise invalid("continue_from", "return_support must be what it was when these answers were begun")
+    if k != top_logprobs:
+        raise invalid("continue_from", f"was sampled with top_logprobs={k}; give the same")
     if old.logprobs is None:
         return
     wanted: dict[str, Any] = {**Provenance.label(logprobs, sampling)}

@@ -62,12 +62,17 @@ def end_as_interrupted() -> None:
     """
     # First, so that Ctrl-C ends the process at once if a file cannot be written.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    flush_files()
+    signal.raise_signal(signal.SIGINT)
+
+
+def flush_files() -> None:
+    """Write what Python's open files have buffered, as far as they can be written."""
     # Of the type and not of the object: a proxy may say that it is a file, or fail when it is asked.
     files = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
     for stream in (sys.stdout, sys.stderr, *files):
         with suppress(Exception):
             stream.flush()
-    signal.raise_signal(signal.SIGINT)
 
 
 def end_stuck() -> None:

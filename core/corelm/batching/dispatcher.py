@@ -615,7 +615,6 @@ def _shared_listener(requests: Sequence[GenerateRequest]) -> Callable[[TokenChun
 def _parts(batch: Any, rows: Sequence[int]) -> list[GenerateResult | ScoreResult]:
     """Split a result into results of so many rows each, which share no storage."""
     ends = list(accumulate(rows, initial=0))
-
     named: dict[str, Sequence[Any]] = {}
     for name, found in fields_of_rows(batch).items():
         flat = isinstance(found, (Ragged, TokenSets))

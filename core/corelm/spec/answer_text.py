@@ -99,7 +99,6 @@ def decoded(
     before: Sequence[Sequence[int]] | None = None,
 ) -> list[str]:
     """Return one text per row of ids: what it adds to the text of the ids `before` it, if these are given."""
-
     # A tokenizer in another process decodes all rows in one call.
     decode_rows = getattr(tokenizer, "decode_rows", None)
     if decode_rows is None:

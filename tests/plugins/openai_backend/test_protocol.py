@@ -149,3 +149,22 @@ def test_a_name_that_stands_for_several_ids_stands_for_none():
         vocabulary.ids_of(["猫"], "text")
     with pytest.raises(RowError):
         vocabulary.ids_of(["a"], "id")
+
+
+def test_names_are_looked_up_in_a_table_that_is_whole(monkeypatch):
+    """A tokenizer may fail, or Ctrl-C come, while it is asked; other threads may look names up meanwhile."""
+    tokenizer = letter_tokenizer()
+    vocabulary, name = Vocabulary(tokenizer, len(tokenizer)), Vocabulary.name
+    first = tokenizer.decode([letters()[0]])
+
+    def interrupted(self, token, naming):
+        if token == len(tokenizer) - 1:
+            raise KeyboardInterrupt
+        return name(self, token, naming)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Vocabulary, "name", interrupted)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                vocabulary.ids_of([first], "text")
+    assert vocabulary.ids_of([first], "text") == letters()[:1]

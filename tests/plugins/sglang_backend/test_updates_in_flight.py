@@ -159,6 +159,21 @@ def test_a_server_that_does_not_go_on_is_not_usable(connect, fake, other_folder)
     assert caught.value.usable is False
 
 
+def test_a_server_that_goes_on_at_the_third_request_stays_usable(connect, fake, other_folder):
+    asked = []
+
+    def fault(request):
+        if request.path == "/continue_generation":
+            asked.append(request)
+            return json_reply({}, status=500) if len(asked) < 3 else None
+        return None
+
+    backend = connect(max_retries=0)
+    fake.fault = fault
+    backend.update_weights(other_folder, version="new", when="now")
+    assert len(asked) == 3
+
+
 # The history itself ---------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +201,17 @@ def test_runs_are_cut_off_with_the_answer_and_joined_if_core_has_one_name_for_th
     assert later.runs(meta(("d", 4)), 4) == (("also core's", 0),)
     with pytest.raises(RowError):
         later.runs(meta(("c", 4)), 4)
+
+
+def test_a_call_over_an_unlabelled_update_knows_the_weights_after_it():
+    history = WeightHistory("a")
+    history.note("b", WeightUpdate(version="new", number=1))
+    weights = history.of_call(request("new", 1))
+    history.lose_track()
+    with pytest.raises(RowError):
+        weights.runs(meta(("b", 4)), 4)
+    history.note("c", WeightUpdate(version="newer", number=3))
+    assert weights.runs(meta(("c", 4)), 4) == (("newer", 0),)
 
 
 def test_an_update_between_core_and_the_plugin_names_the_first_tokens():

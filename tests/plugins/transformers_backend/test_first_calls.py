@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from corelm import Backend
 from helpers import oracle
-from helpers.plain_forward import PROMPTS, Open
+from helpers.plain_forward import PROMPTS, Forwards, Open
 from helpers.tiny_models import random_rows, tiny_model
-
-
-class Forwards(TorchDispatchMode):
-    """Counts forward passes, without a hook that the verdict would know of."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.embedding.default
-        return func(*args, **(kwargs or {}))
 
 
 def test_one_short_row_is_read_by_the_plain_forward(open_model: Open) -> None:

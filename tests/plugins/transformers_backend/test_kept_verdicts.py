@@ -10,23 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, RobertaConfig, RobertaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from helpers.peft_models import with_lora
-from helpers.plain_forward import PROMPTS, SIZES, Open, assert_scores, check, wide
+from helpers.plain_forward import PROMPTS, SIZES, Forwards, Open, assert_scores, check, wide
 from helpers.tiny_models import tiny_model
-
-
-class Forwards(TorchDispatchMode):
-    """Counts forward passes, without a hook that the verdict would know of."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.embedding.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -49,37 +38,6 @@ def forwards(open_model: Open) -> Callable[..., int]:
         return passes.count
 
     return count
-
-
-def test_one_short_row_is_read_by_the_plain_forward(folder: Path, open_model: Open) -> None:
-    model = tiny_model("llama")
-    backend, row = open_model(model, fast=True), PROMPTS[0]
-    backend.score_logprobs(PROMPTS)
-    with Forwards() as passes:
-        scores = backend.score_logprobs([row]).logprobs.values
-    assert passes.count == 1 and backend.info["scoring"] == "alone"
-    with torch.no_grad():
-        plain = model(torch.tensor([row[:-1]])).logits[0].double().log_softmax(-1)
-    torch.testing.assert_close(scores[1:].double(), plain.gather(-1, torch.tensor(row[1:])[:, None])[:, 0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_call_makes_at_most_four_forwards_more(folder: Path, open_model: Open, dtype: torch.dtype) -> None:
-    sampling = {"max_new_tokens": 4, "ignore_eos": True}
-    calls: list[Callable[[Any], object]] = [
-        lambda backend: backend.score_logprobs(PROMPTS),
-        lambda backend: backend.generate(PROMPTS, sampling),
-    ]
-    for call in calls:
-        backend, taken = open_model(tiny_model("llama").to(dtype), fast=True), []
-        for _ in range(2):
-            with Forwards() as passes:
-                call(backend)
-            taken.append(passes.count)
-        first, second = taken
-        assert second < first <= second + 4
-        for file in folder.iterdir():
-            file.unlink()
 
 
 def test_the_second_to_open_a_model_makes_fewer_forwards(folder: Path, forwards: Callable[..., int]) -> None:

@@ -234,8 +234,9 @@ def test_new_weights_come_between_the_steps_of_all_calls(open_model: Open) -> No
     assert_answers(backend.generate(PROMPTS[:2], SHORT), new, PROMPTS[:2])
 
 
-def test_rows_go_on_apart_if_there_is_no_memory_for_them_together(
-    open_model: Open, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error")])
+def test_rows_go_on_apart_if_they_cannot_be_joined(
+    error: Exception, open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, backend, paced = opened(open_model)
     expected = backend.generate(PROMPTS, {**LONG, "max_new_tokens": 30})
@@ -246,7 +247,7 @@ def test_rows_go_on_apart_if_there_is_no_memory_for_them_together(
         # The last thing that is made: the logits of both.
         if tensors[0].ndim == 2 and tensors[0].shape[-1] == VOCAB:
             failed.append(len(tensors))
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return cat(tensors, *args, **options)
 
     def joined(self: CachedRows, other: CachedRows) -> None:

@@ -419,7 +419,7 @@ def _flag(
         metavar=_metavar(field),
         rich_help_panel=SAMPLING,
     )
-    # Numbers are read by `_number`, whose errors say what was given.
+    # typer hands numbers over as texts: `_number` parses them, and its errors quote what the user typed.
     kind = {int: str, float: str, list[int]: list[str]}.get(_kind(field), _kind(field))
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 

@@ -117,7 +117,7 @@ class Prediction:
 
 
 def exact(before: float, after: float) -> bool:
-    """Return whether a change explains a difference wholly, so that no second cause hides in what is left."""
+    """Return whether a change explains the whole difference. If some is left, there may be a second cause."""
     return after <= min(_LEFT * before, max(FLOAT32_NOISE, _LEFT_OF_LARGE * before))
 
 

@@ -21,7 +21,7 @@ from corelm_compare.records import Side
 from corelm_engine_kit.redaction import MASK, Secrets
 from corelm_fleet.probes import dtype_of_engine, plain_modes
 
-#: Words in the names of options whose values are secret.
+#: An option whose name contains one of these words has a secret value.
 _SECRET = ("key", "token", "secret", "password", "header")
 
 

@@ -62,7 +62,7 @@ class Timing(Observer):
 
 
 class _Counts:
-    """What is counted of one hook. The caller of every method holds the lock."""
+    """Counts the calls of one hook. Callers of its methods hold the lock."""
 
     def __init__(self, inside: int, now: float) -> None:
         self.calls, self.inside, self._busy, self._busy_since = 0, inside, 0.0, now

@@ -129,7 +129,10 @@ class CachedRows(GrowingRows):
             self.cache.reorder_cache(rows)
         there = rows.to(self._position.device)
         self._ids, self._position = self._ids[there], self._position[there]
-        self._mask = None if self._mask is None else self._needed(self._mask[there])
+        self._mask = None if self._mask is None else self._mask[there]
+        if not self._room and self._mask is not None and bool(self._mask.all()):
+            # Attention is faster without a mask that hides nothing.
+            self._mask = None
 
     def _move(self, rows: Tensor) -> None:
         """Keep these rows of the buffers. Those that keep their places are not copied."""
@@ -183,8 +186,7 @@ class CachedRows(GrowingRows):
     def join(self, other: CachedRows) -> None:
         """Take in the rows of another, behind these. Its shares become shares of these.
 
-        Raises:
-            OutOfMemoryError: there is no memory for both. Nothing has changed.
+        If it raises, for want of memory for example, nothing has changed.
         """
         columns, cache = max(self.columns, other.columns), _new_cache(self._engine)
 
@@ -196,16 +198,12 @@ class CachedRows(GrowingRows):
             cache.update(keys, values, number)
         mask = both(self._whole_mask()[..., None], other._whole_mask()[..., None])[..., 0]
         ids, position = torch.cat([self._ids, other._ids]), torch.cat([self._position, other._position])
-        logits = torch.cat([self.logits, other.logits])
+        logits, needed = torch.cat([self.logits, other.logits]), None if bool(mask.all()) else mask
         for share in other.shares:
             share.growing, share.rows = self, [len(self.logits) + row for row in share.rows]
         self.shares, other.shares = self.shares + other.shares, []
         self.logits, self.cache, self.columns, self._room = logits, cache, columns, 0
-        self._ids, self._position, self._mask = ids, position, self._needed(mask)
-
-    def _needed(self, mask: Tensor) -> Tensor | None:
-        """Return a mask, or None if it hides nothing: attention is faster without one."""
-        return mask if self._room or not bool(mask.all()) else None
+        self._ids, self._position, self._mask = ids, position, needed
 
     def _whole_mask(self) -> Tensor:
         if self._mask is None:

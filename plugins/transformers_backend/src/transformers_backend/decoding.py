@@ -7,6 +7,7 @@ what was asked for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from corelm.errors import EngineError
+from corelm.errors import EngineError, described
 from corelm.spec import GenerateRequest, GenerateResult, Ragged, VersionRuns
 from corelm_engine_kit import RowVersions, VersionLog
 from corelm_engine_kit.answers import AnswerGroup, Answers, without
@@ -29,6 +30,8 @@ from transformers_backend.memory import CacheBytes, DecodingLimits, decoding_lim
 from transformers_backend.protocol import Grouping, PromptBatch, batches_of, generation_prompts
 from transformers_backend.self_test import TAIL, TAKES_NO_CACHE, OwnRow, SelfTest
 from transformers_backend.trials import with_others
+
+_log = logging.getLogger(__name__)
 
 #: How prompts are decoded, fastest first. Each is tried on the model before it is used; the last always is right.
 DecodingWay = Literal["cached and padded", "cached", "uncached", "uncached, one at a time"]
@@ -113,13 +116,7 @@ class Decoder:
         """Append their tokens to the rows of some calls, of which all want that; see `Loop`."""
         shares: list[Share] = [call.wants for call in calls]
         if len(shares) > 1:
-            try:
-                self._join(shares)
-            except BaseException:
-                # What some of them hold may be half joined.
-                for call in calls:
-                    call.give(NotDone())
-                return
+            self._join(shares)
         for growing in dict.fromkeys(share.growing for share in shares):
             some = [call for call in calls if call.wants.growing is growing]
             try:
@@ -268,8 +265,9 @@ class Decoder:
             if together <= min(limit, _WASTE * apart) and self._self_test.is_confirmed(_JOINED, columns + 1):
                 try:
                     first.join(growing)
-                except torch.OutOfMemoryError:
+                except Exception as error:
                     # They need not share steps.
+                    _log.warning("rows of several calls are decoded apart: %s", described(error))
                     for share in growing.shares:
                         share.alone = True
 

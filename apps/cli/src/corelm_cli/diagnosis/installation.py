@@ -23,7 +23,7 @@ _OLDEST, _NEWEST = (3, 11), (3, 13)
 
 
 def installation(found: Scan) -> Iterator[Finding]:
-    """Yield what is found about Python, core, and the distributions that core and its plugins ask for."""
+    """Check Python, core, and the distributions that core and its plugins require, and yield the findings."""
     yield _python()
     yield from _core()
     yield from _requirements(found)

@@ -41,7 +41,7 @@ class ServerChoice:
 
 
 def server_findings(choice: ServerChoice, found: Scan) -> Iterator[Finding]:
-    """Yield what is found about a server. A few short prompts are sent to it."""
+    """Send a server a few short prompts, and yield the findings."""
     from corelm_engine_kit.http_errors import AccessError
 
     about = f"server {choice.url}"

@@ -246,7 +246,7 @@ def find_interpreter(python: Any) -> str:
 
 
 def ask_interpreter(python: str, program: str, timeout: float, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what a program puts into the dict ``found``, in a process of its own.
+    """Run a program in another interpreter, and return what it puts into the dict ``found``.
 
     Args:
         python: the interpreter.
