@@ -43,8 +43,8 @@ def choose_onednn_operator_again() -> None:
     onednn._is_there.cache_clear()
 
 
-def use_onednn_on_any_cpu(monkeypatch: Any) -> None:
-    """Have the fast path take oneDNN's products also on a CPU on which they save nothing."""
+def use_onednn(monkeypatch: Any, *, from_products: float) -> None:
+    """Have the fast path take oneDNN's products from so many products on, whatever is quicker on this CPU."""
     from transformers_backend.fast import onednn
 
-    monkeypatch.setattr(onednn, "_pays_here", lambda: True)
+    monkeypatch.setattr(onednn, "_pays_from", lambda: from_products if onednn._is_there() else float("inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 
 from corelm import Backend
 from helpers import oracle
+from helpers.insides import use_onednn
 from helpers.plain_forward import PROMPTS, Forwards, Open
 from helpers.tiny_models import random_rows, tiny_model
 
 
-def test_one_short_row_is_read_by_the_plain_forward(open_model: Open) -> None:
+def test_one_short_row_is_read_by_the_plain_forward(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_onednn(monkeypatch, from_products=math.inf)
     model = tiny_model("llama")
     backend = open_model(model)
     backend.score_logprobs(PROMPTS)

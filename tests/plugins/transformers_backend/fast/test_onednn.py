@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from corelm import Backend
 from corelm.backend.arguments import answer_seeds
-from helpers.insides import choose_onednn_operator_again, use_onednn_on_any_cpu
+from helpers.insides import choose_onednn_operator_again, use_onednn
 from helpers.plain_forward import Open, assert_answers
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
+from transformers_backend.fast import onednn
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu" or not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()),
@@ -28,7 +31,7 @@ PROMPTS, SAMPLING = random_rows(5, 30, 1, vocab=LARGE), {"max_new_tokens": 8, "i
 
 @pytest.fixture(autouse=True)
 def on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_onednn_on_any_cpu(monkeypatch)
+    use_onednn(monkeypatch, from_products=2**22)
 
 
 class Operators(TorchDispatchMode):
@@ -127,6 +130,20 @@ def test_an_operator_of_another_pytorch_is_not_used(
     finally:
         monkeypatch.undo()
         choose_onednn_operator_again()
+
+
+@pytest.mark.parametrize("slow", ["linear", "product"])
+def test_the_library_that_is_quicker_on_this_cpu_makes_the_products(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    monkeypatch.undo()
+    right = getattr(onednn, slow)
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.002)
+        return right(*given)
+
+    assert onednn._is_there()
+    monkeypatch.setattr(onednn, slow, slowly)
+    assert math.isfinite(onednn._pays_from.__wrapped__()) == (slow == "linear")
 
 
 def test_answers_do_not_depend_on_the_other_rows_and_hooks_see_the_logits(open_model: Open) -> None:

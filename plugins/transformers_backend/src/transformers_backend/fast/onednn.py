@@ -1,15 +1,19 @@
 """Matrix products in float32 by oneDNN. PyTorch uses MKL for them on a CPU.
 
-On a CPU with AVX2, MKL takes up to 2.3 times as long for the few rows of a decoding step, which reads each matrix
-once, and a tenth longer for a thousand rows. With AVX-512 it is as fast, and oneDNN takes longer to begin each product.
+Which of them is quicker depends on the CPU, so both are timed once in a process. MKL takes twice as long on an AMD CPU
+with AVX-512, for example, and with AVX2 up to 2.3 times as long for the few rows of a decoding step, which reads each
+matrix once. oneDNN takes longer to begin each product, which small ones do not make up for.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +21,14 @@ from torch.nn.functional import linear
 
 _log = logging.getLogger(__name__)
 
-#: Changing libraries saves something from so many weights on, or from so many products of a weight and a row. Smaller
-#: layers than `_SMALL` are not looked at.
-_LARGE, _MANY, _SMALL = 2**19, 2**25, 2**16
+#: Where oneDNN is quicker, it is for one row of so many weights. Smaller layers than `_SMALL` are not looked at.
+_LARGE, _SMALL = 2**19, 2**16
+#: What both libraries are timed with: so many matrices, larger than most caches together, of so many rows and columns;
+#: the rows that each is multiplied with; and from how many products of a weight and a row on oneDNN is quicker if it is
+#: with these.
+_TIMED = ((32, 512, 16, 2**22), (8, 1024, 1, 2**25))
+#: Two libraries that take about as long must not be told apart in one process and not in the next.
+_CLEARLY = 0.9
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,14 +48,15 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def is_quicker(weight: Tensor) -> bool:
     """Return whether products with this matrix would be made by MKL, and oneDNN is there and makes them sooner."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
-    return plain and _pays_here() and _is_there()
+    return plain and _pays_from() < math.inf
 
 
 @contextmanager
 def quick_products(model: nn.Module) -> Iterator[None]:
     """Compute the linear layers of `model` by oneDNN inside, where that may pay and no gradients are wanted."""
     replaced = []
-    if _pays_here() and not (torch.is_autocast_enabled("cpu") or torch.is_grad_enabled()):
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if on_cpu and not (torch.is_autocast_enabled("cpu") or torch.is_grad_enabled()) and _pays_from() < math.inf:
         for part in model.modules():
             # Quantized layers, adapters and offloaded weights are something else.
             if type(part) is not nn.Linear or type(part.weight) is not nn.Parameter or "forward" in vars(part):
@@ -79,7 +89,7 @@ class _QuickForward:
         # The weights are read here, because an update may replace them between two steps.
         weight, bias = self._layer.weight, self._layer.bias
         size = weight.numel()
-        pays = size >= _LARGE or size * hidden.shape[:-1].numel() >= _MANY
+        pays = size >= _LARGE or size * hidden.shape[:-1].numel() >= _pays_from()
         if pays and hidden.dtype == torch.float32 and is_quicker(weight) and not torch.is_grad_enabled():
             return product(hidden, weight, bias)
         return linear(hidden, weight, bias)
@@ -108,5 +118,22 @@ def _is_there() -> bool:
     return right
 
 
-def _pays_here() -> bool:
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+@cache
+def _pays_from() -> float:
+    """Return from how many products of a weight and a row on oneDNN is quicker here; infinity if it is not."""
+    if not _is_there():
+        return math.inf
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return next((least for *timed, least in _TIMED if _is_clearly_quicker(*timed)), math.inf)
+
+
+def _is_clearly_quicker(count: int, size: int, n: int) -> bool:
+    weights, rows = torch.ones(count, size, size, device="cpu"), torch.ones(n, size, device="cpu")
+    mkl, onednn = list[float](), list[float]()
+    for _ in range(4):
+        for multiply, taken in ((linear, mkl), (product, onednn)):
+            for weight in weights:
+                start = time.perf_counter()
+                multiply(rows, weight)
+                taken.append(time.perf_counter() - start)
+    return median(onednn) < _CLEARLY * median(mkl)
