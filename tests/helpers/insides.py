@@ -48,3 +48,8 @@ def use_onednn(monkeypatch: Any, *, from_products: float) -> None:
     from transformers_backend.fast import onednn
 
     monkeypatch.setattr(onednn, "_pays_from", lambda: from_products if onednn._is_there() else float("inf"))
+
+
+def calls_in_steps(engine: Any) -> Any:
+    """Return the calls that take part in the steps of a `LogitsEngine`."""
+    return vars(engine)["_LogitsEngine__loop"]._stepping

@@ -26,6 +26,7 @@ from corelm.spec import (
 from corelm_engine_kit import LogitsEngine, refuse_weights, shape_problems, shapes_of
 from corelm_testing.toy import ByteTokenizer
 from helpers.batching_fakes import wait_until
+from helpers.insides import calls_in_steps
 from helpers.requests import generation
 from helpers.toy_conformance import TABLE, ToyConformance
 
@@ -69,6 +70,12 @@ class TestWholeSequences(ToyConformance):
         return lambda: opened(WholeSequences())
 
 
+def test_an_author_may_use_any_private_name() -> None:
+    engine = Table()
+    private = {name for name in {*vars(LogitsEngine), *vars(engine)} if name.startswith("_")}
+    assert not {name for name in private if not name.startswith(("__", "_LogitsEngine__"))}
+
+
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
@@ -93,9 +100,9 @@ class Stepwise(Table):
 
     def submit(self, count: int, **sampling: Any) -> Future[GenerateResult]:
         request = generation([[5]] * count, ignore_eos=True, **sampling, seeds=torch.arange(count))
-        calls = len(self._loop._stepping)
+        calls = len(calls_in_steps(self))
         future = in_thread(lambda: self.generate(request))
-        wait_until(lambda: len(self._loop._stepping) > calls or future.done())
+        wait_until(lambda: len(calls_in_steps(self)) > calls or future.done())
         return future
 
 
@@ -157,7 +164,7 @@ def test_a_call_that_waits_for_room_can_be_aborted_and_times_out(in_turn: OneAtA
     first = in_turn.submit(1, max_new_tokens=3)
     assert in_turn.begun.acquire(timeout=60)
     aborted, late = in_turn.submit(1, max_new_tokens=400), in_turn.submit(1, max_new_tokens=400)
-    calls = in_turn._loop._stepping
+    calls = calls_in_steps(in_turn)
     calls[1].abort(("0",))
     calls[2].deadline = Deadline(0.0)
     in_turn.step()

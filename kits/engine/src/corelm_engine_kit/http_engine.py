@@ -147,7 +147,7 @@ class HttpEngine:
     def __init__(self, client: HttpClient, info: Any) -> None:
         self.client = client
         self.info = info
-        self._in_flight = InFlight()
+        self.__in_flight = InFlight()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -212,11 +212,11 @@ class HttpEngine:
         raise_if_none_was_served(entries, lambda: self.serves(deadline.left()))
         replies = dict(zip(rows, entries, strict=True))
         return {
-            row: each if isinstance(each, RowFailure) else self._outcome(row, replies[row], parse, streams)
+            row: each if isinstance(each, RowFailure) else self.__outcome(row, replies[row], parse, streams)
             for row, each in payloads.items()
         }
 
-    def _outcome(
+    def __outcome(
         self, row: int, entry: Entry, parse: Callable[[int, Any, bool], T | RowFailure], streams: ReplyStreams | None
     ) -> T | RowFailure:
         if entry is ABORTED and streams is not None:
@@ -244,7 +244,7 @@ class HttpEngine:
         """
         if not payloads:
             return []
-        with self._in_flight.named(names) as ids:
+        with self.__in_flight.named(names) as ids:
             if self.id_field:
                 payloads = [{**each, self.id_field: own} for each, own in zip(payloads, ids, strict=True)]
             return self.client.post_each(
@@ -287,10 +287,10 @@ class HttpEngine:
     @hookimpl
     def abort(self, request: AbortRequest) -> bool:
         # Looked up once: a request of the same name that begins later is another one.
-        ids = self._in_flight.ids(request.request_ids)
+        ids = self.__in_flight.ids(request.request_ids)
 
         def tell() -> None:
-            self.end_rows([each for each in self._in_flight.ids(request.request_ids) if each in ids])
+            self.end_rows([each for each in self.__in_flight.ids(request.request_ids) if each in ids])
 
         self.client.abort(ids, tell=tell if self.ends_rows else None)
         return True

@@ -101,9 +101,8 @@ class LogitsEngine:
             "abort": True,
         }
         self.capabilities = Capabilities(vocab_size=size, max_context=max_context, **{**declared, **capabilities})
-        self._loop = Loop(self._answer, torch.set_grad_enabled)
-        # How many rows grow, and the calls that wait for room, in the order in which they came.
-        self._growing, self._queue = 0, list[Call]()
+        # Mangled, like all names that are not for the author: a class of his may use any other.
+        self.__loop, self.__room = Loop(self.__answer, torch.set_grad_enabled), _Room()
 
     # Written by the author --------------------------------------------------------------------------------------------
 
@@ -142,10 +141,10 @@ class LogitsEngine:
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        with self._loop.start(request, False) as call:
-            return self._loop.run(call, self._generation(request, call))
+        with self.__loop.start(request, False) as call:
+            return self.__loop.run(call, self.__generation(request, call))
 
-    def _generation(self, request: GenerateRequest, call: Call) -> _Work[GenerateResult]:
+    def __generation(self, request: GenerateRequest, call: Call) -> _Work[GenerateResult]:
         """Answer a request. If the rows have all failed, raise the error of the first."""
         answers, errors, count = Answers(request), list[BaseException](), len(request.prompts)
         prompts, seeds = request.prompts.to("cpu"), answer_seeds(request)
@@ -153,16 +152,16 @@ class LogitsEngine:
         for part in torch.arange(count).split(self.max_under_way or max(1, count)):
             some = prompts.select(part)
             group = AnswerGroup(answers, call, part, some, seeds[part], limits[part], self.tokenizer, size, self.device)
-            yield from self._room(len(part), call)
+            yield from self.__room.take(len(part), self.max_under_way, call)
             try:
-                errors += yield from self._grow(group, some, call)
+                errors += yield from self.__grow(group, some, call)
             finally:
-                self._growing -= len(part)
+                self.__room.taken -= len(part)
         if len(errors) == count > 0:
             raise errors[0]
         return answers.result()
 
-    def _grow(self, group: AnswerGroup, prompts: Ragged, call: Call) -> _Work[list[BaseException]]:
+    def __grow(self, group: AnswerGroup, prompts: Ragged, call: Call) -> _Work[list[BaseException]]:
         """Sample some answers to their ends, and return the errors of those that failed."""
         rows, left = [_Row(self, row, ids) for row, ids in enumerate(prompts.tolist())], group.wanted()
         errors: list[BaseException] = []
@@ -188,46 +187,34 @@ class LogitsEngine:
                 row.forget()
         return errors
 
-    def _room(self, rows: int, call: Call) -> _Work[None]:
-        """Wait until so many rows more may grow, or the call is aborted. The caller gives the room back."""
-        queue, limit = self._queue, math.inf if self.max_under_way is None else self.max_under_way
-        queue.append(call)
-        try:
-            while rows and call.is_wanted and (queue[0] is not call or self._growing + rows > limit):
-                call.deadline.check()
-                yield []
-        finally:
-            queue.remove(call)
-        self._growing += rows
-
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        with self._loop.start(request, request.grad) as call:
-            return self._loop.run(call, _Scoring(request, call, self).work(), alone=request.grad)
+        with self.__loop.start(request, request.grad) as call:
+            return self.__loop.run(call, _Scoring(request, call, self, self.__room).work(), alone=request.grad)
 
     @hookimpl
     def abort(self, request: AbortRequest) -> bool:
-        self._loop.abort(frozenset(request.request_ids))
+        self.__loop.abort(frozenset(request.request_ids))
         return True
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
-        with self._loop.held():
+        with self.__loop.held():
             self.load_weights(request)
         return True
 
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
-        return self._loop.close()
+        return self.__loop.close()
 
     # A step -----------------------------------------------------------------------------------------------------------
 
-    def _answer(self, calls: Sequence[Call]) -> None:
+    def __answer(self, calls: Sequence[Call]) -> None:
         """Give each call float32[rows, V], with NaN for a row that failed, whose `error` says why."""
         rows: list[_Row] = [row for call in calls for row in call.wants]
         try:
             size = self.max_rows or max(1, len(rows))
-            parts = [self._read(rows[at : at + size]) for at in range(0, len(rows), size)]
+            parts = [self.__read(rows[at : at + size]) for at in range(0, len(rows), size)]
             logits = torch.cat(parts) if parts else torch.empty(0, self.capabilities.vocab_size)
             for call, some in zip(calls, logits.split([len(call.wants) for call in calls]), strict=True):
                 call.give(some)
@@ -239,7 +226,7 @@ class LogitsEngine:
                         row.forget()
             raise
 
-    def _read(self, rows: Sequence[_Row]) -> Tensor:
+    def __read(self, rows: Sequence[_Row]) -> Tensor:
         try:
             return _checked(self.logits([row.ids for row in rows], [row.cache for row in rows]), len(rows), self)
         except Exception as error:
@@ -247,7 +234,7 @@ class LogitsEngine:
             for row in rows:
                 row.forget()
             if len(rows) > 1:
-                return torch.cat([self._read([row]) for row in rows])
+                return torch.cat([self.__read([row]) for row in rows])
             rows[0].error = error
             return torch.full((1, self.capabilities.vocab_size), math.nan, device=self.device)
 
@@ -269,6 +256,25 @@ class _Row:
             self._release(cache)
 
 
+class _Room:
+    """How many rows grow, and the calls that wait for room, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.taken, self._queue = 0, list[Call]()
+
+    def take(self, rows: int, limit: int | None, call: Call) -> _Work[None]:
+        """Wait until so many rows more may grow, or the call is aborted. The caller gives the room back."""
+        queue, most = self._queue, math.inf if limit is None else limit
+        queue.append(call)
+        try:
+            while rows and call.is_wanted and (queue[0] is not call or self.taken + rows > most):
+                call.deadline.check()
+                yield []
+        finally:
+            queue.remove(call)
+        self.taken += rows
+
+
 #: What a call does: it yields the rows whose next logits it wants, and is sent float32[rows, V].
 _Work = Generator[list[_Row], Tensor, T]
 
@@ -280,9 +286,9 @@ class _Scoring:
     that are given, together with the answers of other calls.
     """
 
-    def __init__(self, request: ScoreRequest, call: Call, engine: LogitsEngine) -> None:
+    def __init__(self, request: ScoreRequest, call: Call, engine: LogitsEngine, room: _Room) -> None:
         self._stepwise = type(engine).sequence_logits is LogitsEngine.sequence_logits
-        self._request, self._call, self._engine = request, call, engine
+        self._request, self._call, self._engine, self._room = request, call, engine, room
         self._scored = scored_positions(request)
         self._sequences = request.sequences.to("cpu")
         self._ids: list[list[int]] = self._sequences.tolist()
@@ -299,7 +305,7 @@ class _Scoring:
         """Return the scores, or raise the error of a row if all have failed."""
         asked, engine = len(self.rows), self._engine
         room = min(asked, engine.max_under_way or asked) if self._stepwise else 0
-        yield from engine._room(room, self._call)
+        yield from self._room.take(room, engine.max_under_way, self._call)
         try:
             while self._wanted():
                 if self._stepwise:
@@ -310,7 +316,7 @@ class _Scoring:
                     yield []
                     self._read(self.rows.pop(0))
         finally:
-            engine._growing -= room
+            self._room.taken -= room
             for row in self.rows:
                 row.forget()
         if self._failed and len(self._failed) == asked:
