@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
@@ -125,13 +125,14 @@ def _rows(
         raise WrongResult(f"{name}: {error}") from None
     if like is not None and not torch.equal(rows.lengths, like.lengths):
         raise WrongResult(f"{name} and the ids differ in length")
-    values = rows.values.detach()
-    if vocab_size is not None and bool(((values < 0) | (values >= vocab_size)).any()):
-        raise WrongResult(f"returned an id outside the vocabulary of {vocab_size}")
-    if finite:
+    if (finite or vocab_size is not None) and values.shape[0]:
+        values = values.detach()
+        low, high = torch.stack(values.aminmax()).tolist()
+        if vocab_size is not None and not 0 <= low <= high < vocab_size:
+            raise WrongResult(f"returned an id outside the vocabulary of {vocab_size}")
         # NaN fails every comparison, so this is how it is refused.
-        wrong = ~((values > -math.inf) & (values <= ABOVE_ZERO))
-        if bool(wrong.any()):
+        if finite and not -math.inf < low <= high <= ABOVE_ZERO:
+            wrong = ~((values > -math.inf) & (values <= ABOVE_ZERO))
             found = float(values[wrong][0])
             _refuse(wrong.cpu(), rows, f"the log-prob is {found}, expected a finite number of at most 0")
     return rows
@@ -203,10 +204,10 @@ def _check_ends(
     """
     sampling, lengths = request.sampling, ids.lengths.tolist()
     is_stop = torch.isin(ids.values.cpu(), torch.tensor(list(request.stop_ids), dtype=torch.int64))
-    last = (ids.lengths.cumsum(0) - 1)[ids.lengths > 0]
-    ended = iter(is_stop[last].tolist())
-    inside = is_stop.index_fill(0, last, False)
-    if bool(inside.any()):
+    stops = {*is_stop.nonzero().flatten().tolist()}
+    last = [*accumulate(lengths, initial=-1)][1:]
+    if not stops.issubset(last):
+        inside = is_stop.index_fill(0, torch.tensor(last), False)
         _refuse(inside, ids, "a stop id must end the answer, and tokens follow it")
     most = sampling.max_new_tokens
     if most is not None and max(lengths, default=0) > most:
@@ -214,7 +215,7 @@ def _check_ends(
     for row, (reason, length, prompt) in enumerate(zip(batch.finish_reasons, lengths, given, strict=True)):
         if reason not in FINISH_REASONS:
             raise WrongResult(f"row {row}: finish reason {shown(reason)} is not one of {', '.join(FINISH_REASONS)}")
-        stopped = length > 0 and next(ended)
+        stopped = length > 0 and last[row] in stops
         if sampling.engine_kwargs:
             continue
         if reason == "length":

@@ -263,17 +263,17 @@ def generated(
     answered = rows.ids.join_mask(batch.ids)
     assistant = answered
     if rows.assistant is not None:
-        everything = Ragged.full(batch.ids.lengths, True, torch.bool)
-        assistant = rows.assistant.join(everything, answered)
+        marks = answered.values.clone().masked_scatter_(~answered.values, rows.assistant.values)
+        assistant = answered.with_values(marks)
     scores: dict[str, Any] = {}
     if batch.logprobs is not None:
         scores = {"scored": answered, "provenance": backend.provenance(batch)}
         for name in REQUEST_FIELDS.values():
             # As long as prompt and answer.
             if isinstance(values := getattr(batch, name), Ragged):
-                shape = rows.ids.values.shape[0], *values.values.shape[1:]
-                before = values.values.new_full(shape, NO_ID.get(name, 0))
-                scores[name] = rows.ids.with_values(before).join(values, answered)
+                after = answered.values.to(values.values.device).reshape(-1, *[1] * (values.values.ndim - 1))
+                every = values.values.new_full((len(after), *values.values.shape[1:]), NO_ID.get(name, 0))
+                scores[name] = answered.with_values(every.masked_scatter_(after, values.values))
             elif values is not None:
                 device = values.ids.values.device
                 scores[name] = TokenSets.empty(rows.ids.lengths).to(device).join(values)
@@ -586,12 +586,12 @@ def deliver(
     device = options.device or td.device
     if device is not None:
         made = made.to(device)
-    if where is True:
-        out = td
+    if where is False and keys == _DEFAULT:
+        out, made = made, made.empty()
     elif where is False:
         out = TensorDict({}, batch_size=request.batch_size, device=device)
     else:
-        out = td.empty()
+        out = td if where is True else td.empty()
     if tuple(out.batch_size) != tuple(request.batch_size):
         out.exclude(*_replaced_keys(td, options), inplace=True)
         out.batch_size = torch.Size(request.batch_size)
