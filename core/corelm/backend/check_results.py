@@ -259,12 +259,12 @@ def set_problems(
     found: dict[int, tuple[int, str]] = {}
 
     def note(wrong: Tensor, what: str) -> None:
-        places = wrong.nonzero().flatten()
-        rows = tokens.row_index[places]
-        # Places ascend, and rows with them.
-        first = places[rows.diff(prepend=rows.new_full((1,), -1)) != 0]
-        for place, row in zip(first.tolist(), tokens.row_index[first].tolist(), strict=True):
-            told = (int(tokens.positions[place]), what.format(token=int(needed[place])))
+        found_at = wrong.nonzero().flatten()
+        rows = tokens.row_index[found_at]
+        # Positions ascend, and rows with them.
+        first = found_at[rows.diff(prepend=rows.new_full((1,), -1)) != 0]
+        for index, row in zip(first.tolist(), tokens.row_index[first].tolist(), strict=True):
+            told = (int(tokens.positions[index]), what.format(token=int(needed[index])))
             found[row] = min(found.get(row, told), told)
 
     def at_positions(wrong: Tensor, positions: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from corelm.backend.backend import Backend
-from corelm.backend.engine import PATIENCE, PreparedCall, R, end_calls
+from corelm.backend.engine import GRACE_PERIOD, PreparedCall, R, end_calls
 from corelm.backend.futures import join
 from corelm.backend.program_end import at_program_end, program_deadline
 from corelm.batching.dispatcher import Dispatcher, QueuedCall, sharing_key
@@ -195,8 +195,8 @@ class DynamicBatcher(Backend):
         try:
             ended = self.dispatcher.stop(flush=flush, final=True)
         finally:
-            # If a thread is left, the patience with its call has been spent.
-            self.engine.close(patience=PATIENCE if ended else 0.0)
+            # If a thread is left, the grace period of its call is over.
+            self.engine.close(grace=GRACE_PERIOD if ended else 0.0)
 
     def _end(self, well: bool) -> None:
         self.close(flush=well)
@@ -254,7 +254,7 @@ def stop_together(dispatchers: Sequence[Dispatcher], end: float) -> None:
     # Without a thread: at the end of the program, some releases of Python start none.
     end_calls([dispatcher.engine for dispatcher in dispatchers], end)
     for dispatcher in dispatchers:
-        dispatcher.stop(flush=False, final=True, patience=max(0.0, end - time.monotonic()))
+        dispatcher.stop(flush=False, final=True, grace=max(0.0, end - time.monotonic()))
     # A thread that computes with torch while Python is taken down crashes it. These have just been told to stop.
     join(callers, min(_CALLERS_END, end - time.monotonic()))
 

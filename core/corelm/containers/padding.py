@@ -145,10 +145,10 @@ def _named(td: TensorDictBase, path: Path, value: Any, containers: Mapping[Path,
     name = ".".join(path)
     if not isinstance(value, (Tensor, list)):
         raise invalid("per_token", f"{name} is not a tensor of this TensorDict, which has: {list_keys(td)}")
-    beside = [one for parent in (path[:-1], ()) for key, one in containers.items() if key[:-1] == parent]
-    if not beside:
+    siblings = [one for parent in (path[:-1], ()) for key, one in containers.items() if key[:-1] == parent]
+    if not siblings:
         raise invalid("per_token", f"there are no tokens that {name} could belong to")
-    masks = next((one for one in beside if isinstance(one, Masks)), beside[0])
+    masks = next((one for one in siblings if isinstance(one, Masks)), siblings[0])
     made = as_per_token(value, masks)
     if made is None:
         mask = dense_mask(masks)

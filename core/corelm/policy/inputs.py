@@ -511,7 +511,7 @@ def render_chats(
     for row, own in enumerate(tools):
         if row not in (problems or ()):
             groups.setdefault((begun[row] is not None, "" if own is None else repr(own)), []).append(row)
-    parts, places = list[RenderedChats](), list[int]()
+    parts, numbers = list[RenderedChats](), list[int]()
     for (continues, _), group in (groups or {(False, ""): []}).items():
         own = tools[group[0]] if group else None
         made: RenderedChats | None = None
@@ -532,9 +532,9 @@ def render_chats(
                 # Conversations are refused for several reasons, each with an error of its own.
                 problems |= {rows[at]: what for at, what in error.problems.items()}
         parts.append(made)
-        places += rows
+        numbers += rows
     read = ServedRows.without(problems or (), len(chats))
-    order = sorted(range(len(places)), key=places.__getitem__)
+    order = sorted(range(len(numbers)), key=numbers.__getitem__)
     texts = [text for part in parts for text in part.texts]
     masks = [part.assistant for part in parts if part.assistant is not None]
     return RenderedChats(

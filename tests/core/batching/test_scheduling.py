@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corelm.batching.scheduling import (
-    LONGEST_PATIENCE,
+    LONGEST_GATHERING,
     LONGEST_TIMEOUT,
     PATIENCE,
     SHORTEST_TIMEOUT,
@@ -131,10 +131,10 @@ def test_the_queue_stops_waiting_when_no_caller_comes_back():
 )
 def test_waiting_for_callers_ends_after_batching_timeout(given, took, waits):
     queue = after_a_call(served=50, took=took, batching_timeout=given)
-    now, step = 10.0, LONGEST_PATIENCE / 4
+    now, step = 10.0, LONGEST_GATHERING / 4
     while not (batch := queue.take(now)):
         queue.add(ticket(), now)
-        assert queue.wait(now) <= LONGEST_PATIENCE
+        assert queue.wait(now) <= LONGEST_GATHERING
         now += step
     assert now == pytest.approx(10.0 + waits, abs=step + 1e-6)
     assert len(batch) > 3
