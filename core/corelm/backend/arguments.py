@@ -727,8 +727,8 @@ def _ids_at_positions(
     )
     ids = ids.with_values(torch.where(checked[:, None], ids.values, -1))
     ordered = ids.values.sort(-1).values
-    twice = ((ordered.diff(dim=-1) == 0) & (ordered[:, 1:] >= 0)).any(-1)
-    outside = ((ids.values < -1) | (ids.values >= vocab)).any(-1)
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1)
+    outside = (ordered[:, 0] < -1) | (ordered[:, -1] >= vocab)
     for wrong_at, what in ((twice, "names an id twice"), (outside, f"names an id outside the vocabulary of {vocab}")):
         for index in wrong_at.nonzero().flatten().tolist():
             row, position = int(sequences.row_index[index]), int(sequences.positions[index])

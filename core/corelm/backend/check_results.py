@@ -289,14 +289,13 @@ def _scores(batch: Any, request: ScoreRequest, capabilities: Capabilities) -> Sc
     changed: dict[str, Any] = {"logprobs": logprobs, "scored": _rows("scored", batch.scored, torch.bool, sequences)}
     _one_a_row(batch, sequences.lengths.shape[0], "weight_versions", "errors")
     scored, positions, row_index = changed["scored"].values.cpu(), sequences.positions, sequences.row_index
-    missing = (positions >= request.score_from[row_index]) & ~scored
-    if batch.errors is not None:
-        missing &= ~torch.tensor(list(map(bool, batch.errors)), dtype=torch.bool)[row_index]
-    first = scored & (positions == 0)
+    asked = positions >= request.score_from[row_index]
+    if not torch.equal(scored, asked):
+        failed = torch.tensor(list(map(bool, batch.errors or ("",) * len(sequences))), dtype=torch.bool)
+        _refuse(asked & ~scored & ~failed[row_index], sequences, "not every position asked for was scored")
+        _refuse(scored & (positions == 0), sequences, "is marked as scored, but no token precedes it")
     not_zero = (logprobs.values.detach() != 0).cpu() & ~scored
-    if bool((missing | first | not_zero).any()):
-        _refuse(missing, sequences, "not every position asked for was scored")
-        _refuse(first, sequences, "is marked as scored, but no token precedes it")
+    if bool(not_zero.any()):
         _refuse(not_zero, sequences, "the log-prob of what was not scored must be 0.0")
     label = Provenance.label_of_scores(request.temperature, truncated=request.support is not None)
     if batch.temperature != label["temperature"]:
@@ -350,12 +349,14 @@ def _top(
     best, values, rest = ids.values.cpu(), logprobs.values.detach().cpu(), tail.values.detach().cpu()
     blank = ((best == -1) & (values == 0.0)).all(-1) & (rest == 0.0)
     _refuse(~counted & ~blank, tokens, "nothing was scored here, so top_ids must be -1 and the log-probs 0.0")
-    _check_vocabulary("one of the most probable ids", best[best != -1], vocab_size)
-    # Keep the `~(...)`: NaN fails every comparison and must be refused.
-    wrong = ~(values <= ABOVE_ZERO).all(-1) | ~(rest <= ABOVE_ZERO)
-    _refuse(wrong, tokens, "a log-prob of the top ids or of the tail is nan or above 0")
-    if named is not None and not torch.equal(best[counted], named.values.cpu()[counted]):
+    if named is None:
+        _check_vocabulary("one of the most probable ids", best[best != -1], vocab_size)
+    elif not torch.equal(best[counted], named.values.cpu()[counted]):
         raise WrongResult("returned other top_ids than the request names")
+    # Keep the `not (…)` and the `~(…)`: NaN fails every comparison and must be refused.
+    if not (value_range(values)[1] <= ABOVE_ZERO and value_range(rest)[1] <= ABOVE_ZERO):
+        wrong = ~(values <= ABOVE_ZERO).all(-1) | ~(rest <= ABOVE_ZERO)
+        _refuse(wrong, tokens, "a log-prob of the top ids or of the tail is nan or above 0")
     return {"top_ids": ids, "top_logprobs": logprobs, "tail_log_mass": tail}
 
 
