@@ -637,11 +637,6 @@ class PreparedCall(Call, Generic[R]):
     def failed(self, error: CoreLMError) -> CoreLMError:
         return renumbered(error, self.caller_rows)
 
-    def run(self, timeout: float | None = None, caller_waits: Callable[[], bool] | None = None) -> R:
-        """Make the call on this thread. See `OpenEngine.call`."""
-        result: R = self.engine.call(self, timeout, caller_waits)
-        return result
-
 
 def _reraise(
     error: BaseException, name: str, hook: str, failed: Callable[[CoreLMError], CoreLMError] | None = None

@@ -129,10 +129,10 @@ class DynamicBatcher(Backend):
         """Make a prepared call in its turn, together with others where they may share, and return its result."""
         if not call.rows or self.dispatcher.mine:
             # A callback or a wrapper makes this call, and its thread would wait for itself.
-            return call.run()
+            return super().run(call)
         if call.on_caller_thread:
             turn = self._ticket(call, turn=True)
-            return self.dispatcher.in_turn(turn, lambda: call.run(self.dispatcher.left([turn])))
+            return self.dispatcher.in_turn(turn, lambda: self.engine.call(call, self.dispatcher.left([turn])))
         answer: R = self.dispatcher.ask(self._ticket(call))
         return answer
 
@@ -140,7 +140,7 @@ class DynamicBatcher(Backend):
         """Queue a prepared call and return its future; `block` lets this thread wait for room. See `Backend.submit`."""
         if not call.rows:
             done: Future[R] = Future()
-            done.set_result(call.run())
+            done.set_result(self.engine.call(call))
             return done
         return self.dispatcher.submit(self._ticket(call), block)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from corelm.backend.arguments import not_texts, refuse_pads, rows_of_ids
 from corelm.backend.backend import Backend
 from corelm.backend.skipping import ServedRows, renumbered
-from corelm.containers.classes import Masks, Text, Tokens, is_padded, ragged_rows, read_rows
+from corelm.containers.classes import Masks, Text, Tokens, is_padded, must_have_lengths, ragged_rows, read_rows
 from corelm.containers.classes import rows as rows_of
 from corelm.containers.history import ChatHistory, History
 from corelm.containers.reading import key_parts, list_keys
@@ -735,7 +735,7 @@ def read_ids(
         if container is not None and part == "prompt" and len(mask) == len(ids):
             # The mask may be that of prompt and response.
             mask = mask.slice(stop=ids.lengths)
-        _must_be_as_long(ids, mask, at_fault)
+        must_have_lengths(mask.lengths, ids.lengths, at_fault)
     width, lengths, prompt_width = cells.width, None, None
     if container is not None and part == "full" and "prompt" in container.keys():
         if cells.in_rows:
@@ -752,7 +752,7 @@ def read_ids(
         columns = Columns(marks.reshape(-1 if width else len(ids), width), prompt_width)
     if said is not None and not torch.equal(said.lengths, ids.lengths):
         if container is not None:
-            _must_be_as_long(ids, said, "masks.all_assistant_mask")
+            must_have_lengths(said.lengths, ids.lengths, "masks.all_assistant_mask")
         said = None
     return InputRows(
         batch_size=cells.shape,
@@ -776,17 +776,6 @@ def _mask_rows(held: Any, name: str, field: str | None = None, in_rows: bool = F
         mask = as_mask(value, name).cpu()
         return Ragged(mask.reshape(-1), torch.full((math.prod(mask.shape[:-1]),), mask.shape[-1]))
     return read_rows(value, torch.bool, name)[0].to("cpu")
-
-
-def _must_be_as_long(cells: Ragged, mask: Ragged, name: str) -> None:
-    """Refuse a mask whose rows are not as long as those of the ids."""
-    if torch.equal(cells.lengths, mask.lengths):
-        return
-    lengths = zip(cells.lengths.tolist(), mask.lengths.tolist(), strict=False)
-    problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
-    if len(mask) != len(cells):
-        problems = {len(mask): "no mask"} if len(mask) < len(cells) else {len(cells): "a mask, but no tokens"}
-    refuse(problems, name)
 
 
 def _select(values: Ragged, mask: Ragged) -> Ragged:

@@ -271,9 +271,9 @@ def generated(
         for name in REQUEST_FIELDS.values():
             # As long as prompt and answer.
             if isinstance(values := getattr(batch, name), Ragged):
-                after = answered.values.to(values.values.device).reshape(-1, *[1] * (values.values.ndim - 1))
-                every = values.values.new_full((len(after), *values.values.shape[1:]), NO_ID.get(name, 0))
-                scores[name] = answered.with_values(every.masked_scatter_(after, values.values))
+                where = answered.values.to(values.values.device).reshape(-1, *[1] * (values.values.ndim - 1))
+                filled = values.values.new_full((len(where), *values.values.shape[1:]), NO_ID.get(name, 0))
+                scores[name] = answered.with_values(filled.masked_scatter_(where, values.values))
             elif values is not None:
                 device = values.ids.values.device
                 scores[name] = TokenSets.empty(rows.ids.lengths).to(device).join(values)
