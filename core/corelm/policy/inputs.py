@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from corelm.backend.arguments import not_texts, refuse_pads, rows_of_ids
@@ -74,12 +74,13 @@ _REPEAT = "give each response a prompt, in a batch of the same shape: repeat the
 
 def find_value(td: TensorDictBase, key: NestedKey) -> Any:
     """Return the value at the key, or None. Bare rows of different lengths, stacked lazily, come back as a list."""
-    if key not in td.keys(include_nested=True):
-        return None
     try:
-        return td[key]
+        value = td.get(key, None)
     except RuntimeError:
         return td.get(key, as_list=True)
+    except ValueError:  # the first part of the key is that of a tensor
+        return None
+    return td[key] if is_non_tensor(value) else value
 
 
 class InputReader:

@@ -190,7 +190,7 @@ def test_closing_a_batcher_in_front_of_a_hung_engine_ends(flush, monkeypatch):
     engine = GatedEngine(permits=0, **all_capabilities(abort=False))
     batcher = DynamicBatcher(Backend.from_plugin(engine, "gated"))
     stop = batcher.dispatcher.stop
-    monkeypatch.setattr("corelm.batching.batcher.PATIENCE", 0.2)
+    monkeypatch.setattr("corelm.batching.batcher.GRACE_PERIOD", 0.2)
     monkeypatch.setattr(batcher.dispatcher, "stop", lambda **options: stop(grace=0.2, **options))
     # With `flush`, only the timeouts end the calls. They must not pass before the first call is in the engine.
     running = batcher.submit_generate([[3]], SEEDED, timeout=2.0 if flush else None)
