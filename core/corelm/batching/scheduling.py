@@ -253,7 +253,6 @@ class TicketQueue(Generic[T]):
 
     @property
     def _timeout(self) -> float:
-        """The `batching_timeout` in force."""
         given = self.limits.batching_timeout
         return min(max(SHORTEST_TIMEOUT, TIMEOUT * self._took), LONGEST_TIMEOUT) if given is None else given
 

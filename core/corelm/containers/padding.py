@@ -207,7 +207,6 @@ class _Layout:
         return cls(lengths=whole, prompt_lengths=prompt, columns=dense_columns(parts), before=before)
 
     def lengths_of(self, name: str) -> Tensor:
-        """Return the lengths that the rows of a field must have."""
         if self.prompt_lengths is None or name not in ("prompt", "response"):
             return self.lengths
         return self.prompt_lengths if name == "prompt" else self.lengths - self.prompt_lengths

@@ -780,7 +780,6 @@ def _mask_rows(held: Any, name: str, field: str | None = None, in_rows: bool = F
 
 
 def _select(values: Ragged, mask: Ragged) -> Ragged:
-    """Return the values where a mask of the same lengths is True."""
     return Ragged(values.values[mask.values], mask.sums())
 
 

@@ -202,7 +202,6 @@ def _kept(name: str, there: Any, rows: InputRows, read: bool) -> bool:
 
 
 def _fit(masks: Masks, rows: InputRows) -> bool:
-    """Return whether masks have the layout and the lengths of the rows."""
     fields = [getattr(masks, name) for name in masks.keys() if name != "padded"]
     if masks.padded is not (rows.columns is not None):
         return False
