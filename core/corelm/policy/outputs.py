@@ -99,7 +99,7 @@ def must_have_room(td: TensorDictBase, rows: InputRows, options: PolicyOptions) 
                 f"return_{name}=False out, delete it from the TensorDict, or pass inplace=False",
             )
     if options.keys.log_probs != _DEFAULT.log_probs:
-        _refuse_stale(td, options, "a new answer")
+        _refuse_outdated(td, options, "a new answer")
     return {}
 
 
@@ -110,7 +110,7 @@ def _replaced_keys(td: TensorDictBase, options: PolicyOptions) -> list[NestedKey
     return [] if merged or options.input_key is not None else [key]
 
 
-def _refuse_stale(td: TensorDictBase, options: PolicyOptions, new: str, *others: NestedKey) -> None:
+def _refuse_outdated(td: TensorDictBase, options: PolicyOptions, new: str, *others: NestedKey) -> None:
     """Refuse a call that replaces tokens, but neither the sampler's log-probs, which are as long, nor these `others`.
 
     A policy that writes log-probs elsewhere leaves those of the sampler, which are under the default key.
@@ -132,7 +132,7 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
     """Return the containers that scores in place join, by name, and refuse to replace what is there."""
     joins = not options.overwrite or rows.conflicts == {}
     if rows.conflicts and options.overwrite:
-        _refuse_stale(td, options, "scores of other tokens", options.keys.tokens, options.keys.masks)
+        _refuse_outdated(td, options, "scores of other tokens", options.keys.tokens, options.keys.masks)
     elif rows.conflicts:
         raise InvalidRequestError(
             f"{_dotted(options, 'tokens')}: {spelled_out(rows.conflicts)}. Scores of other tokens are not put next to "
