@@ -77,7 +77,7 @@ def find_value(td: TensorDictBase, key: NestedKey) -> Any:
     try:
         value = td.get(key, None)
     except RuntimeError:
-        return td.get(key, as_list=True)
+        return td.get(key, as_list=True) if key in td.keys(include_nested=True) else None
     except ValueError:  # the first part of the key is that of a tensor
         return None
     return td[key] if is_non_tensor(value) else value
