@@ -161,7 +161,7 @@ def prepare_generation(
         hook="generate",
         request=request,
         finish=finish,
-        caller_rows=answers // samples,
+        caller_rows=answers if samples == 1 else answers // samples,
         rows=total,
         tokens=max(given, most),
         deliveries=() if delivery is None else (delivery,),
@@ -540,10 +540,11 @@ def row_problems(rows: Ragged, capabilities: Capabilities, sampling: SamplingPar
         # Without a limit the answer fills the context, so there must be room for at least one token.
         room = 1 if sampling.max_new_tokens is None else sampling.max_new_tokens
     limit, size, lengths = capabilities.max_context, capabilities.vocab_size, rows.lengths.tolist()
-    outside = (rows.values < 0) | (rows.values >= size)
+    low, high = torch.stack(rows.values.aminmax()).tolist() if any(lengths) else (0, 0)
     too_long = limit is not None and max(lengths, default=0) + room > limit
-    if not (too_long or bool(outside.any())) and (may_be_empty or 0 not in lengths):
+    if 0 <= low <= high < size and not too_long and (may_be_empty or 0 not in lengths):
         return {}
+    outside = (rows.values < 0) | (rows.values >= size)
     problems: Problems = {}
     # In reverse, so that the first bad id of a row is reported.
     for index in outside.nonzero().flatten().tolist()[::-1]:
@@ -726,8 +727,8 @@ def _ids_at_positions(
     )
     ids = ids.with_values(torch.where(checked[:, None], ids.values, -1))
     ordered = ids.values.sort(-1).values
-    twice = ((ordered.diff(dim=-1) == 0) & (ordered[:, 1:] >= 0)).any(-1)
-    outside = ((ids.values < -1) | (ids.values >= vocab)).any(-1)
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1)
+    outside = (ordered[:, 0] < -1) | (ordered[:, -1] >= vocab)
     for wrong_at, what in ((twice, "names an id twice"), (outside, f"names an id outside the vocabulary of {vocab}")):
         for index in wrong_at.nonzero().flatten().tolist():
             row, position = int(sequences.row_index[index]), int(sequences.positions[index])

@@ -153,7 +153,7 @@ class Backend:
             if done.cancelled():
                 self._aborts.add(names, lambda: works_on(names))
 
-        run = in_caller_modes(lambda: call.run(attended=lambda: not future.done()))
+        run = in_caller_modes(lambda: self.engine.call(call, caller_waits=lambda: not future.done()))
         in_thread(run, f"corelm-{self.name}", future)
         if self.capabilities.abort:
             future.add_done_callback(abort)

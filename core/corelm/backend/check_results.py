@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
@@ -125,13 +125,14 @@ def _rows(
         raise WrongResult(f"{name}: {error}") from None
     if like is not None and not torch.equal(rows.lengths, like.lengths):
         raise WrongResult(f"{name} and the ids differ in length")
-    values = rows.values.detach()
-    if vocab_size is not None and bool(((values < 0) | (values >= vocab_size)).any()):
-        raise WrongResult(f"returned an id outside the vocabulary of {vocab_size}")
-    if finite:
+    if (finite or vocab_size is not None) and values.shape[0]:
+        values = values.detach()
+        low, high = torch.stack(values.aminmax()).tolist()
+        if vocab_size is not None and not 0 <= low <= high < vocab_size:
+            raise WrongResult(f"returned an id outside the vocabulary of {vocab_size}")
         # NaN fails every comparison, so this is how it is refused.
-        wrong = ~((values > -math.inf) & (values <= ABOVE_ZERO))
-        if bool(wrong.any()):
+        if finite and not -math.inf < low <= high <= ABOVE_ZERO:
+            wrong = ~((values > -math.inf) & (values <= ABOVE_ZERO))
             found = float(values[wrong][0])
             _refuse(wrong.cpu(), rows, f"the log-prob is {found}, expected a finite number of at most 0")
     return rows
@@ -203,10 +204,10 @@ def _check_ends(
     """
     sampling, lengths = request.sampling, ids.lengths.tolist()
     is_stop = torch.isin(ids.values.cpu(), torch.tensor(list(request.stop_ids), dtype=torch.int64))
-    last = (ids.lengths.cumsum(0) - 1)[ids.lengths > 0]
-    ended = iter(is_stop[last].tolist())
-    inside = is_stop.index_fill(0, last, False)
-    if bool(inside.any()):
+    stops = {*is_stop.nonzero().flatten().tolist()}
+    last = [*accumulate(lengths, initial=-1)][1:]
+    if not stops.issubset(last):
+        inside = is_stop.index_fill(0, torch.tensor(last), False)
         _refuse(inside, ids, "a stop id must end the answer, and tokens follow it")
     most = sampling.max_new_tokens
     if most is not None and max(lengths, default=0) > most:
@@ -214,7 +215,7 @@ def _check_ends(
     for row, (reason, length, prompt) in enumerate(zip(batch.finish_reasons, lengths, given, strict=True)):
         if reason not in FINISH_REASONS:
             raise WrongResult(f"row {row}: finish reason {shown(reason)} is not one of {', '.join(FINISH_REASONS)}")
-        stopped = length > 0 and next(ended)
+        stopped = length > 0 and last[row] in stops
         if sampling.engine_kwargs:
             continue
         if reason == "length":
@@ -258,12 +259,12 @@ def set_problems(
     found: dict[int, tuple[int, str]] = {}
 
     def note(wrong: Tensor, what: str) -> None:
-        places = wrong.nonzero().flatten()
-        rows = tokens.row_index[places]
-        # Places ascend, and rows with them.
-        first = places[rows.diff(prepend=rows.new_full((1,), -1)) != 0]
-        for place, row in zip(first.tolist(), tokens.row_index[first].tolist(), strict=True):
-            told = (int(tokens.positions[place]), what.format(token=int(needed[place])))
+        found_at = wrong.nonzero().flatten()
+        rows = tokens.row_index[found_at]
+        # Positions ascend, and rows with them.
+        first = found_at[rows.diff(prepend=rows.new_full((1,), -1)) != 0]
+        for index, row in zip(first.tolist(), tokens.row_index[first].tolist(), strict=True):
+            told = (int(tokens.positions[index]), what.format(token=int(needed[index])))
             found[row] = min(found.get(row, told), told)
 
     def at_positions(wrong: Tensor, positions: Tensor) -> Tensor:
@@ -288,14 +289,13 @@ def _scores(batch: Any, request: ScoreRequest, capabilities: Capabilities) -> Sc
     changed: dict[str, Any] = {"logprobs": logprobs, "scored": _rows("scored", batch.scored, torch.bool, sequences)}
     _one_a_row(batch, sequences.lengths.shape[0], "weight_versions", "errors")
     scored, positions, row_index = changed["scored"].values.cpu(), sequences.positions, sequences.row_index
-    missing = (positions >= request.score_from[row_index]) & ~scored
-    if batch.errors is not None:
-        missing &= ~torch.tensor(list(map(bool, batch.errors)), dtype=torch.bool)[row_index]
-    first = scored & (positions == 0)
+    asked = positions >= request.score_from[row_index]
+    if not torch.equal(scored, asked):
+        failed = torch.tensor(list(map(bool, batch.errors or ("",) * len(sequences))), dtype=torch.bool)
+        _refuse(asked & ~scored & ~failed[row_index], sequences, "not every position asked for was scored")
+        _refuse(scored & (positions == 0), sequences, "is marked as scored, but no token precedes it")
     not_zero = (logprobs.values.detach() != 0).cpu() & ~scored
-    if bool((missing | first | not_zero).any()):
-        _refuse(missing, sequences, "not every position asked for was scored")
-        _refuse(first, sequences, "is marked as scored, but no token precedes it")
+    if bool(not_zero.any()):
         _refuse(not_zero, sequences, "the log-prob of what was not scored must be 0.0")
     label = Provenance.label_of_scores(request.temperature, truncated=request.support is not None)
     if batch.temperature != label["temperature"]:
@@ -349,12 +349,14 @@ def _top(
     best, values, rest = ids.values.cpu(), logprobs.values.detach().cpu(), tail.values.detach().cpu()
     blank = ((best == -1) & (values == 0.0)).all(-1) & (rest == 0.0)
     _refuse(~counted & ~blank, tokens, "nothing was scored here, so top_ids must be -1 and the log-probs 0.0")
-    _check_vocabulary("one of the most probable ids", best[best != -1], vocab_size)
-    # Keep the `~(...)`: NaN fails every comparison and must be refused.
-    wrong = ~(values <= ABOVE_ZERO).all(-1) | ~(rest <= ABOVE_ZERO)
-    _refuse(wrong, tokens, "a log-prob of the top ids or of the tail is nan or above 0")
-    if named is not None and not torch.equal(best[counted], named.values.cpu()[counted]):
+    if named is None:
+        _check_vocabulary("one of the most probable ids", best[best != -1], vocab_size)
+    elif not torch.equal(best[counted], named.values.cpu()[counted]):
         raise WrongResult("returned other top_ids than the request names")
+    # Keep the `not (…)` and the `~(…)`: NaN fails every comparison and must be refused.
+    if not (value_range(values)[1] <= ABOVE_ZERO and value_range(rest)[1] <= ABOVE_ZERO):
+        wrong = ~(values <= ABOVE_ZERO).all(-1) | ~(rest <= ABOVE_ZERO)
+        _refuse(wrong, tokens, "a log-prob of the top ids or of the tail is nan or above 0")
     return {"top_ids": ids, "top_logprobs": logprobs, "tail_log_mass": tail}
 
 

@@ -50,7 +50,7 @@ T = TypeVar("T")
 R = TypeVar("R", records.GenerateResult, records.ScoreResult)
 
 #: Seconds that closing waits for a call whose caller has stopped waiting.
-PATIENCE = 5.0
+GRACE_PERIOD = 5.0
 #: Seconds between two looks whether calls have ended.
 _PAUSE = 0.02
 #: Seconds between two calls of `remind`.
@@ -200,8 +200,8 @@ class EngineLock:
         return not others
 
     def _others(self, turn: Turn) -> list[Turn]:
-        beside = turn.concurrent_with
-        return [each for each in list(self.holders) if each not in turn.around and each.hook not in beside]
+        concurrent = turn.concurrent_with
+        return [each for each in list(self.holders) if each not in turn.around and each.hook not in concurrent]
 
     def _is_nested(self, turn: Turn) -> bool:
         return not self.holders.keys().isdisjoint(turn.around)
@@ -344,13 +344,13 @@ class OpenEngine:
         self,
         call: Call,
         timeout: float | None = None,
-        attended: Callable[[], bool] | None = None,
+        caller_waits: Callable[[], bool] | None = None,
         *,
         turn: Turn | None = None,
     ) -> Any:
         """Make a call: take the engine's turn, ask the hook, check what it returned, finish it. Type every failure.
 
-        `attended` returns whether a caller still waits for the result; None if this thread does. Only
+        `caller_waits` returns whether a caller still waits for the result; None if this thread does. Only
         `_supervise` gives a `turn`: it has done all that is to be done around the call. A timeout is instead
         of the request's own, and bounds the wait for the turn and the engine's work together.
 
@@ -369,8 +369,8 @@ class OpenEngine:
             timeout = getattr(request, "timeout", None) if timeout is None else timeout
             more = self._supervised or timeout is not None or not call.rows or call.deliveries
             if more or torch.is_inference_mode_enabled() or logger.isEnabledFor(logging.INFO):
-                return self._supervise(call, timeout, attended)
-            turn = Turn(self._exclusive, hook, getattr(request, "request_ids", ()), attended)
+                return self._supervise(call, timeout, caller_waits)
+            turn = Turn(self._exclusive, hook, getattr(request, "request_ids", ()), caller_waits)
             if getattr(lock.local, "turn", None) is not None:
                 lock.nested(turn)
         end = None if timeout is None else time.monotonic() + timeout
@@ -430,7 +430,7 @@ class OpenEngine:
 
         Args:
             hook: the one that it is about.
-            when: `abort` ends the answers in the engine; beside `now`, they go on.
+            when: `abort` ends the answers in the engine; with `now`, they go on.
         """
         self.require_open()
         turn = self.lock.nested(Turn(True, hook, concurrent_with=GO_ON if when == "now" else frozenset()))
@@ -476,7 +476,7 @@ class OpenEngine:
         except BaseException as error:
             _reraise(error, self.name, hook)
 
-    def _supervise(self, call: Call, timeout: float | None, attended: Callable[[], bool] | None) -> Any:
+    def _supervise(self, call: Call, timeout: float | None, caller_waits: Callable[[], bool] | None) -> Any:
         """Make a call that has a timeout, retries, a reader of its tokens, wrappers or a log around it."""
         hook = call.hook
         told = EngineCall(self.name, place(self.model_name), call.origins)
@@ -484,7 +484,7 @@ class OpenEngine:
 
         def attempt() -> Any:
             left = None if end is None else self._left(end)
-            turn = self.lock.nested(Turn(self._exclusive, hook, getattr(call.request, "request_ids", ()), attended))
+            turn = self.lock.nested(Turn(self._exclusive, hook, getattr(call.request, "request_ids", ()), caller_waits))
             with told.under_way():
                 if left is None or self.capabilities.stops_at_timeout or getattr(call.request, "grad", False):
                     return self.call(call, left, turn=turn)
@@ -539,11 +539,11 @@ class OpenEngine:
         self.require("abort", "its requests cannot be aborted")
         self.call(Call("abort", records.AbortRequest(request_ids=tuple(request_ids))))
 
-    def close(self, patience: float = PATIENCE, *, abort: bool = False) -> None:
+    def close(self, grace: float = GRACE_PERIOD, *, abort: bool = False) -> None:
         """Call the engine's `close`, once. The engine counts as closed from then on, even if `close` fails.
 
         An engine that takes one call at a time finishes that call first, as long as its caller waits for it. With
-        `abort`, it aborts it if it can. A call whose caller has stopped waiting is aborted, with `patience` seconds
+        `abort`, it aborts it if it can. A call whose caller has stopped waiting is aborted, with `grace` seconds
         to end; after these, its end calls the engine's `close`, and this raises a `BackendTimeoutError`. An engine
         with `concurrent_calls` ends the calls under way. In a fork of the process that opened it, this does nothing.
         """
@@ -551,16 +551,16 @@ class OpenEngine:
             return
         if not self.capabilities.concurrent_calls:
             turn, outside = self.lock.nested(Turn(True)), getattr(self.lock.local, "turn", None)
-            attended = time.monotonic()
+            last_awaited = time.monotonic()
 
             def end_abandoned() -> None:
-                nonlocal attended
+                nonlocal last_awaited
                 holders = list(self.lock.holders)
                 abandoned = [each for each in holders if each.abandoned]
                 self._abort_quietly(holders if abort else abandoned)
                 if len(abandoned) < len(holders):
-                    attended = time.monotonic()
-                elif time.monotonic() - attended > patience:
+                    last_awaited = time.monotonic()
+                elif time.monotonic() - last_awaited > grace:
                     raise TimeoutError
 
             try:
@@ -636,11 +636,6 @@ class PreparedCall(Call, Generic[R]):
 
     def failed(self, error: CoreLMError) -> CoreLMError:
         return renumbered(error, self.caller_rows)
-
-    def run(self, timeout: float | None = None, attended: Callable[[], bool] | None = None) -> R:
-        """Make the call on this thread. See `OpenEngine.call`."""
-        result: R = self.engine.call(self, timeout, attended)
-        return result
 
 
 def _reraise(

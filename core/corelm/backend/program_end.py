@@ -25,7 +25,7 @@ from typing import TypeVar
 F = TypeVar("F", bound=Callable[[], object])
 
 #: Seconds that an ending program waits for calls that no caller waits for; and after Ctrl-C, once.
-PATIENCE, PATIENCE_AFTER_INTERRUPT = 5.0, 1.0
+GRACE_PERIOD, GRACE_AFTER_INTERRUPT = 5.0, 1.0
 
 _endings: list[Callable[[], object]] = []
 
@@ -52,7 +52,7 @@ def program_deadline() -> float:
 
     All that wait share it, so that what waits later does not add to the time. It starts with the first of them.
     """
-    return time.monotonic() + (PATIENCE_AFTER_INTERRUPT if interrupted() else PATIENCE)
+    return time.monotonic() + (GRACE_AFTER_INTERRUPT if interrupted() else GRACE_PERIOD)
 
 
 def end_as_interrupted() -> None:

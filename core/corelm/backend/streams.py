@@ -32,7 +32,7 @@ T = TypeVar("T")
 Prepare = Callable[[Listener], tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], T]]]
 
 #: Seconds that closing a stream waits for the engine to let go of the request, and seconds between two looks at it.
-_PATIENCE, _PAUSE = 1.0, 0.01
+_GRACE_PERIOD, _PAUSE = 1.0, 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +134,10 @@ class _Stream(Generic[T]):
 
     def _pauses(self) -> Iterator[float]:
         """Yield how long to sleep, again and again, until an engine that can abort has let go of a request that left,
-        for `_PATIENCE` seconds at most. An engine that answers others in the same call is not waited for.
+        for `_GRACE_PERIOD` seconds at most. An engine that answers others in the same call is not waited for.
         """
         if (call := self._call) is not None and call.engine.capabilities.abort:
-            end = time.monotonic() + _PATIENCE
+            end = time.monotonic() + _GRACE_PERIOD
             while call.engine.works_on(call.request.request_ids) and time.monotonic() < end:
                 yield _PAUSE
 

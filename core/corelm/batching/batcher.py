@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from corelm.backend.backend import Backend
-from corelm.backend.engine import PATIENCE, PreparedCall, R, end_calls
+from corelm.backend.engine import GRACE_PERIOD, PreparedCall, R, end_calls
 from corelm.backend.futures import join
 from corelm.backend.program_end import at_program_end, program_deadline
 from corelm.batching.dispatcher import Dispatcher, QueuedCall, sharing_key
@@ -129,10 +129,10 @@ class DynamicBatcher(Backend):
         """Make a prepared call in its turn, together with others where they may share, and return its result."""
         if not call.rows or self.dispatcher.mine:
             # A callback or a wrapper makes this call, and its thread would wait for itself.
-            return call.run()
+            return super().run(call)
         if call.on_caller_thread:
             turn = self._ticket(call, turn=True)
-            return self.dispatcher.in_turn(turn, lambda: call.run(self.dispatcher.left([turn])))
+            return self.dispatcher.in_turn(turn, lambda: self.engine.call(call, self.dispatcher.left([turn])))
         answer: R = self.dispatcher.ask(self._ticket(call))
         return answer
 
@@ -140,7 +140,7 @@ class DynamicBatcher(Backend):
         """Queue a prepared call and return its future; `block` lets this thread wait for room. See `Backend.submit`."""
         if not call.rows:
             done: Future[R] = Future()
-            done.set_result(call.run())
+            done.set_result(self.engine.call(call))
             return done
         return self.dispatcher.submit(self._ticket(call), block)
 
@@ -195,8 +195,8 @@ class DynamicBatcher(Backend):
         try:
             ended = self.dispatcher.stop(flush=flush, final=True)
         finally:
-            # If a thread is left, the patience with its call has been spent.
-            self.engine.close(patience=PATIENCE if ended else 0.0)
+            # If a thread is left, the grace period of its call is over.
+            self.engine.close(grace=GRACE_PERIOD if ended else 0.0)
 
     def _end(self, well: bool) -> None:
         self.close(flush=well)
@@ -254,7 +254,7 @@ def stop_together(dispatchers: Sequence[Dispatcher], end: float) -> None:
     # Without a thread: at the end of the program, some releases of Python start none.
     end_calls([dispatcher.engine for dispatcher in dispatchers], end)
     for dispatcher in dispatchers:
-        dispatcher.stop(flush=False, final=True, patience=max(0.0, end - time.monotonic()))
+        dispatcher.stop(flush=False, final=True, grace=max(0.0, end - time.monotonic()))
     # A thread that computes with torch while Python is taken down crashes it. These have just been told to stop.
     join(callers, min(_CALLERS_END, end - time.monotonic()))
 

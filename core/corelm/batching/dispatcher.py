@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from corelm.backend.engine import PATIENCE, OpenEngine, PreparedCall
+from corelm.backend.engine import GRACE_PERIOD, OpenEngine, PreparedCall
 from corelm.backend.engine_call import Call
 from corelm.backend.futures import LOOK_AGAIN, Aborts, Outcome, join, settle, start
 from corelm.batching.scheduling import Ticket, TicketQueue
@@ -215,21 +215,21 @@ class Dispatcher:
 
     # Ending ----------------------------------------------------------------------------------------------------------
 
-    def stop(self, *, flush: bool, final: bool, patience: float = PATIENCE) -> bool:
+    def stop(self, *, flush: bool, final: bool, grace: float = GRACE_PERIOD) -> bool:
         """Answer or refuse the waiting requests and end the threads. Return whether all have ended. A fork ends none.
 
         Args:
             flush: True answers them. False refuses them and aborts the requests in the engine if it can
                 abort; another engine finishes them.
-            final: True refuses later requests, and without `flush` fails those still in the engine after `patience`
+            final: True refuses later requests, and without `flush` fails those still in the engine after `grace`
                 seconds. False starts new threads for later requests, and ends none while there are such requests.
-            patience: seconds to wait in all for calls that no caller waits for. Their threads then end with them.
+            grace: seconds to wait in all for calls that no caller waits for. Their threads then end with them.
         """
         stopped = self.begin_stop(flush=flush, final=final)
         if self.engine.elsewhere or self.mine:
             # A request's callback waits for nothing. The threads end once the queue is empty.
             return True
-        end = time.monotonic() + patience
+        end = time.monotonic() + grace
         while stopped is not None:
             left = end - time.monotonic()
             with suppress(Empty):
@@ -237,7 +237,7 @@ class Dispatcher:
                 break
             calls = (*list(self.in_flight), *self.queue)
             if (flush or not final) and any(call.prepared is None or not call.over for call in calls):
-                end = time.monotonic() + patience
+                end = time.monotonic() + grace
             elif left <= 0:
                 break
         if final and not flush:
@@ -264,7 +264,7 @@ class Dispatcher:
                 call.settle(error=BackendClosedError(why))
             for call in self.in_flight:
                 self._abort(call)
-        self._stops.append((self.queue.rush(), stopped))
+        self._stops.append((self.queue.flush(), stopped))
 
     def abandon(self) -> None:
         """End without waiting, as no caller is left. The garbage collector may call this at any point of any code."""

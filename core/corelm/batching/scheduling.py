@@ -17,9 +17,9 @@ from corelm.errors import QueueFullError
 
 #: Callers that were answered together often come back together with their next requests. So the engine does
 #: not start with the first of them alone but waits for the others: after the call, and after each new
-#: request, for PATIENCE times the duration of the call, at most LONGEST_PATIENCE seconds, and at most
+#: request, for GATHERING times the duration of the call, at most LONGEST_GATHERING seconds, and at most
 #: batching_timeout in all. It expects as many requests as the largest of the last REMEMBERED calls had.
-PATIENCE, LONGEST_PATIENCE, REMEMBERED = 0.1, 0.1, 4
+GATHERING, LONGEST_GATHERING, REMEMBERED = 0.1, 0.1, 4
 #: A batching_timeout that follows the engine: TIMEOUT times the duration of its last call, within these
 #: limits. Whoever comes later waits for a whole call, and while callers keep coming the wait fills the batch.
 TIMEOUT, SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 0.25, 0.1, 1.0
@@ -118,12 +118,12 @@ class TicketQueue(Generic[T]):
         self._shares_calls = not concurrent_calls
         self._tickets: dict[int, T] = {}
         self._numbers = itertools.count()
-        self._rushed = 0
+        self._flushed = 0
         # The groups of the last calls, and how many requests each had, in the call or waiting for the next one.
         self._last: deque[tuple[Hashable, int]] = deque(maxlen=REMEMBERED)
         # The awaited group; until when it is awaited if no request comes; until when at the most.
         self._awaited: Hashable = None
-        self._patience, self._until, self._at_last = 0.0, 0.0, 0.0
+        self._gathering, self._until, self._at_last = 0.0, 0.0, 0.0
         # The duration of the last call.
         self._took = 0.0
 
@@ -159,7 +159,7 @@ class TicketQueue(Generic[T]):
         ticket.number, ticket.arrived = next(self._numbers), now
         group = _group(ticket)
         if group == self._awaited and now < self._at_last:
-            self._until = min(now + self._patience, self._at_last)
+            self._until = min(now + self._gathering, self._at_last)
         elif self._shares_calls and now >= self._until and not full and group not in map(_group, self):
             # The first request of a group that has been absent for longer.
             self._await(group, now)
@@ -175,13 +175,13 @@ class TicketQueue(Generic[T]):
         self._tickets.clear()
         return tickets
 
-    def rush(self) -> int:
+    def flush(self) -> int:
         """Send every ticket that is in the queue now as soon as the engine can take it.
 
         The number that is returned is above those of all tickets so far, and below those of later ones.
         """
-        self._rushed = next(self._numbers)
-        return self._rushed
+        self._flushed = next(self._numbers)
+        return self._flushed
 
     def take(self, now: float, rows: int = 0, tokens: int = 0) -> list[T]:
         """Remove the tickets to send `now` and return them. So many `rows` and `tokens` are in the engine already."""
@@ -201,7 +201,7 @@ class TicketQueue(Generic[T]):
         if self._shares_calls:
             group = _group(batch[0])
             self._last.append((group, len(self._batch(group, self.inside)[0]) + len(batch)))
-            self._took, self._patience = took, min(PATIENCE * took, LONGEST_PATIENCE)
+            self._took, self._gathering = took, min(GATHERING * took, LONGEST_GATHERING)
             self._await(group, now)
 
     def _next(self, now: float, rows: int, tokens: int) -> list[T]:
@@ -211,7 +211,7 @@ class TicketQueue(Generic[T]):
                 return [] if rows and alone else [ticket]
         for batch, complete in () if rows else self._batches():
             enough = sum(ticket.rows for ticket in batch) >= self.limits.min_batch_size or now >= self._due(batch[0])
-            if complete or batch[0].number < self._rushed or (enough and not self._expecting(batch, now)):
+            if complete or batch[0].number < self._flushed or (enough and not self._expecting(batch, now)):
                 return batch
         return []
 
@@ -253,7 +253,6 @@ class TicketQueue(Generic[T]):
 
     @property
     def _timeout(self) -> float:
-        """The `batching_timeout` in force."""
         given = self.limits.batching_timeout
         return min(max(SHORTEST_TIMEOUT, TIMEOUT * self._took), LONGEST_TIMEOUT) if given is None else given
 
@@ -264,7 +263,7 @@ class TicketQueue(Generic[T]):
 
     def _await(self, group: Hashable, now: float) -> None:
         self._awaited, self._at_last = group, now + self._timeout
-        self._until = min(now + self._patience, self._at_last)
+        self._until = min(now + self._gathering, self._at_last)
 
 
 def _group(ticket: Ticket) -> Hashable:

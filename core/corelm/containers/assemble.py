@@ -58,17 +58,17 @@ def assemble(request: ContainerRequest) -> TensorDict:
         answered = tokens.full.with_values(marks.to(tokens.full.values.device))
         # Dense ones are cut after padding.
         ids = ids if dense else {"prompt": tokens.prompt, "response": tokens.response, "full": tokens.full}
-    out = TensorDict({}, batch_size=shape)
+    out: dict[str, Any] = {}
     for name, cls, parts, stack in (
         ("text", Text, request.texts, non_tensors),
         ("history", ChatHistory, request.chats, History.wrap),
     ):
         if name in wanted and parts is not None:
-            fields = TensorDict({}, batch_size=shape)
+            fields = {}
             for part in ("prompt", "response", "full"):
                 if (values := getattr(parts, part)) is not None:
-                    fields.set(part, stack(values, shape))
-            out[name] = cls.from_tensordict(fields)
+                    fields[part] = stack(values, shape)
+            out[name] = cls.from_tensordict(TensorDict(fields, batch_size=shape))
     if "tokens" in wanted:
         out["tokens"] = container(Tokens, ids, shape, split=True, **layout)
     if "masks" in wanted:
@@ -89,8 +89,8 @@ def assemble(request: ContainerRequest) -> TensorDict:
             out[name] = torch.tensor(flags, dtype=torch.bool).reshape(shape)
     for name, objects in (("finish_reason", request.finish_reasons), ("errors", request.errors)):
         if objects is not None:
-            out.set(name, non_tensors(objects, shape))
-    return out
+            out[name] = non_tensors(objects, shape)
+    return TensorDict(out, batch_size=shape)
 
 
 def container(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensordict import NonTensorData, NonTensorStack, TensorClass
+from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
 
 from corelm.containers.classes import as_stored, field_readers, objects, unnested
 from corelm.errors import InvalidRequestError, refuse
@@ -148,7 +148,7 @@ class History(TensorClass["nocast"]):
         """Build as `of` does, without copying the messages: nobody else may modify them."""
         if math.prod(shape) != len(chats):
             raise invalid("batch_size", f"{len(chats)} conversations do not fill a batch of shape {shape}")
-        return cls(conversation=_stack(chats, shape), batch_size=shape)
+        return cls.from_tensordict(TensorDict({"conversation": _stack(chats, shape)}, batch_size=shape))
 
     def _stored(self) -> Sequence[dict[str, Any]]:
         """Return the rows, flat, in C order of the batch."""

@@ -145,10 +145,10 @@ def _named(td: TensorDictBase, path: Path, value: Any, containers: Mapping[Path,
     name = ".".join(path)
     if not isinstance(value, (Tensor, list)):
         raise invalid("per_token", f"{name} is not a tensor of this TensorDict, which has: {list_keys(td)}")
-    beside = [one for parent in (path[:-1], ()) for key, one in containers.items() if key[:-1] == parent]
-    if not beside:
+    siblings = [one for parent in (path[:-1], ()) for key, one in containers.items() if key[:-1] == parent]
+    if not siblings:
         raise invalid("per_token", f"there are no tokens that {name} could belong to")
-    masks = next((one for one in beside if isinstance(one, Masks)), beside[0])
+    masks = next((one for one in siblings if isinstance(one, Masks)), siblings[0])
     made = as_per_token(value, masks)
     if made is None:
         mask = dense_mask(masks)
@@ -207,7 +207,6 @@ class _Layout:
         return cls(lengths=whole, prompt_lengths=prompt, columns=dense_columns(parts), before=before)
 
     def lengths_of(self, name: str) -> Tensor:
-        """Return the lengths that the rows of a field must have."""
         if self.prompt_lengths is None or name not in ("prompt", "response"):
             return self.lengths
         return self.prompt_lengths if name == "prompt" else self.lengths - self.prompt_lengths

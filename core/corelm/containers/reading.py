@@ -242,20 +242,20 @@ def scan(td: TensorDictBase) -> tuple[dict[Path, Any], TensorDict]:
     return found, held
 
 
-def as_per_token(value: Tensor | list[Tensor], beside: Any) -> PerToken | None:
-    """Return a tensor, or one a row, as a `PerToken` laid out like the container `beside`.
+def as_per_token(value: Tensor | list[Tensor], like: Any) -> PerToken | None:
+    """Return a tensor, or one a row, as a `PerToken` laid out like the container `like`.
 
     None if a tensor is not shaped like dense `Masks`, or a row is no list of numbers.
     """
-    shape, mask = tuple(beside.batch_size), dense_mask(beside)
+    shape, mask = tuple(like.batch_size), dense_mask(like)
     if isinstance(value, Tensor) and mask is not None:
         return PerToken(full=value, batch_size=shape) if value.shape == mask.shape else None
-    count = beside.batch_size.numel()
+    count = like.batch_size.numel()
     values = value if isinstance(value, list) else list(value.reshape(count, *value.shape[len(shape) :]))
     if any(one.ndim != 1 for one in values):
         return None
     level: list[Any] = [
-        PerToken(full=one, padded=row.padded, batch_size=[]) for one, row in zip(values, rows(beside), strict=True)
+        PerToken(full=one, padded=row.padded, batch_size=[]) for one, row in zip(values, rows(like), strict=True)
     ]
     for width in reversed(shape):
         level = [lazy_stack(level[at : at + width]) for at in range(0, len(level), width)]

@@ -144,7 +144,6 @@ def _row_columns(td: TensorDictBase) -> Columns:
 
 
 def _columns_of(held: TensorDictBase, path: Path, value: Any) -> Columns:
-    """Return the columns of the container at `path`."""
     key = ".".join(path)
     if isinstance(value, Text):
         parts = [name for name in ("prompt", "response") if name in value.keys()] or ["full"]

@@ -117,7 +117,6 @@ class DistillationLoss(TensorDictModuleBase):
         return found, counts, layout
 
     def _score(self, policy: LLMPolicy, td: TensorDictBase, teacher: TopLogProbs, pair: Pair) -> TopLogProbs:
-        """Return the student's log-probs of the teacher's ids."""
         policy.backend.engine.require(
             "score_top_ids",
             "it cannot score the teacher's ids; give a student whose engine can, such as transformers, or write the "

@@ -386,7 +386,6 @@ def _check_head(name: str, hidden: Any, head: Any) -> None:
 
 
 def _constant(head: OutputHead) -> OutputHead:
-    """Return the head with tensors that carry no gradients."""
     bias = None if head.bias is None else head.bias.detach()
     return OutputHead(head.weight.detach(), bias, float(head.scale), head.cap)
 

@@ -228,9 +228,9 @@ def staleness(
     Labels that core makes count up, also with an adapter: ``"3+policy@12"`` is three updates behind ``"4+policy@14"``,
     one of the base weights and two of the adapter. Of other labels, say the order::
 
-        stale = corelm.staleness(td, backend.weight_version)              # "7"
-        td["fresh"] = td["masks"].all_assistant_mask & (stale <= 2)       # dense rows
-        stale = corelm.staleness(td, "step-20", versions=["init", "step-10", "step-20"])
+        age = corelm.staleness(td, backend.weight_version)              # "7"
+        td["fresh"] = td["masks"].all_assistant_mask & (age <= 2)       # dense rows
+        age = corelm.staleness(td, "step-20", versions=["init", "step-10", "step-20"])
 
     Args:
         td: what a policy returned.

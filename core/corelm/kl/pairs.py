@@ -163,7 +163,7 @@ class TokenLayout:
         """Return bool[total]: which tokens of the scoring at `full` have a log-prob: all without a `scored_mask`."""
         if "scored_mask" not in log_probs.keys():
             return torch.ones(int(self.lengths.sum()), dtype=torch.bool)
-        key = _beside(full, "scored_mask")
+        key = _sibling(full, "scored_mask")
         found = as_mask(self.read(log_probs, key), str(key))
         if self.padded and int((dense := log_probs.scored_mask).sum()) != int(found.sum()):
             outside = (dense.reshape(self.columns.shape) & ~self.columns.to(dense.device)).any(-1)
@@ -319,7 +319,7 @@ def is_dense(container: LogProbs) -> bool:
         return False
 
 
-def _beside(full: NestedKey, name: str) -> NestedKey:
+def _sibling(full: NestedKey, name: str) -> NestedKey:
     return (*container_key(full), name)
 
 
@@ -351,7 +351,7 @@ def _keeps_all(layout: TokenLayout, full: NestedKey, log_probs: LogProbs, row: i
     """Return whether a scoring says that no id was left out at any token of a row."""
     if not carries_sets(log_probs):
         return False
-    return not bool(layout.ragged(layout.read(log_probs, _beside(full, COUNTS))).split()[row].any())
+    return not bool(layout.ragged(layout.read(log_probs, _sibling(full, COUNTS))).split()[row].any())
 
 
 def _check_sets(layout: TokenLayout, keys: PairKeys, gen: LogProbs, ref: LogProbs, mask: Tensor) -> None:
@@ -371,7 +371,7 @@ def _check_sets(layout: TokenLayout, keys: PairKeys, gen: LogProbs, ref: LogProb
                 f"row {int(where.row_index[counts][0])}: both scorings are of truncated support, and {full} does not "
                 f"say which ids were left, so nothing shows that they are of one distribution; {_SUPPORT_ADVICE}"
             )
-        layout.read(log_probs, _beside(full, COUNTS))
+        layout.read(log_probs, _sibling(full, COUNTS))
     one, other = (token_sets(layout.view(log_probs), "own") for log_probs in (gen, ref))
     for at in (counts & ~one.same_as(other)).nonzero().flatten().tolist():
         raise ProvenanceMismatchError(

@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from corelm.backend.arguments import not_texts, refuse_pads, rows_of_ids
 from corelm.backend.backend import Backend
 from corelm.backend.skipping import ServedRows, renumbered
-from corelm.containers.classes import Masks, Text, Tokens, is_padded, ragged_rows, read_rows
+from corelm.containers.classes import Masks, Text, Tokens, is_padded, must_have_lengths, ragged_rows, read_rows
 from corelm.containers.classes import rows as rows_of
 from corelm.containers.history import ChatHistory, History
 from corelm.containers.reading import key_parts, list_keys
@@ -74,12 +74,13 @@ _REPEAT = "give each response a prompt, in a batch of the same shape: repeat the
 
 def find_value(td: TensorDictBase, key: NestedKey) -> Any:
     """Return the value at the key, or None. Bare rows of different lengths, stacked lazily, come back as a list."""
-    if key not in td.keys(include_nested=True):
-        return None
     try:
-        return td[key]
+        value = td.get(key, None)
     except RuntimeError:
-        return td.get(key, as_list=True)
+        return td.get(key, as_list=True) if key in td.keys(include_nested=True) else None
+    except ValueError:  # the first part of the key is that of a tensor
+        return None
+    return td[key] if is_non_tensor(value) else value
 
 
 class InputReader:
@@ -511,7 +512,7 @@ def render_chats(
     for row, own in enumerate(tools):
         if row not in (problems or ()):
             groups.setdefault((begun[row] is not None, "" if own is None else repr(own)), []).append(row)
-    parts, places = list[RenderedChats](), list[int]()
+    parts, numbers = list[RenderedChats](), list[int]()
     for (continues, _), group in (groups or {(False, ""): []}).items():
         own = tools[group[0]] if group else None
         made: RenderedChats | None = None
@@ -532,9 +533,9 @@ def render_chats(
                 # Conversations are refused for several reasons, each with an error of its own.
                 problems |= {rows[at]: what for at, what in error.problems.items()}
         parts.append(made)
-        places += rows
+        numbers += rows
     read = ServedRows.without(problems or (), len(chats))
-    order = sorted(range(len(places)), key=places.__getitem__)
+    order = sorted(range(len(numbers)), key=numbers.__getitem__)
     texts = [text for part in parts for text in part.texts]
     masks = [part.assistant for part in parts if part.assistant is not None]
     return RenderedChats(
@@ -735,7 +736,7 @@ def read_ids(
         if container is not None and part == "prompt" and len(mask) == len(ids):
             # The mask may be that of prompt and response.
             mask = mask.slice(stop=ids.lengths)
-        _must_be_as_long(ids, mask, at_fault)
+        must_have_lengths(mask.lengths, ids.lengths, at_fault)
     width, lengths, prompt_width = cells.width, None, None
     if container is not None and part == "full" and "prompt" in container.keys():
         if cells.in_rows:
@@ -752,7 +753,7 @@ def read_ids(
         columns = Columns(marks.reshape(-1 if width else len(ids), width), prompt_width)
     if said is not None and not torch.equal(said.lengths, ids.lengths):
         if container is not None:
-            _must_be_as_long(ids, said, "masks.all_assistant_mask")
+            must_have_lengths(said.lengths, ids.lengths, "masks.all_assistant_mask")
         said = None
     return InputRows(
         batch_size=cells.shape,
@@ -778,19 +779,7 @@ def _mask_rows(held: Any, name: str, field: str | None = None, in_rows: bool = F
     return read_rows(value, torch.bool, name)[0].to("cpu")
 
 
-def _must_be_as_long(cells: Ragged, mask: Ragged, name: str) -> None:
-    """Refuse a mask whose rows are not as long as those of the ids."""
-    if torch.equal(cells.lengths, mask.lengths):
-        return
-    lengths = zip(cells.lengths.tolist(), mask.lengths.tolist(), strict=False)
-    problems = {row: f"{n} tokens, but a mask of {m}" for row, (n, m) in enumerate(lengths) if n != m}
-    if len(mask) != len(cells):
-        problems = {len(mask): "no mask"} if len(mask) < len(cells) else {len(cells): "a mask, but no tokens"}
-    refuse(problems, name)
-
-
 def _select(values: Ragged, mask: Ragged) -> Ragged:
-    """Return the values where a mask of the same lengths is True."""
     return Ragged(values.values[mask.values], mask.sums())
 
 

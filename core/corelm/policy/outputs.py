@@ -99,7 +99,7 @@ def must_have_room(td: TensorDictBase, rows: InputRows, options: PolicyOptions) 
                 f"return_{name}=False out, delete it from the TensorDict, or pass inplace=False",
             )
     if options.keys.log_probs != _DEFAULT.log_probs:
-        _refuse_stale(td, options, "a new answer")
+        _refuse_outdated(td, options, "a new answer")
     return {}
 
 
@@ -110,7 +110,7 @@ def _replaced_keys(td: TensorDictBase, options: PolicyOptions) -> list[NestedKey
     return [] if merged or options.input_key is not None else [key]
 
 
-def _refuse_stale(td: TensorDictBase, options: PolicyOptions, new: str, *others: NestedKey) -> None:
+def _refuse_outdated(td: TensorDictBase, options: PolicyOptions, new: str, *others: NestedKey) -> None:
     """Refuse a call that replaces tokens, but neither the sampler's log-probs, which are as long, nor these `others`.
 
     A policy that writes log-probs elsewhere leaves those of the sampler, which are under the default key.
@@ -132,7 +132,7 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
     """Return the containers that scores in place join, by name, and refuse to replace what is there."""
     joins = not options.overwrite or rows.conflicts == {}
     if rows.conflicts and options.overwrite:
-        _refuse_stale(td, options, "scores of other tokens", options.keys.tokens, options.keys.masks)
+        _refuse_outdated(td, options, "scores of other tokens", options.keys.tokens, options.keys.masks)
     elif rows.conflicts:
         raise InvalidRequestError(
             f"{_dotted(options, 'tokens')}: {spelled_out(rows.conflicts)}. Scores of other tokens are not put next to "
@@ -202,7 +202,6 @@ def _kept(name: str, there: Any, rows: InputRows, read: bool) -> bool:
 
 
 def _fit(masks: Masks, rows: InputRows) -> bool:
-    """Return whether masks have the layout and the lengths of the rows."""
     fields = [getattr(masks, name) for name in masks.keys() if name != "padded"]
     if masks.padded is not (rows.columns is not None):
         return False
@@ -263,17 +262,17 @@ def generated(
     answered = rows.ids.join_mask(batch.ids)
     assistant = answered
     if rows.assistant is not None:
-        everything = Ragged.full(batch.ids.lengths, True, torch.bool)
-        assistant = rows.assistant.join(everything, answered)
+        marks = answered.values.clone().masked_scatter_(~answered.values, rows.assistant.values)
+        assistant = answered.with_values(marks)
     scores: dict[str, Any] = {}
     if batch.logprobs is not None:
         scores = {"scored": answered, "provenance": backend.provenance(batch)}
         for name in REQUEST_FIELDS.values():
             # As long as prompt and answer.
             if isinstance(values := getattr(batch, name), Ragged):
-                shape = rows.ids.values.shape[0], *values.values.shape[1:]
-                before = values.values.new_full(shape, NO_ID.get(name, 0))
-                scores[name] = rows.ids.with_values(before).join(values, answered)
+                where = answered.values.to(values.values.device).reshape(-1, *[1] * (values.values.ndim - 1))
+                filled = values.values.new_full((len(where), *values.values.shape[1:]), NO_ID.get(name, 0))
+                scores[name] = answered.with_values(filled.masked_scatter_(where, values.values))
             elif values is not None:
                 device = values.ids.values.device
                 scores[name] = TokenSets.empty(rows.ids.lengths).to(device).join(values)
@@ -586,12 +585,12 @@ def deliver(
     device = options.device or td.device
     if device is not None:
         made = made.to(device)
-    if where is True:
-        out = td
+    if where is False and keys == _DEFAULT:
+        out, made = made, made.empty()
     elif where is False:
         out = TensorDict({}, batch_size=request.batch_size, device=device)
     else:
-        out = td.empty()
+        out = td if where is True else td.empty()
     if tuple(out.batch_size) != tuple(request.batch_size):
         out.exclude(*_replaced_keys(td, options), inplace=True)
         out.batch_size = torch.Size(request.batch_size)

@@ -287,7 +287,6 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     # Scores ----------------------------------------------------------------------------------------------------------
 
     def _scoring(self, rows: InputRows, **asked: Any) -> PreparedCall[ScoreResult]:
-        """Return the call that scores these rows."""
         options, sampling, support = self.options, self.options.sampling, rows.support
         if options.log_probs_mode == "processed":
             # The sets say what truncation left.

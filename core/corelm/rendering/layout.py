@@ -310,12 +310,10 @@ class Layout:
         return text.rstrip() if self._writer.special.search(text) else text
 
     def _ends(self) -> list[str]:
-        """Return what may end a turn."""
         end = self._end_marker or ""
         return [each for each in (end, end.strip(), *self._writer.end_texts) if each.strip()]
 
     def _before_end(self, text: str) -> str:
-        """Return a text without end markers."""
         while end := next((each for each in self._ends() if text.endswith(each)), None):
             text = text[: -len(end)]
         return text

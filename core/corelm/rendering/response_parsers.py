@@ -252,7 +252,6 @@ def _flat(found: Any) -> Iterator[Any]:
 
 
 def _call(found: Any) -> dict[str, Any]:
-    """Return a call in OpenAI's form."""
     said = found.get("function", found) if isinstance(found, Mapping) else found
     if not isinstance(said, Mapping) or not isinstance(said.get("name"), str):
         raise ResponseFormatError(f"a tool call has no name: {_excerpt(json.dumps(said, ensure_ascii=False))}")
@@ -455,7 +454,6 @@ _HARMONY: Fields = {
 
 
 def _tagged(call: str, dialects: Mapping[str, Fields], *think: str) -> ResponseFormat:
-    """Return the format of a family that thinks between two tags."""
     begin, end = think or ("<think>", "</think>")
     return ResponseFormat(dialects=dialects, marks=(begin, end, call), call=call, think=(begin, end))
 

@@ -470,7 +470,6 @@ class AnswerText:
         return end if self._texts.bytes else length
 
     def _text_of(self, length: int) -> str:
-        """Return the text of the first `length` ids."""
         if length < self._read:
             return self._decode(self._ids[:length])
         text = self._decode(self._ids[self._start : length])

@@ -171,7 +171,6 @@ def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined_parts(content: Sequence[Any]) -> str:
-    """Return the text of a list of text parts; refuse another part."""
     texts: list[str] = []
     for part in content:
         is_text = isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS

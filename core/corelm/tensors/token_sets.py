@@ -38,7 +38,7 @@ class TokenSets:
 
     def __post_init__(self) -> None:
         # `Ragged` checks that the lengths are those of as many positions.
-        object.__setattr__(self, "lengths", self._by_position(self.ids.lengths).lengths)
+        object.__setattr__(self, "lengths", Ragged(self.ids.lengths, self.lengths).lengths)
 
     @classmethod
     def from_list(cls, rows: Iterable[Sequence[Sequence[int] | Tensor]]) -> TokenSets:
@@ -67,7 +67,7 @@ class TokenSets:
     @cached_property
     def counts(self) -> Ragged:
         """int64: the number of ids at each position, as rows."""
-        return self._by_position(self.ids.lengths)
+        return Ragged(self.ids.lengths, self.lengths)
 
     @cached_property
     def flat(self) -> Ragged:
@@ -172,10 +172,7 @@ class TokenSets:
 
     @cached_property
     def _positions(self) -> Ragged:
-        return self._by_position(torch.arange(len(self.ids)))
-
-    def _by_position(self, values: Tensor) -> Ragged:
-        return Ragged(values, self.lengths)
+        return Ragged(torch.arange(len(self.ids)), self.lengths)
 
     def _at(self, positions: Ragged) -> TokenSets:
         return TokenSets(self.ids.select(positions.values), positions.lengths)

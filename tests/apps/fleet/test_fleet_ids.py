@@ -109,7 +109,8 @@ def test_an_answer_that_is_aborted_after_a_loss_fails_alone_if_its_sets_are_not_
     told: list[TokenChunk] = []
     requests: list[GenerateRequest] = []
     with Toys("a", before=lambda engine, hook, request: hook == "generate" and requests.append(request)) as toys:
-        prepare_generation(toys.backend.engine, PROMPTS[:2], CUT, **ASKED, on_tokens=told.append).run()
+        engine = toys.backend.engine
+        engine.call(prepare_generation(engine, PROMPTS[:2], CUT, **ASKED, on_tokens=told.append))
     request = next(each for each in requests if user_rows(each))
     call = PendingCall(request)
     call.teller([0, 1], lambda: None)(TokenChunk(row=0, ids=[5], logprobs=[-0.5]))  # type: ignore[misc]

@@ -66,13 +66,14 @@ def test_a_row_without_a_seed_is_not_sampled_again_once_it_has_streamed() -> Non
         told: list[TokenChunk] = []
         unseeded = {**SAMPLING, "seed": None}
         call = prepare_generation(toys.backend.engine, PROMPTS, unseeded, on_tokens=told.append, on_error="skip")
-        found = call.run()
+        found = toys.backend.engine.call(call)
         assert deaths and found.errors is not None
         failed = [row for row, error in enumerate(found.errors) if error]
         assert len(failed) == 1 and "without a seed" in found.errors[failed[0]]
         with pytest.raises(EngineError):
             deaths.clear()
-            prepare_generation(toys.backend.engine, PROMPTS, unseeded, on_tokens=told.append).run()
+            engine = toys.backend.engine
+            engine.call(prepare_generation(engine, PROMPTS, unseeded, on_tokens=told.append))
 
 
 def test_a_greedy_row_is_sampled_again_without_a_seed() -> None:

@@ -197,7 +197,7 @@ def test_an_engine_that_cannot_abort_finishes_alone():
 
 
 def test_closing_a_stream_that_waits_for_its_turn_waits_for_no_other_call(monkeypatch):
-    monkeypatch.setattr("corelm.backend.streams._PATIENCE", 50 * LONG)
+    monkeypatch.setattr("corelm.backend.streams._GRACE_PERIOD", 50 * LONG)
     backend = dripping(0, abort=True)
     other = backend.submit_generate([[3]], FOUR)
     engine_of(backend).wait_for_calls(1)

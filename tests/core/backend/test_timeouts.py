@@ -126,7 +126,7 @@ def test_closing_does_not_wait_for_ever_for_a_call_whose_caller_has_left():
     leave_a_call_behind(backend, gate)
     for _ in range(2):
         with pytest.raises(BackendTimeoutError):
-            backend.engine.close(patience=0.1)
+            backend.engine.close(grace=0.1)
         assert backend.closed and engine.closed == 0
     with pytest.raises(BackendClosedError):
         backend.generate([[1]], SHORT)
@@ -162,7 +162,7 @@ def test_closing_waits_for_a_call_whose_caller_waits():
     with ThreadPoolExecutor(2) as pool:
         call = pool.submit(backend.generate, [[1]], SHORT)
         gate.wait_for_call()
-        closing = pool.submit(backend.engine.close, patience=0.01)
+        closing = pool.submit(backend.engine.close, grace=0.01)
         with pytest.raises(TimeoutError):
             closing.result(timeout=0.5)
         gate.opened.set()
@@ -190,8 +190,8 @@ def test_closing_a_batcher_in_front_of_a_hung_engine_ends(flush, monkeypatch):
     engine = GatedEngine(permits=0, **all_capabilities(abort=False))
     batcher = DynamicBatcher(Backend.from_plugin(engine, "gated"))
     stop = batcher.dispatcher.stop
-    monkeypatch.setattr("corelm.batching.batcher.PATIENCE", 0.2)
-    monkeypatch.setattr(batcher.dispatcher, "stop", lambda **options: stop(patience=0.2, **options))
+    monkeypatch.setattr("corelm.batching.batcher.GRACE_PERIOD", 0.2)
+    monkeypatch.setattr(batcher.dispatcher, "stop", lambda **options: stop(grace=0.2, **options))
     # With `flush`, only the timeouts end the calls. They must not pass before the first call is in the engine.
     running = batcher.submit_generate([[3]], SEEDED, timeout=2.0 if flush else None)
     engine.wait_for_calls(1)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corelm.batching.scheduling import (
-    LONGEST_PATIENCE,
+    GATHERING,
+    LONGEST_GATHERING,
     LONGEST_TIMEOUT,
-    PATIENCE,
     SHORTEST_TIMEOUT,
     TIMEOUT,
     Limits,
@@ -113,7 +113,7 @@ def test_the_queue_waits_until_all_callers_of_the_last_call_are_back():
     queue = after_a_call(served=3)
     queue.add(ticket(), 10.01)
     queue.add(ticket(), 10.02)
-    assert queue.take(10.02) == [] and queue.wait(10.02) == pytest.approx(PATIENCE)
+    assert queue.take(10.02) == [] and queue.wait(10.02) == pytest.approx(GATHERING)
     queue.add(ticket(), 10.03)
     assert len(queue.take(10.03)) == 3
 
@@ -121,8 +121,8 @@ def test_the_queue_waits_until_all_callers_of_the_last_call_are_back():
 def test_the_queue_stops_waiting_when_no_caller_comes_back():
     queue = after_a_call(served=3)
     queue.add(ticket(), 10.0)
-    assert queue.take(10.0 + PATIENCE * 0.9) == []
-    assert len(queue.take(10.0 + PATIENCE * 1.1)) == 1
+    assert queue.take(10.0 + GATHERING * 0.9) == []
+    assert len(queue.take(10.0 + GATHERING * 1.1)) == 1
 
 
 @each(
@@ -131,10 +131,10 @@ def test_the_queue_stops_waiting_when_no_caller_comes_back():
 )
 def test_waiting_for_callers_ends_after_batching_timeout(given, took, waits):
     queue = after_a_call(served=50, took=took, batching_timeout=given)
-    now, step = 10.0, LONGEST_PATIENCE / 4
+    now, step = 10.0, LONGEST_GATHERING / 4
     while not (batch := queue.take(now)):
         queue.add(ticket(), now)
-        assert queue.wait(now) <= LONGEST_PATIENCE
+        assert queue.wait(now) <= LONGEST_GATHERING
         now += step
     assert now == pytest.approx(10.0 + waits, abs=step + 1e-6)
     assert len(batch) > 3

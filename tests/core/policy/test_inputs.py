@@ -290,6 +290,9 @@ def test_missing_keys_of_the_input_and_of_the_mask_are_named(backend):
         policy(TensorDict(ids=torch.ones(2, 2, dtype=torch.int64)))
     with refused(InvalidRequestError, field="attention_mask_key"):
         LLMPolicy(backend, input_mode="text", attention_mask_key="mask")
+    # The first part of the key is that of a tensor.
+    with refused(MissingKeyError, field="ids.row"):
+        policy.replace(input_key=("ids", "row"))(TensorDict(ids=torch.ones(2, 2, dtype=torch.int64)))
 
 
 def test_a_text_that_begins_with_the_bos_gets_no_second_one():

@@ -107,14 +107,14 @@ class OpenReplica:
     def closed(self) -> bool:
         return self._engine.closed
 
-    def serve(self, request: Request, attended: Callable[[], bool]) -> Result:
+    def serve(self, request: Request, caller_waits: Callable[[], bool]) -> Result:
         """Return the checked result of a request. See `OpenEngine.call`."""
         can = self.capabilities
         seeded = can.per_answer_seeds and not can.seeds_are_costly
         if isinstance(request, GenerateRequest) and request.seeds is None and seeded:
             # Another engine of the fleet takes no seeds, or takes long with them.
             request = replace(request, seeds=torch.randint(2**63 - 1, (len(request.prompts),)))
-        result: Result = self._engine.call(_ReplicaCall(self, request), attended=attended)
+        result: Result = self._engine.call(_ReplicaCall(self, request), caller_waits=caller_waits)
         return result
 
     def load(self, update: WeightUpdate) -> None:
