@@ -157,7 +157,7 @@ class Watch:
         self._earlier: tuple[Answers, ...] = ()
         self._handed_over: Fingerprint | None = None
         self._next: tuple[Fingerprint | None, Answers | None] = (None, None)
-        self._distrusted: str | None = None
+        self._suspect: str | None = None
 
     @property
     def scores(self) -> ProbeScores | None:
@@ -199,7 +199,7 @@ class Watch:
         """
         expected = ProbeScores.make(expect)
         self._require_comparable(expected)
-        if self._engine.weight_version == self._distrusted:
+        if self._engine.weight_version == self._suspect:
             raise self._stale("the last update failed, or the canary has disagreed before")
         try:
             self._compare_with_good(expected)
@@ -256,7 +256,7 @@ class Watch:
 
     def update_failed(self, label: str) -> None:
         """Fail every look at the weights with this label: loading them failed, or the engine disagreed."""
-        self._distrusted, self._handed_over = label, None
+        self._suspect, self._handed_over = label, None
 
     # Asking ----------------------------------------------------------------------------------------------------------
 
@@ -363,7 +363,7 @@ class Watch:
     def _accept(self, label: str, now: Answers, expected: ProbeScores | None) -> None:
         if self._good is not None:
             self._earlier = (*self._earlier[:1], *(*self._earlier[1:], self._good.answers)[-_REMEMBERED:])
-        self._good, self._distrusted = _Good(label, now, expected), None
+        self._good, self._suspect = _Good(label, now, expected), None
 
     def _stale(self, what: str) -> StaleWeightsError:
         return StaleWeightsError(

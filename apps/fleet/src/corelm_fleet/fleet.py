@@ -32,11 +32,11 @@ from corelm.spec import (
 from corelm.validate import invalid, shown
 from corelm.waiting import next_item
 from corelm_fleet.canary import Canary
-from corelm_fleet.lives import open_replica
 from corelm_fleet.parts import Request
 from corelm_fleet.pending import PendingCall
 from corelm_fleet.records import FleetLimits, State, UpdateFailed
 from corelm_fleet.replica import Member, OpenReplica
+from corelm_fleet.replica_runs import open_replica
 from corelm_fleet.routing import LeastWork, Policy
 from corelm_fleet.runner import FleetRunner
 from corelm_fleet.sleeping import sleep_all, wake_all
@@ -106,8 +106,8 @@ class FleetEngine:
         except BaseException:
             self._runner.close()
             raise
-        self.capabilities: Capabilities = self._runner.lives.capabilities
-        self.tokenizer = self._runner.lives.tokenizer
+        self.capabilities: Capabilities = self._runner.runs.capabilities
+        self.tokenizer = self._runner.runs.tokenizer
         stop = threading.Event()
         # The thread holds no reference to the runner, so that a fleet that is dropped can be collected.
         watcher = threading.Thread(
@@ -150,7 +150,7 @@ class FleetEngine:
     @hookimpl
     def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
         failure: CoreLMError | None = None
-        for replica in self._runner.lives.each_running():
+        for replica in self._runner.runs.each_running():
             try:
                 tokens: TokenizeResult = replica.backend.engine.call(Call("tokenize", request))
                 return tokens
@@ -184,7 +184,7 @@ class FleetEngine:
             raise invalid("weights", f"no engine of the fleet took them, {self._still_has()}: {reasons}")
         if not ended.reasons:
             raise EngineError("no engine of the fleet is left", usable=False)
-        kind = StaleWeightsError if self._runner.lives.stale >= ended.reasons.keys() else EngineError
+        kind = StaleWeightsError if self._runner.runs.disagreed >= ended.reasons.keys() else EngineError
         raise kind(f"no engine of the fleet has the new weights, {self._still_has()}: {reasons}")
 
     @hookimpl
@@ -200,7 +200,7 @@ class FleetEngine:
     @hookimpl
     def health(self, request: HealthRequest) -> bool:
         state = self._runner.state
-        able = (State.HEALTHY,) if state.updating is None else (State.HEALTHY, State.STALE)
+        able = (State.HEALTHY,) if state.updating is None else (State.HEALTHY, State.LOADING)
         return any(replica.state in able for replica in list(state.replicas.values()))
 
     @hookimpl
@@ -227,7 +227,7 @@ class FleetEngine:
 
     def _still_has(self) -> str:
         """Return which weights the fleet has after an update that no engine took."""
-        states = [each.backend.engine.weights.state for each in list(self._runner.lives.running.values())]
+        states = [each.backend.engine.weights.state for each in list(self._runner.runs.running.values())]
         if states and all(state.without_weights for state in states):
             return "and it still has no weights; call update_weights with a set that fits"
         return "and the old ones are in force"
@@ -238,7 +238,7 @@ class FleetEngine:
         while not all(replica.state is State.HEALTHY for replica in list(replicas.values())):
             for replica in list(replicas.values()):
                 if replica.state in (State.DEAD, State.GONE):
-                    if replica.name not in self._runner.lives.stale:
+                    if replica.name not in self._runner.runs.disagreed:
                         raise EngineError(f"{replica.name} failed when the fleet was opened: {replica.why}")
                     others = [each.name for each in replicas.values() if each.state is State.HEALTHY]
                     raise invalid(

@@ -32,14 +32,14 @@ class Told:
     """What the caller was handed of one answer while it was sampled.
 
     Attributes:
-        flights: how often the row was sent to a replica.
+        dispatches: how often the row was sent to a replica.
         ended: nothing more is handed over.
         strayed: a later sampling of the row gave other tokens than those handed over.
     """
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    flights: int = 0
+    dispatches: int = 0
     ended: bool = False
     strayed: bool = False
 
@@ -103,9 +103,9 @@ class PendingCall:
     # Rows -------------------------------------------------------------------------------------------------------------
 
     @property
-    def open_rows(self) -> list[int]:
-        """The rows that are not settled."""
-        return list(self._open)
+    def numbers(self) -> range:
+        """The fleet's numbers of the rows."""
+        return range(self.first, self.first + self.rows)
 
     def groups(self, rows: Sequence[int]) -> list[Group]:
         """Return rows for routing. Samples of one prompt are in one group; numbers are the fleet's."""
@@ -134,7 +134,7 @@ class PendingCall:
     def fail_all(self, error: Exception) -> None:
         """Fail the whole call."""
         self._error = self._error or error
-        self._settled(self.open_rows)
+        self._settled(list(self._open))
 
     def leave_out(self, row: int) -> bool:
         """Settle a row that must not be sent, and return whether it was one.
@@ -156,7 +156,7 @@ class PendingCall:
             return False
         return True
 
-    # For flights ------------------------------------------------------------------------------------------------------
+    # For dispatches ---------------------------------------------------------------------------------------------------
 
     def seconds_left(self) -> float | None:
         """Return how many seconds of the timeout are left; None without a timeout."""
@@ -172,7 +172,7 @@ class PendingCall:
         return self._context.copy().run(run)
 
     def teller(self, rows: Sequence[int], producing: Callable[[], object]) -> Callable[[TokenChunk], None] | None:
-        """Return what takes the chunks of a flight with these rows; None if the caller does not read along.
+        """Return what takes the chunks of a dispatch with these rows; None if the caller does not read along.
 
         A row that was in flight before begins again: what its caller has been handed is not handed over twice.
         `producing` is called at the first chunk.
@@ -183,7 +183,7 @@ class PendingCall:
         seen = [0] * len(rows)
         began = False
         for row in rows:
-            self._told[row].flights += 1
+            self._told[row].dispatches += 1
 
         def tell(chunk: TokenChunk) -> None:
             nonlocal began
@@ -245,7 +245,7 @@ class PendingCall:
 
         Rows that were sampled again may have log-probs that differ in the last bit, because other rows shared the call.
         """
-        again = [row for row in part.rows if self._told and self._told[row].flights > 1 and self._told[row].ids]
+        again = [row for row in part.rows if self._told and self._told[row].dispatches > 1 and self._told[row].ids]
         result = part.result
         if not again or not isinstance(result, GenerateResult):
             return part

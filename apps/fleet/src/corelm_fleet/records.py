@@ -1,8 +1,9 @@
 """What the fleet's state machine knows and decides: states and their transitions, limits, decisions.
 
-A *replica* is one engine of the fleet. Each start of it is a *life*, and reports of an earlier life are ignored. A
-*row* is one answer to sample or one sequence to score. A *flight* is the rows that one call took to a replica. The
-*epoch* of weights counts the updates: 0 are the weights that every replica is started with.
+A *replica* is one engine of the fleet. Each start of it is a *run*, and reports of an earlier run are ignored. A
+*row* is one answer to sample or one sequence to score. A *dispatch* is the rows that one call took to a replica. The
+*epoch* of weights counts the updates: 0 are the weights that every replica is started with. An *isolated retry* sends a
+row alone that was in flight when a replica was lost.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class State(enum.Enum):
     """The state of a replica. Only a HEALTHY one gets rows."""
 
     JOINING = "joining"  # it is being started for the first time
-    STALE = "stale"  # it runs, but has not loaded the current weights, or its canary has not agreed yet
+    LOADING = "loading"  # it runs, but has not loaded the current weights, or its canary has not agreed yet
     HEALTHY = "healthy"  # it has the current weights, and its canary agreed
     SUSPECT = "suspect"  # it runs, but does not answer; its rows may be taken back
     DEAD = "dead"  # it has ended, and waits until it may be started again
@@ -32,16 +33,31 @@ class State(enum.Enum):
 #: States in which a replica is being started.
 STARTING = (State.JOINING, State.RESTARTING)
 
-#: What each state may become. The methods of `FleetState` say when.
-TRANSITIONS: dict[State, tuple[State, ...]] = {
-    State.JOINING: (State.STALE, State.DEAD, State.GONE),
-    State.STALE: (State.HEALTHY, State.DEAD, State.GONE),
-    State.HEALTHY: (State.STALE, State.SUSPECT, State.DRAINING, State.DEAD),
-    State.SUSPECT: (State.HEALTHY, State.STALE, State.DEAD, State.GONE),
-    State.DRAINING: (State.GONE,),
-    State.DEAD: (State.RESTARTING, State.GONE),
-    State.RESTARTING: (State.STALE, State.DEAD, State.GONE),
-    State.GONE: (),
+_STARTED = {State.LOADING: "it has started", State.DEAD: "it did not start", State.GONE: "it was told to leave"}
+#: What each state may become, and why.
+TRANSITIONS: dict[State, dict[State, str]] = {
+    State.JOINING: _STARTED,
+    State.LOADING: {
+        State.HEALTHY: "its canary agreed with the current weights",
+        State.DEAD: "it ended, was silent for long, or refused or failed to load; or its canary disagreed",
+        State.GONE: "it was told to leave",
+    },
+    State.HEALTHY: {
+        State.LOADING: "an update began and its rows are done, or it was woken",
+        State.SUSPECT: "it missed health checks",
+        State.DRAINING: "it was told to leave",
+        State.DEAD: "it ended, or failed too many calls in a row",
+    },
+    State.SUSPECT: {
+        State.HEALTHY: "it passed a health check",
+        State.LOADING: "it passed a health check, and an update has begun meanwhile",
+        State.DEAD: "it ended, or was silent for too long",
+        State.GONE: "it was told to leave",
+    },
+    State.DRAINING: {State.GONE: "its rows are done, or it ended or was silent"},
+    State.DEAD: {State.RESTARTING: "its backoff is over", State.GONE: "it was told to leave, or restarted too often"},
+    State.RESTARTING: _STARTED,
+    State.GONE: {},
 }
 
 
@@ -96,7 +112,7 @@ class FleetLimits:
             object.__setattr__(self, each.name, checked)
 
 
-class Life(NamedTuple):
+class ReplicaRun(NamedTuple):
     """One start of a replica: 1 is the first."""
 
     replica: str
@@ -110,21 +126,21 @@ class Life(NamedTuple):
 class Start:
     """Start the replica, then call `opened`, or `died` if it does not start. It begins with the weights of epoch 0."""
 
-    life: Life
+    run: ReplicaRun
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
     """End the replica's processes and threads, and discard what it still returns."""
 
-    life: Life
+    run: ReplicaRun
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """Load the weights of the epoch, then call `loaded`, `load_refused` or `died`."""
 
-    life: Life
+    run: ReplicaRun
     epoch: int
 
 
@@ -132,24 +148,22 @@ class Load:
 class AskCanary:
     """Run the canary of the epoch, then call `canary`."""
 
-    life: Life
+    run: ReplicaRun
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give these rows what their flight returned; they are done. Discard the rest of what it returned."""
+    """Give these rows what their dispatch returned; they are done. Discard the rest of what it returned."""
 
     rows: tuple[int, ...]
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
     """Abort these rows on the replica if it still listens. They were sent elsewhere, failed, or were cancelled."""
 
-    life: Life
-    flight: int
+    dispatch: int
     rows: tuple[int, ...]
 
 

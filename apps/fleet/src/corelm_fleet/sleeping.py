@@ -19,7 +19,7 @@ from corelm.errors import (
     message,
 )
 from corelm.spec import SleepRequest, WakeRequest
-from corelm_fleet.records import STARTING, Life, State
+from corelm_fleet.records import STARTING, ReplicaRun, State
 from corelm_fleet.replica import OpenReplica
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _wake_with_weights(replica: OpenReplica) -> None:
 
 def _await_started(runner: FleetRunner) -> None:
     """Wait until no engine is being started or loads weights. The limits of the fleet bound this."""
-    busy = (*STARTING, State.STALE)
+    busy = (*STARTING, State.LOADING)
     while not runner.closed and any(each.state in busy for each in list(runner.state.replicas.values())):
         runner.do(runner.state.tick)
         time.sleep(_LOOK)
@@ -88,20 +88,20 @@ def _each(runner: FleetRunner, job: Callable[[OpenReplica], None], what: str) ->
         CapabilityError, InvalidRequestError: an engine refused.
         EngineError: all failed.
     """
-    running = dict(runner.lives.running)
-    futures = {life: in_thread(partial(job, each), f"corelm-fleet-{life.replica}") for life, each in running.items()}
+    running = dict(runner.runs.running)
+    futures = {run: in_thread(partial(job, each), f"corelm-fleet-{run.replica}") for run, each in running.items()}
     late = wait(futures.values(), runner.state.limits.load).not_done
-    failures: dict[Life, BaseException] = {}
+    failures: dict[ReplicaRun, BaseException] = {}
     refusals: list[CapabilityError | InvalidRequestError] = []
-    for life, future in futures.items():
+    for run, future in futures.items():
         error = TimeoutError(f"not within {runner.state.limits.load:g} s") if future in late else future.exception()
         if isinstance(error, _REFUSALS):
             refusals.append(error)
         elif error is not None:
-            failures[life] = error
-            runner.do(runner.state.died, life, why=f"{what}: {message(error)}")
+            failures[run] = error
+            runner.do(runner.state.died, run, why=f"{what}: {message(error)}")
     if failures and len(failures) == len(futures):
-        reasons = first_few([f"{life.replica}: {brief(message(error))}" for life, error in failures.items()])
+        reasons = first_few([f"{run.replica}: {brief(message(error))}" for run, error in failures.items()])
         stale = all(isinstance(error, StaleWeightsError) for error in failures.values())
         raise (StaleWeightsError if stale else EngineError)(f"no engine of the fleet is left: {reasons}", usable=None)
     if refusals:

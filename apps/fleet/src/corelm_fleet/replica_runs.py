@@ -1,11 +1,11 @@
-"""`Lives`: starts, stops and loads the engines of a fleet, and asks their canaries, as the state machine decides."""
+"""`ReplicaRuns`: starts, stops and loads the engines of a fleet, and asks their canaries, as its state decides."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from corelm.spec import CloseRequest, WeightUpdate
 from corelm.validate import invalid
 from corelm_fleet.agreement import capabilities_of_all, facts, require_alike
 from corelm_fleet.canary import Canary
-from corelm_fleet.records import STARTING, Life, State
+from corelm_fleet.records import STARTING, ReplicaRun, State
 from corelm_fleet.replica import Member, OpenReplica, Said
 from corelm_fleet.state import FleetState
 from corelm_fleet.tokenizer import FleetTokenizer
@@ -26,19 +26,20 @@ _log = logging.getLogger(__name__)
 _LOOK = 0.05
 
 
-class Lives:
+class ReplicaRuns:
     """The open engines of a fleet. Each job runs on a separate thread and reports to the state machine.
 
     Args:
-        members, opened, canary: see `FleetRunner`.
+        opened, canary: see `FleetRunner`.
         lock: held around every event of the state machine.
         report: takes an event of the state machine and its arguments.
 
     Attributes:
+        members: how each replica is opened.
         capabilities: what all can do.
         tokenizer: stands for their tokenizers.
         running: the engines that are open.
-        stale: the replicas whose canary has disagreed since the fleet was opened or the last update began.
+        disagreed: the replicas whose canary has disagreed since the fleet was opened or the last update began.
         ended: whether the fleet is closed or the program ends, so that nothing is started any more.
 
     Raises:
@@ -47,24 +48,23 @@ class Lives:
 
     def __init__(
         self,
-        members: Iterable[Member],
         opened: Mapping[str, OpenReplica],
         canary: Canary,
         state: FleetState,
         lock: threading.RLock,
         report: Callable[..., None],
     ) -> None:
-        self._members = {member.name: member for member in members}
+        self.members: dict[str, Member] = {}
         self._opened, self._canary = dict(opened), canary
         self._state, self._lock, self._report = state, lock, report
-        self.running: dict[Life, OpenReplica] = {}
-        self.stale: set[str] = set()
+        self.running: dict[ReplicaRun, OpenReplica] = {}
+        self.disagreed: set[str] = set()
         self.ended = False
         self._stopping: dict[str, threading.Event] = {}
         self._weights = KeptWeights()
         self._references: dict[int, Said] = {}
         # The replicas that were there when the owner of the weights changed them.
-        self._witnesses: frozenset[Life] = frozenset()
+        self._witnesses: frozenset[ReplicaRun] = frozenset()
         self._name, first = next(iter(opened.items()))
         self._facts = facts(first.backend)
         for name, replica in opened.items():
@@ -74,7 +74,7 @@ class Lives:
         self.tokenizer = FleetTokenizer(lambda: [each.tokenizer for each in self.replicas()], self._each_tokenizer)
 
     def replicas(self) -> list[OpenReplica]:
-        """Return the engines that run; those that have not been given a life yet, at first."""
+        """Return the engines that run; those that have not been given a run yet, at first."""
         return list(self.running.values()) or list(self._opened.values())
 
     def each_running(self) -> Iterator[OpenReplica]:
@@ -90,14 +90,10 @@ class Lives:
                 return
             time.sleep(_LOOK)
 
-    def admit(self, member: Member) -> None:
-        """Know how a replica is opened that will join."""
-        self._members[member.name] = member
-
     def begin_update(self, epoch: int, update: WeightUpdate) -> None:
         """Keep the weights of an epoch that is being loaded."""
         self._weights.begin(epoch, self._state.epoch, update)
-        self.stale.clear()
+        self.disagreed.clear()
         if update.by_owner:
             self._witnesses = frozenset(self.running)
 
@@ -106,77 +102,78 @@ class Lives:
         self._weights.end(epoch)
         self._references = {each: said for each, said in self._references.items() if each == epoch}
 
-    def begin_stop(self, life: Life) -> OpenReplica | None:
-        """Take an engine out of service. Its next life does not start before `stop` has ended this one."""
-        replica = self.running.pop(life, None)
+    def begin_stop(self, run: ReplicaRun) -> OpenReplica | None:
+        """Take an engine out of service. Its next run does not start before `stop` has ended this one."""
+        replica = self.running.pop(run, None)
         if replica is not None:
             self._last_tokenizer = replica.tokenizer
-            self._stopping[life.replica] = threading.Event()
+            self._stopping[run.replica] = threading.Event()
         return replica
 
     # Jobs -------------------------------------------------------------------------------------------------------------
 
-    def start(self, life: Life) -> None:
+    def start(self, run: ReplicaRun) -> None:
         """Open an engine."""
-        name = life.replica
+        name = run.replica
         try:
             if (stopping := self._stopping.get(name)) is not None:
                 stopping.wait()
             replica = self._opened.pop(name, None)
             if replica is None:
-                replica = open_replica(self._members[name], self._canary)
+                replica = open_replica(self.members[name], self._canary)
                 try:
                     self._require_same(name, replica)
                 except BaseException:
                     replica.close(by_force=True)
                     raise
         except BaseException as error:
-            self._report(self._state.died, life, why=f"it did not start: {message(error)}")
+            self._report(self._state.died, run, why=f"it did not start: {message(error)}")
             return
         with self._lock:
             known = self._state.replicas[name]
-            wanted = known.life == life and known.state in STARTING and not self.ended
+            wanted = known.run == run and known.state in STARTING and not self.ended
             if wanted:
-                self.running[life] = replica
+                self.running[run] = replica
         if wanted:
-            self._report(self._state.opened, life)
+            most = None if replica.capabilities.concurrent_calls else 1
+            self._report(self._state.opened, run, most_dispatches=most)
         else:
             replica.close(by_force=True)
 
-    def stop(self, life: Life, replica: OpenReplica, by_force: bool) -> None:
+    def stop(self, run: ReplicaRun, replica: OpenReplica, by_force: bool) -> None:
         """End an engine that `begin_stop` returned."""
         try:
             replica.close(by_force)
         finally:
-            self._stopping[life.replica].set()
+            self._stopping[run.replica].set()
 
-    def load(self, life: Life, epoch: int) -> None:
+    def load(self, run: ReplicaRun, epoch: int) -> None:
         """Load the weights of an epoch."""
-        replica = self.running.get(life)
+        replica = self.running.get(run)
         if replica is None:
             return
         try:
             with self._lock:
-                updates = self._weights.to(epoch, self._state.replicas[life.replica].weights)
+                updates = self._weights.to(epoch, self._state.replicas[run.replica].weights)
             for update in updates:
-                if update.by_owner and life not in self._witnesses and self._references.get(epoch) is None:
+                if update.by_owner and run not in self._witnesses and self._references.get(epoch) is None:
                     raise EngineError(
                         "the owner of the weights has changed them before it was started, and nothing shows whether it "
                         "has them; use update_weights on the fleet"
                     )
                 replica.load(update)
         except (InvalidRequestError, CapabilityError) as error:
-            self._report(self._state.load_refused, life, epoch, why=message(error))
+            self._report(self._state.load_refused, run, epoch, why=message(error))
         except BaseException as error:
             if isinstance(error, StaleWeightsError):
-                self.stale.add(life.replica)
-            self._report(self._state.died, life, why=f"it did not load its weights: {message(error)}")
+                self.disagreed.add(run.replica)
+            self._report(self._state.died, run, why=f"it did not load its weights: {message(error)}")
         else:
-            self._report(self._state.loaded, life, epoch)
+            self._report(self._state.loaded, run, epoch)
 
-    def ask(self, life: Life, epoch: int) -> None:
+    def ask(self, run: ReplicaRun, epoch: int) -> None:
         """Ask the canary of an epoch. The first replica to answer says what the others are compared with."""
-        replica = self.running.get(life)
+        replica = self.running.get(run)
         if replica is None:
             return
         try:
@@ -187,12 +184,12 @@ class Lives:
             if expected is None and known is not said:
                 replica.look(known)
         except StaleWeightsError as error:
-            self.stale.add(life.replica)
-            self._report(self._state.canary, life, epoch, False, why=message(error))
+            self.disagreed.add(run.replica)
+            self._report(self._state.canary, run, epoch, False, why=message(error))
         except BaseException as error:
-            self._report(self._state.died, life, why=f"its canary could not ask it: {message(error)}")
+            self._report(self._state.died, run, why=f"its canary could not ask it: {message(error)}")
         else:
-            self._report(self._state.canary, life, epoch, True)
+            self._report(self._state.canary, run, epoch, True)
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
