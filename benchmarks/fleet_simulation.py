@@ -19,8 +19,7 @@ from typing import Any
 
 from corelm_fleet.records import AskCanary, Decision, Deliver, Fail, FleetLimits, Start, State
 from corelm_fleet.routing import PROMPT_TOKEN, Group, Loads, Policy, assign
-from corelm_fleet.rows import Dispatch
-from corelm_fleet.state import FleetState
+from corelm_fleet.state import Dispatch, FleetState
 
 SLOTS, SPEED, ROW_SPEED, CACHED = 16, 400.0, 50.0, 60_000
 #: The longest answer; samples of a group; the mean number of turns of a session.

@@ -17,7 +17,7 @@ from corelm.spec import Capabilities, WeightUpdate
 from corelm_fleet.agreement import capabilities_of_all
 from corelm_fleet.fleet import FleetEngine
 from corelm_fleet.replica import Member
-from corelm_fleet.weights import KeptWeights
+from corelm_fleet.replica_runs import KeptWeights
 from corelm_testing.toy import ToyBackend
 from helpers.adapter_toys import ADD, CONFIG, AdapterToy, true_scores
 from helpers.adapter_toys import TABLE as ADAPTER_TABLE

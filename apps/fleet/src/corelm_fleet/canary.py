@@ -46,9 +46,8 @@ from corelm.errors import (
 )
 from corelm.spec import WeightUpdate
 from corelm.validate import invalid, shown
-from corelm_fleet.answers import Answers, Questions, Sampled, Scores, apart
 from corelm_fleet.fingerprints import Fingerprint, differ_much, fingerprint
-from corelm_fleet.probes import Probe, ProbeScores, probe_scores
+from corelm_fleet.probes import Answers, Probe, ProbeScores, Questions, Sampled, Scores, apart, probe_scores
 
 __all__ = ["Canary", "ProbeScores", "Watch", "canary_of", "probe_scores", "watch"]
 

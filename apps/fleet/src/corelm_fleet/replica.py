@@ -18,10 +18,9 @@ from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequ
 from corelm.spec import GenerateRequest, WeightUpdate
 from corelm_engine_kit.joining import Result
 from corelm_fleet.agreement import require_plain
-from corelm_fleet.answers import Sampled
 from corelm_fleet.canary import Canary, Watch
-from corelm_fleet.parts import Request
-from corelm_fleet.probes import Probe, ProbeScores
+from corelm_fleet.pending import Request
+from corelm_fleet.probes import Probe, ProbeScores, Sampled
 
 #: Seconds that an engine has to finish its calls when it is closed, and seconds after which it is ended by force.
 _FINISH, _CLOSE = 2.0, 10.0

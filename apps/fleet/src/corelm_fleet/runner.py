@@ -34,8 +34,7 @@ from corelm.errors import (
 )
 from corelm.spec import GenerateResult, WeightUpdate
 from corelm_fleet.canary import Canary
-from corelm_fleet.parts import request_of_rows
-from corelm_fleet.pending import PendingCall
+from corelm_fleet.pending import PendingCall, request_of_rows
 from corelm_fleet.records import (
     Abandon,
     AskCanary,
@@ -45,18 +44,18 @@ from corelm_fleet.records import (
     FleetLimits,
     Load,
     ReplicaRun,
+    ReplicaStatus,
     Start,
     State,
     Stop,
+    Throughput,
     Updated,
     UpdateFailed,
 )
 from corelm_fleet.replica import Member, OpenReplica
 from corelm_fleet.replica_runs import ReplicaRuns
 from corelm_fleet.routing import Loads, Policy, assign
-from corelm_fleet.rows import Dispatch
-from corelm_fleet.state import FleetState
-from corelm_fleet.status import ReplicaStatus, Throughput
+from corelm_fleet.state import Dispatch, FleetState
 
 _log = logging.getLogger(__name__)
 

@@ -1,10 +1,13 @@
+from .channel import Callbacks as Callbacks
 from .channel import Frame as Frame
+from .channel import Host as Host
 from .channel import Kind as Kind
+from .channel import Transport as Transport
 from .connection import Connection as Connection
 from .engine import HostedEngine as HostedEngine
 from .engine import check_option as check_option
 from .engine import portable_model as portable_model
-from .failures import Failure as Failure
+from .packing import Failure as Failure
 from .packing import Packed as Packed
 from .packing import pack as pack
 from .packing import unpack as unpack
@@ -13,8 +16,5 @@ from .process import find_interpreter as find_interpreter
 from .server import Call as Call
 from .server import EngineServer as EngineServer
 from .server import Opened as Opened
+from .server import Session as Session
 from .server import open_server as open_server
-from .session import Session as Session
-from .transport import Callbacks as Callbacks
-from .transport import Host as Host
-from .transport import Transport as Transport

@@ -19,9 +19,8 @@ from typing import Any, NoReturn
 from corelm._version import __version__
 from corelm.spec import API_VERSION
 from corelm_fleet.hosting.channel import WIRE_VERSION, Channel, Frame, Kind
-from corelm_fleet.hosting.failures import Failure
-from corelm_fleet.hosting.server import EngineServer, open_server
-from corelm_fleet.hosting.session import Session, send_value, value_of
+from corelm_fleet.hosting.packing import Failure
+from corelm_fleet.hosting.server import EngineServer, Session, open_server, send_value, value_of
 
 #: Seconds that an engine has to close after the parent has ended.
 CLOSE_TIMEOUT = 5.0

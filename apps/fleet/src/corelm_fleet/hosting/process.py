@@ -30,10 +30,9 @@ from corelm.errors import (
 )
 from corelm.spec import API_VERSION
 from corelm.validate import invalid, shown
-from corelm_fleet.hosting.channel import WIRE_VERSION, Channel
+from corelm_fleet.hosting.channel import WIRE_VERSION, Callbacks, Channel
 from corelm_fleet.hosting.connection import Connection
 from corelm_fleet.hosting.server import Call
-from corelm_fleet.hosting.transport import Callbacks
 
 _log = logging.getLogger(__name__)
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from corelm.application import OUT_OF_TURN, hooks_of, open_plugin, to_containers
-from corelm.errors import CapabilityError
+from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, described
 from corelm.spec import AbortRequest, Capabilities, CloseRequest
-from corelm_fleet.hosting.failures import Failure
+from corelm_fleet.hosting.channel import Frame, Kind, Transport
+from corelm_fleet.hosting.packing import Failure, pack
 from corelm_fleet.hosting.tokenizer import TokenizerServer
 
 #: Threads for calls that an engine computes in. Each is started when it is needed.
@@ -213,3 +215,66 @@ def open_server(
 
 def _teller(tell: Tell, name: str) -> Callable[..., None]:
     return lambda *args: tell(name, args)
+
+
+class Session:
+    """Serves the frames of one caller. An engine may have several callers. The transport takes the answers."""
+
+    def __init__(self, server: EngineServer, transport: Transport) -> None:
+        self._server, self._transport = server, transport
+        #: The numbers of the calls that have not ended. Two callers number their calls alike.
+        self._under_way: set[int] = set()
+
+    def handle(self, frame: Frame) -> None:
+        """Begin what a frame asks for; return at once."""
+        number = frame.call
+        if frame.kind is Kind.FORGET:
+            self._server.forget((self, number))
+            return
+        self._under_way.add(number)
+        try:
+            answer, tell = partial(self._answer, number), partial(self._tell, number)
+            self._server.start((self, number), value_of(frame), answer, tell)
+        except Exception as error:
+            # The call cannot be read, or the system has no room for another thread.
+            self._answer(number, Failure.of(error))
+
+    def end(self) -> None:
+        """Abort the calls of a caller that is gone."""
+        for number in list(self._under_way):
+            self._server.forget((self, number))
+
+    def _answer(self, number: int, result: Any) -> None:
+        self._under_way.discard(number)
+        send_value(self._transport, Kind.ERROR if isinstance(result, Failure) else Kind.RESULT, number, result)
+
+    def _tell(self, number: int, name: str, args: tuple[Any, ...]) -> None:
+        send_value(self._transport, Kind.EVENT, number, (name, args))
+
+
+def send_value(transport: Transport, kind: Kind, number: int, value: Any) -> None:
+    """Send a frame with a value. If the value cannot be packed, send the reason as an error."""
+    try:
+        packed = pack(value)
+    except Exception as error:
+        kind, packed = Kind.ERROR, pack(Failure.of(error))
+    # If the caller has ended, the one who receives notices it.
+    with suppress(OSError):
+        transport.send_packed(kind, number, packed)
+
+
+def value_of(frame: Frame) -> Any:
+    """Return the value of a frame.
+
+    Raises:
+        InvalidRequestError: it cannot be read here.
+    """
+    try:
+        return frame.value()
+    except CoreLMError:
+        raise
+    except Exception as error:
+        raise InvalidRequestError(
+            f"the process that holds the engine cannot read what it was sent: {described(error)}. Functions and "
+            "classes have to be importable there"
+        ) from error
