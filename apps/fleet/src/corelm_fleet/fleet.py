@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ from corelm_fleet.canary import Canary
 from corelm_fleet.pending import PendingCall, Request
 from corelm_fleet.records import STARTING, FleetLimits, ReplicaRun, ReplicaStatus, State, UpdateFailed
 from corelm_fleet.replica import Member, OpenReplica
-from corelm_fleet.replica_runs import open_replica, own_copy
+from corelm_fleet.replica_runs import own_copy
 from corelm_fleet.routing import LeastWork, Policy
 from corelm_fleet.runner import FleetRunner
 
@@ -102,19 +102,13 @@ class FleetEngine:
         if limits is not None and not isinstance(limits, FleetLimits):
             raise invalid("fleet_limits", f"expected corelm_fleet.FleetLimits(…), got {shown(limits)}")
         self.name = name
-        options = canary or Canary()
-        opened = _open_all(members, options)
+        self._runner = FleetRunner(members, limits or FleetLimits(), canary or Canary(), policy or LeastWork())
         try:
-            self._runner = FleetRunner(members, opened, limits or FleetLimits(), options, policy or LeastWork())
-        except BaseException:
-            _close_all(list(opened.values()))
-            raise
-        try:
-            self._await_all()
+            self.capabilities: Capabilities = self._opened()
+            self._await_canaries()
         except BaseException:
             self._runner.close()
             raise
-        self.capabilities: Capabilities = self._runner.runs.capabilities
         self.tokenizer = self._runner.runs.tokenizer
         stop = threading.Event()
         # The thread holds no reference to the runner, so that a fleet that is dropped can be collected.
@@ -287,7 +281,26 @@ class FleetEngine:
             return "and it still has no weights; call update_weights with a set that fits"
         return "and the old ones are in force"
 
-    def _await_all(self) -> None:
+    def _opened(self) -> Capabilities:
+        """Wait until every engine is open, and return what all can do.
+
+        Raises:
+            CoreLMError: one did not open; the message names it.
+            InvalidRequestError: two would not answer alike.
+        """
+        runner = self._runner
+        while any(each.state is State.JOINING for each in list(runner.state.replicas.values())):
+            if runner.delayed:
+                raise EngineError("opening the engines needs threads: the system has no room for them", usable=True)
+            time.sleep(_LOOK)
+        for name in runner.runs.members:
+            if (error := runner.runs.failures.get(name)) is not None:
+                if isinstance(error, CoreLMError):
+                    error.args = (f"{name}: {error.args[0]}", *error.args[1:])
+                raise error
+        return runner.runs.agree()
+
+    def _await_canaries(self) -> None:
         """Wait until the canary of every engine has agreed."""
         replicas = self._runner.state.replicas
         while not all(replica.state is State.HEALTHY for replica in list(replicas.values())):
@@ -309,37 +322,6 @@ def _wake_with_weights(replica: OpenReplica) -> None:
     replica.backend.wake()
     if not replica.backend.engine.weights.answers:
         raise EngineError("it has dropped its weights, and another engine refused to sleep", usable=False)
-
-
-def _open_all(members: Sequence[Member], canary: Canary) -> dict[str, OpenReplica]:
-    """Open all engines at once. If one does not open, close the others.
-
-    Raises:
-        CoreLMError: one did not open; the message names it.
-    """
-    futures: dict[str, Future[OpenReplica]] = {}
-    try:
-        for member in members:
-            futures[member.name] = in_thread(partial(open_replica, member, canary), f"corelm-open-{member.name}")
-        wait(futures.values())
-        return {name: future.result() for name, future in futures.items()}
-    except BaseException as error:
-        for future in futures.values():
-            # An engine that is still being opened, after an interrupt, is closed when it is open.
-            future.add_done_callback(_close_opened)
-        named = next((name for name, each in futures.items() if each.done() and each.exception() is not None), None)
-        if isinstance(error, CoreLMError) and named is not None:
-            error.args = (f"{named}: {error.args[0]}", *error.args[1:])
-        raise
-
-
-def _close_opened(future: Future[OpenReplica]) -> None:
-    if future.exception() is None:
-        future.result().close(by_force=False)
-
-
-def _close_all(replicas: Sequence[OpenReplica]) -> None:
-    wait([in_thread(partial(replica.close, False), "corelm-fleet-close") for replica in replicas])
 
 
 def _watch_over(runner: weakref.ref[FleetRunner], stop: threading.Event) -> None:

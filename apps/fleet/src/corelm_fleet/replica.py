@@ -17,7 +17,6 @@ from corelm.application import Aborts, Call
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.spec import GenerateRequest, WeightUpdate
 from corelm_engine_kit.joining import Result
-from corelm_fleet.agreement import require_plain
 from corelm_fleet.canary import Canary, Watch
 from corelm_fleet.pending import Request
 from corelm_fleet.probes import Probe, ProbeScores, Sampled
@@ -86,7 +85,10 @@ class OpenReplica:
     """
 
     def __init__(self, member: Member, plugin: Any, canary: Canary) -> None:
-        require_plain(member.name, plugin)
+        if hasattr(plugin, "to_containers"):
+            # Rows of several engines go into one container.
+            what = f"{member.name} makes its own containers; open it without a fleet"
+            raise CapabilityError(what, capability="to_containers")
         self._member, self._plugin = member, plugin
         self.backend = Backend.from_plugin(plugin, member.name)
         self.capabilities = self.backend.capabilities

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError, StaleWeightsError, brief, message
-from corelm.spec import CloseRequest, WeightUpdate, whole_tensor
+from corelm.spec import Capabilities, CloseRequest, WeightUpdate, whole_tensor
 from corelm.validate import invalid
 from corelm_fleet.agreement import capabilities_of_all, facts, require_alike
 from corelm_fleet.canary import Canary
@@ -32,33 +32,29 @@ class ReplicaRuns:
     """The open engines of a fleet. Each job runs on a separate thread and reports to the state machine.
 
     Args:
-        opened, canary: see `FleetRunner`.
+        canary: see `FleetEngine`.
         lock: held around every event of the state machine.
         report: takes an event of the state machine and its arguments.
 
     Attributes:
         members: how each replica is opened.
-        capabilities: what all can do.
+        failures: why replicas did not start, until the fleet is open.
         tokenizer: stands for their tokenizers.
         running: the engines that are open.
         disagreed: the replicas whose canary has disagreed since the fleet was opened or the last update began.
         ended: whether the fleet is closed or the program ends, so that nothing is started any more.
-
-    Raises:
-        InvalidRequestError: two of them would not answer alike.
     """
 
     def __init__(
         self,
-        opened: Mapping[str, OpenReplica],
         canary: Canary,
         state: FleetState,
         lock: threading.RLock,
         report: Callable[..., None],
     ) -> None:
         self.members: dict[str, Member] = {}
-        self._opened, self._canary = dict(opened), canary
-        self._state, self._lock, self._report = state, lock, report
+        self.failures: dict[str, BaseException] = {}
+        self._canary, self._state, self._lock, self._report = canary, state, lock, report
         self.running: dict[ReplicaRun, OpenReplica] = {}
         self.disagreed: set[str] = set()
         self.ended = False
@@ -67,23 +63,29 @@ class ReplicaRuns:
         self._references: dict[int, Said] = {}
         # The replicas that were there when the owner of the weights changed them.
         self._witnesses: frozenset[ReplicaRun] = frozenset()
-        self._name, first = next(iter(opened.items()))
-        self._facts = facts(first.backend)
-        for name, replica in opened.items():
-            require_alike(self._name, self._facts, name, facts(replica.backend))
-        self.capabilities = capabilities_of_all([replica.capabilities for replica in opened.values()])
-        self._last_tokenizer = first.tokenizer
-        self.tokenizer = FleetTokenizer(lambda: [each.tokenizer for each in self.replicas()], self._each_tokenizer)
+        # What each engine said when it was opened, and what all can do, once the fleet is open.
+        self._facts: dict[str, tuple[Mapping[str, Any], Capabilities]] = {}
+        self._common: Capabilities | None = None
+        self._last_tokenizer: Any = None
+        self.tokenizer = FleetTokenizer(self._tokenizers, self._each_tokenizer)
 
-    def replicas(self) -> list[OpenReplica]:
-        """Return the engines that run; those that have not been given a run yet, at first."""
-        return list(self.running.values()) or list(self._opened.values())
+    def agree(self) -> Capabilities:
+        """Compare the engines, which are all open for the first time, and return what all can do.
+
+        Raises:
+            InvalidRequestError: two of them would not answer alike.
+        """
+        first = next(iter(self.members))
+        for name, (found, _) in self._facts.items():
+            require_alike(first, self._facts[first][0], name, found)
+        self._common = capabilities_of_all([can for _, can in self._facts.values()])
+        return self._common
 
     def each_running(self) -> Iterator[OpenReplica]:
         """Yield the engines that run, and then those that are started later, as long as rows would wait for one."""
         end, seen = time.monotonic() + self._state.limits.outage, list[OpenReplica]()
         while True:
-            for replica in self.replicas():
+            for replica in list(self.running.values()):
                 if replica not in seen:
                     seen.append(replica)
                     yield replica
@@ -120,15 +122,15 @@ class ReplicaRuns:
         try:
             if (stopping := self._stopping.get(name)) is not None:
                 stopping.wait()
-            replica = self._opened.pop(name, None)
-            if replica is None:
-                replica = open_replica(self.members[name], self._canary)
-                try:
-                    self._require_same(name, replica)
-                except BaseException:
-                    replica.close(by_force=True)
-                    raise
+            replica = open_replica(self.members[name], self._canary)
+            try:
+                self._require_same(name, replica)
+            except BaseException:
+                replica.close(by_force=True)
+                raise
         except BaseException as error:
+            if self._common is None:
+                self.failures[name] = error
             self._report(self._state.died, run, why=f"it did not start: {message(error)}")
             return
         with self._lock:
@@ -196,16 +198,25 @@ class ReplicaRuns:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def _require_same(self, name: str, replica: OpenReplica) -> None:
-        """Refuse an engine that, started now, is not like those that the fleet was opened with."""
-        require_alike(f"the fleet, as {self._name} did,", self._facts, name, facts(replica.backend))
-        if capabilities_of_all([self.capabilities, replica.capabilities]) != self.capabilities:
+        """Refuse an engine that, started after the fleet was opened, is not like those that it was opened with."""
+        found = facts(replica.backend)
+        if self._common is None:
+            self._facts[name] = found, replica.capabilities
+            return
+        first = next(iter(self.members))
+        require_alike(f"the fleet, as {first} did,", self._facts[first][0], name, found)
+        if capabilities_of_all([self._common, replica.capabilities]) != self._common:
             raise invalid("replicas", f"{name} can do less than when the fleet was opened")
         self.tokenizer.adopt(replica.tokenizer)
 
+    def _tokenizers(self) -> list[Any]:
+        return [replica.tokenizer for replica in list(self.running.values())]
+
     def _each_tokenizer(self) -> Iterator[Any]:
         """Yield tokenizers, that of an engine that was lost among them: it may live in this process."""
-        yield from [replica.tokenizer for replica in self.replicas()]
-        yield self._last_tokenizer
+        yield from self._tokenizers()
+        if self._last_tokenizer is not None:
+            yield self._last_tokenizer
         for replica in self.each_running():
             yield replica.tokenizer
 

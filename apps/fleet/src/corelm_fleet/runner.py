@@ -92,25 +92,16 @@ class SentCall:
 
 
 class FleetRunner:
-    """A fleet at work. `FleetEngine` explains the arguments; `opened` are the replicas, which are open.
+    """A fleet at work. `FleetEngine` explains the arguments.
 
     Attributes:
         state: the state machine.
         runs: the engines.
+        delayed: jobs of replicas that could not begin because the system has no room for a thread.
         closed: whether the fleet was closed.
-
-    Raises:
-        InvalidRequestError: two replicas would not answer alike.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        opened: Mapping[str, OpenReplica],
-        limits: FleetLimits,
-        canary: Canary,
-        policy: Policy,
-    ) -> None:
+    def __init__(self, members: Sequence[Member], limits: FleetLimits, canary: Canary, policy: Policy) -> None:
         self._lock = threading.RLock()
         self.state = FleetState(limits)
         self.closed = False
@@ -120,12 +111,12 @@ class FleetRunner:
         self._calls: dict[int, PendingCall] = {}
         self._sent: dict[int, SentCall] = {}
         self._speeds: dict[str, Throughput] = {}
-        # What could not begin because the system has no room for a thread: jobs of replicas, and calls to them.
-        self._delayed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.delayed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        # Calls for which the system has no room for a thread.
         self._unsent: list[SentCall] = []
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._process = os.getpid()
-        self.runs = ReplicaRuns(opened, canary, self.state, self._lock, self.do)
+        self.runs = ReplicaRuns(canary, self.state, self._lock, self.do)
         # When a health check that has no answer yet began.
         self._checks: dict[ReplicaRun, float] = {}
         self._updates: SimpleQueue[Updated | UpdateFailed | Exception] | None = None
@@ -189,8 +180,8 @@ class FleetRunner:
                 self._updates.put(BackendClosedError("the fleet was closed during the update"))
             late = time.monotonic() - _SLOW
             hung = {self.runs.running.get(run) for run, since in self._checks.items() if since < late}
-            jobs = [partial(replica.close, replica in hung) for replica in self.runs.replicas()]
-            jobs += [partial(job, *args) for job, args in self._delayed if job == self.runs.stop]
+            jobs = [partial(replica.close, replica in hung) for replica in self.runs.running.values()]
+            jobs += [partial(job, *args) for job, args in self.delayed if job == self.runs.stop]
             self.runs.running.clear()
         closing = []
         for job in jobs:
@@ -254,7 +245,7 @@ class FleetRunner:
         """Check the health of every engine and run the work that is due. A thread calls this every second."""
         now = time.monotonic()
         with self._lock:
-            delayed, self._delayed = self._delayed, []
+            delayed, self.delayed = self.delayed, []
             for job, args in delayed:
                 self._begin_job(job, *args)
         for run, replica in list(self.runs.running.items()):
@@ -315,7 +306,7 @@ class FleetRunner:
     def _begin_job(self, job: Callable[..., None], *args: Any) -> None:
         """Run a job of a replica on a new thread; if there is no room for one, `look_around` tries again."""
         if not self._spawn(job, *args):
-            self._delayed.append((job, args))
+            self.delayed.append((job, args))
 
     def _spawn(self, job: Callable[..., None], *args: Any) -> bool:
         """Run a job on a new thread. Return False if the system has no room for one."""
