@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import corelm_fleet
-from apps.fleet.conftest import PROMPTS, SAMPLING
+from apps.fleet.conftest import NEW, OLD, PROMPTS, SAMPLING, answers
 from corelm import Backend
 from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
 from corelm.spec import Capabilities, WeightUpdate
@@ -23,13 +23,6 @@ from helpers.adapter_toys import ADD, CONFIG, AdapterToy, true_scores
 from helpers.adapter_toys import TABLE as ADAPTER_TABLE
 from helpers.mortal_toys import CANNOT_SCORE, LIMITS, OTHER, TABLE, MortalToy, Toys, one_engine
 from helpers.processes import PATIENCE, wait_until
-
-OLD, NEW = (one_engine(table).generate(PROMPTS, SAMPLING).ids.tolist() for table in (TABLE, OTHER))
-
-
-def answers(toys: Toys) -> list[list[int]]:
-    found: list[list[int]] = toys.backend.generate(PROMPTS, SAMPLING).ids.tolist()
-    return found
 
 
 def test_all_engines_have_the_new_weights_when_the_update_returns() -> None:

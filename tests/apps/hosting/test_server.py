@@ -130,7 +130,7 @@ class Odd:
 
 def test_attributes_that_cannot_be_copied_are_left_out() -> None:
     server = TokenizerServer(Odd(), lambda request: pytest.fail("not asked"))
-    copied = server.copied_attributes()
+    copied = server("copied_attributes")
     assert copied == {"eos_token_id": 3}
     tokenizer = HostedTokenizer(server, copied)
     assert not hasattr(tokenizer, "vocab_size") and not hasattr(tokenizer, "engine")

@@ -12,11 +12,11 @@ its weights, a few fixed probes are scored and one is sampled greedily, before a
 The canary compares:
 
 - Within one look: tokens sampled with the same tokens scored, and scores after a shared prefix with scores of the whole
-  probe. A stale prefix cache makes them differ.
+  probe. A prefix cache of old weights makes them differ.
 - After an update: with `expect`, if it was given. Without it, the canary can tell only that nothing has changed: the
   probes' scores are the same to the last bit, although weights were handed over that differ much from the last ones.
 - If `expect` was given for the last two updates: how far the trainer's scores have moved, and the engine's. This also
-  shows stale weights after a step that moves scores by less than the tolerance.
+  shows old weights after a step that moves scores by less than the tolerance.
 - In ``look()``: with the last good look at the same weights, and with earlier weights. ``look(expect=…)`` also compares
   with a trainer's scores, or with the `scores` of another engine's canary.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from corelm.application import OUT_OF_TURN, hooks_of, open_plugin, to_containers
+from corelm.application import OUT_OF_TURN, Aborts, hooks_of, open_plugin, to_containers
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, described
 from corelm.spec import AbortRequest, Capabilities, CloseRequest
 from corelm_fleet.hosting.channel import Frame, Kind, Transport
@@ -22,8 +21,6 @@ from corelm_fleet.hosting.tokenizer import TokenizerServer
 _MOST_CALLS = 4096
 #: Threads for calls that are answered at any time, and as many for those of the tokenizer.
 _MOST_QUICK_CALLS = 16
-#: Seconds between two requests to abort a call.
-_ABORT_AGAIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +109,14 @@ class EngineServer:
         #: The names of the requests of each call that has not ended.
         self._under_way: dict[Hashable, Sequence[str]] = {}
         self._forgotten: set[Hashable] = set()
-        self._forgets = threading.Event()
         self._closed = False
-        if capabilities.abort:
-            threading.Thread(target=self._abort_forgotten, name="corelm-host-abort", daemon=True).start()
+        self._aborts = Aborts(lambda names: self._hooks["abort"](AbortRequest(request_ids=names)), name)
 
     def opened(self) -> Opened:
         """Return what a `HostedEngine` has to know of the engine."""
         return Opened(
             capabilities=replace(self._capabilities, gradients=False, weight_stream=False),
-            copied=self._tokenizer.copied_attributes(),
+            copied=self._tokenizer("copied_attributes"),
             hooks=frozenset(self._hooks.keys() & {"health", "close"}),
             reasons=dict(getattr(self._engine, "reasons", {})),
         )
@@ -147,9 +142,11 @@ class EngineServer:
     def forget(self, number: Hashable) -> None:
         """End a call whose caller has stopped waiting, if the engine can abort it; return at once."""
         self._forgotten.add(number)
-        if number not in self._under_way:
+        names = self._under_way.get(number)
+        if names is None:
             self._forgotten.discard(number)
-        self._forgets.set()
+        elif names and self._capabilities.abort:
+            self._aborts.add(names, lambda: number in self._under_way)
 
     def end(self) -> None:
         """Abort all calls and close the engine, for a caller that is gone."""
@@ -186,16 +183,6 @@ class EngineServer:
                 raise TimeoutError("the caller has stopped waiting")
             self._closed = self._closed or call.name == "close"
             return hook(request)
-
-    def _abort_forgotten(self) -> None:
-        """Abort calls that no caller waits for, until they have ended."""
-        while self._forgets.wait():
-            self._forgets.clear()
-            # An abort that reaches the engine before its request does is lost, so it is repeated.
-            while names := [name for number in list(self._forgotten) for name in self._under_way.get(number, ())]:
-                with suppress(Exception):
-                    self._hooks["abort"](AbortRequest(request_ids=tuple(names)))
-                time.sleep(_ABORT_AGAIN)
 
 
 def open_server(
