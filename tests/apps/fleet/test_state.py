@@ -168,6 +168,7 @@ def test_a_suspect_that_answers_in_time_keeps_its_rows():
     call = w.send("a", 0)
     w.miss(w.engine("a"))
     w.miss(w.engine("a"))
+    assert set(w.fleet.takers) == {"b"}
     w.pass_time(9)
     w.answer(call)
     assert w.rows[0].outcomes == ["answered"]
