@@ -13,7 +13,8 @@ from corelm import hookimpl
 from corelm.spec import GenerateRequest, GenerateResult, HealthRequest, TokenizeRequest, TokenizeResult
 from corelm.spec.records import AbortRequest
 from corelm.tensors.ragged import Ragged
-from corelm_fleet.hosting.server import Call, EngineServer
+from corelm_fleet.hosting.channel import Call
+from corelm_fleet.hosting.server import EngineServer
 from corelm_fleet.hosting.tokenizer import HostedTokenizer, TokenizerServer
 from corelm_testing.toy import ToyBackend
 from helpers.processes import wait_until

@@ -1,3 +1,4 @@
+from .channel import Call as Call
 from .channel import Callbacks as Callbacks
 from .channel import Frame as Frame
 from .channel import Host as Host
@@ -13,7 +14,6 @@ from .packing import pack as pack
 from .packing import unpack as unpack
 from .process import ask_interpreter as ask_interpreter
 from .process import find_interpreter as find_interpreter
-from .server import Call as Call
 from .server import EngineServer as EngineServer
 from .server import Opened as Opened
 from .server import Session as Session

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-import pickle
 import socket
 import struct
 import threading
@@ -12,18 +11,33 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
-from corelm_fleet.hosting.packing import pack, unpack
-
-if TYPE_CHECKING:
-    from corelm_fleet.hosting.packing import Packed
-    from corelm_fleet.hosting.server import Call
+from corelm_fleet.hosting.packing import Packed, pack, unpack
 
 #: Functions of a request by the names of their fields.
 Callbacks = Mapping[str, Callable[..., object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a `HostedEngine` asks for.
+
+    Attributes:
+        part: "hook", or "tokenizer" for a function of `TokenizerServer`.
+        name: the name of the hook or function.
+        args: its arguments; a hook has one, its request.
+        kwargs: its arguments by name.
+        callbacks: the fields of the request that are functions. The request has None there.
+    """
+
+    part: Literal["hook", "tokenizer"]
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    callbacks: tuple[str, ...] = ()
 
 
 class Transport(Protocol):
@@ -132,7 +146,7 @@ class Channel:
         """
         self.send_packed(kind, call, pack(value))
 
-    def send_packed(self, kind: Kind, call: int, packed: tuple[bytes, list[pickle.PickleBuffer]]) -> None:
+    def send_packed(self, kind: Kind, call: int, packed: Packed) -> None:
         """Send a frame whose value is packed already. See `send`."""
         pickled, buffers = packed[0], [buffer.raw() for buffer in packed[1]]
         sizes = struct.pack(f"<{len(buffers)}Q", *map(len, buffers))

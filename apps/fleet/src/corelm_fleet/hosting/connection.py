@@ -14,9 +14,8 @@ from typing import Any
 
 from corelm.errors import BackendClosedError, EngineError, InvalidRequestError, brief, described
 from corelm.waiting import next_item
-from corelm_fleet.hosting.channel import Callbacks, Frame, Kind, Transport
+from corelm_fleet.hosting.channel import Call, Callbacks, Frame, Kind, Transport
 from corelm_fleet.hosting.packing import Failure, pack
-from corelm_fleet.hosting.server import Call
 
 _log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from corelm.spec import (
     hookimpl,
 )
 from corelm.validate import invalid, shown
-from corelm_fleet.hosting.channel import Host, Kind
+from corelm_fleet.hosting.channel import Call, Host, Kind
 from corelm_fleet.hosting.packing import HostedError, HostTraceback, pack
 from corelm_fleet.hosting.process import CLOSE_TIMEOUT, HostProcess
-from corelm_fleet.hosting.server import Call, Opened
+from corelm_fleet.hosting.server import Opened
 from corelm_fleet.hosting.tokenizer import HostedTokenizer
 
 #: Seconds after a request's timeout in which the host must say that the time is over. Then it counts as stuck.

@@ -30,9 +30,8 @@ from corelm.errors import (
 )
 from corelm.spec import API_VERSION
 from corelm.validate import invalid, shown
-from corelm_fleet.hosting.channel import WIRE_VERSION, Callbacks, Channel
+from corelm_fleet.hosting.channel import WIRE_VERSION, Call, Callbacks, Channel
 from corelm_fleet.hosting.connection import Connection
-from corelm_fleet.hosting.server import Call
 
 _log = logging.getLogger(__name__)
 

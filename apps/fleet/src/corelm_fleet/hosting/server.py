@@ -8,38 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from corelm.application import OUT_OF_TURN, Aborts, hooks_of, open_plugin, to_containers
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, described
 from corelm.spec import AbortRequest, Capabilities, CloseRequest
-from corelm_fleet.hosting.channel import Frame, Kind, Transport
+from corelm_fleet.hosting.channel import Call, Frame, Kind, Transport
 from corelm_fleet.hosting.packing import Failure, pack
 from corelm_fleet.hosting.tokenizer import TokenizerServer
 
-#: Threads for calls that an engine computes in. Each is started when it is needed.
+#: Threads for calls. Each is started when it is needed, so that no call waits for another one here.
 _MOST_CALLS = 4096
-#: Threads for calls that are answered at any time, and as many for those of the tokenizer.
-_MOST_QUICK_CALLS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a `HostedEngine` asks for.
-
-    Attributes:
-        part: "hook", or "tokenizer" for a function of `TokenizerServer`.
-        name: the name of the hook or function.
-        args: its arguments; a hook has one, its request.
-        kwargs: its arguments by name.
-        callbacks: the fields of the request that are functions. The request has None there.
-    """
-
-    part: Literal["hook", "tokenizer"]
-    name: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] | None = None
-    callbacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +83,6 @@ class EngineServer:
             "set": encoding,
         }
         self._calls = ThreadPoolExecutor(_MOST_CALLS, "corelm-host-call")
-        self._quick_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-quick-call")
-        self._tokenizer_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-tokenizer-call")
         #: The names of the requests of each call that has not ended.
         self._under_way: dict[Hashable, Sequence[str]] = {}
         self._forgotten: set[Hashable] = set()
@@ -131,10 +108,8 @@ class EngineServer:
         """
         request = call.args[0] if call.args else None
         self._under_way[number] = getattr(request, "request_ids", ()) if call.name not in OUT_OF_TURN else ()
-        quick = self._quick_calls if call.name in OUT_OF_TURN else self._calls
-        pool = self._tokenizer_calls if call.part == "tokenizer" else quick
         try:
-            pool.submit(self._serve, number, call, answer, tell)
+            self._calls.submit(self._serve, number, call, answer, tell)
         except BaseException:
             self._under_way.pop(number, None)
             raise
