@@ -122,17 +122,17 @@ class World:
                     if error.usable:
                         assert self.rows[row].blamed >= self.fleet.limits.deaths, "an innocent row failed"
                     self.settled(row, "failed")
-                case Updated(epoch, missed):
-                    self.updating, self.epoch = False, epoch
+                case Updated(missed):
+                    self.updating, self.epoch = False, self.fleet.epoch
                     assert not self.fleet.rows.dispatches, "a row of old weights is in flight"
                     for name, replica in self.fleet.replicas.items():
                         if replica.state is not State.GONE and name not in missed:
-                            assert self.engines[replica.run].weights == self.engines[replica.run].agreed == epoch
+                            assert self.engines[replica.run].weights == self.engines[replica.run].agreed == self.epoch
                     self.ended.append(each)
-                case UpdateFailed(_, _, weights):
+                case UpdateFailed():
                     self.updating = False
-                    for name, known in weights.items():
-                        assert known is None or known == self.engines[self.fleet.replicas[name].run].weights
+                    for replica in self.fleet.replicas.values():
+                        assert replica.weights is None or replica.weights == self.engines[replica.run].weights
                     self.ended.append(each)
 
     def settled(self, row: int, outcome: str) -> None:

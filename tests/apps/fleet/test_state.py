@@ -269,7 +269,7 @@ def test_a_replica_that_stalls_while_it_loads_is_given_up_before_the_limit_of_a_
     assert state(w, "b") is State.LOADING, "it may be busy"
     w.now += 60
     w.miss(w.engine("b"))
-    assert w.ended == [Updated(1, {"b": "no reply to a health check"})]
+    assert w.ended == [Updated({"b": "no reply to a health check"})]
 
 
 def test_mistakes_are_refused():

@@ -184,27 +184,23 @@ class Updated:
     """The update has succeeded, and the gate is open.
 
     Attributes:
-        epoch: the weights in force.
-        missed: the replicas that do not have them yet, each with the reason. They get no rows until they have.
+        missed: the replicas that do not have the weights yet, each with the reason. They get no rows until they have.
     """
 
-    epoch: int
     missed: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateFailed:
-    """No replica has the new weights. The old ones stay in force, and the gate is open.
+    """No replica has the new weights. The old ones stay in force, and replicas load them again. The gate is open.
 
     Attributes:
         refused: whether a replica refused the weights without changing its own, so that the request is at fault.
         reasons: why each replica does not have them.
-        weights: the epoch that each replica holds; None if that is not known. Those that hold others load the old ones.
     """
 
     refused: bool
     reasons: dict[str, str]
-    weights: dict[str, int | None]
 
 
 Decision = Start | Stop | Load | AskCanary | Deliver | Abandon | Fail | Updated | UpdateFailed

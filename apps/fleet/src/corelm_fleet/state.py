@@ -691,12 +691,11 @@ class FleetState:
         refused = [each for each in replicas if each.refused is not None]
         if ready:
             self.epoch = target
-            self._decisions.append(Updated(target, reasons))
+            self._decisions.append(Updated(reasons))
             for replica in refused:
                 self._die(replica, now, f"it refused weights that others have loaded: {replica.refused}")
         else:
-            weights = {each.name: each.weights for each in replicas}
-            self._decisions.append(UpdateFailed(bool(refused), reasons, weights))
+            self._decisions.append(UpdateFailed(bool(refused), reasons))
         for replica in replicas:
             replica.refused = None
             self._advance(replica, now)
