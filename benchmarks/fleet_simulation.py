@@ -19,8 +19,7 @@ from typing import Any
 
 from corelm_fleet.records import AskCanary, Decision, Deliver, Fail, FleetLimits, Start, State
 from corelm_fleet.routing import PROMPT_TOKEN, Group, Loads, Policy, assign
-from corelm_fleet.rows import Flight
-from corelm_fleet.state import FleetState
+from corelm_fleet.state import Dispatch, FleetState
 
 SLOTS, SPEED, ROW_SPEED, CACHED = 16, 400.0, 50.0, 60_000
 #: The longest answer; samples of a group; the mean number of turns of a session.
@@ -101,7 +100,6 @@ class Row:
     length: float
     key: Hashable
     then: Callable[[], None] | None = None
-    work: float = 0.0
 
 
 class Engine:
@@ -115,8 +113,8 @@ class Engine:
     def clear(self) -> None:
         self.version += 1
         self.clock = self.at = 0.0
-        self.running: list[tuple[float, int, Row, Flight, float]] = []
-        self.waiting: list[tuple[Row, Flight]] = []
+        self.running: list[tuple[float, int, Row, Dispatch, float]] = []
+        self.waiting: list[tuple[Row, Dispatch]] = []
         self.cache: OrderedDict[Hashable, int] = OrderedDict()
         self.cached = 0
 
@@ -155,7 +153,6 @@ class Simulation:
         self.setting, self.policy, self.place = setting, policy, place
         self.random = random.Random(setting.seed)
         self.fleet = FleetState(FleetLimits(outage=1e9))
-        self.loads = Loads()
         self.now = 0.0
         self.out = Outcome()
         self.rows: dict[int, Row] = {}
@@ -262,10 +259,10 @@ class Simulation:
         self.out.events += 1
         for each in decisions:
             match each:
-                case Start(life):
-                    self.later(RESTART if life.number > 1 else 0.0, self.obey, self.fleet.opened, life)
-                case AskCanary(life, epoch):
-                    self.obey(self.fleet.canary, life, epoch, True)
+                case Start(run):
+                    self.later(RESTART if run.number > 1 else 0.0, self.obey, self.fleet.opened, run)
+                case AskCanary(run, epoch):
+                    self.obey(self.fleet.canary, run, epoch, True)
                 case Deliver(rows):
                     for number in rows:
                         self.answer(number)
@@ -275,11 +272,10 @@ class Simulation:
         self.send()
 
     def send(self) -> None:
-        for number, name in self.fleet.trials():
+        for number, name in self.fleet.isolated_retries():
             group = self.groups[number]
-            self.loads.add(name, group.work_of_a_row)
             self.depart(name, Group(rows=(number,), prompt=group.prompt, new=group.new, key=group.key))
-        if not self.fleet.rows.fresh or not self.fleet.takers:
+        if not self.fleet.rows.fresh or not (loads := Loads(self.fleet.takers)):
             return
         waiting: dict[int, list[int]] = {}
         for number in self.fleet.rows.fresh:
@@ -289,20 +285,18 @@ class Simulation:
             group = self.groups[numbers[0]]
             groups.append(Group(rows=tuple(numbers), prompt=group.prompt, new=group.new, key=group.key))
         started = time.process_time()
-        self.loads.takers = self.fleet.takers
-        placed = self.place(groups, self.loads, self.policy)
+        placed = self.place(groups, loads, self.policy)
         self.out.deciding += time.process_time() - started
         self.out.decisions += len(placed)
         for name, group in placed:
             self.depart(name, group)
 
     def depart(self, name: str, group: Group) -> None:
-        flight = self.fleet.send(name, group.rows, self.now)
+        dispatch = self.fleet.send(name, dict.fromkeys(group.rows, group.work_of_a_row), self.now)
         engine = self.engines[name]
         engine.advance(self.now)
         for number in group.rows:
-            self.rows[number].work = group.work_of_a_row
-            engine.waiting.append((self.rows[number], flight))
+            engine.waiting.append((self.rows[number], dispatch))
         self.fill(name, engine)
 
     def answer(self, number: int) -> None:
@@ -319,11 +313,11 @@ class Simulation:
     def fill(self, name: str, engine: Engine) -> None:
         """Let waiting rows run while there are slots, and plan the next end of a row."""
         while engine.waiting and len(engine.running) < SLOTS:
-            row, flight = engine.waiting.pop(0)
+            row, dispatch = engine.waiting.pop(0)
             found = engine.lookup(row)
             self.out.hits += found
             end = engine.clock + row.length + (row.prompt - found) * PROMPT_TOKEN
-            heapq.heappush(engine.running, (end, next(self._order), row, flight, engine.clock))
+            heapq.heappush(engine.running, (end, next(self._order), row, dispatch, engine.clock))
         engine.version += 1
         if engine.running:
             left = max(0.0, engine.running[0][0] - engine.clock) / engine.rate
@@ -335,12 +329,11 @@ class Simulation:
         if engine.version != version:
             return
         engine.advance(self.now)
-        _, _, row, flight, _ = heapq.heappop(engine.running)
+        _, _, row, dispatch, _ = heapq.heappop(engine.running)
         if row.key is not None:
             engine.keep(row.key, row.prompt + round(row.length))
         self.fill(name, engine)
-        self.loads.add(name, -row.work)
-        self.obey(self.fleet.answered, flight.number, [row.number])
+        self.obey(self.fleet.answered, dispatch.number, [row.number])
 
     def die(self, name: str) -> None:
         engine = self.engines[name]
@@ -349,16 +342,15 @@ class Simulation:
         # What was computed is computed again, and its prompts are read again.
         engine.clear()
         engine.at = self.now
-        self.loads.forget(name)
-        self.obey(self.fleet.died, self.fleet.replicas[name].life, why="it was killed")
+        self.obey(self.fleet.died, self.fleet.replicas[name].run, why="it was killed")
 
     def check_health(self) -> None:
         for replica in list(self.fleet.replicas.values()):
             if replica.state in (State.HEALTHY, State.SUSPECT):
-                self.obey(self.fleet.heard, replica.life)
+                self.obey(self.fleet.heard, replica.run)
         self.obey(self.fleet.tick)
         if self.rows or self.now < self.setting.seconds:
-            # Only trials need frequent checks.
+            # Only isolated retries need frequent checks.
             busy = self.fleet.rows.accused or self.now < self.setting.seconds + 30
             self.later(HEALTH if busy else 60.0, self.check_health)
 

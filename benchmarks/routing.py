@@ -8,7 +8,7 @@ the replicas die and are restarted, 3 % are slow.
 
     our routing           `LeastWork` with `assign`
     least work            the least loaded replica; sessions are not kept together
-    sticky                a new session goes to the least loaded replica and stays there while it lives
+    sticky                a new session goes to the least loaded replica and stays there while it runs
     random of two         the less loaded one of two random replicas
     round robin           one replica after the other
     static hash           the hash of the session or prompt says which replica
@@ -47,51 +47,40 @@ class Sticky:
 
     def choose(self, group: Group, loads: Loads) -> str | None:
         name = self.kept.get(group.key) if group.key is not None else None
-        if name is None or name not in loads.takers:
+        if name is None or name not in loads:
             name = loads.least()
         if group.key is not None and name is not None:
             self.kept[group.key] = name
         return name
 
 
-class Listed:
-    """A policy that needs the replicas in a list."""
-
-    def __init__(self) -> None:
-        self.takers: frozenset[str] = frozenset()
-        self.names: list[str] = []
-        self.random = random.Random(2)
-
-    def listed(self, loads: Loads) -> list[str]:
-        if self.takers is not loads.takers:
-            self.takers, self.names = loads.takers, sorted(loads.takers)
-        return self.names
-
-
-class RandomOfTwo(Listed):
+class RandomOfTwo:
     """The less loaded one of two."""
 
+    def __init__(self) -> None:
+        self.random = random.Random(2)
+
     def choose(self, group: Group, loads: Loads) -> str | None:
-        names = self.listed(loads)
+        names = sorted(loads)
         return min(self.random.choice(names), self.random.choice(names), key=loads.__getitem__) if names else None
 
 
-class RoundRobin(Listed):
+class RoundRobin:
     """One replica after the other."""
 
     turn = -1
 
     def choose(self, group: Group, loads: Loads) -> str | None:
         self.turn += 1
-        names = self.listed(loads)
+        names = sorted(loads)
         return names[self.turn % len(names)] if names else None
 
 
-class StaticHash(Listed):
+class StaticHash:
     """The key says which replica; if it takes no rows, the next one."""
 
     def choose(self, group: Group, loads: Loads) -> str | None:
-        names = self.listed(loads)
+        names = sorted(loads)
         key = group.key if group.key is not None else group.rows
         return names[zlib.crc32(repr(key).encode()) % len(names)] if names else None
 
@@ -102,7 +91,7 @@ def one_by_one(groups: Sequence[Group], loads: Loads, policy: Policy) -> list[tu
     for group in groups:
         name = policy.choose(group, loads)
         if name is not None:
-            loads.add(name, group.work)
+            loads[name] += group.work
             placed.append((name, group))
     return placed
 

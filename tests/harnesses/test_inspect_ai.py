@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 import corelm
 from corelm.errors import BackendNotFoundError, CapabilityError, InvalidRequestError
-from corelm_interop.inspect_messages import log_probs_of
+from corelm_interop.inspect_provider import log_probs_of
 from corelm_interop.token_texts import TokenTexts
 from corelm_testing.tiny import build_tiny
 from helpers import oracle

@@ -4,25 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-import corelm
 from corelm import Backend, LLMPolicy
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm_interop.trl import GRPORollout
 from corelm_testing.toy import ToyBackend
-from helpers.tiny_models import tiny_model, tiny_tokenizer
+from helpers.tiny_models import tiny_model
 from helpers.trl_runs import QUESTIONS, TEMPERATURE, make_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using '(rollout_func|environment_factory)':UserWarning"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
 ]
-
-
-@pytest.fixture
-def backend():
-    """The engine has a model of its own, with the weights of ``tiny_model()``."""
-    with corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer()) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def backend():
-    """The engine has a model of its own, with the weights of ``tiny_model()``."""
-    with corelm.get_backend("transformers", tiny_model(), tokenizer=tiny_tokenizer()) as opened:
-        yield opened
-
-
 def scored(backend, ids):
     """Return the backend's log-probs of a sequence; the first is 0."""
     return backend.score_logprobs([ids]).logprobs.values

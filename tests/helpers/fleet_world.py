@@ -9,8 +9,8 @@ from corelm_fleet.records import (
     Deliver,
     Fail,
     FleetLimits,
-    Life,
     Load,
+    ReplicaRun,
     Start,
     State,
     Stop,
@@ -22,9 +22,9 @@ from corelm_fleet.state import FleetState
 
 @dataclass(eq=False)
 class Engine:
-    """One life of a replica, as it really is."""
+    """One run of a replica, as it really is."""
 
-    life: Life
+    run: ReplicaRun
     weights: int | None = 0
     agreed: int | None = None
     alive: bool = True
@@ -33,13 +33,13 @@ class Engine:
 
 @dataclass(eq=False)
 class Call:
-    """One flight, as it really is: it goes on after the machine has taken its rows."""
+    """One dispatch, as it really is: it goes on after the machine has taken its rows."""
 
     number: int
     engine: Engine
     weights: int | None
     rows: list[int]
-    trial: bool
+    isolated: bool
 
 
 @dataclass(eq=False)
@@ -68,6 +68,7 @@ class World:
 
     Args:
         limits: those of the machine.
+        most_dispatches: how many each replica takes at once.
 
     Attributes:
         machine: the class to test; a test of the tests sets a broken one.
@@ -75,11 +76,12 @@ class World:
 
     machine: type[FleetState] = FleetState
 
-    def __init__(self, limits: FleetLimits | None = None) -> None:
+    def __init__(self, limits: FleetLimits | None = None, most_dispatches: int | None = None) -> None:
         self.fleet = self.machine(limits)
         self.strict = self.fleet.limits.trial == float("inf")
+        self.most = most_dispatches
         self.now = 0.0
-        self.engines: dict[Life, Engine] = {}
+        self.engines: dict[ReplicaRun, Engine] = {}
         self.jobs: list[Start | Load | AskCanary] = []
         self.calls: dict[int, Call] = {}
         self.rows: dict[int, Truth] = {}
@@ -94,45 +96,43 @@ class World:
         """Carry decisions out, and check each of them."""
         for each in decisions:
             match each:
-                case Start(life):
-                    assert life not in self.engines, "a life is started once"
-                    assert not any(
-                        other.alive and other.life.replica == life.replica for other in self.engines.values()
-                    )
+                case Start(run):
+                    assert run not in self.engines, "a run is started once"
+                    assert not any(other.alive and other.run.replica == run.replica for other in self.engines.values())
                     self.jobs.append(each)
-                case Stop(life):
-                    if life in self.engines:
-                        self.engines[life].alive = False
-                case Load(life, _):
-                    assert self.engines[life].alive and not self.fleet.replicas[life.replica].flights
+                case Stop(run):
+                    if run in self.engines:
+                        self.engines[run].alive = False
+                case Load(run, _):
+                    assert self.engines[run].alive and not self.fleet.replicas[run.replica].dispatches
                     self.jobs.append(each)
-                case AskCanary(life, epoch):
-                    assert self.engines[life].weights == epoch
+                case AskCanary(run, epoch):
+                    assert self.engines[run].weights == epoch
                     self.jobs.append(each)
-                case Deliver(rows, epoch):
+                case Deliver(rows):
                     assert call is not None and set(rows) <= set(call.rows)
-                    assert call.weights == epoch >= self.epoch, "a row of old weights was delivered"
+                    assert call.weights == self.epoch, "a row of old weights was delivered"
                     for row in rows:
                         self.settled(row, outcome)
-                case Abandon(life, number, rows):
-                    assert self.calls[number].engine.life == life and set(rows) <= set(self.calls[number].rows)
+                case Abandon(number, rows):
+                    assert set(rows) <= set(self.calls[number].rows)
                 case Fail(row, error):
-                    assert error.rows == (row,) and str(row) in str(error)
+                    assert error.rows == (row,)
                     self.failures[row] = each
                     if error.usable:
                         assert self.rows[row].blamed >= self.fleet.limits.deaths, "an innocent row failed"
                     self.settled(row, "failed")
-                case Updated(epoch, missed):
-                    self.updating, self.epoch = False, epoch
-                    assert not self.fleet.rows.flights, "a row of old weights is in flight"
+                case Updated(missed):
+                    self.updating, self.epoch = False, self.fleet.epoch
+                    assert not self.fleet.rows.dispatches, "a row of old weights is in flight"
                     for name, replica in self.fleet.replicas.items():
                         if replica.state is not State.GONE and name not in missed:
-                            assert self.engines[replica.life].weights == self.engines[replica.life].agreed == epoch
+                            assert self.engines[replica.run].weights == self.engines[replica.run].agreed == self.epoch
                     self.ended.append(each)
-                case UpdateFailed(_, _, weights):
+                case UpdateFailed():
                     self.updating = False
-                    for name, known in weights.items():
-                        assert known is None or known == self.engines[self.fleet.replicas[name].life].weights
+                    for replica in self.fleet.replicas.values():
+                        assert replica.weights is None or replica.weights == self.engines[replica.run].weights
                     self.ended.append(each)
 
     def settled(self, row: int, outcome: str) -> None:
@@ -145,27 +145,27 @@ class World:
         self.rows.update({row: Truth() for row in rows})
         self.obey(self.fleet.add(rows, self.now))
 
-    def send(self, name: str, *rows: int, trial: bool = False) -> Call:
+    def send(self, name: str, *rows: int, isolated: bool = False) -> Call:
         """Send rows, and check that the replica may have them."""
-        here = [call for call in self.in_flight() if call.engine.life.replica == name]
-        flight = self.fleet.send(name, rows, self.now)
-        engine = self.engines[flight.life]
-        call = Call(flight.number, engine, engine.weights, list(rows), trial)
-        self.calls[flight.number] = call
+        here = [call for call in self.in_flight() if call.engine.run.replica == name]
+        dispatch = self.fleet.send(name, dict.fromkeys(rows, 1.0), self.now)
+        engine = self.engines[dispatch.run]
+        call = Call(dispatch.number, engine, engine.weights, list(rows), isolated)
+        self.calls[dispatch.number] = call
         assert not self.updating, "the gate is closed"
-        assert engine.weights == engine.agreed == self.epoch == flight.epoch, "the replica has other weights"
+        assert engine.weights == engine.agreed == self.epoch == self.fleet.epoch, "the replica has other weights"
         assert engine.silent < self.fleet.limits.misses, "a suspect gets no rows"
         for row in rows:
             lost = [loss.engine for loss in self.rows[row].losses if not loss.withdrawn]
             assert self.fleet.limits.deaths > len(lost), "the row has to fail"
-            assert bool(lost) == trial, "a row that was in flight at a death has to be alone, and no other"
-        assert not any(call.trial for call in here) or not self.strict, "a row joined one that is on trial"
+            assert bool(lost) == isolated, "a row that was in flight at a death has to be alone, and no other"
+        assert not any(call.isolated for call in here) or not self.strict, "a row joined one that is retried alone"
         return call
 
     def send_all(self) -> None:
         """Send every row that can be sent: the accused alone, the others to the first taker."""
-        for row, name in self.fleet.trials():
-            self.send(name, row, trial=True)
+        for row, name in self.fleet.isolated_retries():
+            self.send(name, row, isolated=True)
         for name in sorted(self.fleet.takers)[:1]:
             for row in list(self.fleet.rows.fresh):
                 if name in self.fleet.takers:
@@ -173,12 +173,12 @@ class World:
 
     def in_flight(self) -> list[Call]:
         """Return the calls that still have rows without an answer, as the machine sees it."""
-        return [self.calls[number] for number in self.fleet.rows.flights]
+        return [self.calls[number] for number in self.fleet.rows.dispatches]
 
     def held(self, call: Call) -> list[int]:
         """Return the rows of a call that the machine still expects from it."""
-        flight = self.fleet.rows.flights.get(call.number)
-        return [] if flight is None else list(flight.rows)
+        dispatch = self.fleet.rows.dispatches.get(call.number)
+        return [] if dispatch is None else list(dispatch.rows)
 
     def answer(self, call: Call, rows: list[int] | None = None) -> None:
         """Return rows; the machine may have taken them from this call already."""
@@ -194,21 +194,21 @@ class World:
         """Return the rows with an answer."""
         return {row for row, truth in self.rows.items() if truth.outcomes == ["answered"]}
 
-    def refuse(self, call: Call, rows: list[int] | None = None) -> None:
-        """Refuse a call, or some of its rows: nothing may happen to the replica."""
-        replica = self.fleet.replicas[call.engine.life.replica]
+    def refuse(self, call: Call) -> None:
+        """Refuse a call: nothing may happen to the replica."""
+        replica = self.fleet.replicas[call.engine.run.replica]
         before = replica.state, replica.restarts, replica.errors
-        self.obey(self.fleet.refused(call.number, self.now, rows), call, "refused")
+        self.obey(self.fleet.refused(call.number, self.now), call, "refused")
         bad = replica.state in (State.DEAD, State.SUSPECT)
         assert (replica.state if bad else before[0], replica.restarts, replica.errors) == before, "it counted"
 
     def fail(self, call: Call) -> None:
         """Fail a call while the engine still runs."""
-        name = call.engine.life.replica
+        name = call.engine.run.replica
         last = self.fleet.replicas[name].errors + 1 >= self.fleet.limits.errors
         if self.held(call):
             self.lose(call.engine, [call], final=True)
-            if last and self.fleet.replicas[name].life == call.engine.life:
+            if last and self.fleet.replicas[name].run == call.engine.run:
                 self.lose(call.engine, [each for each in self.in_flight() if each is not call], True)
         self.obey(self.fleet.failed(call.number, self.now, "out of memory"))
 
@@ -221,43 +221,43 @@ class World:
     # Engines ----------------------------------------------------------------------------------------------------------
 
     def state(self, engine: Engine) -> State:
-        return self.fleet.replicas[engine.life.replica].state
+        return self.fleet.replicas[engine.run.replica].state
 
-    def join(self, name: str, **options) -> None:
-        self.obey(self.fleet.join(name, self.now, **options))
+    def join(self, name: str) -> None:
+        self.obey(self.fleet.join(name, self.now))
 
     def finish(self, job: Start | Load | AskCanary) -> None:
         """Do a job well; an engine that was stopped meanwhile still reports it."""
         self.jobs.remove(job)
         match job:
-            case Start(life):
-                self.engines[life] = Engine(life)
-                current = self.fleet.replicas[life.replica]
-                self.engines[life].alive = current.life == life and current.state in (State.JOINING, State.RESTARTING)
-                self.obey(self.fleet.opened(life, self.now))
-            case Load(life, epoch):
-                self.engines[life].silent = 0
-                self.engines[life].weights, self.engines[life].agreed = epoch, None
-                self.obey(self.fleet.loaded(life, epoch, self.now))
-            case AskCanary(life, epoch):
-                self.engines[life].silent = 0
-                if self.engines[life].weights == epoch:
-                    self.engines[life].agreed = epoch
-                self.obey(self.fleet.canary(life, epoch, True, self.now))
+            case Start(run):
+                self.engines[run] = Engine(run)
+                current = self.fleet.replicas[run.replica]
+                self.engines[run].alive = current.run == run and current.state in (State.JOINING, State.RESTARTING)
+                self.obey(self.fleet.opened(run, self.now, self.most))
+            case Load(run, epoch):
+                self.engines[run].silent = 0
+                self.engines[run].weights, self.engines[run].agreed = epoch, None
+                self.obey(self.fleet.loaded(run, epoch, self.now))
+            case AskCanary(run, epoch):
+                self.engines[run].silent = 0
+                if self.engines[run].weights == epoch:
+                    self.engines[run].agreed = epoch
+                self.obey(self.fleet.canary(run, epoch, True, self.now))
 
     def botch(self, job: Start | Load | AskCanary, refuse: bool = False) -> None:
         """Fail a job."""
         self.jobs.remove(job)
         if isinstance(job, Load) and refuse:
-            if job.life in self.engines:
-                self.engines[job.life].silent = 0
-            self.obey(self.fleet.load_refused(job.life, job.epoch, self.now, "no such parameter"))
+            if job.run in self.engines:
+                self.engines[job.run].silent = 0
+            self.obey(self.fleet.load_refused(job.run, job.epoch, self.now, "no such parameter"))
         elif isinstance(job, AskCanary):
-            self.obey(self.fleet.canary(job.life, job.epoch, False, self.now, "log-probs differ by 3"))
+            self.obey(self.fleet.canary(job.run, job.epoch, False, self.now, "log-probs differ by 3"))
         else:
-            if job.life in self.engines:
-                self.engines[job.life].weights = None
-            self.obey(self.fleet.died(job.life, self.now, "no room for the weights"))
+            if job.run in self.engines:
+                self.engines[job.run].weights = None
+            self.obey(self.fleet.died(job.run, self.now, "no room for the weights"))
 
     def finish_all(self) -> None:
         for _ in range(100):
@@ -265,39 +265,39 @@ class World:
                 self.finish(self.jobs[0])
         assert not self.jobs, "the jobs do not end"
 
-    def open(self, *names: str, **options) -> None:
+    def open(self, *names: str) -> None:
         """Add replicas and take them to HEALTHY."""
         for name in names:
-            self.join(name, **options)
+            self.join(name)
         self.finish_all()
 
     def engine(self, name: str) -> Engine:
-        return self.engines[self.fleet.replicas[name].life]
+        return self.engines[self.fleet.replicas[name].run]
 
     def lose(self, engine: Engine, calls: list[Call], final: bool) -> None:
-        """Note the rows that are lost with an engine: those on trial or, without a trial, all of them."""
+        """Note the rows that are lost with an engine: that of an isolated retry, or else all of them."""
         calls = [call for call in calls if call.engine is engine and self.held(call)]
-        flights = self.fleet.rows.flights
-        trial = [call for call in calls if call.trial and not flights[call.number].settled]
-        if self.strict and trial:
-            assert len(calls) == 1, "a row on trial has company"
-        for call in trial or calls:
+        dispatches = self.fleet.rows.dispatches
+        alone = [call for call in calls if call.isolated and not dispatches[call.number].settled]
+        if self.strict and alone:
+            assert len(calls) == 1, "a row that is retried alone has company"
+        for call in alone or calls:
             for row in self.held(call):
                 self.rows[row].losses.append(Loss(engine, final))
 
     def die(self, engine: Engine) -> None:
         engine.alive = False
         self.lose(engine, self.in_flight(), final=True)
-        self.obey(self.fleet.died(engine.life, self.now, "exit code -9"))
+        self.obey(self.fleet.died(engine.run, self.now, "exit code -9"))
 
     def miss(self, engine: Engine) -> None:
         # An engine that loads weights may be too busy to reply.
-        engine.silent += self.state(engine) is not State.STALE
-        if self.state(engine) is State.DRAINING and self.fleet.replicas[engine.life.replica].misses + 1 >= (
+        engine.silent += self.state(engine) is not State.LOADING
+        if self.state(engine) is State.DRAINING and self.fleet.replicas[engine.run.replica].misses + 1 >= (
             self.fleet.limits.misses
         ):
             self.lose(engine, self.in_flight(), final=True)
-        self.obey(self.fleet.missed(engine.life, self.now, "no reply to a health check"))
+        self.obey(self.fleet.missed(engine.run, self.now, "no reply to a health check"))
 
     def hear(self, engine: Engine) -> None:
         engine.silent = 0
@@ -305,7 +305,7 @@ class World:
             for truth in self.rows.values():
                 for loss in truth.losses:
                     loss.withdrawn |= loss.engine is engine and not loss.final
-        self.obey(self.fleet.heard(engine.life, self.now))
+        self.obey(self.fleet.heard(engine.run, self.now))
 
     def drain(self, name: str) -> None:
         replica = self.fleet.replicas[name]
@@ -332,8 +332,8 @@ class World:
         """Check that no row is lost: each one without an outcome waits or is in flight, and is so once."""
         rows = self.fleet.rows
         open_rows = [row for row, truth in self.rows.items() if not truth.outcomes]
-        places = [*rows.fresh, *rows.accused, *(row for flight in rows.flights.values() for row in flight.rows)]
-        assert sorted(places) == sorted(open_rows) == sorted(rows.all)
+        found = [*rows.fresh, *rows.accused, *(row for dispatch in rows.dispatches.values() for row in dispatch.rows)]
+        assert sorted(found) == sorted(open_rows) == sorted(rows.all)
         for row in open_rows:
             assert self.rows[row].blamed < self.fleet.limits.deaths, "the row has to fail"
 

@@ -9,7 +9,7 @@ from helpers.http_server import Reply, Request, json_reply
 
 KEY = "sk-a-secret-of-this-test"
 if TYPE_CHECKING:
-    # Only here: it needs httpx2, and some tests beside those that do need none.
+    # Only here: it needs httpx2, and some tests that import this module need none.
     from corelm_engine_kit.http import HttpClient
 
 Connect: TypeAlias = "Callable[..., HttpClient]"

@@ -26,14 +26,14 @@ def look_around(backend: Backend) -> None:
 
 def pids(backend: Backend) -> list[int]:
     """Return the processes of the engines of a fleet that run. ``status()`` has the names of the engines only."""
-    running = list(_runner(backend).lives.running.values())
+    running = list(_runner(backend).runs.running.values())
     return [replica.backend.engine.plugin.host.pid for replica in running]
 
 
 def holds_rows(backend: Backend) -> bool:
     """Return whether a fleet keeps anything of a call. ``status()`` counts only rows that are in an engine."""
     runner = _runner(backend)
-    return bool(runner._calls or runner._named or runner._work or runner.state.rows.all)
+    return bool(runner._calls or runner.state.rows.all)
 
 
 def choose_onednn_operator_again() -> None:

@@ -108,7 +108,7 @@ def streamed(rank: int) -> dict[str, Tensor]:
 def gathered(rank: int) -> dict[str, dict[str, Tensor]]:
     """Return the weights of a sharded model as engines of other processes get them, by the way that they take."""
     from corelm_fleet.hosting.packing import pack, unpack
-    from corelm_fleet.weights import own_copy
+    from corelm_fleet.replica_runs import own_copy
 
     state = sharded("qwen2-tied").state_dict()
     update = WeightUpdate(version="1", when="drain", state_dict=state)

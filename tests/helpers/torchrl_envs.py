@@ -4,12 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch.utils.data import DataLoader
 from torchrl.data.llm import History
 from torchrl.envs.llm import ChatEnv
-from torchrl.envs.transforms import StepCounter, Transform
+from torchrl.envs.transforms import StepCounter, Transform, TransformedEnv
 
+from corelm import LLMPolicy
+from corelm_interop.torchrl import EnvPolicy
 from helpers.tiny_models import tiny_tokenizer
+
+QUESTIONS = ["Hello there, who are you?", "Hi"]
 
 
 class Unchanged(Transform):
@@ -31,10 +36,30 @@ class Ask(Unchanged):
 
 
 class Reward(Unchanged):
-    """Gives the reward 1 at every step."""
+    """Gives the same reward at every step, which is 1 by default."""
+
+    def __init__(self, reward: Any = None) -> None:
+        super().__init__()
+        self.reward = reward
 
     def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
-        return next_tensordict.set("reward", torch.ones(*next_tensordict.batch_size, 1, 1))
+        ones = torch.ones(*next_tensordict.batch_size, 1, 1)
+        return next_tensordict.set("reward", ones if self.reward is None else self.reward.clone())
+
+
+def env(*transforms: Transform, **options: Any) -> TransformedEnv:
+    """Return an environment of two conversations at a time, with these transforms."""
+    made = TransformedEnv(ChatEnv(batch_size=(2,), tokenizer=tiny_tokenizer(), **options))
+    for transform in transforms:
+        made.append_transform(transform)
+    return made
+
+
+def rollout(env: TransformedEnv, policy: LLMPolicy, turns: int = 2) -> Any:
+    """Return two conversations of so many turns, which begin with `QUESTIONS`."""
+    torch.manual_seed(0)
+    start = env.reset(TensorDict(query=QUESTIONS, batch_size=[2]))
+    return env.rollout(turns, EnvPolicy(policy), auto_reset=False, tensordict=start)
 
 
 def chat_env(questions: Sequence[str]) -> Any:

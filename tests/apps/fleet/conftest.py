@@ -12,13 +12,15 @@ from torch import Tensor
 import corelm
 from corelm import Backend
 from corelm_fleet.canary import Watch, canary_of
-from helpers.mortal_toys import one_engine
+from helpers.mortal_toys import OTHER, Toys, one_engine
 
 #: What tests of fleets ask for, and what one engine answers.
 PROMPTS = [[72, n] for n in range(40, 60)]
 SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "seed": 3, "temperature": 0.9}
 ONE = one_engine()
 EXPECTED = ONE.generate(PROMPTS, SAMPLING)
+#: The answers with the weights that every engine is started with, and with others.
+OLD, NEW = EXPECTED.ids.tolist(), one_engine(OTHER).generate(PROMPTS, SAMPLING).ids.tolist()
 
 
 def assert_same(found: Any, expected: Any = EXPECTED) -> None:
@@ -26,6 +28,11 @@ def assert_same(found: Any, expected: Any = EXPECTED) -> None:
     assert found.ids.tolist() == expected.ids.tolist()
     assert found.finish_reasons == expected.finish_reasons
     torch.testing.assert_close(found.logprobs.values, expected.logprobs.values)
+
+
+def answers(toys: Toys) -> list[list[int]]:
+    found: list[list[int]] = toys.backend.generate(PROMPTS, SAMPLING).ids.tolist()
+    return found
 
 
 def table(seed: int) -> dict[str, Tensor]:

@@ -14,8 +14,7 @@ from corelm import Capabilities, Ragged
 from corelm.errors import EngineError
 from corelm.spec import ScoreResult
 from corelm_fleet.agreement import capabilities_of_all
-from corelm_fleet.parts import Part, result_of_parts
-from corelm_fleet.pending import PendingCall
+from corelm_fleet.pending import Part, PendingCall, result_of_parts
 from corelm_fleet.tokenizer import FleetTokenizer
 from helpers.mortal_toys import MortalToy, Toys, one_engine
 from helpers.requests import scoring

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from apps.fleet.conftest import PROMPTS, SAMPLING, assert_same
-from corelm.errors import BackendClosedError, BackendTimeoutError
+from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
+from corelm.spec import CloseRequest
 from helpers.mortal_toys import OTHER, MortalToy, Toys, user_rows
 from helpers.processes import wait_until
 
@@ -89,6 +90,51 @@ def test_closing_ends_calls_and_threads() -> None:
         toys.backend.generate(PROMPTS, SAMPLING)
     assert wait_until(lambda: not set(threading.enumerate()) - before, 10)
     assert [engine.closed for engine in toys.made] == [1, 1]
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of beginnings of the names of threads for which the system has no room."""
+    names, start = list[str](), threading.Thread.start
+
+    def start_if_there_is_room(thread: threading.Thread) -> None:
+        if thread.name.startswith(tuple(names)):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_if_there_is_room)
+    return names
+
+
+def test_a_replica_is_ended_when_there_is_room_for_a_thread_again(no_room: list[str]) -> None:
+    with Toys("a", "b") as toys:
+        first = next(engine for engine in toys.made if engine.name == "a")
+        no_room.append("corelm-fleet-")
+        toys.fleet.drain("a")
+        toys.await_state("a", "gone")
+        assert not first.closed
+        no_room.clear()
+        toys.fleet.join(toys.member("a"))
+        toys.settle()
+        assert first.closed == 1 and [each.name for each in toys.made].count("a") == 2
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_fleet_is_closed_without_room_for_threads(no_room: list[str], drained: bool) -> None:
+    toys = Toys("a", "b")
+    no_room.append("corelm-")
+    if drained:
+        toys.fleet.drain("a")
+        toys.await_state("a", "gone")
+    toys.fleet.close(CloseRequest())
+    assert [engine.closed for engine in toys.made] == [1, 1]
+
+
+def test_calls_fail_without_room_for_threads(no_room: list[str]) -> None:
+    with Toys("a", "b") as toys:
+        no_room.append("corelm-fleet-call")
+        with pytest.raises(EngineError, match="no room for a thread"):
+            toys.backend.generate(PROMPTS, SAMPLING)
 
 
 def test_a_fleet_that_is_dropped_leaves_no_thread() -> None:

@@ -8,21 +8,15 @@ from typing import Any
 
 import pytest
 
-from apps.fleet.conftest import PROMPTS, SAMPLING
+from apps.fleet.conftest import NEW, OLD, PROMPTS, SAMPLING, answers
 from corelm import Ragged
 from corelm.errors import InvalidRequestError
 from corelm.spec import GenerateResult
 from corelm_fleet.records import FleetLimits
-from helpers.mortal_toys import CANNOT_SCORE, OTHER, TABLE, MortalToy, Toys, one_engine, user_rows
+from helpers.mortal_toys import CANNOT_SCORE, OTHER, TABLE, MortalToy, Toys, user_rows
 
-OLD, NEW = (one_engine(table).generate(PROMPTS, SAMPLING).ids.tolist() for table in (TABLE, OTHER))
 #: A suspect is not given up.
 PATIENT = FleetLimits(misses=2, take_back=0.0, trial=0.0, backoff=0.02, longest_backoff=0.05)
-
-
-def answers(toys: Toys) -> list[list[int]]:
-    found: list[list[int]] = toys.backend.generate(PROMPTS, SAMPLING).ids.tolist()
-    return found
 
 
 def probes(toys: Toys) -> list[Any]:

@@ -30,7 +30,7 @@ def test_all_engines_sleep_and_answer_as_before() -> None:
         toys.backend.wake()
         assert_same(toys.backend.generate(PROMPTS, SAMPLING))
         assert hooks_of(toys) == [["sleep", "wake"]] * 3
-        assert set(toys.states().values()) <= {"healthy", "stale"} and toys.backend.weight_version == "0"
+        assert set(toys.states().values()) <= {"healthy", "loading"} and toys.backend.weight_version == "0"
 
 
 def test_weights_are_loaded_between_the_two_halves_of_waking() -> None:
@@ -104,7 +104,7 @@ def test_engines_that_wake_with_unlike_weights_are_told_apart() -> None:
         toys.backend.wake()
         found = toys.backend.score_logprobs([[1, 2]] * 8).logprobs.tolist()
         assert found == [found[0]] * 8
-        assert "stale" in toys.states().values() or toys.made[0].closed or toys.made[1].closed
+        assert "loading" in toys.states().values() or toys.made[0].closed or toys.made[1].closed
 
 
 def test_a_fleet_of_which_nothing_is_left_says_so() -> None:

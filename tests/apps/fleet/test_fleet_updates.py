@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
 import corelm_fleet
-from apps.fleet.conftest import PROMPTS, SAMPLING
+from apps.fleet.conftest import NEW, OLD, PROMPTS, SAMPLING, answers
 from corelm import Backend
 from corelm.errors import EngineError, InvalidRequestError, StaleWeightsError
-from corelm.spec import Capabilities, WeightUpdate
-from corelm_fleet.agreement import capabilities_of_all
+from corelm.spec import WeightUpdate
 from corelm_fleet.fleet import FleetEngine
 from corelm_fleet.replica import Member
-from corelm_fleet.weights import KeptWeights
+from corelm_fleet.replica_runs import KeptWeights
 from corelm_testing.toy import ToyBackend
 from helpers.adapter_toys import ADD, CONFIG, AdapterToy, true_scores
 from helpers.adapter_toys import TABLE as ADAPTER_TABLE
 from helpers.mortal_toys import CANNOT_SCORE, LIMITS, OTHER, TABLE, MortalToy, Toys, one_engine
 from helpers.processes import PATIENCE, wait_until
-
-OLD, NEW = (one_engine(table).generate(PROMPTS, SAMPLING).ids.tolist() for table in (TABLE, OTHER))
-
-
-def answers(toys: Toys) -> list[list[int]]:
-    found: list[list[int]] = toys.backend.generate(PROMPTS, SAMPLING).ids.tolist()
-    return found
 
 
 def test_all_engines_have_the_new_weights_when_the_update_returns() -> None:
@@ -262,9 +254,3 @@ def test_engines_of_a_fleet_have_the_same_adapters() -> None:
         backend.unload_adapter("policy")
         with pytest.raises(InvalidRequestError):
             backend.score_logprobs(rows, adapter="policy")
-
-
-def test_a_fleet_is_given_no_stream() -> None:
-    """An engine that is opened later has to load the same weights again."""
-    streams = Capabilities(vocab_size=9, max_context=None, update_weights=True, weight_stream=True)
-    assert capabilities_of_all([streams]) == replace(streams, weight_stream=False, concurrent_calls=True)

@@ -11,7 +11,7 @@ import torch
 from corelm import Ragged, SamplingParams, TokenSets
 from corelm.errors import EngineError
 from corelm.spec import GenerateRequest, GenerateResult, RowAnswer, RowFailure, ScoreRequest, ScoreResult, TopIds
-from corelm_fleet.parts import Part, Request, request_of_rows, result_of_parts
+from corelm_fleet.pending import Part, Request, request_of_rows, result_of_parts
 
 ROWS = [[1], [2, 3], [4, 5, 6], [7]]
 

@@ -33,10 +33,10 @@ class Fleet(RuleBasedStateMachine):
     @initialize(trial=st.sampled_from([math.inf, 5.0]), restarts=st.sampled_from([2, 100]), together=st.booleans())
     def open(self, trial, restarts, together):
         limits = FleetLimits(trial=trial, restarts=restarts, take_back=10, give_up=40, outage=1e6, load=1e6, start=1e6)
-        self.world = World(limits)
+        self.world = World(limits, None if together else 1)
         self.poison: set[int] = set()
         self.killed: Counter[int] = Counter()
-        self.world.open("a", "b", "c", most_flights=None if together else 1)
+        self.world.open("a", "b", "c")
         self.add(4, False)
 
     def engines(self) -> list[Engine]:
@@ -64,11 +64,11 @@ class Fleet(RuleBasedStateMachine):
         rows = list(self.world.fleet.rows.fresh)[:most]
         self.world.send(data.draw(st.sampled_from(sorted(self.world.fleet.takers))), *rows)
 
-    @precondition(lambda self: self.world.fleet.trials())
+    @precondition(lambda self: self.world.fleet.isolated_retries())
     @rule()
     def try_the_accused(self):
-        for row, name in self.world.fleet.trials():
-            self.world.send(name, row, trial=True)
+        for row, name in self.world.fleet.isolated_retries():
+            self.world.send(name, row, isolated=True)
 
     def answerable(self) -> list[Call]:
         return [call for call in self.world.in_flight() if not self.poison & set(call.rows)]
@@ -85,12 +85,11 @@ class Fleet(RuleBasedStateMachine):
         self.world.answer(self.a_call(data, self.late()))
 
     @precondition(lambda self: self.answerable())
-    @rule(data=st.data(), part=st.booleans())
-    def refuse(self, data, part):
-        call = self.a_call(data, self.answerable())
-        self.world.refuse(call, self.world.held(call)[:1] if part else None)
+    @rule(data=st.data())
+    def refuse(self, data):
+        self.world.refuse(self.a_call(data, self.answerable()))
 
-    @precondition(lambda self: self.world.fleet.rows.flights)
+    @precondition(lambda self: self.world.fleet.rows.dispatches)
     @rule(data=st.data())
     def fail(self, data):
         self.world.fail(self.a_call(data, self.world.in_flight()))

@@ -13,8 +13,8 @@ import pytest
 from corelm.errors import EngineError, InvalidRequestError
 from corelm_fleet.hosting.channel import Channel, Kind
 from corelm_fleet.hosting.connection import Connection
-from corelm_fleet.hosting.failures import Failure
-from corelm_fleet.hosting.session import send_value
+from corelm_fleet.hosting.packing import Failure
+from corelm_fleet.hosting.server import send_value
 
 Ends = tuple[Connection, Channel]
 

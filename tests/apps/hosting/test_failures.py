@@ -6,8 +6,7 @@ import inspect
 
 from corelm import errors
 from corelm.errors import CoreLMError, EngineError, InvalidRequestError
-from corelm_fleet.hosting.failures import Failure, HostedError, HostTraceback
-from corelm_fleet.hosting.packing import pack, unpack
+from corelm_fleet.hosting.packing import Failure, HostedError, HostTraceback, pack, unpack
 
 OURS = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, CoreLMError)]
 OURS = [each for each in OURS if not each.__name__.startswith("_")]

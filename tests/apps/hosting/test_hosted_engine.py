@@ -25,7 +25,7 @@ from corelm.errors import (
 )
 from corelm.spec import BackendSpec
 from corelm_fleet.hosting.engine import HostedEngine
-from corelm_fleet.hosting.failures import HostTraceback
+from corelm_fleet.hosting.packing import HostTraceback
 from corelm_testing.toy import ToyBackend
 from helpers import oracle
 

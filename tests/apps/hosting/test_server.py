@@ -13,7 +13,8 @@ from corelm import hookimpl
 from corelm.spec import GenerateRequest, GenerateResult, HealthRequest, TokenizeRequest, TokenizeResult
 from corelm.spec.records import AbortRequest
 from corelm.tensors.ragged import Ragged
-from corelm_fleet.hosting.server import Call, EngineServer
+from corelm_fleet.hosting.channel import Call
+from corelm_fleet.hosting.server import EngineServer
 from corelm_fleet.hosting.tokenizer import HostedTokenizer, TokenizerServer
 from corelm_testing.toy import ToyBackend
 from helpers.processes import wait_until
@@ -130,7 +131,7 @@ class Odd:
 
 def test_attributes_that_cannot_be_copied_are_left_out() -> None:
     server = TokenizerServer(Odd(), lambda request: pytest.fail("not asked"))
-    copied = server.copied_attributes()
+    copied = server("copied_attributes")
     assert copied == {"eos_token_id": 3}
     tokenizer = HostedTokenizer(server, copied)
     assert not hasattr(tokenizer, "vocab_size") and not hasattr(tokenizer, "engine")

@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from corelm_interop.histogram import Histogram
+from corelm_interop.timing import Histogram
 from helpers.each import case
 
 

@@ -23,33 +23,18 @@ from torchrl.data.llm import History as TheirHistory
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import ExecuteToolsInOrder, ToolRegistry
 from torchrl.envs.llm.transforms.tools import ToolCall, ToolTransformBase
-from torchrl.envs.transforms import StepCounter, Transform, TransformedEnv
+from torchrl.envs.transforms import StepCounter
 from torchrl.modules.llm.policies import ChatHistory
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage, SFTLoss
 
 from corelm_interop.torchrl import EnvPolicy, LossActor, ModuleTransform, from_torchrl
+from helpers.torchrl_envs import QUESTIONS, Ask, Reward, Unchanged, env, rollout
 
-QUESTIONS = ["Hello there, who are you?", "Hi"]
 SAMPLING = {"max_new_tokens": 6}
 FILTER = "ignore:The env passed to LLMCollector is missing transforms:FutureWarning"
 
 
-class Ask(Transform):
-    """Appends the user's next turn, with TorchRL's own classes."""
-
-    def _step(self, tensordict, next_tensordict):
-        prompt = next_tensordict["history"].prompt
-        question = TheirHistory(
-            role=["user"] * len(prompt), content=["And then?"] * len(prompt), batch_size=[len(prompt)]
-        )
-        next_tensordict["history"].prompt = prompt.append(question, inplace=False)
-        return next_tensordict
-
-    def _reset(self, tensordict, tensordict_reset):
-        return tensordict_reset
-
-
-class Shout(Ask):
+class Shout(Unchanged):
     """Changes the last answer, as `AddThinkingPrompt` does."""
 
     def _step(self, tensordict, next_tensordict):
@@ -57,30 +42,6 @@ class Shout(Ask):
         fields = [[{"role": turn["role"], "content": turn["content"].upper()} for turn in chat] for chat in chats]
         next_tensordict["history"].prompt = TheirHistory.from_chats(fields)
         return next_tensordict
-
-
-class Reward(Ask):
-    """Gives the same reward at every step."""
-
-    def __init__(self, reward):
-        super().__init__()
-        self.reward = reward
-
-    def _step(self, tensordict, next_tensordict):
-        return next_tensordict.set("reward", self.reward.clone())
-
-
-def env(*transforms, **options):
-    made = TransformedEnv(ChatEnv(batch_size=(2,), tokenizer=tiny_tokenizer(), **options))
-    for transform in transforms:
-        made.append_transform(transform)
-    return made
-
-
-def rollout(env, policy, turns=2):
-    torch.manual_seed(0)
-    start = env.reset(TensorDict(query=QUESTIONS, batch_size=[2]))
-    return env.rollout(turns, EnvPolicy(policy), auto_reset=False, tensordict=start)
 
 
 def each(td, container, field):

@@ -10,31 +10,22 @@ import corelm
 from corelm import LLMPolicy
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from helpers import oracle
-from helpers.tiny_models import tiny_tokenizer
 from helpers.torchrl import skip_without_torchrl
 
 skip_without_torchrl()
 
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import KLRewardTransform as TheirKLRewardTransform
 from torchrl.envs.llm.transforms import RetrieveLogProb as TheirRetrieveLogProb
-from torchrl.envs.transforms import TransformedEnv
 
-from corelm_interop.torchrl import EnvPolicy, ReferenceActor
-from helpers.torchrl_envs import Ask, Reward
-
-QUESTIONS = ["Hello there, who are you?", "Hi"]
+from corelm_interop.torchrl import ReferenceActor
+from helpers import torchrl_envs
+from helpers.torchrl_envs import Ask, Reward, env
 
 
 def rollout(policy, *transforms):
     """Return two conversations of two turns each."""
-    env = TransformedEnv(ChatEnv(batch_size=(2,), tokenizer=tiny_tokenizer()))
-    for transform in (Reward(), *transforms, Ask()):
-        env.append_transform(transform)
-    torch.manual_seed(0)
-    start = env.reset(TensorDict(query=QUESTIONS, batch_size=[2]))
-    return env.rollout(2, EnvPolicy(policy), auto_reset=False, tensordict=start)
+    return torchrl_envs.rollout(env(Reward(), *transforms, Ask()), policy)
 
 
 def each(td, container, field):

@@ -4,6 +4,6 @@ from .fleet import FleetEngine as FleetEngine
 from .probes import ProbeScores as ProbeScores
 from .probes import probe_scores as probe_scores
 from .records import FleetLimits as FleetLimits
+from .records import ReplicaStatus as ReplicaStatus
+from .records import Throughput as Throughput
 from .replica import Member as Member
-from .status import ReplicaStatus as ReplicaStatus
-from .status import Throughput as Throughput

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from corelm import Backend
-from corelm.errors import CapabilityError, CoreLMError
+from corelm.errors import CoreLMError
 from corelm.spec import SLEEP_LEVELS, Capabilities, Range
 from corelm.validate import invalid, shown
 
@@ -84,16 +84,6 @@ def require_alike(name: str, one: Mapping[str, Any], other_name: str, other: Map
                 f"the engines of a fleet must answer alike, but differ in {what}: {name} has {shown(here)}, "
                 f"{other_name} has {shown(there)}",
             )
-
-
-def require_plain(name: str, plugin: Any) -> None:
-    """Refuse an engine that makes its own containers: rows of several engines go into one.
-
-    Raises:
-        CapabilityError: it does.
-    """
-    if hasattr(plugin, "to_containers"):
-        raise CapabilityError(f"{name} makes its own containers; open it without a fleet", capability="to_containers")
 
 
 def _sampling(given: Sequence[Mapping[str, Range | None]]) -> dict[str, Range | None]:

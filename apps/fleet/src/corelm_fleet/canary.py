@@ -12,11 +12,11 @@ its weights, a few fixed probes are scored and one is sampled greedily, before a
 The canary compares:
 
 - Within one look: tokens sampled with the same tokens scored, and scores after a shared prefix with scores of the whole
-  probe. A stale prefix cache makes them differ.
+  probe. A prefix cache of old weights makes them differ.
 - After an update: with `expect`, if it was given. Without it, the canary can tell only that nothing has changed: the
   probes' scores are the same to the last bit, although weights were handed over that differ much from the last ones.
 - If `expect` was given for the last two updates: how far the trainer's scores have moved, and the engine's. This also
-  shows stale weights after a step that moves scores by less than the tolerance.
+  shows old weights after a step that moves scores by less than the tolerance.
 - In ``look()``: with the last good look at the same weights, and with earlier weights. ``look(expect=…)`` also compares
   with a trainer's scores, or with the `scores` of another engine's canary.
 
@@ -46,9 +46,8 @@ from corelm.errors import (
 )
 from corelm.spec import WeightUpdate
 from corelm.validate import invalid, shown
-from corelm_fleet.answers import Answers, Questions, Sampled, Scores, apart
 from corelm_fleet.fingerprints import Fingerprint, differ_much, fingerprint
-from corelm_fleet.probes import Probe, ProbeScores, probe_scores
+from corelm_fleet.probes import Answers, Probe, ProbeScores, Questions, Sampled, Scores, apart, probe_scores
 
 __all__ = ["Canary", "ProbeScores", "Watch", "canary_of", "probe_scores", "watch"]
 
@@ -157,7 +156,7 @@ class Watch:
         self._earlier: tuple[Answers, ...] = ()
         self._handed_over: Fingerprint | None = None
         self._next: tuple[Fingerprint | None, Answers | None] = (None, None)
-        self._distrusted: str | None = None
+        self._suspect: str | None = None
 
     @property
     def scores(self) -> ProbeScores | None:
@@ -199,7 +198,7 @@ class Watch:
         """
         expected = ProbeScores.make(expect)
         self._require_comparable(expected)
-        if self._engine.weight_version == self._distrusted:
+        if self._engine.weight_version == self._suspect:
             raise self._stale("the last update failed, or the canary has disagreed before")
         try:
             self._compare_with_good(expected)
@@ -256,7 +255,7 @@ class Watch:
 
     def update_failed(self, label: str) -> None:
         """Fail every look at the weights with this label: loading them failed, or the engine disagreed."""
-        self._distrusted, self._handed_over = label, None
+        self._suspect, self._handed_over = label, None
 
     # Asking ----------------------------------------------------------------------------------------------------------
 
@@ -363,7 +362,7 @@ class Watch:
     def _accept(self, label: str, now: Answers, expected: ProbeScores | None) -> None:
         if self._good is not None:
             self._earlier = (*self._earlier[:1], *(*self._earlier[1:], self._good.answers)[-_REMEMBERED:])
-        self._good, self._distrusted = _Good(label, now, expected), None
+        self._good, self._suspect = _Good(label, now, expected), None
 
     def _stale(self, what: str) -> StaleWeightsError:
         return StaleWeightsError(

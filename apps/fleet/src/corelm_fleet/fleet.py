@@ -6,13 +6,22 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
 from corelm.application import Call, at_program_end, in_thread, uninterrupted
-from corelm.errors import CoreLMError, EngineError, StaleWeightsError, brief, first_few
+from corelm.errors import (
+    CapabilityError,
+    CoreLMError,
+    EngineError,
+    InvalidRequestError,
+    StaleWeightsError,
+    brief,
+    first_few,
+    message,
+)
 from corelm.spec import (
     AbortRequest,
     Capabilities,
@@ -32,23 +41,21 @@ from corelm.spec import (
 from corelm.validate import invalid, shown
 from corelm.waiting import next_item
 from corelm_fleet.canary import Canary
-from corelm_fleet.lives import open_replica
-from corelm_fleet.parts import Request
-from corelm_fleet.pending import PendingCall
-from corelm_fleet.records import FleetLimits, State, UpdateFailed
+from corelm_fleet.pending import PendingCall, Request
+from corelm_fleet.records import STARTING, FleetLimits, ReplicaRun, ReplicaStatus, State, UpdateFailed
 from corelm_fleet.replica import Member, OpenReplica
+from corelm_fleet.replica_runs import own_copy
 from corelm_fleet.routing import LeastWork, Policy
 from corelm_fleet.runner import FleetRunner
-from corelm_fleet.sleeping import sleep_all, wake_all
-from corelm_fleet.status import ReplicaStatus
-from corelm_fleet.weights import own_copy
 
 _log = logging.getLogger(__name__)
 
 #: Seconds between two looks at the engines.
 _PAUSE = 1.0
-#: Seconds between two looks whether all replicas serve, when the fleet is opened.
+#: Seconds between two looks whether replicas have started, when the fleet is opened or falls asleep.
 _LOOK = 0.01
+#: What an engine raises that has refused and changed nothing.
+_REFUSALS = (CapabilityError, InvalidRequestError)
 
 
 class FleetEngine:
@@ -57,7 +64,8 @@ class FleetEngine:
     Every row is answered exactly once, or fails with an error that names it. When an engine dies, the rows that it has
     not answered are sent to another one with their own seeds, and it is started again. New weights are loaded into all
     engines before one of them serves again. An engine serves only after its canary has agreed: it answers as the others
-    do. While the fleet sleeps, no engine is started again.
+    do. While the fleet sleeps, no engine is started again. An engine that does not fall asleep is ended, so that its
+    memory is free nevertheless; one that does not wake is ended and started again.
 
     `weights_state` is not carried: the weights of a fleet change with `update_weights`, or with `weights_changed`. Rows
     of an engine whose weights were changed otherwise are not returned. `to_containers` is core's own: an engine that
@@ -94,20 +102,14 @@ class FleetEngine:
         if limits is not None and not isinstance(limits, FleetLimits):
             raise invalid("fleet_limits", f"expected corelm_fleet.FleetLimits(…), got {shown(limits)}")
         self.name = name
-        options = canary or Canary()
-        opened = _open_all(members, options)
+        self._runner = FleetRunner(members, limits or FleetLimits(), canary or Canary(), policy or LeastWork())
         try:
-            self._runner = FleetRunner(members, opened, limits or FleetLimits(), options, policy or LeastWork())
-        except BaseException:
-            _close_all(list(opened.values()))
-            raise
-        try:
-            self._await_all()
+            self.capabilities: Capabilities = self._opened()
+            self._await_canaries()
         except BaseException:
             self._runner.close()
             raise
-        self.capabilities: Capabilities = self._runner.lives.capabilities
-        self.tokenizer = self._runner.lives.tokenizer
+        self.tokenizer = self._runner.runs.tokenizer
         stop = threading.Event()
         # The thread holds no reference to the runner, so that a fleet that is dropped can be collected.
         watcher = threading.Thread(
@@ -150,7 +152,7 @@ class FleetEngine:
     @hookimpl
     def tokenize(self, request: TokenizeRequest) -> TokenizeResult:
         failure: CoreLMError | None = None
-        for replica in self._runner.lives.each_running():
+        for replica in self._runner.runs.each_running():
             try:
                 tokens: TokenizeResult = replica.backend.engine.call(Call("tokenize", request))
                 return tokens
@@ -184,23 +186,42 @@ class FleetEngine:
             raise invalid("weights", f"no engine of the fleet took them, {self._still_has()}: {reasons}")
         if not ended.reasons:
             raise EngineError("no engine of the fleet is left", usable=False)
-        kind = StaleWeightsError if self._runner.lives.stale >= ended.reasons.keys() else EngineError
+        kind = StaleWeightsError if self._runner.runs.disagreed >= ended.reasons.keys() else EngineError
         raise kind(f"no engine of the fleet has the new weights, {self._still_has()}: {reasons}")
 
     @hookimpl
     def sleep(self, request: SleepRequest) -> bool:
-        sleep_all(self._runner, request)
+        runner = self._runner
+        # Start no engine from now on. Those that are starting finish first: nothing can put them to sleep half-way.
+        runner.do(runner.state.fall_asleep)
+        try:
+            busy = (*STARTING, State.LOADING)
+            while not runner.closed and any(each.state in busy for each in list(runner.state.replicas.values())):
+                runner.do(runner.state.tick)
+                time.sleep(_LOOK)
+            self._each(lambda replica: replica.backend.sleep(request.level), "it did not fall asleep")
+        except BaseException as error:
+            if isinstance(error, _REFUSALS):
+                self._each(_wake_with_weights, "it did not wake")
+            if isinstance(error, Exception):
+                runner.do(runner.state.woken)
+            # After Ctrl-C, engines may still fall asleep. `wake` wakes them, and starts those that were lost.
+            raise
         return True
 
     @hookimpl
     def wake(self, request: WakeRequest) -> bool:
-        wake_all(self._runner, request)
+        try:
+            self._each(lambda replica: replica.backend.wake(request.tags), "it did not wake")
+        finally:
+            if request.last:
+                self._runner.do(self._runner.state.woken)
         return True
 
     @hookimpl
     def health(self, request: HealthRequest) -> bool:
         state = self._runner.state
-        able = (State.HEALTHY,) if state.updating is None else (State.HEALTHY, State.STALE)
+        able = (State.HEALTHY,) if state.updating is None else (State.HEALTHY, State.LOADING)
         return any(replica.state in able for replica in list(state.replicas.values()))
 
     @hookimpl
@@ -225,20 +246,67 @@ class FleetEngine:
             raise
         return call.result(self._runner.label())
 
+    def _each(self, job: Callable[[OpenReplica], None], what: str) -> None:
+        """Do a job with every engine that runs, at once. End those that fail or take longer than loading weights may.
+
+        Raises:
+            CapabilityError, InvalidRequestError: an engine refused.
+            EngineError: all failed.
+        """
+        runner, limit = self._runner, self._runner.state.limits.load
+        running = dict(runner.runs.running)
+        futures = {run: in_thread(partial(job, each), f"corelm-fleet-{run.replica}") for run, each in running.items()}
+        late = wait(futures.values(), limit).not_done
+        failures: dict[ReplicaRun, BaseException] = {}
+        refusals: list[CapabilityError | InvalidRequestError] = []
+        for run, future in futures.items():
+            error = TimeoutError(f"not within {limit:g} s") if future in late else future.exception()
+            if isinstance(error, _REFUSALS):
+                refusals.append(error)
+            elif error is not None:
+                failures[run] = error
+                runner.do(runner.state.died, run, why=f"{what}: {message(error)}")
+        if failures and len(failures) == len(futures):
+            reasons = first_few([f"{run.replica}: {brief(message(error))}" for run, error in failures.items()])
+            disagree = all(isinstance(error, StaleWeightsError) for error in failures.values())
+            kind = StaleWeightsError if disagree else EngineError
+            raise kind(f"no engine of the fleet is left: {reasons}", usable=None)
+        if refusals:
+            raise refusals[0]
+
     def _still_has(self) -> str:
         """Return which weights the fleet has after an update that no engine took."""
-        states = [each.backend.engine.weights.state for each in list(self._runner.lives.running.values())]
+        states = [each.backend.engine.weights.state for each in list(self._runner.runs.running.values())]
         if states and all(state.without_weights for state in states):
             return "and it still has no weights; call update_weights with a set that fits"
         return "and the old ones are in force"
 
-    def _await_all(self) -> None:
+    def _opened(self) -> Capabilities:
+        """Wait until every engine is open, and return what all can do.
+
+        Raises:
+            CoreLMError: one did not open; the message names it.
+            InvalidRequestError: two would not answer alike.
+        """
+        runner = self._runner
+        while any(each.state is State.JOINING for each in list(runner.state.replicas.values())):
+            if runner.delayed:
+                raise EngineError("opening the engines needs threads: the system has no room for them", usable=True)
+            time.sleep(_LOOK)
+        for name in runner.runs.members:
+            if (error := runner.runs.failures.get(name)) is not None:
+                if isinstance(error, CoreLMError):
+                    error.args = (f"{name}: {error.args[0]}", *error.args[1:])
+                raise error
+        return runner.runs.agree()
+
+    def _await_canaries(self) -> None:
         """Wait until the canary of every engine has agreed."""
         replicas = self._runner.state.replicas
         while not all(replica.state is State.HEALTHY for replica in list(replicas.values())):
             for replica in list(replicas.values()):
                 if replica.state in (State.DEAD, State.GONE):
-                    if replica.name not in self._runner.lives.stale:
+                    if replica.name not in self._runner.runs.disagreed:
                         raise EngineError(f"{replica.name} failed when the fleet was opened: {replica.why}")
                     others = [each.name for each in replicas.values() if each.state is State.HEALTHY]
                     raise invalid(
@@ -250,35 +318,10 @@ class FleetEngine:
             time.sleep(_LOOK)
 
 
-def _open_all(members: Sequence[Member], canary: Canary) -> dict[str, OpenReplica]:
-    """Open all engines at once. If one does not open, close the others.
-
-    Raises:
-        CoreLMError: one did not open; the message names it.
-    """
-    futures: dict[str, Future[OpenReplica]] = {}
-    try:
-        for member in members:
-            futures[member.name] = in_thread(partial(open_replica, member, canary), f"corelm-open-{member.name}")
-        wait(futures.values())
-        return {name: future.result() for name, future in futures.items()}
-    except BaseException as error:
-        for future in futures.values():
-            # An engine that is still being opened, after an interrupt, is closed when it is open.
-            future.add_done_callback(_close_opened)
-        named = next((name for name, each in futures.items() if each.done() and each.exception() is not None), None)
-        if isinstance(error, CoreLMError) and named is not None:
-            error.args = (f"{named}: {error.args[0]}", *error.args[1:])
-        raise
-
-
-def _close_opened(future: Future[OpenReplica]) -> None:
-    if future.exception() is None:
-        future.result().close(by_force=False)
-
-
-def _close_all(replicas: Sequence[OpenReplica]) -> None:
-    wait([in_thread(partial(replica.close, False), "corelm-fleet-close") for replica in replicas])
+def _wake_with_weights(replica: OpenReplica) -> None:
+    replica.backend.wake()
+    if not replica.backend.engine.weights.answers:
+        raise EngineError("it has dropped its weights, and another engine refused to sleep", usable=False)
 
 
 def _watch_over(runner: weakref.ref[FleetRunner], stop: threading.Event) -> None:

@@ -63,7 +63,7 @@ class FleetOpener:
             open_one = partial(_open_in_process, name, model, self._python)
         each = options_of_each(options, self._replicas, self._python is not None)
         if each:
-            return open_fleet(open_one, each, name, self._canary, self._limits, self._python is not None)
+            return self._open_fleet(open_one, each, name)
         if self._limits is not None:
             raise invalid(
                 "fleet_limits", "one engine is no fleet: pass replicas=, or a list of URLs as base_url=, as well"
@@ -76,6 +76,29 @@ class FleetOpener:
             from corelm_fleet.canary import watch
 
             watch(backend, self._canary)
+
+    def _open_fleet(self, open_one: OpenOne, each: Mapping[str, Mapping[str, Any]], name: str) -> tuple[Any, str]:
+        """Open a fleet of the engines that `open_one` opens with the options of `each`. Hosted ones can be killed."""
+        # Only here: most engines are not in a fleet.
+        from corelm_fleet.fleet import FleetEngine
+        from corelm_fleet.records import FleetLimits
+        from corelm_fleet.replica import Member
+
+        labels: list[str] = []
+
+        def open_it(options: Mapping[str, Any]) -> Any:
+            engine, label = open_one(options)
+            labels.append(label)
+            return engine
+
+        hosted, limits = self._python is not None, self._limits
+        end = (lambda engine: engine.host.kill()) if hosted else None
+        ended = (lambda engine: engine.host.lost) if hosted else None
+        members = [Member(each_name, partial(open_it, options), end, ended) for each_name, options in each.items()]
+        if limits is None and not hosted:
+            limits = FleetLimits(restarts=_RESTARTS)
+        fleet = FleetEngine(members, name, canary=self._canary, limits=limits)
+        return fleet, f"{len(members)} replicas of {labels[0]}"
 
 
 def _open_in_process(
@@ -133,39 +156,3 @@ def options_of_each(options: Mapping[str, Any], replicas: int | None, hosted: bo
             own["base_url"] = urls[at]
         found[own.get("base_url", f"replica {at}")] = {**options, **own}
     return found
-
-
-def open_fleet(
-    open_one: OpenOne,
-    each: Mapping[str, Mapping[str, Any]],
-    name: str,
-    canary: Canary | None,
-    limits: FleetLimits | None,
-    hosted: bool,
-) -> tuple[Any, str]:
-    """Open a fleet of the engines that `open_one` opens with the options of `each`. Hosted ones can be killed.
-
-    None for `canary` or `limits` takes the defaults.
-
-    Returns:
-        The fleet, and what `open_one` said of the plugin.
-    """
-    # Only here: most engines are not in a fleet.
-    from corelm_fleet.fleet import FleetEngine
-    from corelm_fleet.records import FleetLimits
-    from corelm_fleet.replica import Member
-
-    labels: list[str] = []
-
-    def open_it(options: Mapping[str, Any]) -> Any:
-        engine, label = open_one(options)
-        labels.append(label)
-        return engine
-
-    end = (lambda engine: engine.host.kill()) if hosted else None
-    ended = (lambda engine: engine.host.lost) if hosted else None
-    members = [Member(each_name, partial(open_it, options), end, ended) for each_name, options in each.items()]
-    if limits is None and not hosted:
-        limits = FleetLimits(restarts=_RESTARTS)
-    fleet = FleetEngine(members, name, canary=canary, limits=limits)
-    return fleet, f"{len(members)} replicas of {labels[0]}"

@@ -5,21 +5,98 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from corelm import Ragged
 from corelm.errors import own
-from corelm.spec import GenerateRequest, GenerateResult, RowAnswer, RowFailure, TokenChunk
+from corelm.spec import (
+    GenerateRequest,
+    GenerateResult,
+    RowAnswer,
+    RowFailure,
+    ScoreRequest,
+    TokenChunk,
+    generate_result,
+    score_result,
+)
 from corelm.tensors.modes import CallerModes
 from corelm.waiting import next_item
-from corelm_engine_kit.joining import Part, Result
-from corelm_fleet.parts import Request, result_of_parts, rows_of
+from corelm_engine_kit.joining import Part, Result, joined
 from corelm_fleet.routing import Group
+
+Request = GenerateRequest | ScoreRequest
+
+
+def rows_of(request: Request) -> Ragged:
+    """Return the prompts of a request for answers, or the sequences of one for scores."""
+    return request.prompts if isinstance(request, GenerateRequest) else request.sequences
+
+
+def request_of_rows(
+    request: Request,
+    rows: Sequence[int],
+    names: Sequence[str],
+    timeout: float | None,
+    on_tokens: Callable[[TokenChunk], None] | None,
+) -> Request:
+    """Return the request for some rows of a call, with a name for each. Each keeps its seed."""
+    if list(rows) == list(range(len(rows_of(request)))):
+        mine: dict[str, Any] = {"on_tokens": on_tokens} if isinstance(request, GenerateRequest) else {}
+        return replace(request, request_ids=tuple(names), timeout=timeout, **mine)
+    index = torch.tensor(rows)
+    if isinstance(request, ScoreRequest):
+        return replace(
+            request,
+            sequences=request.sequences.select(index),
+            score_from=request.score_from[index],
+            request_ids=tuple(names),
+            timeout=timeout,
+            support=None if request.support is None else request.support.select(index),
+            top_ids=None if request.top_ids is None else request.top_ids.select(index),
+        )
+    return replace(
+        request,
+        prompts=request.prompts.select(index),
+        seeds=None if request.seeds is None else request.seeds[index],
+        request_ids=tuple(names),
+        timeout=timeout,
+        on_tokens=on_tokens,
+    )
+
+
+def result_of_parts(
+    request: Request, parts: Sequence[Part], failures: Mapping[int, RowFailure | RowAnswer], label: str
+) -> Result:
+    """Return the result of a call.
+
+    Args:
+        parts: the rows that engines have answered.
+        failures: the other rows: why they failed, or what there is of an answer that was aborted.
+        label: the label of the weights, for rows of engines that do not say which weights a row came from.
+
+    Raises:
+        EngineError: the engines returned log-probs of different distributions, or texts and none.
+    """
+    if failures or not parts:
+        made = _made(request, failures)
+        parts = [*parts, Part(made, range(len(failures)), list(failures), failed=True)]
+    return joined(parts, label)
+
+
+def _made(request: Request, failures: Mapping[int, RowFailure | RowAnswer]) -> Result:
+    """Return a result for rows that no engine has answered."""
+    if isinstance(request, GenerateRequest):
+        return generate_result(request, list(failures.values()))
+    index = torch.tensor(list(failures), dtype=torch.int64)
+    some = replace(request, sequences=request.sequences.select(index), score_from=request.score_from[index])
+    told = {at: each for at, each in enumerate(failures.values()) if isinstance(each, RowFailure)}
+    return score_result(some, told)
+
 
 T = TypeVar("T")
 
@@ -32,14 +109,14 @@ class Told:
     """What the caller was handed of one answer while it was sampled.
 
     Attributes:
-        flights: how often the row was sent to a replica.
+        dispatches: how often the row was sent to a replica.
         ended: nothing more is handed over.
         strayed: a later sampling of the row gave other tokens than those handed over.
     """
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    flights: int = 0
+    dispatches: int = 0
     ended: bool = False
     strayed: bool = False
 
@@ -103,9 +180,9 @@ class PendingCall:
     # Rows -------------------------------------------------------------------------------------------------------------
 
     @property
-    def open_rows(self) -> list[int]:
-        """The rows that are not settled."""
-        return list(self._open)
+    def numbers(self) -> range:
+        """The fleet's numbers of the rows."""
+        return range(self.first, self.first + self.rows)
 
     def groups(self, rows: Sequence[int]) -> list[Group]:
         """Return rows for routing. Samples of one prompt are in one group; numbers are the fleet's."""
@@ -134,7 +211,7 @@ class PendingCall:
     def fail_all(self, error: Exception) -> None:
         """Fail the whole call."""
         self._error = self._error or error
-        self._settled(self.open_rows)
+        self._settled(list(self._open))
 
     def leave_out(self, row: int) -> bool:
         """Settle a row that must not be sent, and return whether it was one.
@@ -156,7 +233,7 @@ class PendingCall:
             return False
         return True
 
-    # For flights ------------------------------------------------------------------------------------------------------
+    # For dispatches ---------------------------------------------------------------------------------------------------
 
     def seconds_left(self) -> float | None:
         """Return how many seconds of the timeout are left; None without a timeout."""
@@ -172,7 +249,7 @@ class PendingCall:
         return self._context.copy().run(run)
 
     def teller(self, rows: Sequence[int], producing: Callable[[], object]) -> Callable[[TokenChunk], None] | None:
-        """Return what takes the chunks of a flight with these rows; None if the caller does not read along.
+        """Return what takes the chunks of a dispatch with these rows; None if the caller does not read along.
 
         A row that was in flight before begins again: what its caller has been handed is not handed over twice.
         `producing` is called at the first chunk.
@@ -183,7 +260,7 @@ class PendingCall:
         seen = [0] * len(rows)
         began = False
         for row in rows:
-            self._told[row].flights += 1
+            self._told[row].dispatches += 1
 
         def tell(chunk: TokenChunk) -> None:
             nonlocal began
@@ -245,7 +322,7 @@ class PendingCall:
 
         Rows that were sampled again may have log-probs that differ in the last bit, because other rows shared the call.
         """
-        again = [row for row in part.rows if self._told and self._told[row].flights > 1 and self._told[row].ids]
+        again = [row for row in part.rows if self._told and self._told[row].dispatches > 1 and self._told[row].ids]
         result = part.result
         if not again or not isinstance(result, GenerateResult):
             return part

@@ -1,14 +1,16 @@
 """What the fleet's state machine knows and decides: states and their transitions, limits, decisions.
 
-A *replica* is one engine of the fleet. Each start of it is a *life*, and reports of an earlier life are ignored. A
-*row* is one answer to sample or one sequence to score. A *flight* is the rows that one call took to a replica. The
-*epoch* of weights counts the updates: 0 are the weights that every replica is started with.
+A *replica* is one engine of the fleet. Each start of it is a *run*, and reports of an earlier run are ignored. A
+*row* is one answer to sample or one sequence to score. A *dispatch* is the rows that one call took to a replica. The
+*epoch* of weights counts the updates: 0 are the weights that every replica is started with. An *isolated retry* sends a
+row alone that was in flight when a replica was lost.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+from collections import deque
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ class State(enum.Enum):
     """The state of a replica. Only a HEALTHY one gets rows."""
 
     JOINING = "joining"  # it is being started for the first time
-    STALE = "stale"  # it runs, but has not loaded the current weights, or its canary has not agreed yet
+    LOADING = "loading"  # it runs, but has not loaded the current weights, or its canary has not agreed yet
     HEALTHY = "healthy"  # it has the current weights, and its canary agreed
     SUSPECT = "suspect"  # it runs, but does not answer; its rows may be taken back
     DEAD = "dead"  # it has ended, and waits until it may be started again
@@ -32,16 +34,31 @@ class State(enum.Enum):
 #: States in which a replica is being started.
 STARTING = (State.JOINING, State.RESTARTING)
 
-#: What each state may become. The methods of `FleetState` say when.
-TRANSITIONS: dict[State, tuple[State, ...]] = {
-    State.JOINING: (State.STALE, State.DEAD, State.GONE),
-    State.STALE: (State.HEALTHY, State.DEAD, State.GONE),
-    State.HEALTHY: (State.STALE, State.SUSPECT, State.DRAINING, State.DEAD),
-    State.SUSPECT: (State.HEALTHY, State.STALE, State.DEAD, State.GONE),
-    State.DRAINING: (State.GONE,),
-    State.DEAD: (State.RESTARTING, State.GONE),
-    State.RESTARTING: (State.STALE, State.DEAD, State.GONE),
-    State.GONE: (),
+_STARTED = {State.LOADING: "it has started", State.DEAD: "it did not start", State.GONE: "it was told to leave"}
+#: What each state may become, and why.
+TRANSITIONS: dict[State, dict[State, str]] = {
+    State.JOINING: _STARTED,
+    State.LOADING: {
+        State.HEALTHY: "its canary agreed with the current weights",
+        State.DEAD: "it ended, was silent for long, or refused or failed to load; or its canary disagreed",
+        State.GONE: "it was told to leave",
+    },
+    State.HEALTHY: {
+        State.LOADING: "an update began and its rows are done, or it was woken",
+        State.SUSPECT: "it missed health checks",
+        State.DRAINING: "it was told to leave",
+        State.DEAD: "it ended, or failed too many calls in a row",
+    },
+    State.SUSPECT: {
+        State.HEALTHY: "it passed a health check",
+        State.LOADING: "it passed a health check, and an update has begun meanwhile",
+        State.DEAD: "it ended, or was silent for too long",
+        State.GONE: "it was told to leave",
+    },
+    State.DRAINING: {State.GONE: "its rows are done, or it ended or was silent"},
+    State.DEAD: {State.RESTARTING: "its backoff is over", State.GONE: "it was told to leave, or restarted too often"},
+    State.RESTARTING: _STARTED,
+    State.GONE: {},
 }
 
 
@@ -96,7 +113,7 @@ class FleetLimits:
             object.__setattr__(self, each.name, checked)
 
 
-class Life(NamedTuple):
+class ReplicaRun(NamedTuple):
     """One start of a replica: 1 is the first."""
 
     replica: str
@@ -110,21 +127,21 @@ class Life(NamedTuple):
 class Start:
     """Start the replica, then call `opened`, or `died` if it does not start. It begins with the weights of epoch 0."""
 
-    life: Life
+    run: ReplicaRun
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
     """End the replica's processes and threads, and discard what it still returns."""
 
-    life: Life
+    run: ReplicaRun
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """Load the weights of the epoch, then call `loaded`, `load_refused` or `died`."""
 
-    life: Life
+    run: ReplicaRun
     epoch: int
 
 
@@ -132,24 +149,22 @@ class Load:
 class AskCanary:
     """Run the canary of the epoch, then call `canary`."""
 
-    life: Life
+    run: ReplicaRun
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give these rows what their flight returned; they are done. Discard the rest of what it returned."""
+    """Give these rows what their dispatch returned; they are done. Discard the rest of what it returned."""
 
     rows: tuple[int, ...]
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
     """Abort these rows on the replica if it still listens. They were sent elsewhere, failed, or were cancelled."""
 
-    life: Life
-    flight: int
+    dispatch: int
     rows: tuple[int, ...]
 
 
@@ -169,27 +184,74 @@ class Updated:
     """The update has succeeded, and the gate is open.
 
     Attributes:
-        epoch: the weights in force.
-        missed: the replicas that do not have them yet, each with the reason. They get no rows until they have.
+        missed: the replicas that do not have the weights yet, each with the reason. They get no rows until they have.
     """
 
-    epoch: int
     missed: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateFailed:
-    """No replica has the new weights. The old ones stay in force, and the gate is open.
+    """No replica has the new weights. The old ones stay in force, and replicas load them again. The gate is open.
 
     Attributes:
         refused: whether a replica refused the weights without changing its own, so that the request is at fault.
         reasons: why each replica does not have them.
-        weights: the epoch that each replica holds; None if that is not known. Those that hold others load the old ones.
     """
 
     refused: bool
     reasons: dict[str, str]
-    weights: dict[str, int | None]
 
 
 Decision = Start | Stop | Load | AskCanary | Deliver | Abandon | Fail | Updated | UpdateFailed
+
+
+#: Seconds over which throughput is averaged.
+_WINDOW = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """How a replica is doing.
+
+    Attributes:
+        name: its name.
+        state: its state, such as "healthy"; see `corelm_fleet.records.State`.
+        epoch: the weights that it has: 0 are those that it is started with; None if that is not known.
+        rows: rows that it works on.
+        tokens_per_second: tokens that it has sampled in answers of the last minute, per second.
+        starts: how often it was started. 1 is the first.
+        why: why it last stopped serving; "" if it never has.
+    """
+
+    name: str
+    state: str
+    epoch: int | None
+    rows: int
+    tokens_per_second: float
+    starts: int
+    why: str
+
+
+class Throughput:
+    """Counts the tokens of the last minute.
+
+    Args:
+        now: the time in seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._since = now
+        self._counts: deque[tuple[float, int]] = deque()
+
+    def add(self, tokens: int, now: float) -> None:
+        """Count tokens."""
+        self._counts.append((now, tokens))
+        self.per_second(now)
+
+    def per_second(self, now: float) -> float:
+        """Return the tokens per second."""
+        while self._counts and self._counts[0][0] < now - _WINDOW:
+            self._counts.popleft()
+        span = min(_WINDOW, now - self._since)
+        return sum(count for _, count in self._counts) / max(span, 1.0)

@@ -17,14 +17,12 @@ from corelm.application import Aborts, Call
 from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError, StaleWeightsError, message
 from corelm.spec import GenerateRequest, WeightUpdate
 from corelm_engine_kit.joining import Result
-from corelm_fleet.agreement import require_plain
-from corelm_fleet.answers import Sampled
 from corelm_fleet.canary import Canary, Watch
-from corelm_fleet.parts import Request
-from corelm_fleet.probes import Probe, ProbeScores
+from corelm_fleet.pending import Request
+from corelm_fleet.probes import Probe, ProbeScores, Sampled
 
 #: Seconds that an engine has to finish its calls when it is closed, and seconds after which it is ended by force.
-_PATIENCE, _CLOSE = 2.0, 10.0
+_FINISH, _CLOSE = 2.0, 10.0
 #: Seconds for which the canary is trusted after it has agreed.
 _TRUST = 5.0
 
@@ -87,7 +85,10 @@ class OpenReplica:
     """
 
     def __init__(self, member: Member, plugin: Any, canary: Canary) -> None:
-        require_plain(member.name, plugin)
+        if hasattr(plugin, "to_containers"):
+            # Rows of several engines go into one container.
+            what = f"{member.name} makes its own containers; open it without a fleet"
+            raise CapabilityError(what, capability="to_containers")
         self._member, self._plugin = member, plugin
         self.backend = Backend.from_plugin(plugin, member.name)
         self.capabilities = self.backend.capabilities
@@ -107,14 +108,14 @@ class OpenReplica:
     def closed(self) -> bool:
         return self._engine.closed
 
-    def serve(self, request: Request, caller_waits: Callable[[], bool]) -> Result:
+    def serve(self, request: Request, is_awaited: Callable[[], bool]) -> Result:
         """Return the checked result of a request. See `OpenEngine.call`."""
         can = self.capabilities
         seeded = can.per_answer_seeds and not can.seeds_are_costly
         if isinstance(request, GenerateRequest) and request.seeds is None and seeded:
             # Another engine of the fleet takes no seeds, or takes long with them.
             request = replace(request, seeds=torch.randint(2**63 - 1, (len(request.prompts),)))
-        result: Result = self._engine.call(_ReplicaCall(self, request), caller_waits=caller_waits)
+        result: Result = self._engine.call(_ReplicaCall(self, request), caller_waits=is_awaited)
         return result
 
     def load(self, update: WeightUpdate) -> None:
@@ -205,7 +206,12 @@ class OpenReplica:
             end(self._plugin)
         # It may wait for a call that does not end.
         asking = threading.Thread(target=self._ask_to_close, name=f"corelm-{self._member.name}-close", daemon=True)
-        asking.start()
+        try:
+            asking.start()
+        except RuntimeError:
+            # The system has no room for a thread.
+            self._ask_to_close()
+            return
         asking.join(_CLOSE)
         if asking.is_alive() and end is not None:
             end(self._plugin)
@@ -213,7 +219,7 @@ class OpenReplica:
 
     def _ask_to_close(self) -> None:
         try:
-            self._engine.close(_PATIENCE, abort=True)
+            self._engine.close(_FINISH, abort=True)
         except CoreLMError:
             if self._member.end is not None:
                 self._member.end(self._plugin)

@@ -1,8 +1,8 @@
 """Which replica gets which rows. Nothing here has a thread, a clock or an engine.
 
-`assign` places the groups of one call. A *group* is the rows of one prompt: they go to one replica, which reads the
-prompt once, unless they are more than its share. A `Policy` chooses the replica of a group; `LeastWork` is the one
-that a fleet uses. `Loads` knows how much work each replica has.
+`assign` chooses for all groups of a call. A *group* is the rows of one prompt: they go to one replica, which reads the
+prompt once, unless they are more than its share. A `Policy` chooses the replica of one group; `LeastWork` is that of a
+fleet by default. `Loads` knows how much work each replica has.
 
 Work is counted in sampled tokens. A prompt token counts less, because an engine reads many at once. How long an answer
 gets is not known before, so `max_new_tokens` stands for it unless the caller knows better.
@@ -47,43 +47,24 @@ class Group:
         return self.work / len(self.rows)
 
 
-class Loads:
-    """The outstanding work of each replica.
-
-    Attributes:
-        takers: the replicas that take rows.
-    """
-
-    def __init__(self) -> None:
-        self.takers: frozenset[str] = frozenset()
-        self._work: dict[str, float] = {}
-
-    def __getitem__(self, name: str) -> float:
-        return self._work.get(name, 0.0)
+class Loads(dict[str, float]):
+    """The outstanding work of each replica that takes rows, by name."""
 
     @property
     def mean(self) -> float:
-        """The mean work of the replicas that take rows."""
-        return sum(map(self.__getitem__, self.takers)) / len(self.takers) if self.takers else 0.0
-
-    def add(self, name: str, work: float) -> None:
-        """Add work to a replica, or remove it, if it is negative."""
-        self._work[name] = self[name] + work
-
-    def forget(self, name: str) -> None:
-        """Forget the work of a replica that has died or left: its rows went elsewhere."""
-        self._work.pop(name, None)
+        """The mean work; 0.0 if no replica takes rows."""
+        return sum(self.values()) / len(self) if self else 0.0
 
     def least(self) -> str | None:
         """Return the replica with the least work; None if none takes rows."""
-        return min(self.takers, key=lambda name: (self[name], name), default=None)
+        return min(self, key=lambda name: (self[name], name), default=None)
 
 
 class Policy(Protocol):
     """Chooses replicas."""
 
     def choose(self, group: Group, loads: Loads) -> str | None:
-        """Return the replica that gets a group, one of ``loads.takers``; None if there is none, so that it waits."""
+        """Return the replica that gets a group, one of those in `loads`; None if there is none, so that it waits."""
 
 
 class LeastWork:
@@ -113,7 +94,7 @@ class LeastWork:
         self._homes.move_to_end(group.key)
         if len(self._homes) > self.remember:
             self._homes.popitem(last=False)
-        home = min((name for name in homes if name in loads.takers), key=loads.__getitem__, default=None)
+        home = min((name for name in homes if name in loads), key=loads.__getitem__, default=None)
         limit = max(self.overload * loads.mean, loads[least] + group.prompt * PROMPT_TOKEN)
         if home is not None and loads[home] <= limit:
             return home
@@ -124,27 +105,26 @@ class LeastWork:
 
 
 def assign(groups: Iterable[Group], loads: Loads, policy: Policy) -> list[tuple[str, Group]]:
-    """Place the groups of a call, the largest first, and add their work to `loads`.
+    """Choose a replica for each group of a call, the largest first, and add their work to `loads`.
 
-    A group that is more than the share of one replica is split. Nothing is placed while no replica takes rows.
+    A group that is more than the share of one replica is split. Without a replica that takes rows, nothing is assigned.
 
-    >>> loads = Loads()
-    >>> loads.takers = frozenset({"a", "b"})
+    >>> loads = Loads(a=0.0, b=0.0)
     >>> for name, group in assign([Group(rows=tuple(range(16)), prompt=9, new=5)], loads, LeastWork()):
     ...     print(name, group.rows)
     a (0, 1, 2, 3, 4, 5, 6, 7)
     b (8, 9, 10, 11, 12, 13, 14, 15)
     """
     asked = list(groups)
-    share = loads.mean + sum(group.work for group in asked) / max(1, len(loads.takers))
+    share = loads.mean + sum(group.work for group in asked) / max(1, len(loads))
     pieces = [piece for group in asked for piece in split(group, share)]
-    placed = []
+    assigned = []
     for piece in sorted(pieces, key=lambda each: each.work, reverse=True):
         name = policy.choose(piece, loads)
         if name is not None:
-            loads.add(name, piece.work)
-            placed.append((name, piece))
-    return placed
+            loads[name] += piece.work
+            assigned.append((name, piece))
+    return assigned
 
 
 def split(group: Group, share: float) -> Sequence[Group]:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,11 +33,8 @@ from corelm.errors import (
     message,
 )
 from corelm.spec import GenerateResult, WeightUpdate
-from corelm_engine_kit.joining import Result
 from corelm_fleet.canary import Canary
-from corelm_fleet.lives import Lives
-from corelm_fleet.parts import request_of_rows
-from corelm_fleet.pending import PendingCall
+from corelm_fleet.pending import PendingCall, request_of_rows
 from corelm_fleet.records import (
     Abandon,
     AskCanary,
@@ -45,18 +42,20 @@ from corelm_fleet.records import (
     Deliver,
     Fail,
     FleetLimits,
-    Life,
     Load,
+    ReplicaRun,
+    ReplicaStatus,
     Start,
     State,
     Stop,
+    Throughput,
     Updated,
     UpdateFailed,
 )
 from corelm_fleet.replica import Member, OpenReplica
+from corelm_fleet.replica_runs import ReplicaRuns
 from corelm_fleet.routing import Loads, Policy, assign
-from corelm_fleet.state import FleetState
-from corelm_fleet.status import ReplicaStatus, Throughput
+from corelm_fleet.state import Dispatch, FleetState
 
 _log = logging.getLogger(__name__)
 
@@ -65,80 +64,64 @@ _HEALTH = 5.0
 #: Seconds without a reply to a health check after which an engine is not asked to close, but ended if that can be done.
 _SLOW = 1.0
 #: Seconds that closing waits for threads after the engines were closed.
-_PATIENCE = 2.0
+_CLOSE = 2.0
 #: An engine that ends its calls in time may do so this many seconds before the caller's wait ends.
 _EARLY = 0.1
-#: What happened to a job that could not begin.
-_NO_THREAD = EngineError("the system has no room for a thread", usable=True)
 
 
 @dataclass(slots=True, eq=False)
-class Flying:
-    """Rows of a call on a replica.
+class SentCall:
+    """Rows of a call on a replica. They may have been taken back since, while the engine still works on them.
 
     Attributes:
-        number: the number of the flight.
-        life: the replica.
-        replica: its engine.
+        dispatch: the dispatch.
+        replica: the engine.
         call: the call.
-        rows: the rows of the call that were sent.
-        names: one name per row, which no other flight has, for `abort`.
+        names: the name of each row for `abort`, which no other dispatch has, by the fleet's number of the row.
     """
 
-    number: int
-    life: Life
+    dispatch: Dispatch
     replica: OpenReplica
     call: PendingCall
-    rows: list[int]
-    names: list[str]
+    names: dict[int, str]
 
     @property
-    def numbers(self) -> list[int]:
-        """The fleet's numbers of the rows."""
-        return [self.call.first + row for row in self.rows]
+    def rows(self) -> list[int]:
+        """The rows of the call that were sent."""
+        return [number - self.call.first for number in self.names]
 
 
 class FleetRunner:
-    """A fleet at work. `FleetEngine` explains the arguments; `opened` are the replicas, which are open.
+    """A fleet at work. `FleetEngine` explains the arguments.
 
     Attributes:
         state: the state machine.
-        lives: the engines.
+        runs: the engines.
+        delayed: jobs of replicas that could not begin because the system has no room for a thread.
         closed: whether the fleet was closed.
-
-    Raises:
-        InvalidRequestError: two replicas would not answer alike.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        opened: Mapping[str, OpenReplica],
-        limits: FleetLimits,
-        canary: Canary,
-        policy: Policy,
-    ) -> None:
+    def __init__(self, members: Sequence[Member], limits: FleetLimits, canary: Canary, policy: Policy) -> None:
         self._lock = threading.RLock()
         self.state = FleetState(limits)
         self.closed = False
-        self._policy, self._loads = policy, Loads()
+        self._policy = policy
         self._numbers = 0
+        # The calls by the numbers of their rows, and by the numbers of their dispatches while an engine has them.
         self._calls: dict[int, PendingCall] = {}
-        self._named: dict[str, set[int]] = {}
-        self._flying: dict[int, Flying] = {}
-        self._work: dict[int, tuple[Life, float]] = {}
+        self._sent: dict[int, SentCall] = {}
         self._speeds: dict[str, Throughput] = {}
-        # What to do because the system has no room for a thread.
-        self._late: list[Callable[[], None]] = []
+        self.delayed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        # Calls for which the system has no room for a thread.
+        self._unsent: list[SentCall] = []
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._process = os.getpid()
-        self.lives = Lives(members, opened, canary, self.state, self._lock, self.do)
-        self._checks: dict[Life, float] = {}
+        self.runs = ReplicaRuns(canary, self.state, self._lock, self.do)
+        # When a health check that has no answer yet began.
+        self._checks: dict[ReplicaRun, float] = {}
         self._updates: SimpleQueue[Updated | UpdateFailed | Exception] | None = None
-        for name, replica in opened.items():
-            self._speeds[name] = Throughput(time.monotonic())
-            most = None if replica.capabilities.concurrent_calls else 1
-            self.do(self.state.join, name, most_flights=most)
+        for member in members:
+            self.join(member)
 
     # For the hooks ----------------------------------------------------------------------------------------------------
 
@@ -157,12 +140,11 @@ class FleetRunner:
             BackendClosedError: the fleet is closed.
         """
         with self._lock:
-            if self.closed:
-                raise BackendClosedError("the fleet is closed")
+            self._must_be_open()
             decisions = self.state.update(time.monotonic())
             ended = self._updates = SimpleQueue[Updated | UpdateFailed | Exception]()
             if self.state.updating is not None:
-                self.lives.begin_update(self.state.updating, update)
+                self.runs.begin_update(self.state.updating, update)
             self._obey(decisions)
             self._go_on()
             return ended
@@ -173,11 +155,10 @@ class FleetRunner:
             # A fork has none of the threads, one of which may have held the lock.
             return
         with self._lock:
-            self.lives.ended = True
-            for call in {id(each): each for each in self._calls.values()}.values():
+            self.runs.ended = True
+            for call in set(self._calls.values()):
                 call.fail_all(BackendClosedError("the program ends"))
                 self._drop(call)
-            self._go_on()
 
     def close(self) -> None:
         """End all calls with an error, and close all engines."""
@@ -185,28 +166,30 @@ class FleetRunner:
         # another thread there would leave a trace of it.
         for thread in uninterrupted(self._begin_to_close):
             thread.join()
-        join([each for each in self._threads if each is not threading.current_thread()], _PATIENCE)
+        join([each for each in self._threads if each is not threading.current_thread()], _CLOSE)
 
     def _begin_to_close(self) -> list[threading.Thread]:
         """End all calls, and return the threads that close the engines."""
         with self._lock:
             if self.closed:
                 return []
-            self.closed = self.lives.ended = True
-            for call in {id(each): each for each in self._calls.values()}.values():
+            self.closed = self.runs.ended = True
+            for call in set(self._calls.values()):
                 call.fail_all(BackendClosedError("the fleet was closed"))
             if self._updates is not None:
                 self._updates.put(BackendClosedError("the fleet was closed during the update"))
             late = time.monotonic() - _SLOW
-            hung = {self.lives.running.get(life) for life, since in self._checks.items() if since < late}
-            replicas = self.lives.replicas()
-            self.lives.running.clear()
-        closing = [
-            threading.Thread(target=replica.close, args=(replica in hung,), name="corelm-fleet-close", daemon=True)
-            for replica in replicas
-        ]
-        for thread in closing:
-            thread.start()
+            hung = {self.runs.running.get(run) for run, since in self._checks.items() if since < late}
+            jobs = [partial(replica.close, replica in hung) for replica in self.runs.running.values()]
+            jobs += [partial(job, *args) for job, args in self.delayed if job == self.runs.stop]
+            self.runs.running.clear()
+        closing = []
+        for job in jobs:
+            thread = threading.Thread(target=job, name="corelm-fleet-close", daemon=True)
+            if _has_started(thread):
+                closing.append(thread)
+            else:
+                job()
         return closing
 
     def join(self, member: Member) -> None:
@@ -218,24 +201,26 @@ class FleetRunner:
             InvalidRequestError: a replica of this name has not left.
         """
         with self._lock:
-            if self.closed:
-                raise BackendClosedError("the fleet is closed")
+            self._must_be_open()
             if self.state.asleep:
                 raise BackendAsleepError("an engine cannot join a fleet that sleeps; call backend.wake() first")
-            one_call = any(not each.capabilities.concurrent_calls for each in self.lives.replicas())
             now = time.monotonic()
-            decisions = self.state.join(member.name, now, 1 if one_call else None)
-            self.lives.admit(member)
+            decisions = self.state.join(member.name, now)
+            self.runs.members[member.name] = member
             self._speeds[member.name] = Throughput(now)
             self._obey(decisions)
             self._go_on()
+
+    def _must_be_open(self) -> None:
+        if self.closed:
+            raise BackendClosedError("the fleet is closed")
 
     def label(self) -> str:
         """Return the label of the weights in force, as an engine that has them knows it."""
         labels = [
             replica.label
-            for life, replica in list(self.lives.running.items())
-            if self.state.replicas[life.replica].weights == self.state.epoch
+            for run, replica in list(self.runs.running.items())
+            if self.state.replicas[run.replica].weights == self.state.epoch
         ]
         return labels[0] if labels else ""
 
@@ -248,9 +233,9 @@ class FleetRunner:
                     name=name,
                     state=each.state.value,
                     epoch=each.weights,
-                    rows=sum(len(flight.rows) for flight in each.flights.values()),
+                    rows=sum(len(dispatch.rows) for dispatch in each.dispatches.values()),
                     tokens_per_second=self._speeds[name].per_second(now),
-                    starts=each.life.number,
+                    starts=each.run.number,
                     why=each.why,
                 )
                 for name, each in self.state.replicas.items()
@@ -259,97 +244,100 @@ class FleetRunner:
     def look_around(self) -> None:
         """Check the health of every engine and run the work that is due. A thread calls this every second."""
         now = time.monotonic()
-        for life, replica in list(self.lives.running.items()):
-            since = self._checks.setdefault(life, now)
-            if since == now:
-                self._spawn(self._check, life, replica, otherwise=partial(self._unchecked, life))
+        with self._lock:
+            delayed, self.delayed = self.delayed, []
+            for job, args in delayed:
+                self._begin_job(job, *args)
+        for run, replica in list(self.runs.running.items()):
+            since = self._checks.setdefault(run, now)
+            if since == now and not self._spawn(self._check, run, replica):
+                del self._checks[run]
             elif now - since > _HEALTH:
-                self.do(self.state.missed, life, why=f"it did not reply to a health check within {_HEALTH:g} s")
+                self.do(self.state.missed, run, why=f"it did not reply to a health check within {_HEALTH:g} s")
         self.do(self.state.tick)
 
     # Decisions --------------------------------------------------------------------------------------------------------
 
-    def _obey(self, decisions: Iterable[Decision], flying: Flying | None = None, outcome: Any = None) -> None:
+    def _obey(self, decisions: Iterable[Decision], sent: SentCall | None = None, outcome: Any = None) -> None:
         """Carry decisions out.
 
         Args:
             decisions: the decisions.
-            flying: the flight that has returned, for `Deliver`.
+            sent: the call that has returned, for `Deliver`.
             outcome: what it has returned, or the error with which its replica refused it.
         """
         for each in decisions:
             match each:
-                case Start(life):
-                    if not self.lives.ended:
-                        self._spawn(self.lives.start, life, otherwise=partial(self._no_thread, life))
-                case Stop(life):
-                    self._stop(life)
-                case Load(life, epoch):
-                    self._spawn(self.lives.load, life, epoch, otherwise=partial(self._no_thread, life))
-                case AskCanary(life, epoch):
-                    self._spawn(self.lives.ask, life, epoch, otherwise=partial(self._no_thread, life))
-                case Deliver(rows, _):
-                    assert flying is not None
-                    self._deliver(flying, rows, outcome)
+                case Start(run):
+                    if not self.runs.ended:
+                        self._begin_job(self.runs.start, run)
+                case Stop(run):
+                    self._stop(run)
+                case Load(run, epoch):
+                    self._begin_job(self.runs.load, run, epoch)
+                case AskCanary(run, epoch):
+                    self._begin_job(self.runs.ask, run, epoch)
+                case Deliver(rows):
+                    assert sent is not None
+                    self._deliver(sent, rows, outcome)
                 case Fail(row, error):
                     self._fail(row, error)
-                case Abandon(_, number, rows):
-                    for row in rows:
-                        self._unload(row)
-                    if (abandoned := self._flying.get(number)) is not None:
-                        self._abort(abandoned, rows, partial(self._is_flying, number))
+                case Abandon(number, rows):
+                    if (abandoned := self._sent.get(number)) is not None:
+                        self._abort(abandoned, rows, partial(self._sent.__contains__, number))
                 case Updated() | UpdateFailed():
-                    self.lives.end_update(self.state.epoch)
+                    self.runs.end_update(self.state.epoch)
                     if self._updates is not None:
                         self._updates.put(each)
                         self._updates = None
 
-    def _stop(self, life: Life) -> None:
-        for row in [row for row, (where, _) in self._work.items() if where == life]:
-            del self._work[row]
-        self._loads.forget(life.replica)
-        self._checks.pop(life, None)
-        known = self.state.replicas[life.replica]
+    def _stop(self, run: ReplicaRun) -> None:
+        self._checks.pop(run, None)
+        known = self.state.replicas[run.replica]
         by_force = known.state is State.DEAD
         if by_force:
-            _log.warning("%s was lost: %s", life, brief(known.why))
-        replica = self.lives.begin_stop(life)
+            _log.warning("%s was lost: %s", run, brief(known.why))
+        replica = self.runs.begin_stop(run)
         if replica is not None:
-            self._spawn(self.lives.stop, life, replica, by_force)
+            self._begin_job(self.runs.stop, run, replica, by_force)
 
     # Threads ----------------------------------------------------------------------------------------------------------
 
-    def _is_flying(self, number: int) -> bool:
-        return number in self._flying
+    def _begin_job(self, job: Callable[..., None], *args: Any) -> None:
+        """Run a job of a replica on a new thread; if there is no room for one, `look_around` tries again."""
+        if not self._spawn(job, *args):
+            self.delayed.append((job, args))
 
-    def _unchecked(self, life: Life) -> None:
-        self._checks.pop(life, None)
+    def _spawn(self, job: Callable[..., None], *args: Any) -> bool:
+        """Run a job on a new thread. Return False if the system has no room for one."""
+        thread = threading.Thread(target=job, args=args, name=f"corelm-fleet-{job.__name__.strip('_')}", daemon=True)
+        started = _has_started(thread)
+        if started:
+            self._threads.add(thread)
+        return started
 
-    def _check(self, life: Life, replica: OpenReplica) -> None:
+    def _check(self, run: ReplicaRun, replica: OpenReplica) -> None:
         why, ended = "", False
         try:
             if not replica.health():
                 ended = replica.ended
                 why = "it has ended" if ended else "it says that it cannot serve"
-            elif changed := self._was_silent(life, replica) and replica.changed():
+            elif changed := self._was_silent(run, replica) and replica.changed():
                 why, ended = f"it did not answer for a while, and then as another one: {changed}", True
         except BaseException as error:
             why = message(error)
-        self._checks.pop(life, None)
+        self._checks.pop(run, None)
         if why:
-            self.do(self.state.died if ended else self.state.missed, life, why=why)
+            self.do(self.state.died if ended else self.state.missed, run, why=why)
         else:
-            self.do(self.state.heard, life)
+            self.do(self.state.heard, run)
 
-    def _was_silent(self, life: Life, replica: OpenReplica) -> bool:
+    def _was_silent(self, run: ReplicaRun, replica: OpenReplica) -> bool:
         """Return whether an engine that serves has missed health checks, and no call shows that it went on."""
         with self._lock:
-            known = self.state.replicas[life.replica]
-            silent = known.life == life and known.misses > 0 and known.state in (State.HEALTHY, State.SUSPECT)
-            return silent and not any(flying.replica is replica for flying in self._flying.values())
-
-    def _no_thread(self, life: Life) -> None:
-        self._obey(self.state.died(life, time.monotonic(), message(_NO_THREAD)))
+            known = self.state.replicas[run.replica]
+            silent = known.run == run and known.misses > 0 and known.state in (State.HEALTHY, State.SUSPECT)
+            return silent and not any(sent.replica is replica for sent in self._sent.values())
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
@@ -360,17 +348,13 @@ class FleetRunner:
             BackendClosedError: the fleet is closed.
         """
         with self._lock:
-            if self.closed:
-                raise BackendClosedError("the fleet is closed")
+            self._must_be_open()
             if call.left:
                 return
             call.first = self._numbers
             self._numbers += call.rows
-            rows = range(call.first, call.first + call.rows)
-            for row, name in zip(rows, call.request.request_ids, strict=True):
-                self._calls[row] = call
-                self._named.setdefault(name, set()).add(row)
-            self.do(self.state.add, rows)
+            self._calls.update(dict.fromkeys(call.numbers, call))
+            self.do(self.state.add, call.numbers)
 
     def leave(self, call: PendingCall) -> None:
         """Forget a call whose caller has stopped waiting."""
@@ -382,136 +366,115 @@ class FleetRunner:
 
     def abort(self, names: Iterable[str]) -> None:
         """End rows by their names: those in flight on their replicas, and those that wait at once."""
+        wanted = set(names)
         with self._lock:
-            on_replicas: dict[int, list[int]] = {}
-            for row in [row for name in names for row in self._named.get(name, ())]:
-                call, known = self._calls[row], self.state.rows.all[row]
+            if self.closed:
+                return
+            in_engines: dict[int, list[int]] = {}
+            for row, call in list(self._calls.items()):
+                if call.request.request_ids[row - call.first] not in wanted:
+                    continue
+                dispatch = self.state.rows.all[row].dispatch
                 call.aborted.add(row - call.first)
-                if known.flight is None:
+                if dispatch is None:
                     self._leave_out(call, [row])
-                elif known.flight.number in self._flying:
-                    on_replicas.setdefault(known.flight.number, []).append(row)
-            for number, rows in on_replicas.items():
-                self._abort(self._flying[number], rows, partial(self._holds_any, number, rows))
-            if not self.closed:
-                self._go_on()
+                elif dispatch.number in self._sent:
+                    in_engines.setdefault(dispatch.number, []).append(row)
+            for number, rows in in_engines.items():
+                self._abort(self._sent[number], rows, partial(self._holds_any, number, rows))
+            self._go_on()
 
     # Rows that are settled --------------------------------------------------------------------------------------------
 
-    def _deliver(self, flying: Flying, rows: Sequence[int], outcome: Any) -> None:
-        call = flying.call
+    def _deliver(self, sent: SentCall, rows: Sequence[int], outcome: Any) -> None:
+        call = sent.call
         if isinstance(outcome, Exception):
             call.fail_all(outcome)
             self._drop(call)
             return
-        places = {number: at for at, number in enumerate(flying.numbers)}
-        call.take(outcome, [places[row] for row in rows], [row - call.first for row in rows])
+        index = {number: at for at, number in enumerate(sent.names)}
+        call.take(outcome, [index[row] for row in rows], [row - call.first for row in rows])
         for row in rows:
-            self._forget(row)
+            del self._calls[row]
 
     def _fail(self, row: int, error: EngineError) -> None:
-        call = self._calls.get(row)
+        call = self._calls.pop(row, None)
         if call is None:
+            # Another row has failed the whole call.
             return
         local, why = row - call.first, error.problems[row]
-        self._forget(row)
         if error.usable:
             _log.warning("a row fails alone: %s", brief(why))
             call.fail(local, why)
             return
-        text = message(error).replace(f"row {row}: ", "", 1)
-        call.fail_all(EngineError(text, usable=error.usable, problems={local: why}))
+        call.fail_all(EngineError(message(error), usable=error.usable, problems={local: why}))
         self._drop(call)
 
     def _drop(self, call: PendingCall) -> None:
         """Take all rows of a call back."""
-        rows = [row for row in range(call.first, call.first + call.rows) if self._calls.get(row) is call]
-        self._obey(self.state.cancel(rows, time.monotonic()))
+        self._cancel([row for row in call.numbers if self._calls.get(row) is call])
+
+    def _cancel(self, rows: Collection[int]) -> None:
         for row in rows:
-            self._forget(row)
-
-    def _forget(self, row: int) -> None:
-        call = self._calls.pop(row, None)
-        if call is not None:
-            name = call.request.request_ids[row - call.first]
-            self._named[name].discard(row)
-            if not self._named[name]:
-                del self._named[name]
-        self._unload(row)
-
-    def _unload(self, row: int) -> None:
-        life, work = self._work.pop(row, (None, 0.0))
-        if life is not None:
-            self._loads.add(life.replica, -work)
+            del self._calls[row]
+        self._obey(self.state.cancel(rows, time.monotonic()))
 
     # Sending ----------------------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
         """Send what can be sent now."""
-        self._place()
-        while self._late:
-            self._late.pop()()
-            self._place()
+        self._send_waiting()
+        while self._unsent:
+            self._returned(self._unsent.pop(), EngineError("the system has no room for a thread", usable=True))
+            self._send_waiting()
 
-    def _place(self) -> None:
-        """Send accused rows alone, then the fresh rows of each call in as few flights as there are replicas."""
-        while trials := self.state.trials():
-            row, name = trials[0]
+    def _send_waiting(self) -> None:
+        """Send accused rows alone, then the fresh rows of each call in as few dispatches as there are replicas."""
+        while retries := self.state.isolated_retries():
+            row, name = retries[0]
             call = self._calls[row]
             if not self._leave_out(call, [row]):
                 (group,) = call.groups([row - call.first])
-                self._loads.add(name, group.work)
-                self._fly(name, call, {row: group.work})
-        self._loads.takers = self.state.takers
-        if not self._loads.takers or not self.state.rows.fresh:
-            return
-        waiting: dict[int, list[int]] = {}
-        for row in self.state.rows.fresh:
-            waiting.setdefault(self._calls[row].first, []).append(row)
-        for rows in waiting.values():
-            call = self._calls[rows[0]]
+                self._send(name, call, {row: group.work})
+        waiting: dict[PendingCall, list[int]] = {}
+        for row in self.state.rows.fresh if self.state.takers else ():
+            waiting.setdefault(self._calls[row], []).append(row)
+        for call, rows in waiting.items():
             left_out = self._leave_out(call, rows)
-            rows = [row - call.first for row in rows if row not in left_out]
-            self._loads.takers = self.state.takers
-            if not self._loads.takers:
+            if not (takers := self.state.takers):
                 return
-            flights: dict[str, dict[int, float]] = {}
-            for name, group in assign(call.groups(rows), self._loads, self._policy):
-                flights.setdefault(name, {}).update(dict.fromkeys(group.rows, group.work_of_a_row))
-            for name, works in flights.items():
-                self._fly(name, call, works)
+            works: dict[str, dict[int, float]] = {}
+            groups = call.groups([row - call.first for row in rows if row not in left_out])
+            for name, group in assign(groups, Loads(takers), self._policy):
+                works.setdefault(name, {}).update(dict.fromkeys(group.rows, group.work_of_a_row))
+            for name, of_rows in works.items():
+                self._send(name, call, dict(sorted(of_rows.items())))
 
     def _leave_out(self, call: PendingCall, rows: Iterable[int]) -> set[int]:
         """Settle the rows that must not be sent, and return them."""
         left_out = {row for row in rows if call.leave_out(row - call.first)}
         if left_out:
-            self._obey(self.state.cancel(left_out, time.monotonic()))
-            for row in left_out:
-                self._forget(row)
+            self._cancel(left_out)
         return left_out
 
-    def _fly(self, name: str, call: PendingCall, works: Mapping[int, float]) -> None:
-        """Send rows of a call to a replica; their work is in `Loads` already."""
-        numbers = sorted(works)
-        flight = self.state.send(name, numbers, time.monotonic())
-        rows = [number - call.first for number in numbers]
+    def _send(self, name: str, call: PendingCall, works: Mapping[int, float]) -> None:
+        """Send rows of a call to a replica, given the work of each."""
+        dispatch = self.state.send(name, works, time.monotonic())
         # A row may be sent again while its replica, which was lost, still works on it.
-        names = [f"{call.request.request_ids[row]}-{flight.number}" for row in rows]
-        flying = Flying(flight.number, flight.life, self.lives.running[flight.life], call, rows, names)
-        self._flying[flight.number] = flying
-        self._work.update({row: (flight.life, work) for row, work in works.items()})
-        teller = call.teller(rows, partial(self.do, self.state.producing, flight.number))
-        self._spawn(self._call, flying, teller, otherwise=partial(self._returned, flying, _NO_THREAD))
+        names = {row: f"{call.request.request_ids[row - call.first]}-{dispatch.number}" for row in works}
+        sent = SentCall(dispatch, self.runs.running[dispatch.run], call, names)
+        self._sent[dispatch.number] = sent
+        teller = call.teller(sent.rows, partial(self.do, self.state.producing, dispatch.number))
+        if not self._spawn(self._call, sent, teller):
+            self._unsent.append(sent)
 
-    # On the thread of a flight ----------------------------------------------------------------------------------------
-
-    def _call(self, flying: Flying, teller: Any) -> None:
-        """Ask a replica, on a thread of the flight."""
-        call = flying.call
-        if flying.replica.ended:
+    def _call(self, sent: SentCall, teller: Any) -> None:
+        """Ask a replica, on a thread of the dispatch."""
+        call, number = sent.call, sent.dispatch.number
+        if sent.replica.ended:
             with self._lock:
-                self._flying.pop(flying.number, None)
-                self.do(self.state.unsent, flying.number)
+                self._sent.pop(number, None)
+                self.do(self.state.unsent, number)
             return
         outcome: Any
         try:
@@ -519,29 +482,29 @@ class FleetRunner:
             if left is not None and left <= 0:
                 raise BackendTimeoutError("the timeout passed before a replica was asked")
             # A call that the engine does not end in time goes on until it is aborted, so it is waited for here.
-            limit = left if flying.replica.capabilities.stops_at_timeout else None
-            request = request_of_rows(call.request, flying.rows, flying.names, limit, teller)
-            outcome = call.in_modes(lambda: flying.replica.serve(request, partial(self._wanted, flying.number)))
+            limit = left if sent.replica.capabilities.stops_at_timeout else None
+            request = request_of_rows(call.request, sent.rows, tuple(sent.names.values()), limit, teller)
+            outcome = call.in_modes(lambda: sent.replica.serve(request, partial(self._wanted, number)))
             # Rows without an answer are the fault of the replica if it does not serve any more.
             lost = next(filter(None, outcome.errors or ()), "")
-            if lost and flying.replica.health():
-                lost = self._fault(flying.replica, lost)
+            if lost and sent.replica.health():
+                lost = self._fault(sent.replica, lost)
         except (InvalidRequestError, CapabilityError) as error:
-            fault = self._fault(flying.replica, message(error))
+            fault = self._fault(sent.replica, message(error))
             outcome, lost = EngineError(fault, usable=False) if fault else error, ""
         except BaseException as error:
             outcome, lost = error, ""
         with self._lock:
             try:
                 if not self.closed:
-                    self._returned(flying, outcome, lost)
+                    self._returned(sent, outcome, lost)
                     self._go_on()
             except Exception as error:
-                _log.exception("a call to %s could not be ended", flying.life)
+                _log.exception("a call to %s could not be ended", sent.dispatch.run)
                 call.fail_all(EngineError(f"the fleet failed, which is a mistake in core: {described(error)}"))
                 self._drop(call)
             finally:
-                self._flying.pop(flying.number, None)
+                self._sent.pop(number, None)
 
     def _fault(self, replica: OpenReplica, why: str) -> str:
         """Return why an engine is at fault for rows that it has refused; "" if the rows are.
@@ -557,64 +520,54 @@ class FleetRunner:
                 return f"it refused rows ({why}), and its canary disagrees: {changed}"
         return ""
 
-    def _returned(self, flying: Flying, outcome: Any, lost: str = "") -> None:
-        """Tell the state machine how a flight has ended.
+    def _returned(self, sent: SentCall, outcome: Any, lost: str = "") -> None:
+        """Tell the state machine how a dispatch has ended.
 
         Args:
-            flying: the flight.
+            sent: the call.
             outcome: the result, or the error.
             lost: why the rows that have an error in the result were lost with the replica; "" if they were not.
         """
-        self._flying.pop(flying.number, None)
-        now, number, call = time.monotonic(), flying.number, flying.call
+        now, number, run, call = time.monotonic(), sent.dispatch.number, sent.dispatch.run, sent.call
+        self._sent.pop(number, None)
         if not isinstance(outcome, BaseException):
-            self._count(flying, outcome, now)
+            if isinstance(outcome, GenerateResult):
+                self._speeds[run.replica].add(int(outcome.ids.values.shape[0]), now)
             errors = outcome.errors if lost else None
-            rows = [row for at, row in enumerate(flying.numbers) if not (errors and errors[at])]
-            self._obey(self.state.answered(number, rows, now), flying, outcome)
+            rows = [row for at, row in enumerate(sent.names) if not (errors and errors[at])]
+            self._obey(self.state.answered(number, rows, now), sent, outcome)
             if errors:
-                self._obey(self.state.died(flying.life, now, lost))
+                self._obey(self.state.died(run, now, lost))
         elif isinstance(outcome, (InvalidRequestError, CapabilityError)):
-            told = renumbered(outcome, torch.tensor(flying.rows))
-            self._obey(self.state.refused(number, now), flying, told)
+            self._obey(self.state.refused(number, now), sent, renumbered(outcome, torch.tensor(sent.rows)))
         elif getattr(outcome, "usable", None) is False or (
-            isinstance(outcome, BackendClosedError) and flying.replica.closed
+            isinstance(outcome, BackendClosedError) and sent.replica.closed
         ):
-            self._obey(self.state.died(flying.life, now, message(outcome)))
+            self._obey(self.state.died(run, now, message(outcome)))
         elif isinstance(outcome, TimeoutError) and (call.seconds_left() or 0.0) <= _EARLY and call.end is not None:
             # The caller's own wait ends now.
             return
         else:
-            if self._wanted(number):
-                for row in flying.numbers:
-                    self._unload(row)
             why = message(outcome) if isinstance(outcome, EngineError) else described(outcome)
             self._obey(self.state.failed(number, now, why))
 
-    def _count(self, flying: Flying, result: Result, now: float) -> None:
-        if isinstance(result, GenerateResult):
-            self._speeds[flying.life.replica].add(int(result.ids.values.shape[0]), now)
-
     def _wanted(self, number: int) -> bool:
-        """Return whether a flight has rows that are not settled."""
-        return not self.closed and number in self.state.rows.flights
+        """Return whether a dispatch has rows that are not settled."""
+        return not self.closed and number in self.state.rows.dispatches
 
     def _holds_any(self, number: int, rows: Iterable[int]) -> bool:
-        """Return whether one of the rows is in this flight."""
-        flight = self.state.rows.flights.get(number)
-        return not self.closed and flight is not None and any(row in flight.rows for row in rows)
+        """Return whether one of the rows is in this dispatch."""
+        dispatch = self.state.rows.dispatches.get(number)
+        return not self.closed and dispatch is not None and any(row in dispatch.rows for row in rows)
 
-    def _abort(self, flying: Flying, rows: Iterable[int], under_way: Callable[[], bool]) -> None:
-        names = dict(zip(flying.numbers, flying.names, strict=True))
-        flying.replica.abort(tuple(names[row] for row in rows), under_way)
+    def _abort(self, sent: SentCall, rows: Iterable[int], under_way: Callable[[], bool]) -> None:
+        sent.replica.abort(tuple(sent.names[row] for row in rows), under_way)
 
-    def _spawn(self, job: Callable[..., None], *args: Any, otherwise: Callable[[], None] | None = None) -> None:
-        """Run a job on a new thread; call `otherwise` later if the system has no room for one."""
-        thread = threading.Thread(target=job, args=args, name=f"corelm-fleet-{job.__name__.strip('_')}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            if otherwise is not None:
-                self._late.append(otherwise)
-            return
-        self._threads.add(thread)
+
+def _has_started(thread: threading.Thread) -> bool:
+    """Start a thread, and return whether the system had room for it."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True

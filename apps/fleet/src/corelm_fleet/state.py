@@ -6,9 +6,9 @@ that its owner has to carry out, in their order. The owner holds one lock around
 1.  A row is answered exactly once, or fails with an `EngineError` that names it. When a replica dies, only the rows
     that it had not answered are sent again, elsewhere. What a replica returns later for a row that was taken from it is
     discarded.
-2.  A request that a replica refuses does not count against the replica. A row that was in flight at a death is *on
-    trial*: it is sent alone, and to a replica that has survived the rows it has. If that replica dies, only the row on
-    trial is blamed; if no row is on trial, every unanswered row is. A row that is blamed for `deaths` deaths fails.
+2.  A request that a replica refuses does not count against the replica. A row that was in flight at a death is retried
+    in isolation: it is sent alone, and to a replica that has survived the rows it has. If that replica dies, only this
+    row is blamed; if it has no isolated retry, every unanswered row is. A row that is blamed for `deaths` deaths fails.
 3.  A replica gets rows only while its weights are the current ones. `update` closes the gate; each replica finishes its
     rows, loads and is asked for its canary; then the gate opens for all together. No row of an older epoch is in flight
     when `Updated` is decided.
@@ -20,10 +20,10 @@ The states, their transitions, the limits and the decisions are in `records.py`.
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from corelm.errors import EngineError, first_few
 from corelm.validate import invalid
@@ -36,15 +36,221 @@ from corelm_fleet.records import (
     Deliver,
     Fail,
     FleetLimits,
-    Life,
     Load,
+    ReplicaRun,
     Start,
     State,
     Stop,
     Updated,
     UpdateFailed,
 )
-from corelm_fleet.rows import Flight, Replica, Rows, Strike
+
+
+class Strike(NamedTuple):
+    """A replica was lost, or failed a call, while it had a row.
+
+    Attributes:
+        run: the replica.
+        why: what happened to it.
+        final: False while the replica is only a suspect. The strike is withdrawn if the replica is heard from again.
+    """
+
+    run: ReplicaRun
+    why: str
+    final: bool
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row that has no answer yet.
+
+    Attributes:
+        dispatch: the dispatch that has it; None while it waits.
+        work: how much work it is for the replica that has it.
+        strikes: the losses while it was in flight.
+    """
+
+    dispatch: Dispatch | None = None
+    work: float = 0.0
+    strikes: list[Strike] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Dispatch:
+    """Rows that one call took to a replica.
+
+    Attributes:
+        number: its number; none is used twice.
+        replica: where it went.
+        run: the run of the replica at that time.
+        sent: when it was sent.
+        rows: its rows that have no answer yet.
+        settled: whether the replica has survived it: it was heard from long enough afterwards.
+    """
+
+    number: int
+    replica: Replica
+    run: ReplicaRun
+    sent: float
+    rows: dict[int, None]
+    settled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """A replica, as the state machine knows it.
+
+    Attributes:
+        run: its current start.
+        state: its state.
+        since: when it got into this state.
+        most_dispatches: how many dispatches it takes at once; None sets no limit.
+        weights: the epoch of its weights; None if that is not known.
+        agreed: the epoch for which its canary has agreed; None if it has not.
+        dispatches: the dispatches that it has.
+        work: the work of the rows that it has.
+        isolated: the dispatch of an isolated retry; None once the replica has survived it.
+        asked: what it was asked to do on its way to HEALTHY and has not done yet.
+        asked_at: when it was asked.
+        refused: why it refused the weights of the update under way.
+        misses: health checks missed in a row.
+        errors: calls failed in a row.
+        restarts: restarts since it last answered a row, or was healthy for long.
+        retry_at: when it may be started again.
+        why: why it last became SUSPECT, DEAD or GONE; for people.
+    """
+
+    run: ReplicaRun
+    state: State
+    since: float
+    most_dispatches: int | None = None
+    weights: int | None = None
+    agreed: int | None = None
+    dispatches: dict[int, Dispatch] = field(default_factory=dict)
+    work: float = 0.0
+    isolated: Dispatch | None = None
+    asked: Load | AskCanary | None = None
+    asked_at: float = 0.0
+    refused: str | None = None
+    misses: int = 0
+    errors: int = 0
+    restarts: int = 0
+    retry_at: float = 0.0
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.run.replica
+
+    @property
+    def room(self) -> bool:
+        """Whether it takes another dispatch."""
+        return self.most_dispatches is None or len(self.dispatches) < self.most_dispatches
+
+    @property
+    def may_isolate(self) -> bool:
+        """Whether it can take an isolated retry: if it then dies, nothing else in it is likely to be the cause."""
+        return self.isolated is None and self.room and all(dispatch.settled for dispatch in self.dispatches.values())
+
+
+class Rows:
+    """Every row that has no answer yet, and where it is.
+
+    Attributes:
+        deaths: how many strikes make a row fail.
+        all: the rows by number.
+        dispatches: the dispatches that have rows, by number.
+        fresh: the rows that wait and may share a dispatch, in order.
+        accused: the rows that wait for an isolated retry, the likeliest cause of a loss first.
+        isolated: how many replicas have an isolated retry.
+    """
+
+    def __init__(self, deaths: int) -> None:
+        self.deaths = deaths
+        self.all: dict[int, Row] = {}
+        self.dispatches: dict[int, Dispatch] = {}
+        self.fresh: dict[int, None] = {}
+        self.accused: dict[int, None] = {}
+        self.isolated = 0
+        self._numbers = itertools.count()
+
+    def add(self, number: int) -> None:
+        """Add a row that has to be answered."""
+        assert number not in self.all
+        self.all[number] = Row()
+        self.fresh[number] = None
+
+    def depart(self, replica: Replica, rows: Mapping[int, float], now: float, isolated: bool) -> Dispatch:
+        """Move waiting rows into a new dispatch on a replica. `rows` has the work of each."""
+        number = next(self._numbers)
+        dispatch = Dispatch(number, replica, replica.run, now, dict.fromkeys(rows))
+        self.dispatches[number] = replica.dispatches[number] = dispatch
+        if isolated:
+            replica.isolated = dispatch
+            self.isolated += 1
+        for row, work in rows.items():
+            (self.accused if isolated else self.fresh).pop(row)
+            self.all[row].dispatch, self.all[row].work = dispatch, work
+            replica.work += work
+        return dispatch
+
+    def settle(self, dispatch: Dispatch) -> None:
+        """Note that a replica has survived a dispatch."""
+        dispatch.settled = True
+        self._end_isolation(dispatch)
+
+    def finish(self, number: int) -> None:
+        """Remove a row that is answered, failed or cancelled."""
+        self._land(number)
+        del self.all[number]
+        self.fresh.pop(number, None)
+        self.accused.pop(number, None)
+
+    def wait(self, number: int) -> None:
+        """Take a row out of its dispatch, to be sent again."""
+        self._land(number)
+        (self.accused if self.all[number].strikes else self.fresh)[number] = None
+
+    def blame(self, number: int, strike: Strike) -> EngineError | None:
+        """Give a row in flight a strike: it waits for an isolated retry. Return the error if it has too many."""
+        strikes = self.all[number].strikes
+        strikes.append(strike)
+        if len(strikes) < self.deaths:
+            self.wait(number)
+            return None
+        self.finish(number)
+        said = "; ".join(f"{each.run}: {each.why}" for each in strikes)
+        why = f"it was in flight when {len(strikes)} replicas were lost, so it is not sent to another one. {said}"
+        return EngineError(f"row {number}: {why}", usable=True, problems={number: why})
+
+    def withdraw(self, run: ReplicaRun) -> None:
+        """Withdraw the strikes for the loss of a replica that was heard from again."""
+        for number, row in self.all.items():
+            row.strikes = [strike for strike in row.strikes if strike.final or strike.run != run]
+            if not row.strikes and number in self.accused:
+                del self.accused[number]
+                self.fresh[number] = None
+
+    def waiting(self) -> Iterable[int]:
+        """Return the rows that are not in flight."""
+        return [*self.accused, *self.fresh]
+
+    def _land(self, number: int) -> None:
+        """Take a row out of its dispatch, if it is in one."""
+        row = self.all[number]
+        dispatch, row.dispatch = row.dispatch, None
+        if dispatch is None:
+            return
+        del dispatch.rows[number]
+        dispatch.replica.work -= row.work
+        if not dispatch.rows:
+            del self.dispatches[dispatch.number], dispatch.replica.dispatches[dispatch.number]
+            self._end_isolation(dispatch)
+
+    def _end_isolation(self, dispatch: Dispatch) -> None:
+        if dispatch.replica.isolated is dispatch:
+            dispatch.replica.isolated = None
+            self.isolated -= 1
 
 
 class FleetState:
@@ -53,7 +259,7 @@ class FleetState:
     Attributes:
         limits: how patient the fleet is.
         replicas: every replica by name, those that are gone included.
-        rows: the rows that have no answer yet, and the flights that they are in.
+        rows: the rows that have no answer yet, and the dispatches that they are in.
         epoch: the weights in force.
         updating: the epoch that an update is loading; None while the gate is open.
         asleep: whether the replicas sleep, so that none may be started: others use the memory that it would take.
@@ -67,7 +273,6 @@ class FleetState:
         self.updating: int | None = None
         self.asleep = False
         self._epochs = itertools.count(1)
-        self._states: Counter[State] = Counter()
         # Replicas that take accused rows only; replicas that an update waits for; since when no replica is healthy.
         self._reserved: dict[str, None] = {}
         self._pending: dict[str, None] = {}
@@ -76,23 +281,29 @@ class FleetState:
 
     # Replicas ---------------------------------------------------------------------------------------------------------
 
-    def join(self, name: str, now: float, most_flights: int | None = None) -> list[Decision]:
-        """Add a replica, which has to be started. A name can be used again when its replica is gone."""
+    def join(self, name: str, now: float) -> list[Decision]:
+        """Add a replica, which has to be started. A name can be used again when its replica is gone.
+
+        Raises:
+            InvalidRequestError: a replica of this name is not gone.
+        """
         before = self.replicas.get(name)
         if before is not None and before.state is not State.GONE:
             raise invalid("replica", f"there is already a replica {name!r}; choose another name")
-        life = Life(name, 1)
-        if before is not None:
-            self._states[State.GONE] -= 1
-            life = Life(name, before.life.number + 1)
-        self.replicas[name] = Replica(life, State.JOINING, now, most_flights)
-        self._states[State.JOINING] += 1
-        self._decisions.append(Start(life))
+        run = ReplicaRun(name, 1 if before is None else before.run.number + 1)
+        self.replicas[name] = Replica(run, State.JOINING, now)
+        self._decisions.append(Start(run))
         return self._decided(now)
 
     def drain(self, name: str, now: float) -> list[Decision]:
-        """Let a replica finish its rows and leave. One that does not answer loses its rows and leaves at once."""
-        replica = self._replica(name)
+        """Let a replica finish its rows and leave. One that does not answer loses its rows and leaves at once.
+
+        Raises:
+            InvalidRequestError: there is no such replica.
+        """
+        replica = self.replicas.get(name)
+        if replica is None:
+            raise invalid("replica", f"there is no replica {name!r}; there are {', '.join(self.replicas)}")
         if replica.state is State.HEALTHY:
             self._move(replica, State.DRAINING, now)
             self._advance(replica, now)
@@ -101,48 +312,48 @@ class FleetState:
             self._leave(replica, now, "it was told to leave")
         return self._decided(now)
 
-    def opened(self, life: Life, now: float) -> list[Decision]:
-        """Note that a replica has started; it has the weights of epoch 0."""
-        replica = self._current(life)
+    def opened(self, run: ReplicaRun, now: float, most_dispatches: int | None = None) -> list[Decision]:
+        """Note that a replica has started, and how many dispatches it takes. It has the weights of epoch 0."""
+        replica = self._current(run)
         if replica is not None and replica.state in STARTING:
-            replica.weights = 0
-            self._move(replica, State.STALE, now)
+            replica.weights, replica.most_dispatches = 0, most_dispatches
+            self._move(replica, State.LOADING, now)
             self._advance(replica, now)
         return self._decided(now)
 
-    def died(self, life: Life, now: float, why: str) -> list[Decision]:
+    def died(self, run: ReplicaRun, now: float, why: str) -> list[Decision]:
         """Note that a replica has ended, did not start, or failed to load weights, and say why."""
-        replica = self._current(life)
+        replica = self._current(run)
         if replica is not None:
             self._die(replica, now, why)
         return self._decided(now)
 
-    def heard(self, life: Life, now: float) -> list[Decision]:
+    def heard(self, run: ReplicaRun, now: float) -> list[Decision]:
         """Note that a replica has passed a health check."""
-        replica = self._current(life)
+        replica = self._current(run)
         if replica is not None:
             replica.misses = 0
-            for flight in replica.flights.values():
-                if flight.sent + self.limits.trial <= now:
-                    self.rows.settle(flight)
+            for dispatch in replica.dispatches.values():
+                if dispatch.sent + self.limits.trial <= now:
+                    self.rows.settle(dispatch)
             if replica.state is State.SUSPECT:
-                self.rows.withdraw(life)
-                stale = replica.weights != self._target and not replica.flights
-                self._move(replica, State.STALE if stale else State.HEALTHY, now)
+                self.rows.withdraw(run)
+                outdated = replica.weights != self._target and not replica.dispatches
+                self._move(replica, State.LOADING if outdated else State.HEALTHY, now)
                 self._advance(replica, now)
         return self._decided(now)
 
-    def missed(self, life: Life, now: float, why: str) -> list[Decision]:
+    def missed(self, run: ReplicaRun, now: float, why: str) -> list[Decision]:
         """Note that a replica has missed a health check, or that a call to it takes suspiciously long."""
-        replica = self._current(life)
+        replica = self._current(run)
         if replica is not None:
             replica.misses += 1
             if replica.misses >= self.limits.misses:
                 # A replica that loads weights may be too busy to reply, though not for ever.
-                busy = replica.state is State.STALE and now - replica.asked_at < self.limits.give_up
+                busy = replica.state is State.LOADING and now - replica.asked_at < self.limits.give_up
                 if replica.state is State.HEALTHY:
                     self._move(replica, State.SUSPECT, now, why)
-                elif replica.state is State.DRAINING or (replica.state is State.STALE and not busy):
+                elif replica.state is State.DRAINING or (replica.state is State.LOADING and not busy):
                     self._die(replica, now, why)
         return self._decided(now)
 
@@ -159,8 +370,8 @@ class FleetState:
         self.updating = next(self._epochs)
         replicas = list(self.replicas.values())
         # An update waits for replicas that are being started only if no other can load now.
-        run = [each.name for each in replicas if each.state in (State.STALE, State.HEALTHY)]
-        self._pending = dict.fromkeys(run or [each.name for each in replicas if each.state is not State.GONE])
+        able = [each.name for each in replicas if each.state in (State.LOADING, State.HEALTHY)]
+        self._pending = dict.fromkeys(able or [each.name for each in replicas if each.state is not State.GONE])
         for replica in replicas:
             if replica.state is State.SUSPECT:
                 # Otherwise it could return answers of the old weights after the update.
@@ -168,18 +379,18 @@ class FleetState:
             self._advance(replica, now)
         return self._decided(now)
 
-    def loaded(self, life: Life, epoch: int, now: float) -> list[Decision]:
+    def loaded(self, run: ReplicaRun, epoch: int, now: float) -> list[Decision]:
         """Note that a replica has loaded the weights of an epoch."""
-        replica = self._done(Load(life, epoch))
+        replica = self._done(Load(run, epoch))
         if replica is not None:
             # The canary has to agree again, also with weights that it agreed with before.
             replica.weights, replica.agreed = epoch, None
             self._advance(replica, now)
         return self._decided(now)
 
-    def load_refused(self, life: Life, epoch: int, now: float, why: str) -> list[Decision]:
+    def load_refused(self, run: ReplicaRun, epoch: int, now: float, why: str) -> list[Decision]:
         """Note that a replica refused weights with an `InvalidRequestError` or `CapabilityError` and kept its own."""
-        replica = self._done(Load(life, epoch))
+        replica = self._done(Load(run, epoch))
         if replica is not None:
             if epoch == self.updating:
                 # Whether it or the weights are at fault is known when the others have tried.
@@ -190,9 +401,9 @@ class FleetState:
             self._advance(replica, now)
         return self._decided(now)
 
-    def canary(self, life: Life, epoch: int, agreed: bool, now: float, why: str = "") -> list[Decision]:
+    def canary(self, run: ReplicaRun, epoch: int, agreed: bool, now: float, why: str = "") -> list[Decision]:
         """Note what the canary of an epoch said on a replica."""
-        replica = self._done(AskCanary(life, epoch))
+        replica = self._done(AskCanary(run, epoch))
         if replica is not None:
             if agreed:
                 replica.agreed = epoch
@@ -210,9 +421,9 @@ class FleetState:
         """Note that the replicas have slept and are awake: their canaries have to agree again."""
         self.asleep = False
         for replica in self.replicas.values():
-            if replica.state is State.HEALTHY and not replica.flights:
+            if replica.state is State.HEALTHY and not replica.dispatches:
                 replica.agreed = None
-                self._move(replica, State.STALE, now)
+                self._move(replica, State.LOADING, now)
                 self._advance(replica, now)
         return self._decided(now)
 
@@ -226,90 +437,85 @@ class FleetState:
 
     def cancel(self, rows: Iterable[int], now: float) -> list[Decision]:
         """Remove rows that no caller waits for any more."""
-        flying: dict[Flight, list[int]] = {}
+        sent: dict[Dispatch, list[int]] = {}
         for number in rows:
             row = self.rows.all.get(number)
             if row is None:
                 continue
-            if row.flight is not None:
-                flying.setdefault(row.flight, []).append(number)
+            if row.dispatch is not None:
+                sent.setdefault(row.dispatch, []).append(number)
             self.rows.finish(number)
-        for flight, numbers in flying.items():
-            self._decisions.append(Abandon(flight.life, flight.number, tuple(numbers)))
-            self._advance(flight.replica, now)
+        for dispatch, numbers in sent.items():
+            self._decisions.append(Abandon(dispatch.number, tuple(numbers)))
+            self._advance(dispatch.replica, now)
         return self._decided(now)
 
     @property
-    def takers(self) -> frozenset[str]:
-        """The replicas that may get fresh rows now."""
-        return frozenset(
-            name
+    def takers(self) -> dict[str, float]:
+        """The replicas that may get fresh rows now, with the work that each has."""
+        return {
+            name: each.work
             for name, each in self.replicas.items()
-            if self._open(each) and each.room and each.trial is None and name not in self._reserved
-        )
+            if self._open(each) and each.room and each.isolated is None and name not in self._reserved
+        }
 
-    def trials(self) -> list[tuple[int, str]]:
+    def isolated_retries(self) -> list[tuple[int, str]]:
         """Return which accused rows to send alone now, each with its replica."""
-        free = [name for name in self._reserved if self._open(self.replicas[name]) and self.replicas[name].may_try]
+        free = [name for name in self._reserved if self._open(self.replicas[name]) and self.replicas[name].may_isolate]
         return list(zip(self.rows.accused, free, strict=False))
 
-    def send(self, name: str, rows: Sequence[int], now: float) -> Flight:
-        """Send fresh rows to one of `takers` in one call, or one accused row as `trials` says."""
-        replica = self._replica(name)
-        on_trial = len(rows) == 1 and rows[0] in self.rows.accused
-        if not (self._open(replica) and replica.may_try if on_trial else rows and name in self.takers):
-            raise invalid("replica", f"{name} is {replica.state.value} and cannot take rows {list(rows)} now")
-        if not on_trial and not self.rows.fresh.keys() >= set(rows):
-            raise invalid("rows", f"{list(rows)} do not all wait for a shared call")
-        flight = self.rows.depart(replica, rows, self.epoch, now, on_trial)
-        self._reserve()
-        return flight
+    def send(self, name: str, rows: Mapping[int, float], now: float) -> Dispatch:
+        """Send fresh rows to one of `takers` in one call, or one accused row as `isolated_retries` says.
 
-    def producing(self, flight: int, now: float) -> list[Decision]:
-        """Note that a flight has returned its first tokens, so that its replica has survived it."""
-        if flight in self.rows.flights:
-            self.rows.settle(self.rows.flights[flight])
+        Args:
+            rows: the work of each row.
+        """
+        replica = self.replicas[name]
+        isolated = len(rows) == 1 and rows.keys() <= self.rows.accused.keys()
+        assert self._open(replica) and replica.may_isolate if isolated else rows and name in self.takers
+        assert isolated or self.rows.fresh.keys() >= rows.keys()
+        dispatch = self.rows.depart(replica, rows, now, isolated)
+        self._reserve()
+        return dispatch
+
+    def producing(self, dispatch: int, now: float) -> list[Decision]:
+        """Note that a dispatch has returned its first tokens, so that its replica has survived it."""
+        if dispatch in self.rows.dispatches:
+            self.rows.settle(self.rows.dispatches[dispatch])
         return self._decided(now)
 
-    def unsent(self, flight: int, now: float) -> list[Decision]:
-        """Note that a flight did not reach its replica, which had ended: its rows are not blamed for that."""
-        known = self.rows.flights.get(flight)
+    def unsent(self, dispatch: int, now: float) -> list[Decision]:
+        """Note that a dispatch did not reach its replica, which had ended: its rows are not blamed for that."""
+        known = self.rows.dispatches.get(dispatch)
         if known is not None:
             for number in list(known.rows):
                 self.rows.wait(number)
             self._die(known.replica, now, "it has ended")
         return self._decided(now)
 
-    def answered(self, flight: int, rows: Iterable[int], now: float) -> list[Decision]:
-        """Note that a flight has returned rows. `Deliver` names those that count."""
-        known = self.rows.flights.get(flight)
+    def answered(self, dispatch: int, rows: Iterable[int], now: float) -> list[Decision]:
+        """Note that a dispatch has returned rows. `Deliver` names those that count."""
+        known = self.rows.dispatches.get(dispatch)
         if known is not None:
             known.replica.errors = known.replica.misses = known.replica.restarts = 0
             self._deliver(known, rows, now)
         return self._decided(now)
 
-    def refused(self, flight: int, now: float, rows: Iterable[int] | None = None) -> list[Decision]:
-        """Note that a replica refused a flight with an `InvalidRequestError` or `CapabilityError`.
-
-        Args:
-            rows: the rows at fault: `Deliver` names them, and the others are sent again. None for all.
-        """
-        known = self.rows.flights.get(flight)
+    def refused(self, dispatch: int, now: float) -> list[Decision]:
+        """Note that a replica refused a dispatch with an `InvalidRequestError` or `CapabilityError`."""
+        known = self.rows.dispatches.get(dispatch)
         if known is not None:
-            at_fault = set(known.rows if rows is None else rows)
-            for number in [number for number in known.rows if number not in at_fault]:
-                self.rows.wait(number)
-            self._deliver(known, at_fault, now)
+            self._deliver(known, list(known.rows), now)
         return self._decided(now)
 
-    def failed(self, flight: int, now: float, why: str) -> list[Decision]:
+    def failed(self, dispatch: int, now: float, why: str) -> list[Decision]:
         """Note that a call failed with any other error while the replica still runs."""
-        known = self.rows.flights.get(flight)
+        known = self.rows.dispatches.get(dispatch)
         if known is not None:
             replica = known.replica
             replica.errors += 1
             for number in list(known.rows):
-                self._blame(number, Strike(known.life, why, final=True))
+                self._blame(number, Strike(known.run, why, final=True))
             if replica.errors >= self.limits.errors:
                 self._die(replica, now, f"{replica.errors} calls failed in a row; the last one: {why}")
             self._advance(replica, now)
@@ -323,9 +529,9 @@ class FleetState:
         for replica in self.replicas.values():
             waited = now - replica.since
             if replica.state is State.DEAD and now >= replica.retry_at and not self.asleep:
-                replica.life = Life(replica.name, replica.life.number + 1)
+                replica.run = ReplicaRun(replica.name, replica.run.number + 1)
                 self._move(replica, State.RESTARTING, now)
-                self._decisions.append(Start(replica.life))
+                self._decisions.append(Start(replica.run))
             elif replica.state in STARTING and waited >= limits.start:
                 self._die(replica, now, f"it did not start within {limits.start:g} s")
             elif isinstance(replica.asked, Load) and now - replica.asked_at >= limits.load:
@@ -336,7 +542,7 @@ class FleetState:
                 self._die(replica, now, f"it did not answer for {limits.give_up:g} s: {replica.why}")
             elif replica.state is State.SUSPECT and waited >= limits.take_back:
                 self._take_rows(replica, replica.why, final=False)
-        if self._states[State.HEALTHY] or self.updating is not None or not self.rows.all:
+        if self._healthy() or self.updating is not None or not self.rows.all:
             self._dark_since = None
         elif self._dark_since is None:
             self._dark_since = now
@@ -354,19 +560,17 @@ class FleetState:
     def _open(self, replica: Replica) -> bool:
         return self.updating is None and replica.state is State.HEALTHY
 
-    def _replica(self, name: str) -> Replica:
-        if name not in self.replicas:
-            raise invalid("replica", f"there is no replica {name!r}; there are {', '.join(self.replicas) or 'none'}")
-        return self.replicas[name]
+    def _healthy(self) -> list[Replica]:
+        return [each for each in self.replicas.values() if each.state is State.HEALTHY]
 
-    def _current(self, life: Life) -> Replica | None:
-        """Return the replica if this is its current life."""
-        replica = self.replicas.get(life.replica)
-        return replica if replica is not None and replica.life == life else None
+    def _current(self, run: ReplicaRun) -> Replica | None:
+        """Return the replica if this is its current run."""
+        replica = self.replicas.get(run.replica)
+        return replica if replica is not None and replica.run == run else None
 
     def _done(self, asked: Load | AskCanary) -> Replica | None:
         """Return the replica if it was asked for this, and note that it is done."""
-        replica = self._current(asked.life)
+        replica = self._current(asked.run)
         if replica is None or replica.asked != asked:
             return None
         replica.asked, replica.misses = None, 0
@@ -374,31 +578,29 @@ class FleetState:
 
     def _move(self, replica: Replica, state: State, now: float, why: str = "") -> None:
         """Change the state of a replica."""
-        assert state in TRANSITIONS[replica.state], f"{replica.life}: {replica.state} to {state}"
-        self._states[replica.state] -= 1
-        self._states[state] += 1
+        assert state in TRANSITIONS[replica.state], f"{replica.run}: {replica.state} to {state}"
         replica.state, replica.since, replica.asked = state, now, None
         replica.why = why or ("" if state is State.HEALTHY else replica.why)
-        if state in (State.STALE, State.HEALTHY):
+        if state in (State.LOADING, State.HEALTHY):
             replica.misses = 0
         if state in (State.DEAD, State.GONE):
             replica.weights = replica.agreed = replica.refused = None
-        if state not in (*STARTING, State.STALE):
+        if state not in (*STARTING, State.LOADING):
             # An update does not wait for it any longer: it has the weights, or cannot load them.
             self._pending.pop(replica.name, None)
 
     def _advance(self, replica: Replica, now: float) -> None:
         """Take the next step towards HEALTHY, or out of the fleet, if nothing is under way."""
-        if replica.state is State.DRAINING and not replica.flights:
+        if replica.state is State.DRAINING and not replica.dispatches:
             self._leave(replica, now, "it was told to leave")
-        if replica.state is State.HEALTHY and replica.weights != self._target and not replica.flights:
-            self._move(replica, State.STALE, now)
-        if replica.state is not State.STALE or replica.asked is not None or replica.refused is not None:
+        if replica.state is State.HEALTHY and replica.weights != self._target and not replica.dispatches:
+            self._move(replica, State.LOADING, now)
+        if replica.state is not State.LOADING or replica.asked is not None or replica.refused is not None:
             return
         if replica.weights == replica.agreed == self._target:
             self._move(replica, State.HEALTHY, now)
             return
-        replica.asked = (AskCanary if replica.weights == self._target else Load)(replica.life, self._target)
+        replica.asked = (AskCanary if replica.weights == self._target else Load)(replica.run, self._target)
         replica.asked_at = now
         self._decisions.append(replica.asked)
 
@@ -413,7 +615,7 @@ class FleetState:
             self._leave(replica, now, why)
             return
         self._move(replica, State.DEAD, now, why)
-        self._decisions.append(Stop(replica.life))
+        self._decisions.append(Stop(replica.run))
         replica.errors = replica.misses = 0
         replica.restarts += 1
         if replica.restarts > self.limits.restarts:
@@ -423,20 +625,20 @@ class FleetState:
 
     def _leave(self, replica: Replica, now: float, why: str) -> None:
         if replica.state is not State.DEAD:
-            self._decisions.append(Stop(replica.life))
+            self._decisions.append(Stop(replica.run))
         self._move(replica, State.GONE, now, why)
 
     def _take_rows(self, replica: Replica, why: str, final: bool) -> None:
-        """Take all unanswered rows from a replica and blame the one on trial or, without a trial, all of them."""
-        trial = replica.trial
+        """Take all unanswered rows from a replica and blame that of its isolated retry, or else all of them."""
+        isolated = replica.isolated
         # The rows that were sent last are the likeliest cause, so they are tried first.
-        for flight in sorted(replica.flights.values(), key=lambda each: each.sent, reverse=True):
-            rows = tuple(flight.rows)
+        for dispatch in sorted(replica.dispatches.values(), key=lambda each: each.sent, reverse=True):
+            rows = tuple(dispatch.rows)
             if not final:
-                self._decisions.append(Abandon(flight.life, flight.number, rows))
+                self._decisions.append(Abandon(dispatch.number, rows))
             for number in rows:
-                if trial is None or flight is trial:
-                    self._blame(number, Strike(replica.life, why, final))
+                if isolated is None or dispatch is isolated:
+                    self._blame(number, Strike(replica.run, why, final))
                 else:
                     self.rows.wait(number)
 
@@ -445,38 +647,35 @@ class FleetState:
         if error is not None:
             self._decisions.append(Fail(number, error))
 
-    def _deliver(self, flight: Flight, rows: Iterable[int], now: float) -> None:
-        count = tuple(number for number in rows if number in flight.rows)
+    def _deliver(self, dispatch: Dispatch, rows: Iterable[int], now: float) -> None:
+        count = tuple(number for number in rows if number in dispatch.rows)
         for number in count:
             self.rows.finish(number)
         if count:
-            self._decisions.append(Deliver(count, flight.epoch))
-        self._advance(flight.replica, now)
+            self._decisions.append(Deliver(count))
+        self._advance(dispatch.replica, now)
 
     def _fail(self, rows: Iterable[int], why: str, usable: bool | None) -> None:
-        states = first_few([f"{each.life} is {each.state.value}: {each.why}" for each in self.replicas.values()])
+        states = first_few([f"{each.run} is {each.state.value}: {each.why}" for each in self.replicas.values()])
         for number in list(rows):
             self.rows.finish(number)
-            error = EngineError(f"row {number}: {why}. {states}", usable=usable, problems={number: why})
+            error = EngineError(f"{why}. {states}", usable=usable, problems={number: why})
             self._decisions.append(Fail(number, error))
 
     def _reserve(self) -> None:
         """Keep up to half of the healthy replicas for accused rows while such rows wait."""
         if not self.rows.accused and not self._reserved:
             return
-        replicas = [self.replicas[name] for name in self._reserved]
-        kept = [each for each in replicas if each.state is State.HEALTHY and each.trial is None]
-        room = max(1, self._states[State.HEALTHY] // 2) - self.rows.trying
-        wanted = max(0, min(len(self.rows.accused), room))
-        if len(kept) < wanted:
-            free = [each for each in self.replicas.values() if each.state is State.HEALTHY and each.trial is None]
-            others = [each for each in free if each.name not in self._reserved]
-            kept += heapq.nsmallest(wanted - len(kept), others, key=lambda each: len(each.flights))
-        self._reserved = {each.name: None for each in kept[:wanted]}
+        healthy = self._healthy()
+        wanted = max(0, min(len(self.rows.accused), max(1, len(healthy) // 2) - self.rows.isolated))
+        free = [each for each in healthy if each.isolated is None]
+        # Those that are kept already come first.
+        free.sort(key=lambda each: (each.name not in self._reserved, len(each.dispatches)))
+        self._reserved = {each.name: None for each in free[:wanted]}
 
     def _end_update(self, now: float) -> None:
         """End an update that waits for no replica and no row."""
-        if self.updating is None or self._pending or self.rows.flights:
+        if self.updating is None or self._pending or self.rows.dispatches:
             return
         target = self.updating
         replicas = [each for each in self.replicas.values() if each.state is not State.GONE]
@@ -492,12 +691,11 @@ class FleetState:
         refused = [each for each in replicas if each.refused is not None]
         if ready:
             self.epoch = target
-            self._decisions.append(Updated(target, reasons))
+            self._decisions.append(Updated(reasons))
             for replica in refused:
                 self._die(replica, now, f"it refused weights that others have loaded: {replica.refused}")
         else:
-            weights = {each.name: each.weights for each in replicas}
-            self._decisions.append(UpdateFailed(bool(refused), reasons, weights))
+            self._decisions.append(UpdateFailed(bool(refused), reasons))
         for replica in replicas:
             replica.refused = None
             self._advance(replica, now)
@@ -505,7 +703,7 @@ class FleetState:
     def _decided(self, now: float) -> list[Decision]:
         self._end_update(now)
         self._reserve()
-        if self.rows.all and self._states[State.GONE] == len(self.replicas):
+        if self.rows.all and all(each.state is State.GONE for each in self.replicas.values()):
             self._fail(self.rows.all, "no replica is left", usable=False)
         decisions, self._decisions = self._decisions, []
         return decisions

@@ -2,13 +2,13 @@ from .display import Summary as Summary
 from .display import container_html as container_html
 from .display import show_results as show_results
 from .display import summary as summary
-from .histogram import Spread as Spread
 from .observer import EngineCall as EngineCall
 from .observer import ObservedCall as ObservedCall
 from .observer import Observer as Observer
 from .observer import Origin as Origin
 from .observer import current_call as current_call
 from .telemetry import Telemetry as Telemetry
+from .timing import HookTiming as HookTiming
+from .timing import Spread as Spread
 from .timing import Timing as Timing
-from .timing_summary import HookTiming as HookTiming
-from .timing_summary import TimingSummary as TimingSummary
+from .timing import TimingSummary as TimingSummary

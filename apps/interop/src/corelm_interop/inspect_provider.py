@@ -6,33 +6,148 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from inspect_ai.model import (
     ChatCompletionChoice,
     ChatMessage,
+    ChatMessageAssistant,
+    ChatMessageTool,
+    ContentReasoning,
+    ContentText,
     GenerateConfig,
+    Logprobs,
     ModelAPI,
     ModelCall,
     ModelOutput,
     ModelUsage,
     StopReason,
 )
-from inspect_ai.tool import ToolChoice, ToolInfo
+from inspect_ai.tool import ToolCall, ToolChoice, ToolInfo
 from rich.markup import escape
 from tensordict import TensorDict, TensorDictBase
 
 from corelm import Backend, History, LLMPolicy, NamedParser, PolicyOptions, get_backend, parser_named, ragged
 from corelm.application import AUTO, provenance_of_rows
 from corelm.batching import Limits
-from corelm.errors import CoreLMError, EngineError, InvalidRequestError
+from corelm.errors import CapabilityError, CoreLMError, EngineError, InvalidRequestError
 from corelm.spec import Message, Mode
+from corelm.spec.message import new_call_id
 from corelm.validate import invalid
-from corelm_interop import inspect_messages as convert
-from corelm_interop.openai_answers import top_of
+from corelm_interop.openai_answers import Top, top_of
+from corelm_interop.openai_logprobs import chat_logprobs
 from corelm_interop.token_texts import TokenTexts
+
+#: Keys of a message under which chat templates read reasoning.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+#: Settings by inspect's name, and what core calls them.
+_SAMPLING = {
+    "max_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "stop_seqs": "stop",
+    "seed": "seed",
+    "num_choices": "num_samples",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+}
+#: Settings that would change the answers, and that core cannot honour: what to do instead.
+_REFUSED = {
+    "best_of": "use num_choices, and choose among the answers in a scorer",
+    "logit_bias": "pass what the engine understands as -M engine_kwargs={…}",
+    "prompt_logprobs": "score the prompt with an LLMPolicy(generate=False)",
+    "response_schema": "pass what the engine understands as -M engine_kwargs={…}",
+    "modalities": "core samples text only",
+    "extra_body": "pass what the engine understands as -M engine_kwargs={…}",
+    "extra_headers": "pass -M headers={…} to a backend that has this option",
+}
+#: Settings that hosted services understand.
+IGNORED = ("effort", "reasoning_tokens", "reasoning_mode", "reasoning_summary", "verbosity", "parallel_tool_calls")
+
+
+def sampling_of(config: GenerateConfig) -> dict[str, Any]:
+    """Return the sampling parameters that a config sets, as `SamplingParams` takes them.
+
+    Raises:
+        CapabilityError: it sets something that changes answers and that core cannot honour.
+    """
+    for name, instead in _REFUSED.items():
+        if getattr(config, name) not in (None, [], {}):
+            raise CapabilityError(f"inspect's {name} is not supported; {instead}", capability=name)
+    return {ours: value for theirs, ours in _SAMPLING.items() if (value := getattr(config, theirs)) is not None}
+
+
+def tools_of(tools: Sequence[ToolInfo], choice: ToolChoice) -> list[dict[str, Any]]:
+    """Return the tools as chat templates read them.
+
+    Raises:
+        CapabilityError: a call of a tool is demanded, which a chat template cannot promise.
+    """
+    if not tools or choice == "none":
+        return []
+    if choice != "auto":
+        raise CapabilityError(
+            f"tool_choice={choice!r} cannot be enforced: the model decides what it writes; pass tool_choice='auto'",
+            capability="tool_choice",
+        )
+    return [{"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"options"})} for tool in tools]
+
+
+def message_of(said: ChatMessage, reasoning: str) -> Message:
+    """Return a message as core's.
+
+    Args:
+        reasoning: the key under which the chat template reads reasoning.
+
+    Raises:
+        InvalidRequestError: it has an image, or anything else that is not text.
+    """
+    texts, thoughts = [], []
+    for part in [ContentText(text=said.content)] if isinstance(said.content, str) else said.content:
+        if isinstance(part, ContentText):
+            texts.append(part.text)
+        elif isinstance(part, ContentReasoning):
+            thoughts.append(part.reasoning)
+        else:
+            raise invalid("input", f"a message of the {said.role} has a part of type {part.type!r}; only text is read")
+    content, more = "\n".join(texts), {}
+    if isinstance(said, ChatMessageTool):
+        if said.error is not None:
+            content = said.error.message
+        more = {"tool_call_id": said.tool_call_id, "name": said.function}
+    elif isinstance(said, ChatMessageAssistant) and said.tool_calls:
+        calls = [(call.id, {"name": call.function, "arguments": call.arguments}) for call in said.tool_calls]
+        more = {"tool_calls": tuple({"id": id, "type": "function", "function": call} for id, call in calls)}
+    extra = {reasoning: "\n".join(thoughts)} if thoughts else {}
+    return Message(said.role, content, **more, extra=extra)
+
+
+def assistant_of(answer: Message, model: str) -> ChatMessageAssistant:
+    """Return an answer as inspect's message."""
+    thoughts = [ContentReasoning(reasoning=answer.extra[key]) for key in REASONING if answer.extra.get(key)]
+    text = answer.content or ""
+    calls = [
+        ToolCall(
+            id=call.get("id") or new_call_id(),
+            function=call["function"]["name"],
+            arguments=dict(call["function"]["arguments"]),
+        )
+        for call in answer.tool_calls or ()
+    ]
+    content: Any = [*thoughts, ContentText(text=text)] if thoughts else text
+    return ChatMessageAssistant(content=content, tool_calls=calls or None, model=model, source="generate")
+
+
+def log_probs_of(
+    texts: TokenTexts, ids: Sequence[int], log_probs: Sequence[float], top: Sequence[Top] | None = None
+) -> Logprobs:
+    """Return the log-probs of an answer."""
+    # Inspect has the shape of the OpenAI protocol.
+    return Logprobs.model_validate({"content": chat_logprobs(texts, ids, log_probs, top)["content"]})
+
 
 _log = logging.getLogger(__name__)
 
@@ -161,8 +276,8 @@ class CoreLMAPI(ModelAPI):
             EngineError: the engine failed.
         """
         started = time.monotonic()
-        policy = self._policy_for(convert.tools_of(tools, tool_choice), config)
-        chat = [convert.message_of(each, self._reasoning) for each in input]
+        policy = self._policy_for(tools_of(tools, tool_choice), config)
+        chat = [message_of(each, self._reasoning) for each in input]
         try:
             asyncio.get_running_loop()
         except RuntimeError as error:
@@ -204,14 +319,16 @@ class CoreLMAPI(ModelAPI):
                 "the task has tools, and nothing says how this model writes calls: pass -M response_parser=hermes, or "
                 "another format (see corelm.parser_named)",
             )
-        for name in convert.IGNORED:
+        for name in IGNORED:
             if getattr(config, name) is not None and name not in self._ignored:
                 self._ignored.add(name)
                 _log.warning("inspect's %s is meant for hosted services and changes nothing here", name)
-        sampling = {"max_new_tokens": self.max_tokens(), **convert.sampling_of(config)}
+        sampling = {"max_new_tokens": self.max_tokens(), **sampling_of(config)}
         if self._engine_kwargs:
             sampling["engine_kwargs"] = self._engine_kwargs
-        more = {**convert.template_kwargs_of(config), **({"tools": tools} if tools else {})}
+        # A variable of the chat template, if it knows it.
+        more = {} if config.reasoning_effort is None else {"reasoning_effort": config.reasoning_effort}
+        more |= {"tools": tools} if tools else {}
         asked = bool(config.logprobs or config.top_logprobs)
         return self._policy.replace(
             sampling_params=sampling,
@@ -232,7 +349,7 @@ class CoreLMAPI(ModelAPI):
                 raise EngineError(f"the engine gave no answer: {problems[row] or reasons[row]}", usable=True)
             choices.append(
                 ChatCompletionChoice(
-                    message=convert.assistant_of(message, self.model_name),
+                    message=assistant_of(message, self.model_name),
                     stop_reason=self._stop_reason(message, reasons[row], prompt + len(answers[row])),
                     logprobs=log_probs[row],
                 )
@@ -257,9 +374,7 @@ class CoreLMAPI(ModelAPI):
                 [top_of(*at) for at in zip(one[-len(answer) :], other[-len(answer) :], strict=True)] if answer else []
                 for one, other, answer in zip(ids, values, answers, strict=True)
             ]
-        return [
-            convert.log_probs_of(self._texts, ids, row, top) for ids, row, top in zip(answers, rows, tops, strict=True)
-        ]
+        return [log_probs_of(self._texts, ids, row, top) for ids, row, top in zip(answers, rows, tops, strict=True)]
 
     def _stop_reason(self, message: Message, reason: str, length: int) -> StopReason:
         if reason == "length":
@@ -304,7 +419,7 @@ class CoreLMAPI(ModelAPI):
 
 def _reasoning_key(parser: NamedParser | None) -> str:
     keys = () if parser is None else parser.keys
-    return next((key for key in convert.REASONING if key in keys), convert.REASONING[0])
+    return next((key for key in REASONING if key in keys), REASONING[0])
 
 
 def _set_fields(record: Any) -> dict[str, Any]:

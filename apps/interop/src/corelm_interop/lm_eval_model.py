@@ -10,22 +10,63 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
 from inspect import signature
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import DEFAULT_MAX_LENGTH
+from lm_eval.models.utils import (
+    DEFAULT_MAX_LENGTH,
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+from torch import Tensor
 from tqdm import tqdm
 
 from corelm import Backend, get_backend, list_backends
 from corelm._version import __version__
 from corelm.application import Template, answer_seeds
 from corelm.errors import EngineError, InvalidRequestError, Problems, TemplateError, first_few, refuse
+from corelm.spec import SamplingParams
 from corelm.validate import count, flag, invalid, shown
-from corelm_interop.lm_eval_answers import AnswerWriter, stable_numbers
-from corelm_interop.lm_eval_texts import TextEncoder
+
+#: What `hf` ignores in greedy decoding, though tasks often give it.
+_IGNORED_IF_GREEDY = ("top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to answer requests with the same generation arguments.
+
+    Attributes:
+        sampling: what the engine gets.
+        until: the text of an answer ends before the first of these; EOS is one of them.
+        skip_special_tokens: whether special tokens are left out of the text.
+    """
+
+    sampling: SamplingParams
+    until: list[str]
+    skip_special_tokens: bool
+
+
+def stable_numbers(prompts: Iterable[str]) -> Iterator[int]:
+    """Yield a number for each prompt that depends on its text, and on how many equal prompts precede it."""
+    seen: Counter[str] = Counter()
+    for prompt in prompts:
+        digest = blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        yield int.from_bytes(digest, "big") + seen[prompt]
+        seen[prompt] += 1
+
+
+#: The finish reasons of rows without a whole answer.
+_FAILED = frozenset({"abort", "error"})
+
 
 _log = logging.getLogger(__name__)
 
@@ -116,10 +157,14 @@ class CoreLM(TemplateLM):
             vocab_size = self.engine.capabilities.vocab_size
             given = prefix_token_id
             self._prefix = None if given is None else count("prefix_token_id", given, 0, vocab_size - 1)
-            self._texts = TextEncoder(self.engine, self.prefix_token_id, add_bos_token)
-            self._write = AnswerWriter(
-                self.engine, self.eot_token_id, self.max_length, self.max_gen_toks, think_end_token
-            )
+            self._add_bos = add_bos_token
+            self._bos = getattr(self.tokenizer, "bos_token_id", None)
+            if add_bos_token and self._bos is None:
+                raise invalid("add_bos_token", "the tokenizer has no BOS; leave it out")
+            ends = [[self.prefix_token_id], [self.eot_token_id]]
+            self._prefix_text, self._eos_text = self.engine.detokenize(ends, skip_special_tokens=False)
+            self._known: dict[tuple[str, bool], list[int]] = {}
+            self._think_end = think_end_token
         except BaseException:
             self.close()
             raise
@@ -186,7 +231,39 @@ class CoreLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the ids of a text, with BOS as `hf` would have it."""
-        return self._texts.encode([string], add_special_tokens)[0]
+        return self._ids([string], add_special_tokens)[0]
+
+    def _ids(self, texts: Sequence[str], add_special_tokens: bool | None = None) -> list[list[int]]:
+        """Return the ids of each text. Equal texts are encoded once."""
+        keys = [(text, self._adds_special(text, add_special_tokens)) for text in texts]
+        found = {key: self._known.get(key) for key in keys}
+        for special in (True, False):
+            missing = [text for (text, flag), ids in found.items() if ids is None and flag is special]
+            if missing:
+                rows = self.engine.tokenize(missing, add_special_tokens=special).ids.tolist()
+                if special and self._add_bos:
+                    # Most tokenizers add it by themselves, but some name a BOS and leave it out.
+                    rows = [ids if ids[:1] == [self._bos] else [self._bos, *ids] for ids in rows]
+                found.update({(text, special): ids for text, ids in zip(missing, rows, strict=True)})
+        return [list(found[key] or ()) for key in keys]
+
+    @contextmanager
+    def _remembering(self, texts: Iterable[str], add_special_tokens: bool | None = None) -> Iterator[None]:
+        """Encode the texts at once, and know them until the block ends."""
+        unique = list(dict.fromkeys(texts))
+        keys = [(text, self._adds_special(text, add_special_tokens)) for text in unique]
+        self._known.update(zip(keys, self._ids(unique, add_special_tokens), strict=True))
+        try:
+            yield
+        finally:
+            for key in keys:
+                self._known.pop(key, None)
+
+    def _adds_special(self, text: str, asked: bool | None) -> bool:
+        if asked is not None:
+            return asked
+        # A chat template, for example, has written it already.
+        return self._add_bos is not False and not has_bos_prefix(text, self._prefix_text)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the conversation as the tokenizer's chat template writes it.
@@ -227,7 +304,7 @@ class CoreLM(TemplateLM):
         # lm-eval tokenizes one text after another. All of them in one call take a fraction of that time.
         alone = [text for context, text in pairs if not context]
         joined = [text for context, more in pairs if context for text in (context.rstrip(), context + more)]
-        with self._texts.remembering(alone, False), self._texts.remembering(joined):
+        with self._remembering(alone, False), self._remembering(joined):
             found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
             return found
 
@@ -249,7 +326,7 @@ class CoreLM(TemplateLM):
         texts = [request.args[0] for request in requests]
         windows: list[Pair] = []
         owners: list[int] = []
-        for owner, ids in enumerate(self._texts.encode(texts)):
+        for owner, ids in enumerate(self._ids(texts)):
             for window in get_rolling_token_windows(ids, self.prefix_token_id, self._longest - 1, context_len=1):
                 windows.append((None, *make_disjoint_window(window)))
                 owners.append(owner)
@@ -312,8 +389,8 @@ class CoreLM(TemplateLM):
         for row, each in enumerate(given):
             groups.setdefault(json.dumps(each, sort_keys=True, default=repr), []).append(row)
         # All of them before the first call, so that a mistake in one costs nothing.
-        kinds = [(group, self._write.settings(given[group[0]])) for group in groups.values()]
-        rows = self._texts.encode(prompts)
+        kinds = [(group, self._settings(given[group[0]])) for group in groups.values()]
+        rows = self._ids(prompts)
         found: dict[int, str] = {}
         for group, settings in kinds:
             numbers = dict(zip(group, stable_numbers(prompts[row] for row in group), strict=True))
@@ -325,14 +402,74 @@ class CoreLM(TemplateLM):
                 # resumed gives the answers that it would have given.
                 drawn = sampling.seed is not None and not sampling.greedy
                 seeds = answer_seeds(sampling.seed or 0, [numbers[row] for row in some]) if drawn else None
-                answers, failed = self._write([rows[row] for row in some], settings, seeds)
-                for at, (row, answer) in enumerate(zip(some, answers, strict=True)):
+                answers, failed = self._answers([rows[row] for row in some], settings, seeds)
+                for at, (row, (text, tokens)) in enumerate(zip(some, answers, strict=True)):
                     if at not in failed:
-                        found[row] = answer.text
-                        self._count(read=len(rows[row]), sampled=answer.tokens)
-                        self.cache_hook.add_partial("generate_until", (prompts[row], given[row]), answer.text)
+                        found[row] = text
+                        self._count(read=len(rows[row]), sampled=tokens)
+                        self.cache_hook.add_partial("generate_until", (prompts[row], given[row]), text)
                 _raise({some[at]: why for at, why in failed.items()})
         return [found[row] for row in range(len(rows))]
+
+    def _settings(self, given: Mapping[str, Any]) -> Settings:
+        """Return what lm-eval's arguments of a request stand for.
+
+        Raises:
+            InvalidRequestError: an argument that is unknown or out of range, or an answer that leaves no room for a
+                prompt.
+        """
+        kwargs: dict[str, Any] = {**normalize_gen_kwargs(dict(given), self.max_gen_toks)}
+        until = [text for text in kwargs.pop("until") if text]
+        new = kwargs.pop("max_gen_toks")
+        if new >= self.max_length:
+            raise invalid("max_gen_toks", f"{new} leave no room for a prompt in max_length={self.max_length}")
+        kwargs.setdefault("temperature", 0.0)
+        if kwargs["temperature"] == 0:
+            kwargs = {name: each for name, each in kwargs.items() if name not in _IGNORED_IF_GREEDY}
+        named = SamplingParams.make(kwargs, max_new_tokens=new)
+        if named.num_samples is not None:
+            raise invalid("num_samples", "lm-eval expects one answer to a request; set `repeats` of the task instead")
+        until = [*dict.fromkeys([*until, *named.stop])]
+        sampling = SamplingParams.make(
+            named,
+            # Thinking may contain any of these strings, so they are looked for in the text after it.
+            stop=() if self._think_end is not None else until,
+            stop_token_ids=named.stop_token_ids if named.ignore_eos else (*named.stop_token_ids, self.eot_token_id),
+            # `until` may name special tokens. The text that counts is made here, from the ids.
+            skip_special_tokens=False,
+        )
+        ends = until if named.ignore_eos else handle_stop_sequences(until, eos=self._eos_text)
+        return Settings(sampling, ends, named.skip_special_tokens)
+
+    def _answers(
+        self, prompts: Sequence[list[int]], settings: Settings, seeds: Tensor | None
+    ) -> tuple[list[tuple[str, int]], Problems]:
+        """Return the text of each answer that counts and how many ids were sampled, and what was wrong with rows."""
+        sampling = settings.sampling
+        room = self.max_length - (sampling.max_new_tokens or 0)
+        result = self.engine.generate(
+            [ids[-room:] for ids in prompts], sampling, logprobs="none", seeds=seeds, on_error="skip"
+        )
+        rows = result.ids.tolist()
+        counted = [self._after_thinking(ids) for ids in rows]
+        texts = self.engine.detokenize(counted, skip_special_tokens=settings.skip_special_tokens)
+        if result.texts is not None:
+            texts = list(result.texts)
+        if isinstance(self._think_end, int):
+            texts = [text.lstrip() for text in texts]
+        named = self._think_end if isinstance(self._think_end, str) else None
+        texts = [postprocess_generated_text(text, settings.until, named) for text in texts]
+        errors = result.errors or [""] * len(rows)
+        ended = zip(result.finish_reasons, errors, strict=True)
+        no_answer = ("abort", "error")
+        bad = {row: error or f"it ended with {why!r}" for row, (why, error) in enumerate(ended) if why in no_answer}
+        return list(zip(texts, map(len, rows), strict=True)), bad
+
+    def _after_thinking(self, ids: list[int]) -> list[int]:
+        """Return the ids after the last one that ends thinking, if an id does."""
+        if not isinstance(self._think_end, int) or self._think_end not in ids:
+            return ids
+        return ids[len(ids) - ids[::-1].index(self._think_end) :]
 
     # Both -------------------------------------------------------------------------------------------------------------
 

@@ -33,14 +33,14 @@ def _entry(text: TokenText, logprob: float) -> dict[str, Any]:
 _WINDOW = 16
 
 
-class _Places:
+class _Offsets:
     """Where the text of each next token begins in the text that clients see."""
 
     def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._decode = decode
         self._earlier, self._ids = [*before], list[int]()
         self._after = decoder_after(decode, self._earlier)
-        self._start, self._text, self._place = 0, "", 0
+        self._start, self._text, self._begin = 0, "", 0
 
     def next(self, token: int, text: TokenText) -> int:
         """Return how many characters precede the token; for a part of a character, those before that character."""
@@ -50,13 +50,13 @@ class _Places:
         goes_on = self._text == before or (text.data and text.data[0] & 0xC0 == 0x80)
         if not (goes_on and before.endswith(HALF_CHARACTER)):
             same = takewhile(lambda pair: pair[0] == pair[1], zip(before, self._text, strict=False))
-            self._place = self._start + len([*same])
+            self._begin = self._start + len([*same])
         if len(self._ids) >= _WINDOW and not self._text.endswith(HALF_CHARACTER):
             self._start += len(self._text)
             self._earlier += self._ids
             self._after = decoder_after(self._decode, self._earlier)
             self._ids, self._text = [], ""
-        return self._place
+        return self._begin
 
 
 class CompletionLogprobs:
@@ -79,23 +79,23 @@ class CompletionLogprobs:
     ) -> None:
         self._texts, self._by_id = texts, by_id
         self._spelled = partial(tokenizer.decode, skip_special_tokens=False)
-        self._places = _Places(partial(tokenizer.decode, skip_special_tokens=skip_special_tokens), prompt)
+        self._offsets = _Offsets(partial(tokenizer.decode, skip_special_tokens=skip_special_tokens), prompt)
         self._echoed = 0
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float | None], top: Sequence[Top] | None) -> dict[str, Any]:
         """Return the `logprobs` of the next tokens of an answer."""
-        return self._shape(ids, logprobs, top, [self._echoed + at for at in self._next(self._places, ids)])
+        return self._shape(ids, logprobs, top, [self._echoed + at for at in self._next(self._offsets, ids)])
 
     def echo(self, prompt: ScoredPrompt, text: str) -> dict[str, Any]:
         """Return the `logprobs` of the prompt, which precedes an answer as this text."""
-        self._echoed, places = len(text), _Places(self._spelled)
+        self._echoed, begins = len(text), _Offsets(self._spelled)
         # The tokenizer may have added special tokens around the text.
         added = max(self._spelled([*prompt.ids]).find(text), 0)
-        offsets = [min(max(at - added, 0), len(text)) for at in self._next(places, prompt.ids)]
+        offsets = [min(max(at - added, 0), len(text)) for at in self._next(begins, prompt.ids)]
         return self._shape(prompt.ids, prompt.logprobs, prompt.top, offsets)
 
-    def _next(self, places: _Places, ids: Sequence[int]) -> list[int]:
-        return [places.next(token, text) for token, text in zip(ids, self._texts.of(ids), strict=True)]
+    def _next(self, begins: _Offsets, ids: Sequence[int]) -> list[int]:
+        return [begins.next(token, text) for token, text in zip(ids, self._texts.of(ids), strict=True)]
 
     def _shape(
         self, ids: Sequence[int], logprobs: Sequence[float | None], top: Sequence[Top] | None, offsets: list[int]

@@ -4,21 +4,85 @@ from __future__ import annotations
 
 import enum
 import os
-import pickle
 import socket
 import struct
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
-from corelm_fleet.hosting.packing import pack, unpack
+from corelm_fleet.hosting.packing import Packed, pack, unpack
+
+#: Functions of a request by the names of their fields.
+Callbacks = Mapping[str, Callable[..., object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a `HostedEngine` asks for.
+
+    Attributes:
+        part: "hook", or "tokenizer" for a function of `TokenizerServer`.
+        name: the name of the hook or function.
+        args: its arguments; a hook has one, its request.
+        kwargs: its arguments by name.
+        callbacks: the fields of the request that are functions. The request has None there.
+    """
+
+    part: Literal["hook", "tokenizer"]
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    callbacks: tuple[str, ...] = ()
+
+
+class Transport(Protocol):
+    """Carries frames between two processes, in order. `Channel` does it with a socket."""
+
+    def send_packed(self, kind: Kind, call: int, packed: Packed) -> None:
+        """Send a frame. Any thread may send.
+
+        Raises:
+            OSError: the other process has ended.
+        """
+
+    def receive(self) -> Frame | None:
+        """Return the next frame; None if the other process has ended, or after `shut_down`. One thread receives.
+
+        Raises:
+            Exception: the connection broke.
+        """
+
+    def shut_down(self) -> None:
+        """End the connection; any thread may. The thread that receives gets None."""
+
+    def close(self) -> None:
+        """Give back what the connection holds. The thread that receives calls this when it has got None."""
+
+
+class Host(Protocol):
+    """A process that holds an engine, as a `HostedEngine` sees it. `HostProcess` is a child of this process."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the process has ended, so that it will not reply any more."""
+
+    def call(self, call: Call, timeout: float | None = None, callbacks: Callbacks | None = None) -> Any:
+        """Have the process make a call and return its result. See `Connection.send`."""
+
+    def close(self) -> None:
+        """Have the process end. It has closed its engine. In a fork of the process that opened it, do nothing."""
+
+    def kill(self) -> None:
+        """End the process although it may not reply. Calls under way fail. In a fork, do nothing."""
+
 
 #: Both sides must have the same. Count it up when frames or what is in them change.
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 _HEAD = struct.Struct("<4sBQQI")
 _MAGIC = b"clm1"
@@ -82,7 +146,7 @@ class Channel:
         """
         self.send_packed(kind, call, pack(value))
 
-    def send_packed(self, kind: Kind, call: int, packed: tuple[bytes, list[pickle.PickleBuffer]]) -> None:
+    def send_packed(self, kind: Kind, call: int, packed: Packed) -> None:
         """Send a frame whose value is packed already. See `send`."""
         pickled, buffers = packed[0], [buffer.raw() for buffer in packed[1]]
         sizes = struct.pack(f"<{len(buffers)}Q", *map(len, buffers))

@@ -19,12 +19,11 @@ from typing import Any, NoReturn
 from corelm._version import __version__
 from corelm.spec import API_VERSION
 from corelm_fleet.hosting.channel import WIRE_VERSION, Channel, Frame, Kind
-from corelm_fleet.hosting.failures import Failure
-from corelm_fleet.hosting.server import EngineServer, open_server
-from corelm_fleet.hosting.session import Session, send_value, value_of
+from corelm_fleet.hosting.packing import Failure
+from corelm_fleet.hosting.server import EngineServer, Session, open_server, send_value, value_of
 
 #: Seconds that an engine has to close after the parent has ended.
-PATIENCE = 5.0
+CLOSE_TIMEOUT = 5.0
 #: Linux: the option of `prctl` that sets which signal a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
@@ -46,7 +45,7 @@ def main(descriptor: str) -> NoReturn:
     served = _Served(channel)
     threading.Thread(target=served.read, name="corelm-host-reader", daemon=True).start()
     served.open(order)
-    # Engines may expect that the main thread lives, and signals need it.
+    # Engines may expect that the main thread runs, and signals need it.
     while True:
         signal.pause()
 
@@ -98,7 +97,7 @@ class _Served:
 
     def _end(self) -> NoReturn:
         try:
-            threading.Timer(PATIENCE, end_group).start()
+            threading.Timer(CLOSE_TIMEOUT, end_group).start()
             if self._server is not None:
                 self._server.end()
         finally:

@@ -14,11 +14,8 @@ from typing import Any
 
 from corelm.errors import BackendClosedError, EngineError, InvalidRequestError, brief, described
 from corelm.waiting import next_item
-from corelm_fleet.hosting.channel import Frame, Kind
-from corelm_fleet.hosting.failures import Failure
-from corelm_fleet.hosting.packing import pack
-from corelm_fleet.hosting.server import Call
-from corelm_fleet.hosting.transport import Callbacks, Transport
+from corelm_fleet.hosting.channel import Call, Callbacks, Frame, Kind, Transport
+from corelm_fleet.hosting.packing import Failure, pack
 
 _log = logging.getLogger(__name__)
 

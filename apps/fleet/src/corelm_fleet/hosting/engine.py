@@ -22,13 +22,11 @@ from corelm.spec import (
     hookimpl,
 )
 from corelm.validate import invalid, shown
-from corelm_fleet.hosting.channel import Kind
-from corelm_fleet.hosting.failures import HostedError, HostTraceback
-from corelm_fleet.hosting.packing import pack
+from corelm_fleet.hosting.channel import Call, Host, Kind
+from corelm_fleet.hosting.packing import HostedError, HostTraceback, pack
 from corelm_fleet.hosting.process import CLOSE_TIMEOUT, HostProcess
-from corelm_fleet.hosting.server import Call, Opened
+from corelm_fleet.hosting.server import Opened
 from corelm_fleet.hosting.tokenizer import HostedTokenizer
-from corelm_fleet.hosting.transport import Host
 
 #: Seconds after a request's timeout in which the host must say that the time is over. Then it counts as stuck.
 _GRACE = 2.0

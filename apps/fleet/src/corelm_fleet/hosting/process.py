@@ -30,10 +30,8 @@ from corelm.errors import (
 )
 from corelm.spec import API_VERSION
 from corelm.validate import invalid, shown
-from corelm_fleet.hosting.channel import WIRE_VERSION, Channel
+from corelm_fleet.hosting.channel import WIRE_VERSION, Call, Callbacks, Channel
 from corelm_fleet.hosting.connection import Connection
-from corelm_fleet.hosting.server import Call
-from corelm_fleet.hosting.transport import Callbacks
 
 _log = logging.getLogger(__name__)
 
@@ -141,8 +139,8 @@ class HostProcess:
             if not (alone or keep_log):
                 self.log.unlink(missing_ok=True)
 
-    def _end(self, patience: float) -> bool:
-        """Kill the process and its group after `patience` seconds, or as soon as the process has ended by itself.
+    def _end(self, timeout: float) -> bool:
+        """Kill the process and its group after `timeout` seconds, or as soon as the process has ended by itself.
 
         Returns:
             Whether it has ended by itself.
@@ -150,7 +148,7 @@ class HostProcess:
         with self._ending:
             if self._process.returncode is not None:
                 return self._ended_alone
-            end = time.monotonic() + patience
+            end = time.monotonic() + timeout
             # `poll` also knows a process that other code has waited for, and macOS has it in each version of Python.
             while self._process.poll() is None and time.monotonic() < end:
                 time.sleep(_PAUSE)
@@ -189,8 +187,7 @@ class HostProcess:
     def _why_lost(self) -> str:
         """Return why the process has ended, with the last lines of its log. It is certain to have ended then."""
         # The socket closes a moment before the process is gone.
-        patience = _END_TIMEOUT if self._closed else _END_TIMEOUT / 4
-        alone, status = self._end(patience), self._process.returncode
+        alone, status = self._end(_END_TIMEOUT if self._closed else _END_TIMEOUT / 4), self._process.returncode
         if self._closed:
             return "the backend is closed, and the process that held its engine has ended"
         ended_by = _SIGNALS.get(-status, f"signal {-status}")

@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
-from corelm.application import OUT_OF_TURN, hooks_of, open_plugin, to_containers
-from corelm.errors import CapabilityError
+from corelm.application import OUT_OF_TURN, Aborts, hooks_of, open_plugin, to_containers
+from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, described
 from corelm.spec import AbortRequest, Capabilities, CloseRequest
-from corelm_fleet.hosting.failures import Failure
+from corelm_fleet.hosting.channel import Call, Frame, Kind, Transport
+from corelm_fleet.hosting.packing import Failure, pack
 from corelm_fleet.hosting.tokenizer import TokenizerServer
 
-#: Threads for calls that an engine computes in. Each is started when it is needed.
+#: Threads for calls. Each is started when it is needed, so that no call waits for another one here.
 _MOST_CALLS = 4096
-#: Threads for calls that are answered at any time, and as many for those of the tokenizer.
-_MOST_QUICK_CALLS = 16
-#: Seconds between two requests to abort a call.
-_ABORT_AGAIN = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a `HostedEngine` asks for.
-
-    Attributes:
-        part: "hook", or "tokenizer" for a function of `TokenizerServer`.
-        name: the name of the hook or function.
-        args: its arguments; a hook has one, its request.
-        kwargs: its arguments by name.
-        callbacks: the fields of the request that are functions. The request has None there.
-    """
-
-    part: Literal["hook", "tokenizer"]
-    name: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] | None = None
-    callbacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +83,17 @@ class EngineServer:
             "set": encoding,
         }
         self._calls = ThreadPoolExecutor(_MOST_CALLS, "corelm-host-call")
-        self._quick_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-quick-call")
-        self._tokenizer_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-tokenizer-call")
         #: The names of the requests of each call that has not ended.
         self._under_way: dict[Hashable, Sequence[str]] = {}
         self._forgotten: set[Hashable] = set()
-        self._forgets = threading.Event()
         self._closed = False
-        if capabilities.abort:
-            threading.Thread(target=self._abort_forgotten, name="corelm-host-abort", daemon=True).start()
+        self._aborts = Aborts(lambda names: self._hooks["abort"](AbortRequest(request_ids=names)), name)
 
     def opened(self) -> Opened:
         """Return what a `HostedEngine` has to know of the engine."""
         return Opened(
             capabilities=replace(self._capabilities, gradients=False, weight_stream=False),
-            copied=self._tokenizer.copied_attributes(),
+            copied=self._tokenizer("copied_attributes"),
             hooks=frozenset(self._hooks.keys() & {"health", "close"}),
             reasons=dict(getattr(self._engine, "reasons", {})),
         )
@@ -134,10 +108,8 @@ class EngineServer:
         """
         request = call.args[0] if call.args else None
         self._under_way[number] = getattr(request, "request_ids", ()) if call.name not in OUT_OF_TURN else ()
-        quick = self._quick_calls if call.name in OUT_OF_TURN else self._calls
-        pool = self._tokenizer_calls if call.part == "tokenizer" else quick
         try:
-            pool.submit(self._serve, number, call, answer, tell)
+            self._calls.submit(self._serve, number, call, answer, tell)
         except BaseException:
             self._under_way.pop(number, None)
             raise
@@ -145,9 +117,11 @@ class EngineServer:
     def forget(self, number: Hashable) -> None:
         """End a call whose caller has stopped waiting, if the engine can abort it; return at once."""
         self._forgotten.add(number)
-        if number not in self._under_way:
+        names = self._under_way.get(number)
+        if names is None:
             self._forgotten.discard(number)
-        self._forgets.set()
+        elif names and self._capabilities.abort:
+            self._aborts.add(names, lambda: number in self._under_way)
 
     def end(self) -> None:
         """Abort all calls and close the engine, for a caller that is gone."""
@@ -185,16 +159,6 @@ class EngineServer:
             self._closed = self._closed or call.name == "close"
             return hook(request)
 
-    def _abort_forgotten(self) -> None:
-        """Abort calls that no caller waits for, until they have ended."""
-        while self._forgets.wait():
-            self._forgets.clear()
-            # An abort that reaches the engine before its request does is lost, so it is repeated.
-            while names := [name for number in list(self._forgotten) for name in self._under_way.get(number, ())]:
-                with suppress(Exception):
-                    self._hooks["abort"](AbortRequest(request_ids=tuple(names)))
-                time.sleep(_ABORT_AGAIN)
-
 
 def open_server(
     name: str, model: Any, options: Mapping[str, Any], wrappers: Sequence[object] = ()
@@ -213,3 +177,66 @@ def open_server(
 
 def _teller(tell: Tell, name: str) -> Callable[..., None]:
     return lambda *args: tell(name, args)
+
+
+class Session:
+    """Serves the frames of one caller. An engine may have several callers. The transport takes the answers."""
+
+    def __init__(self, server: EngineServer, transport: Transport) -> None:
+        self._server, self._transport = server, transport
+        #: The numbers of the calls that have not ended. Two callers number their calls alike.
+        self._under_way: set[int] = set()
+
+    def handle(self, frame: Frame) -> None:
+        """Begin what a frame asks for; return at once."""
+        number = frame.call
+        if frame.kind is Kind.FORGET:
+            self._server.forget((self, number))
+            return
+        self._under_way.add(number)
+        try:
+            answer, tell = partial(self._answer, number), partial(self._tell, number)
+            self._server.start((self, number), value_of(frame), answer, tell)
+        except Exception as error:
+            # The call cannot be read, or the system has no room for another thread.
+            self._answer(number, Failure.of(error))
+
+    def end(self) -> None:
+        """Abort the calls of a caller that is gone."""
+        for number in list(self._under_way):
+            self._server.forget((self, number))
+
+    def _answer(self, number: int, result: Any) -> None:
+        self._under_way.discard(number)
+        send_value(self._transport, Kind.ERROR if isinstance(result, Failure) else Kind.RESULT, number, result)
+
+    def _tell(self, number: int, name: str, args: tuple[Any, ...]) -> None:
+        send_value(self._transport, Kind.EVENT, number, (name, args))
+
+
+def send_value(transport: Transport, kind: Kind, number: int, value: Any) -> None:
+    """Send a frame with a value. If the value cannot be packed, send the reason as an error."""
+    try:
+        packed = pack(value)
+    except Exception as error:
+        kind, packed = Kind.ERROR, pack(Failure.of(error))
+    # If the caller has ended, the one who receives notices it.
+    with suppress(OSError):
+        transport.send_packed(kind, number, packed)
+
+
+def value_of(frame: Frame) -> Any:
+    """Return the value of a frame.
+
+    Raises:
+        InvalidRequestError: it cannot be read here.
+    """
+    try:
+        return frame.value()
+    except CoreLMError:
+        raise
+    except Exception as error:
+        raise InvalidRequestError(
+            f"the process that holds the engine cannot read what it was sent: {described(error)}. Functions and "
+            "classes have to be importable there"
+        ) from error

@@ -70,7 +70,7 @@ class HostedTokenizer:
     """The tokenizer of a hosted engine, as this process sees it. Every method asks the host.
 
     Args:
-        copied: attributes of the tokenizer, see `copied_attributes`.
+        copied: attributes of the tokenizer, as `TokenizerServer` returns ``copied_attributes``.
     """
 
     def __init__(self, ask: Ask, copied: Mapping[str, Any]) -> None:
@@ -160,7 +160,7 @@ class TokenizerServer:
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, f"_do_{name}")(*args, **kwargs)
 
-    def copied_attributes(self) -> dict[str, Any]:
+    def _do_copied_attributes(self) -> dict[str, Any]:
         """Return what core reads of the tokenizer, by name. Attributes that it lacks are left out."""
         copied = {}
         for name in _COPIED:
@@ -199,9 +199,6 @@ class TokenizerServer:
 
     def _do_render_segments(self, chats: Sequence[Chat], options: dict[str, Any]) -> list[list[Segment]]:
         return segments_of(chats, self._tokenizer, **options)
-
-    def _do_copied_attributes(self) -> dict[str, Any]:
-        return self.copied_attributes()
 
     def _do_attribute(self, name: str) -> tuple[bool, Any]:
         value = getattr(self._tokenizer, name)
