@@ -194,7 +194,7 @@ def score(
         typer.Argument(
             help="Instead of --input: a JSONL file, or, if its name ends in .txt, one text.",
             metavar="FILE",
-            callback=flags.to_read,
+            callback=flags.to_score,
         ),
     ] = None,
     backend: flags.BackendName = "transformers",
@@ -296,7 +296,7 @@ def score(
     assert source is not None
     job: Job[ToScore] = Job(
         source=_file(source),
-        whole=file is not None and file.suffix == ".txt",
+        whole=file is not None and flags.is_text(file),
         target=_file(output),
         engine=engine,
         settings={"command": "score", **_recorded(engine), **written, **recorded_policy(options)},

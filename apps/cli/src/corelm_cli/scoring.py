@@ -51,6 +51,7 @@ _ENDED = (
     "messages: the conversation ends with an assistant turn, and a completion is scored as the assistant's next turn; "
     "add the turn that it replies to, or put the beginning of the turn and the completion into one"
 )
+_NO_TEXT = "--window: it splits a `text`, and this line has none; leave the flag out, or give the line as `text`"
 _TOO_SHORT = "text: it has fewer than two tokens, and only a token after another one has a log-prob; give a longer one"
 
 
@@ -70,6 +71,12 @@ class Scorer(Worker[ToScore]):
     top_k: int = 0
     window: int | None = None
     stride: int | None = None
+
+    def __post_init__(self) -> None:
+        # Here, so that a window that no line fits is said once.
+        most = self.engine.capabilities.max_context
+        if self.window is not None and most is not None and self.window > most:
+            raise InvalidRequestError(f"--window: the context of the model is {most}; give --window {most} or less")
 
     def ask_harmless(self, *, chat: bool) -> bool:
         lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
@@ -156,6 +163,8 @@ class Scorer(Worker[ToScore]):
         for at in continued:
             found[at] = _all(next(made) for _ in lines[at].completions)
         found |= self._encode_chats({at: line for at, line in enumerate(lines) if line.chat is not None})
+        if self.window is not None:
+            found |= {at: _NO_TEXT for at in found if lines[at].text is None}
         return [found[at] for at in range(len(lines))]
 
     def _prefix(self) -> int:
