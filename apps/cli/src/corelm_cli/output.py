@@ -192,7 +192,7 @@ class Errors:
             try:
                 yield errors
             finally:
-                errors.drop_stale(file)
+                errors.rewrite(file)
 
     def add(self, error: LineError) -> None:
         """Note a line that failed, and append it to the file."""
@@ -212,7 +212,7 @@ class Errors:
         self._earlier.clear()
         self.suspects.clear()
 
-    def drop_stale(self, file: LineFile) -> None:
+    def rewrite(self, file: LineFile) -> None:
         """Remove from the file what was dropped."""
         if len(self._earlier) < self._at_start:
             file.clear()

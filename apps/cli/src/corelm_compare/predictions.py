@@ -150,10 +150,10 @@ def _window(case: Case, starts: Callable[[int, int], Sequence[int]]) -> int | No
     tried = list(range(max(*agree, 1), min(*differ, size - 1) + 1))[:_LENGTHS]
     if not tried:
         return None
-    places = [starts(size, each)[0] for each in tried]
-    parts = [row[start : start + each] for start, each in zip(places, tried, strict=True)]
+    offsets = [starts(size, each)[0] for each in tried]
+    parts = [row[start : start + each] for start, each in zip(offsets, tried, strict=True)]
     fits = []
-    for start, part, found in zip(places, parts, case.scorer(parts), strict=True):
+    for start, part, found in zip(offsets, parts, case.scorer(parts), strict=True):
         gap = (case.numbers[longest][start + 1 : start + len(part)] - found[1:]).abs()
         gap = gap[torch.isfinite(gap)]
         fits.append(float(gap.mean()) if len(gap) >= 2 else math.inf)

@@ -30,8 +30,8 @@ def fresh_prefix(case: Case) -> Found:
     experiments: list[Experiment] = []
     # An engine that treats some first ids in its own way, BOS for example, is right with another first id as well. A
     # cache is not asked for what it holds, either, if the second id is another one.
-    for place, word, most in ((0, "first", case.noise), (1, "second", before / 2)):
-        rows = [_with_other(case, row, place) for row in case.rows]
+    for position, word, most in ((0, "first", case.noise), (1, "second", before / 2)):
+        rows = [_with_other(case, row, position) for row in case.rows]
         after, tokens = distance(case.scorer(rows), case.side.score(rows))
         changed = f"another {word} id in every row, so that no cache holds its prefix"
         explains = after <= most and case.noise < before
@@ -54,13 +54,13 @@ def fresh_prefix(case: Case) -> Found:
     )
 
 
-def _with_other(case: Case, row: Sequence[int], place: int) -> list[int]:
-    if len(row) <= place:
+def _with_other(case: Case, row: Sequence[int], position: int) -> list[int]:
+    if len(row) <= position:
         return list(row)
-    size, old = case.side.can.vocab_size, row[place]
+    size, old = case.side.can.vocab_size, row[position]
     taken = {*case.eos_ids, *case.special_ids, old}
     new = next((token % size for token in range(old + 7, old + 7 + size) if token % size not in taken), old)
-    return [*row[:place], new, *row[place + 1 :]]
+    return [*row[:position], new, *row[position + 1 :]]
 
 
 def adapter(case: Case) -> Found:

@@ -20,7 +20,7 @@ from corelm import Backend, validate
 from corelm.errors import EngineError
 from corelm_serve.app import ServingApp
 from corelm_serve.options import ServerOptions
-from corelm_serve.service import PATIENCE
+from corelm_serve.service import SHUTDOWN_TIMEOUT
 from corelm_serve.sessions import SessionStore
 
 #: Seconds that an idle connection is kept: longer than clients keep theirs, or a request may meet a connection that the
@@ -86,7 +86,7 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=PATIENCE,
+                timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
             )
         )
         self._app = app

@@ -28,7 +28,7 @@ from corelm_serve.sessions import SessionStore
 _log = logging.getLogger(__name__)
 
 #: Seconds that requests under way have to end when the server ends.
-PATIENCE = 10
+SHUTDOWN_TIMEOUT = 10
 _ENDED = (
     "the conversation ends with an assistant turn; give continue_final_message=true and add_generation_prompt=false to "
     "continue that turn, or add_generation_prompt=true to sample a new one after it"
@@ -157,11 +157,11 @@ class Service:
             self._open.discard(request)
 
     async def end(self) -> None:
-        """Answer no more, and end the requests under way. Wait up to `PATIENCE` seconds for the engine."""
+        """Answer no more, and end the requests under way. Wait up to `SHUTDOWN_TIMEOUT` seconds for the engine."""
         self.ending = True
         leaving = [asyncio.ensure_future(request.leave(at_once=True)) for request in [*self._open]]
         if leaving:
-            _, late = await asyncio.wait(leaving, timeout=PATIENCE)
+            _, late = await asyncio.wait(leaving, timeout=SHUTDOWN_TIMEOUT)
             for each in late:
                 each.cancel()
 

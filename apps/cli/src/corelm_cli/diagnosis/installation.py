@@ -40,7 +40,7 @@ def _python() -> Finding:
 
 
 def _core() -> Iterator[Finding]:
-    """Look for a foreign distribution of the same name, stale metadata, and a second copy."""
+    """Look for a foreign distribution of the same name, outdated metadata, and a second copy."""
     home = Path(corelm.__file__).resolve().parent
     ours, foreign = _ours(), [each for each in metadata.distributions(name=DISTRIBUTION) if not _is_ours(each)]
     install = how_to_install(DISTRIBUTION, python=sys.executable)

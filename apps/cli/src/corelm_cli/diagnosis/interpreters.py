@@ -16,7 +16,7 @@ from corelm_cli.diagnosis.installation import installation
 
 _REMOTE = "from corelm_cli.diagnosis.interpreters import as_json; found = as_json()"
 #: Seconds in which another interpreter has imported its engines, one after another.
-_PATIENCE = 900.0
+_TIMEOUT = 900.0
 
 
 def local_findings() -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def findings_of(python: str | os.PathLike[str]) -> Iterator[Finding]:
         return
     host.close()
     try:
-        found = json.loads(probe(_REMOTE, python=host.python, timeout=_PATIENCE))
+        found = json.loads(probe(_REMOTE, python=host.python, timeout=_TIMEOUT))
     except ProbeError as error:
         yield Finding("interpreter", "problem", f"{host.python}: {error}", "install the core of this interpreter there")
         return

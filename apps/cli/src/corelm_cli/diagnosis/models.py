@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: The batch that is timed: prompts, and tokens of each answer.
 _PROMPTS, _TOKENS = 8, 32
 #: Seconds in which an index of packages answers.
-_PATIENCE = 20.0
+_TIMEOUT = 20.0
 
 
 def model_findings(choice: EngineChoice, found: Scan) -> Iterator[Finding]:
@@ -98,7 +98,7 @@ def _newest(module: str | None) -> Iterator[Finding]:
             continue
         command = [sys.executable, "-m", "pip", "index", "versions", name, "--disable-pip-version-check"]
         try:
-            done = subprocess.run(command, capture_output=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL, check=True)
+            done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL, check=True)
             latest = re.match(rb"\S+ \((\S+)\)", done.stdout)
             if latest is None:
                 raise OSError("no version in its answer")
