@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm_compare.gaps import distance
+from corelm_compare.gaps import distance, flat, mean
 from corelm_compare.oracles import Oracle, Rows, Tables
 from corelm_compare.records import Cause, Confidence, Experiment
 from corelm_compare.sides import OpenSide
@@ -123,17 +123,17 @@ def exact(before: float, after: float) -> bool:
 
 def judge(case: Case, prediction: Prediction) -> Experiment:
     """Try an explanation: how far are the side's numbers from the reference, and from the prediction?"""
-    numbers, truth = _flat(case.numbers), _flat(case.truth)
-    predicted = _flat(prediction.numbers)
+    numbers, truth = flat(case.numbers), flat(case.truth)
+    predicted = flat(prediction.numbers)
     # Engines write an impossible id as -inf, or as some number far below all others.
     same_infinity = (predicted == -torch.inf) & (numbers <= _IMPOSSIBLE)
     tried = ~torch.isnan(numbers) & ~torch.isnan(predicted) & ~torch.isnan(truth)
     before = (numbers - truth).abs()[tried & torch.isfinite(numbers) & torch.isfinite(truth)]
     after = torch.where(same_infinity, 0.0, (numbers - predicted).abs())[tried]
-    was, left = _mean(before), _mean(after)
+    was, left = mean(before), mean(after)
     moved = (predicted - truth).abs()[tried]
     # One that says the same as the reference explains nothing, even if it is a little nearer.
-    says = _mean(torch.where(torch.isfinite(moved), moved, (numbers - truth).abs()[tried])) >= was / 2
+    says = mean(torch.where(torch.isfinite(moved), moved, (numbers - truth).abs()[tried])) >= was / 2
     known = int((~torch.isnan(numbers) & ~torch.isnan(truth)).sum())
     enough = int(tried.sum()) >= min(_FEWEST, known) and int(tried.sum()) >= _COVERED * known
     explains = enough and says and was > case.noise and left <= case.noise and left <= _LEFT * was
@@ -160,12 +160,3 @@ def cause_of(case: Case, judged: Sequence[tuple[Prediction, Experiment]]) -> Cau
         evidence += "; without an oracle it may be the other way round"
     figures = {"before": done.before, "after": done.after, "tokens": done.tokens, **made.figures}
     return Cause(made.id, accused, confidence, evidence, made.advice, figures)
-
-
-def _flat(rows: Sequence[Tensor]) -> Tensor:
-    return torch.cat([row.float() for row in rows]) if rows else torch.zeros(0)
-
-
-def _mean(values: Tensor) -> float:
-    """Return the mean; 0 of no values."""
-    return float(values.double().mean()) if len(values) else 0.0

@@ -25,12 +25,12 @@ def measure(
     kind: GapKind, one: str, other: str, first: Numbers, second: Numbers, ids: Sequence[Sequence[int]], spell: Spell
 ) -> Gap:
     """Return how far `second` is from `first`, over the tokens that both scored."""
-    a, b = _flat(first), _flat(second)
+    a, b = flat(first), flat(second)
     there, here = torch.isfinite(a), torch.isfinite(b)
     both = there & here
     lengths = torch.tensor([len(row) for row in first], dtype=torch.int64)
     rows = torch.arange(len(lengths)).repeat_interleave(lengths)[both]
-    positions = _flat([torch.arange(len(row)) for row in first]).long()[both]
+    positions = flat([torch.arange(len(row)) for row in first]).long()[both]
     before, after = a[both], b[both]
     delta = after - before
     size = delta.abs()
@@ -38,9 +38,6 @@ def measure(
     if len(delta):
         quantiles = torch.quantile(size.double(), torch.tensor([0.5, 0.9, 0.99, 0.999], dtype=torch.float64)).tolist()
     ratio = delta.exp()
-
-    def mean(values: Tensor) -> float:
-        return float(values.double().mean()) if len(values) else 0.0
 
     worst = []
     for index in size.argsort(descending=True, stable=True)[:_LISTED].tolist():
@@ -72,13 +69,19 @@ def measure(
     )
 
 
+def mean(values: Tensor) -> float:
+    """Return the mean; 0 of no values."""
+    return float(values.double().mean()) if len(values) else 0.0
+
+
 def distance(first: Numbers, second: Numbers) -> tuple[float, int]:
     """Return the mean of |Δ| over the tokens that both scored, and how many they are; 0.0 if there are none."""
-    a, b = _flat(first), _flat(second)
+    a, b = flat(first), flat(second)
     size = (a - b).abs()
     size = size[torch.isfinite(size)]
-    return (float(size.double().mean()) if len(size) else 0.0), len(size)
+    return mean(size), len(size)
 
 
-def _flat(rows: Sequence[Tensor]) -> Tensor:
+def flat(rows: Numbers) -> Tensor:
+    """Return the numbers of all rows, one row after the other."""
     return torch.cat([row.float() for row in rows]) if rows else torch.zeros(0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corelm_compare.cases import FLOAT32_NOISE, Case, exact
-from corelm_compare.gaps import distance
+from corelm_compare.gaps import distance, flat
 from corelm_compare.oracles import Oracle
 from corelm_compare.precision import correlation
 from corelm_compare.records import Cause, Confidence, Experiment
@@ -131,7 +131,7 @@ def _part(case: Case, numbers: Sequence[Tensor]) -> tuple[float, float]:
 
     1 is there, whatever rounding adds on both sides of 0.
     """
-    said, truth, other = (torch.cat([row.double() for row in rows]) for rows in (case.numbers, case.truth, numbers))
+    said, truth, other = (flat(rows).double() for rows in (case.numbers, case.truth, numbers))
     both = torch.isfinite(said) & torch.isfinite(truth) & torch.isfinite(other)
     own, way = (said - truth)[both], (other - truth)[both]
     size = float(way.square().sum())
@@ -145,7 +145,7 @@ def other_weights(case: Case, others_agree: bool) -> Found:
     """Say that the weights are others, if differences begin with the first token and nothing else fits."""
     if case.oracle is None or not others_agree or case.begins_alike:
         return [], None
-    numbers, truth = (torch.cat([row.float() for row in rows]) for rows in (case.numbers, case.truth))
+    numbers, truth = flat(case.numbers), flat(case.truth)
     both = torch.isfinite(numbers) & torch.isfinite(truth)
     related = correlation(numbers[both], truth[both])
     name, (before, tokens) = case.side.name, distance(case.truth, case.numbers)

@@ -143,11 +143,7 @@ def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     tools = _list(given, "tools")
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if (
-            not isinstance(function, dict)
-            or tool.get("type") != "function"
-            or not isinstance(function.get("name"), str)
-        ):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             expected = '{"type": "function", "function": {"name": …, "parameters": …}}'
             raise invalid(f"tools[{at}]", f"expected {expected}, got {shown(tool)}")
     choice = given.get("tool_choice", "auto" if tools else "none")

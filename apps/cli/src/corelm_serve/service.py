@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from corelm import Backend, Ragged
 from corelm.application import AnswerReader, InputRows, final_turns, generation_mode, render_chats, special_tokens
@@ -25,6 +25,9 @@ from corelm_serve.options import ServerOptions
 from corelm_serve.refusals import Refusal
 from corelm_serve.sessions import SessionStore
 
+if TYPE_CHECKING:
+    from corelm_serve.exchange import Exchange
+
 _log = logging.getLogger(__name__)
 
 #: Seconds that requests under way have to end when the server ends.
@@ -35,12 +38,6 @@ _ENDED = (
 )
 #: Seconds over which the tokens a second are counted.
 RATE_OVER = 60
-
-
-class Leaves(Protocol):
-    """A request that can be ended."""
-
-    async def leave(self, *, at_once: bool = False) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ class Service:
         self._reader = AnswerReader.of(
             self.options.response_parser, self.options.template_kwargs.get("tools"), self.backend
         )
-        self._open: set[Leaves] = set()
+        self._open: set[Exchange] = set()
         self._health: asyncio.Task[bool] | None = None
         #: When answers were complete, and how many tokens they had.
         self._finished: deque[tuple[float, int]] = deque(maxlen=10_000)
@@ -148,7 +145,7 @@ class Service:
             self.admitted_now -= 1
 
     @contextmanager
-    def open(self, request: Leaves) -> Iterator[None]:
+    def open(self, request: Exchange) -> Iterator[None]:
         """Let `end` know a request in the block."""
         self._open.add(request)
         try:

@@ -11,7 +11,7 @@ from corelm_serve.completion_request import TokenAsk
 from corelm_serve.completions import begin_turns, record_all
 from corelm_serve.exchange import Exchange
 from corelm_serve.generation import Generation
-from corelm_serve.replies import Heading, session_header, usage
+from corelm_serve.replies import Reply, usage
 
 
 async def answer_tokens(exchange: Exchange, ask: TokenAsk) -> None:
@@ -32,13 +32,8 @@ async def answer_tokens(exchange: Exchange, ask: TokenAsk) -> None:
         answers = await asyncio.to_thread(service.answers, await generation.result(), ask.sampling, prompts)
         record_all(turns, prompts, answers, samples)
         exchange.refuse_if_over()
-        names = {turn.session_id for turn in turns}
-        body = Heading(service, "tokens").body(
-            "tokens",
-            [_choice(at, answer, at // samples, ask) for at, answer in enumerate(answers)],
-            usage=usage(prompts, (each.ids for each in answers)),
-        )
-        await exchange.connection.reply(body, headers=session_header(names.pop() if len(names) == 1 else None))
+        choices = [_choice(at, answer, at // samples, ask) for at, answer in enumerate(answers)]
+        await Reply(exchange, "tokens", turns).whole("tokens", choices, usage(prompts, answers))
 
 
 def _choice(index: int, answer: Answer, prompt: int, ask: TokenAsk) -> dict[str, Any]:
