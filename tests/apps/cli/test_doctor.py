@@ -19,7 +19,7 @@ import corelm
 from corelm.backend.registry import scan
 from corelm_cli.diagnosis import ProbeError, devices, engines, models, probe
 from corelm_cli.diagnosis.devices import torch_findings
-from corelm_cli.diagnosis.servers import ServerChoice, server_findings
+from corelm_cli.diagnosis.servers import server_findings
 from helpers.command_line import corelm_command
 from helpers.serving import serving
 
@@ -209,23 +209,23 @@ def backend(tiny_model):
 def test_a_server_that_means_what_core_means_is_all_right(backend, tiny_model):
     with serving(backend) as server:
         options = {"api_key": server.api_key, "tokenizer": str(tiny_model)}
-        findings = list(server_findings(ServerChoice(url=f"{server.url}/v1", options=options), scan()))
+        findings = list(server_findings(f"{server.url}/v1", scan(), options))
     assert [each.level for each in findings] == ["ok"] * 3
     assert "from corelm" in findings[0].text and "same log-probs" in findings[-1].text
 
 
 def test_a_key_that_is_missing_and_a_server_that_is_gone_are_problems(backend):
     with serving(backend) as server:
-        (found,) = server_findings(ServerChoice(url=server.url), scan())
+        (found,) = server_findings(server.url, scan(), {})
         assert found.level == "problem" and "--option api_key=KEY" in found.remedy
-    (found,) = server_findings(ServerChoice(url=server.url), scan())
+    (found,) = server_findings(server.url, scan(), {})
     assert found.level == "problem" and "is the server running" in found.text
 
 
 def test_a_model_that_is_not_listed_and_a_tokenizer_that_is_missing_are_said(backend, tmp_path):
     with serving(backend) as server:
         options = {"api_key": server.api_key, "tokenizer": str(tmp_path / "none")}
-        findings = list(server_findings(ServerChoice(url=server.url, model="other", options=options), scan()))
+        findings = list(server_findings(server.url, scan(), options, model="other"))
     assert [each.level for each in findings] == ["ok", "warning", "problem"]
     assert "tokenizer" in findings[-1].text
 
@@ -252,8 +252,7 @@ class Lying(ToyBackend):
 def test_log_probs_that_mean_something_else_are_a_problem(distribution):
     distribution("lying", points="[corelm.backends]\nlying = lying:Lying\n", lying=LYING)
     with corelm.get_backend("toy") as toy, serving(toy) as server:
-        choice = ServerChoice(url=server.url, backend="lying", options={"api_key": server.api_key})
-        *_, last = server_findings(choice, scan())
+        *_, last = server_findings(server.url, scan(), {"api_key": server.api_key}, "lying")
     assert last.level == "problem" and "not of the same distribution" in last.text
 
 

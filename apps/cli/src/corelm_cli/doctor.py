@@ -69,16 +69,15 @@ def doctor(
         with interrupt_ends_process():
             from corelm_cli.diagnosis.interpreters import findings_of, local_findings
             from corelm_cli.diagnosis.models import model_findings
-            from corelm_cli.diagnosis.servers import ServerChoice, server_findings
+            from corelm_cli.diagnosis.servers import server_findings
 
         found = scan()
-        servers = [ServerChoice(url=url, backend=backend, model=model, options=options) for url in base_url or ()]
         model_choice = EngineChoice(backend=backend or "transformers", model=path, options=options)
         sections = chain(
             [("this interpreter", local_findings())] if path is None else [],
             [] if path is None else [(f"the model {path}", model_findings(model_choice, found))],
             ((f"the interpreter {path}", findings_of(path)) for path in python or ()),
-            ((f"the server {each.url}", server_findings(each, found)) for each in servers),
+            ((f"the server {url}", server_findings(url, found, options, backend, model)) for url in base_url or ()),
         )
         with Bar("looking", quiet=False, counts=False, redirects=is_terminal(sys.stdout)) as bar:
             levels = _printed(sections, as_json, bar)

@@ -25,6 +25,7 @@ from corelm.application import scan
 from corelm.spec import ALIASES, SamplingParams
 from corelm.validate import nearest
 from corelm_cli import strict_json
+from corelm_cli.wording import as_flag
 
 if TYPE_CHECKING:
     from corelm import PolicyOptions
@@ -115,6 +116,11 @@ Timed = Annotated[
         "other lines at the end; with --json they are in `timing`.",
     ),
 ]
+
+
+def named_file(path: Path) -> Path | None:
+    """Return None for a dash, which is the standard input or output."""
+    return None if str(path) == "-" else path
 
 
 def one_model(path: str | None, model: str | None) -> str | None:
@@ -487,7 +493,7 @@ def _help(field: dataclasses.Field[Any], default: Any) -> str:
         parts.append(f"Default: {'yes' if default else 'no'}.")
     if get_origin(kind) is list:
         parts.append("Can be repeated.")
-    if aliases := [f"--{alias.replace('_', '-')}" for alias, name in ALIASES.items() if name == field.name]:
+    if aliases := [as_flag(alias) for alias, name in ALIASES.items() if name == field.name]:
         parts.append(f"Also {', '.join(aliases)}.")
     return " ".join(filter(None, parts))
 
@@ -510,8 +516,7 @@ def _number(name: str, given: str, kind: type[int] | type[float], may_be_none: b
         return kind(given)
     except ValueError:
         expected = ("an integer" if kind is int else "a number") + " or none" * may_be_none
-        flag = f"--{name.replace('_', '-')}"
-        raise typer.BadParameter(f"expected {expected}, got {given!r}", param_hint=flag) from None
+        raise typer.BadParameter(f"expected {expected}, got {given!r}", param_hint=as_flag(name)) from None
 
 
 #: What the docstring says with Python's values, or of a TensorDict.

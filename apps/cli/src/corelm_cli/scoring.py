@@ -180,19 +180,16 @@ class Scorer(Worker[ToScore]):
         for at, line in lines.items():
             chat = line.chat or ()
             wholes += [(at, (*chat, Message("assistant", each))) for each in line.completions] or [(at, chat)]
-        prompts = {at: line.chat or () for at, line in lines.items() if line.completions}
-        tools = {at: line.tools for at, line in lines.items()}
-        before = rendered_rows(self.engine, prompts, tools, self.options, ended=_ENDED)
-        after = rendered_rows(
-            self.engine,
-            {key: chat for key, (_, chat) in enumerate(wholes)},
-            {key: tools[at] for key, (at, _) in enumerate(wholes)},
-            self.options,
-        )
+        asked = {at: (line.chat or (), line.tools) for at, line in lines.items() if line.completions}
+        prompts, _, unread = rendered_rows(self.engine, list(asked.values()), self.options, ended=_ENDED)
+        before = {at: (ids, unread.get(row)) for row, (at, ids) in enumerate(zip(asked, prompts, strict=True))}
+        after = [(chat, lines[at].tools) for at, chat in wholes]
+        rendered, assistant, problems = rendered_rows(self.engine, after, self.options)
         found: dict[int, list[Scorable | str]] = {at: [] for at in lines}
-        for key, (at, _) in enumerate(wholes):
-            problem = before.problems.get(at) or after.problems.get(key)
-            found[at].append(problem or _turns(after.ids[key], after.assistant[key], before.ids.get(at, [])))
+        for row, (at, _) in enumerate(wholes):
+            prompt, problem = before.get(at, ([], None))
+            problem = problem or problems.get(row)
+            found[at].append(problem or _turns(rendered[row], assistant[row], prompt))
         return {at: _all(each) for at, each in found.items()}
 
 

@@ -55,13 +55,8 @@ def recorded_policy(options: PolicyOptions) -> dict[str, Any]:
     """
     default = PolicyOptions()
     names = (
-        "chat_template",
-        "template_kwargs",
-        "tokenizer_kwargs",
-        "truncation",
-        "continue_final_message",
-        "completion_boundary",
-        "response_parser",
+        *("chat_template", "template_kwargs", "tokenizer_kwargs", "truncation"),
+        *("continue_final_message", "completion_boundary", "response_parser"),
     )
     settings = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
     if "{" in settings.get("chat_template", ""):

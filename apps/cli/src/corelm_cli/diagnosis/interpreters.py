@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from corelm_cli.diagnosis.devices import devices
 from corelm_cli.diagnosis.engines import engines
 from corelm_cli.diagnosis.installation import installation
 
-_REMOTE = "from corelm_cli.diagnosis.interpreters import as_json; found = as_json()"
+_REMOTE = "from corelm_cli.diagnosis.interpreters import as_dicts; found = as_dicts()"
 #: Seconds in which another interpreter has imported its engines, one after another.
 _TIMEOUT = 900.0
 
@@ -27,9 +26,9 @@ def local_findings() -> Iterator[Finding]:
     yield from engines(found)
 
 
-def as_json() -> str:
-    """Return `local_findings` as JSON. `findings_of` calls it in the other interpreter."""
-    return json.dumps([asdict(finding) for finding in local_findings()])
+def as_dicts() -> list[dict[str, str]]:
+    """Return `local_findings` as dicts. `findings_of` calls it in the other interpreter."""
+    return [asdict(finding) for finding in local_findings()]
 
 
 def findings_of(python: str | os.PathLike[str]) -> Iterator[Finding]:
@@ -44,7 +43,7 @@ def findings_of(python: str | os.PathLike[str]) -> Iterator[Finding]:
         return
     host.close()
     try:
-        found = json.loads(probe(_REMOTE, python=host.python, timeout=_TIMEOUT))
+        found = probe(_REMOTE, python=host.python, timeout=_TIMEOUT)
     except ProbeError as error:
         yield Finding("interpreter", "problem", f"{host.python}: {error}", "install the core of this interpreter there")
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from corelm.application import Scan, install_line
@@ -24,45 +23,42 @@ _TEMPERATURE, _TOKENS = 0.5, 16
 _TOLERANCE = 0.25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerChoice:
-    """A server to look at.
+def server_findings(
+    url: str,
+    found: Scan,
+    options: Mapping[str, Any],
+    backend: str | None = None,
+    model: str | None = None,
+) -> Iterator[Finding]:
+    """Send a server a few short prompts, and yield the findings.
 
-    Attributes:
+    Args:
+        url: of the server.
+        found: the installed backends.
+        options: of the backend, such as `api_key` and `tokenizer`.
         backend: the backend to use; None for the one that fits.
         model: the model's name there; None for its only one.
-        options: more options of the backend, such as `api_key` and `tokenizer`.
     """
-
-    url: str
-    backend: str | None = None
-    model: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-def server_findings(choice: ServerChoice, found: Scan) -> Iterator[Finding]:
-    """Send a server a few short prompts, and yield the findings."""
     from corelm_engine_kit.http_errors import AccessError
 
-    about = f"server {choice.url}"
+    about = f"server {url}"
     try:
-        owner, models = _models(choice)
+        owner, models = _models(url, options)
     except CoreLMError as error:
         remedy = "start it, or correct the URL"
         if isinstance(error, AccessError):
             remedy = "give the server's key: --option api_key=KEY"
         # The backend, if it is named, may know the key from a variable, or need no list of models.
-        if choice.backend is None or isinstance(error, InvalidRequestError):
+        if backend is None or isinstance(error, InvalidRequestError):
             yield Finding(about, "problem", str(error), remedy)
             return
         yield Finding(about, "warning", f"it does not list its models: {error}")
     else:
         who = f", from {owner}" if owner else ""
         yield Finding(about, "ok", f"it answers{who}; its models: {', '.join(models) or 'none'}")
-        if choice.model is not None and choice.model not in models:
-            yield Finding(about, "warning", f"it does not list {choice.model!r}", "give --model one of its models")
-        fitting = _OWNERS.get(owner, "openai")
-    backend = choice.backend or fitting
+        if model is not None and model not in models:
+            yield Finding(about, "warning", f"it does not list {model!r}", "give --model one of its models")
+        backend = backend or _OWNERS.get(owner, "openai")
     if backend not in found.names:
         line = install_line(backend)
         yield Finding(
@@ -72,7 +68,7 @@ def server_findings(choice: ServerChoice, found: Scan) -> Iterator[Finding]:
     from corelm import get_backend
 
     try:
-        opened = get_backend(backend, choice.model, base_url=choice.url, **choice.options)
+        opened = get_backend(backend, model, base_url=url, **options)
     except CoreLMError as error:
         yield Finding(
             about, "problem", f"the backend {backend!r} refuses it: {error}", "give what the message asks for"
@@ -82,13 +78,12 @@ def server_findings(choice: ServerChoice, found: Scan) -> Iterator[Finding]:
         yield from _meaning(about, opened)
 
 
-def _models(choice: ServerChoice) -> tuple[str, list[str]]:
+def _models(url: str, options: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return who made the server, as it says, and the models that it lists."""
     from corelm_engine_kit.http import HttpClient
 
-    options = {name: choice.options[name] for name in ("api_key", "headers") if name in choice.options}
-    url = choice.url.rstrip("/").removesuffix("/v1")
-    client = HttpClient(url, connect_timeout=_PAGE_TIMEOUT, max_retries=0, **options)
+    access = {name: options[name] for name in ("api_key", "headers") if name in options}
+    client = HttpClient(url.rstrip("/").removesuffix("/v1"), connect_timeout=_PAGE_TIMEOUT, max_retries=0, **access)
     with closing(client):
         page = client.get("/v1/models", timeout=_PAGE_TIMEOUT)
     data = page.get("data") if isinstance(page, dict) else None
