@@ -35,7 +35,7 @@ class Worker(ABC, Generic[L]):
 
     @abstractmethod
     def ask(self, lines: list[L]) -> Outcome:
-        """Make one call to the engine and return its outcome."""
+        """Make one call to the engine and return its outcome, with the rows in the order of the lines."""
 
     @abstractmethod
     def ask_harmless(self, *, chat: bool) -> bool:
@@ -56,8 +56,7 @@ class Worker(ABC, Generic[L]):
         """
         self.attempted = lines
         try:
-            rows, errors = self.ask(lines)
-            outcome = sorted(rows, key=lambda row: row["line"]), sorted(errors, key=lambda error: error.line)
+            outcome = self.ask(lines)
         except Exception as error:
             self._check_engine(lines, error)
             if len(lines) > 1:
@@ -78,6 +77,10 @@ class Worker(ABC, Generic[L]):
         if self.copy_input:
             row |= line.asked
         return row | more
+
+    def failed(self, lines: Sequence[L], problems: Problems) -> list[LineError]:
+        """Return the errors of lines, given by their positions."""
+        return [LineError(lines[at].line, lines[at].id, what) for at, what in problems.items()]
 
     def _check_engine(self, lines: list[L], error: Exception) -> None:
         """Raise `error` unless the engine can be asked about harmless lines, so that these lines caused the error."""

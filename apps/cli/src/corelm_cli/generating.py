@@ -13,8 +13,7 @@ from corelm_cli.batch import Outcome, Worker, id_fields, provenance_of_row, rend
 from corelm_cli.lines import LineError, Prompt
 
 #: Prompts that every working engine can answer.
-HARMLESS_TEXT = Prompt(line=0, id=0, digest="", asked={}, text="Hello")
-HARMLESS_CHAT = Prompt(line=0, id=0, digest="", asked={}, chat=(Message("user", "Hello"),))
+HARMLESS_TEXT, HARMLESS_CHAT = Prompt(text="Hello"), Prompt(chat=(Message("user", "Hello"),))
 
 _ENDED = (
     "messages: the conversation ends with an assistant turn; give --continue-final-message to continue that turn, or "
@@ -141,5 +140,4 @@ class Generator(Worker[Prompt]):
         ids = dict(zip((*texts, *chats), (*encoded, *rendered), strict=True))
         bad = {at: problems[row] for row, at in enumerate(chats) if row in problems}
         good = sorted(ids.keys() - bad)
-        errors = [LineError(prompts[at].line, prompts[at].id, what) for at, what in bad.items()]
-        return [prompts[at] for at in good], [ids[at] for at in good], errors
+        return [prompts[at] for at in good], [ids[at] for at in good], self.failed(prompts, bad)

@@ -13,13 +13,11 @@ from corelm.application import encode_completions, row_problems
 from corelm.errors import InvalidRequestError
 from corelm.spec import Chat, Message
 from corelm_cli.batch import Outcome, Worker, id_fields, provenance_of_row, rendered_rows
-from corelm_cli.lines import LineError, ToScore
+from corelm_cli.lines import ToScore
 
 #: Lines that every working engine can score.
-HARMLESS_TEXT = ToScore(line=0, id=0, digest="", asked={}, text="Hello, hello")
-HARMLESS_CHAT = ToScore(
-    line=0, id=0, digest="", asked={}, chat=(Message("user", "Hello"), Message("assistant", "Hello"))
-)
+HARMLESS_TEXT = ToScore(text="Hello, hello")
+HARMLESS_CHAT = ToScore(chat=(Message("user", "Hello"), Message("assistant", "Hello")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class Scorer(Worker[ToScore]):
         errors = {at: found for at, found in enumerate(encoded) if isinstance(found, str)}
         sequences = [(at, each) for at, found in enumerate(encoded) if not isinstance(found, str) for each in found]
         if not sequences:
-            return [], _line_errors(lines, errors)
+            return [], self.failed(lines, errors)
         batch = self.engine.score_logprobs(
             Ragged.from_list([each.ids for _, each in sequences]),
             temperature=self.temperature,
@@ -118,7 +116,7 @@ class Scorer(Worker[ToScore]):
             if any(part.provenance != parts[0].provenance for part in parts):
                 errors.setdefault(at, "the weights of the engine changed while it scored this line; run it again")
         rows = [self._row(lines[at], parts) for at, parts in made.items() if at not in errors]
-        return rows, _line_errors(lines, errors)
+        return rows, self.failed(lines, errors)
 
     def _row(self, line: ToScore, parts: list[_Scored]) -> dict[str, Any]:
         if line.text is not None:
@@ -222,10 +220,6 @@ def _joined(parts: list[_Scored]) -> _Scored:
         all(part.is_greedy for part in parts),
         {name: [value for part in parts for value in part.other_ids[name]] for name in parts[0].other_ids},
     )
-
-
-def _line_errors(lines: list[ToScore], errors: dict[int, str]) -> list[LineError]:
-    return [LineError(lines[at].line, lines[at].id, what) for at, what in errors.items()]
 
 
 def _turns(ids: list[int], assistant: list[bool], prompt: list[int]) -> Scorable | str:
