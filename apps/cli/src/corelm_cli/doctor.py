@@ -11,17 +11,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from corelm.application import scan
 from corelm.errors import printable
 from corelm_cli import flags, interrupt_ends_process
-from corelm_cli.diagnosis import Finding
 from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import SOME_FAILED, typed_exits
 from corelm_cli.progress import Bar
+
+if TYPE_CHECKING:
+    from corelm_cli.diagnosis import Finding
 
 _MARKS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
 _INDENT = " " * 8
@@ -65,9 +67,7 @@ def doctor(
     with typed_exits():
         options = flags.engine_options(option, None)
         with interrupt_ends_process():
-            from corelm_cli.diagnosis.interpreters import findings_of, local_findings
-            from corelm_cli.diagnosis.models import model_findings
-            from corelm_cli.diagnosis.servers import server_findings
+            from corelm_cli.diagnosis import findings_of, local_findings, model_findings, server_findings
 
         found = scan()
         model_choice = EngineChoice(backend=backend or "transformers", model=path, options=options)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from corelm_compare.cases import FLOAT32_NOISE, Case, exact
-from corelm_compare.gaps import flat, mean
+from corelm_compare.cases import FLOAT32_NOISE, Case, exact, flat, mean
 from corelm_compare.oracles import Oracle, Rows
 from corelm_compare.records import Cause, Confidence, Experiment
 

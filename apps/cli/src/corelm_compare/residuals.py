@@ -9,8 +9,7 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from corelm_compare.cases import FLOAT32_NOISE, Case, exact
-from corelm_compare.gaps import distance, flat
+from corelm_compare.cases import FLOAT32_NOISE, Case, distance, exact, flat
 from corelm_compare.oracles import Oracle
 from corelm_compare.precision import correlation
 from corelm_compare.records import Cause, Confidence, Experiment

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import SamplingParams, StopStrings
-from corelm_compare.cases import Case
+from corelm_compare.cases import Case, distance, measure
 from corelm_compare.findings import Findings
-from corelm_compare.gaps import distance, measure
 from corelm_compare.measurements import COMPANY_ADVICE
 from corelm_compare.oracles import Oracle
 from corelm_compare.predictions import ADVICE, predicted

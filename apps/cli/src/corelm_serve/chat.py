@@ -12,10 +12,10 @@ from typing import Any
 from corelm.spec import GenerateResult, Message
 from corelm_interop.openai_answers import Answer
 from corelm_interop.openai_logprobs import chat_logprobs
-from corelm_serve.chat_request import ChatAsk
 from corelm_serve.exchange import Exchange
 from corelm_serve.generation import Generation
 from corelm_serve.replies import Reply, record, usage
+from corelm_serve.requests import ChatAsk
 from corelm_serve.service import RenderedPrompt, UnrecordedTurn
 
 _CHUNK = "chat.completion.chunk"

@@ -1,4 +1,7 @@
-"""Answers to requests for completions: ``POST /v1/completions``. With `echo` and `logprobs`, prompts are scored."""
+"""Answers to requests for completions, ``POST /v1/completions``, and to requests in ids, ``POST /v1/tokens``.
+
+With `echo` and `logprobs`, prompts are scored.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from corelm.spec import GenerateResult
 from corelm.spec.answer_text import HALF_CHARACTER
 from corelm_interop.openai_answers import Answer, ScoredPrompt, scored_prompts
 from corelm_interop.openai_logprobs import CompletionLogprobs
-from corelm_serve.completion_request import CompletionAsk
 from corelm_serve.exchange import Exchange
 from corelm_serve.generation import Call, Generation
 from corelm_serve.replies import Reply, record, usage
+from corelm_serve.requests import CompletionAsk, TokenAsk
 from corelm_serve.service import UnrecordedTurn
 
 _KIND = "text_completion"
@@ -177,3 +180,44 @@ def _joined(before: dict[str, Any] | None, then: dict[str, Any]) -> dict[str, An
     if before is None:
         return then
     return {name: None if before[name] is None or then[name] is None else [*before[name], *then[name]] for name in then}
+
+
+# Requests in ids ------------------------------------------------------------------------------------------------------
+
+
+async def answer_tokens(exchange: Exchange, ask: TokenAsk) -> None:
+    """Answer a request in ids.
+
+    Raises:
+        CoreLMError: the engine cannot do what was asked, or fails.
+        ClientLeft: the client has hung up, or the server ends.
+    """
+    service, prompts = exchange.service, [list(row) for row in ask.prompts]
+    samples = ask.sampling.num_samples or 1
+    with ExitStack() as stack:
+        turns = begin_turns(exchange, prompts, stack)
+        options = service.generate_options(
+            ask.sampling, wanted=ask.logprobs != "none", top_logprobs=ask.top_logprobs, mode=ask.logprobs
+        )
+        generation = exchange.add(Generation(service.backend, prompts, ask.sampling, **options))
+        answers = await asyncio.to_thread(service.answers, await generation.result(), ask.sampling, prompts)
+        record_all(turns, prompts, answers, samples)
+        exchange.refuse_if_over()
+        choices = [_choice(at, answer, at // samples, ask) for at, answer in enumerate(answers)]
+        await Reply(exchange, "tokens", turns).whole("tokens", choices, usage(prompts, answers))
+
+
+def _choice(index: int, answer: Answer, prompt: int, ask: TokenAsk) -> dict[str, Any]:
+    wanted = ask.logprobs != "none"
+    top = answer.top if wanted else None
+    return {
+        "index": index,
+        "prompt_index": prompt,
+        "token_ids": answer.ids,
+        "logprobs": answer.logprobs if wanted else None,
+        "top_ids": None if top is None else [[each for each, _ in pairs] for pairs in top],
+        "top_logprobs": None if top is None else [[value for _, value in pairs] for pairs in top],
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "provenance": answer.provenance.to_dict(),
+    }
