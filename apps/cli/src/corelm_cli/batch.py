@@ -148,6 +148,9 @@ def rendered_rows(
         The ids of each conversation; which of them are the assistant's, unless they are prompts; and why conversations
         were not rendered, whose ids are empty.
     """
+    if not lines:
+        # A tokenizer without a chat template is needed for none.
+        return [], [], {}
     chats, begun, problems = [chat for chat, _ in lines], None, Problems()
     if ended:
         eos_ids = backend.eos_token_ids if options.prefer_tokens else None

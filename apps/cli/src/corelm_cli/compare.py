@@ -143,6 +143,7 @@ def compare(
     with typed_exits():
         _check_report(report)
         params = SamplingParams.make(DEFAULT, **sampling)
+        seed = validate.count("seed", params.seed or 0)
     given = {"backend": backend, "name": name, "model": model, "base_url": base_url, "python": python}
     with interrupt_ends_process():
         from corelm_cli.lines import read_all
@@ -154,7 +155,7 @@ def compare(
             "oracle": None if oracle == "none" else oracle,
             "checkpoints": checkpoint or (),
             "sampling": params,
-            "seed": params.seed or 0,
+            "seed": seed,
             **{"tolerance": tolerance, "timeout": timeout, "budget": budget, "quick": quick},
         }
         if prompts is None and not quiet:

@@ -6,6 +6,7 @@ This module must not import torch, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from corelm_cli import flags, interrupt_ends_process
 from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import SOME_FAILED, typed_exits
 from corelm_cli.progress import Bar
+from corelm_cli.streams import is_terminal
 
 if TYPE_CHECKING:
     from corelm_cli.diagnosis import Finding
@@ -77,7 +79,7 @@ def doctor(
             ((f"the interpreter {path}", findings_of(path)) for path in python or ()),
             ((f"the server {url}", server_findings(url, found, options, backend, model)) for url in base_url or ()),
         )
-        with Bar("looking", quiet=False, counts=False) as bar:
+        with Bar("looking", quiet=False, counts=False, redirects=is_terminal(sys.stdout)) as bar:
             levels = _printed(sections, as_json, bar)
     if levels["problem"]:
         raise typer.Exit(SOME_FAILED)

@@ -24,9 +24,18 @@ class Bar:
 
     Args:
         counts: whether to show how many are done, and from that the time left.
+        redirects: whether what others print meanwhile is shown above the bar.
     """
 
-    def __init__(self, doing: str, *, quiet: bool, counts: bool = True, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        doing: str,
+        *,
+        quiet: bool,
+        counts: bool = True,
+        console: Console | None = None,
+        redirects: bool = True,
+    ) -> None:
         console = console or Console(file=cast(IO[str], Messages()), highlight=False)
         counted = [MofNCompleteColumn(), TimeRemainingColumn()] if counts else []
         self._bar = Progress(
@@ -34,8 +43,8 @@ class Bar:
             TextColumn("{task.fields[rate]}"),
             console=console,
             transient=not counts,
-            # What others print meanwhile is shown above the bar, unless a program reads it.
-            redirect_stdout=is_terminal(sys.stdout),
+            redirect_stdout=redirects,
+            redirect_stderr=redirects,
             disable=quiet or not is_terminal(sys.stderr) or console.is_dumb_terminal,
         )
         self._task = self._bar.add_task(doing, total=None, rate="")
