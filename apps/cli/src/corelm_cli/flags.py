@@ -169,7 +169,9 @@ def to_score(path: Path | None) -> Path | None:
     if path is None or not path.is_file():
         return path
     with suppress(OSError), path.open("rb") as file:
-        first = next((line.removeprefix(BOM_UTF8) for line in file if line.strip()), None)
+        # Not lines: those of a binary file may be long.
+        lines = iter(lambda: file.readline(2**16), b"")
+        first = next((line.removeprefix(BOM_UTF8) for line in lines if line.strip()), None)
         if first is None and not (is_text(path) and path.stat().st_size):
             raise typer.BadParameter(f"{path} is empty; give a file with a text, or with lines of JSON")
         if first is not None and not is_text(path) and not re.match(rb'\s*\{\s*["}]', first):
