@@ -198,7 +198,8 @@ def test_what_is_printed_can_be_typed(line, complete, tmp_path, monkeypatch, cap
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
     for name in ("prompts.jsonl", "choices.jsonl", "book.txt"):
-        Path(name).touch()
+        # What each of them may hold: a line of JSON, or a text.
+        Path(name).write_text("{}\n")
     said = complaint(line, pytestconfig, capsys)
     # A sentence names the flags that it is about; a block is to be copied.
     assert not said or (not complete and re.search("Missing|are required", said))

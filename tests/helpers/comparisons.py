@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from corelm_compare.gaps import measure
+from corelm_compare.cases import measure
 from corelm_compare.records import Cause, Comparison, Divergence, Experiment, Gap, Row, Side
 
 WORDS = (

@@ -9,7 +9,7 @@ NEEDED = {
     "corelm_interop.inspect_": "inspect_ai",
     **dict.fromkeys(("corelm_serve.app", "corelm_serve.connection", "corelm_serve.exchange"), "starlette"),
     **dict.fromkeys(("corelm_serve.chat", "corelm_serve.completions", "corelm_serve.generation"), "starlette"),
-    **dict.fromkeys(("corelm_serve.server", "corelm_serve.tokens"), "uvicorn"),
+    "corelm_serve.server": "uvicorn",
     "corelm_interop.lm_eval_": "lm_eval",
     "corelm_interop.telemetry": "opentelemetry",
 }

@@ -27,7 +27,7 @@ from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "Where is the cat?"}]
 #: Seconds that a request of a test may take on a busy machine.
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 @contextmanager
@@ -42,14 +42,14 @@ def serving(backend: Backend, store: SessionStore | None = None, **options: Any)
 
 def client_of(server: ServerThread, **options: Any) -> openai.OpenAI:
     """Return the official client."""
-    given = {"max_retries": 0, "timeout": PATIENCE, **options}
+    given = {"max_retries": 0, "timeout": TIMEOUT, **options}
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.api_key, **given)
 
 
 def http_of(server: ServerThread) -> httpx2.Client:
     """Return a plain client, which sends what the official one would not."""
     headers = {"authorization": f"Bearer {server.api_key}"}
-    return httpx2.Client(base_url=server.url, headers=headers, timeout=PATIENCE, trust_env=False)
+    return httpx2.Client(base_url=server.url, headers=headers, timeout=TIMEOUT, trust_env=False)
 
 
 def raw_request(server: ServerThread, path: str, body: Mapping[str, Any]) -> socket.socket:
@@ -60,7 +60,7 @@ def raw_request(server: ServerThread, path: str, body: Mapping[str, Any]) -> soc
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     host, port = server.url.removeprefix("http://").split(":")
-    made = socket.create_connection((host, int(port)), timeout=PATIENCE)
+    made = socket.create_connection((host, int(port)), timeout=TIMEOUT)
     made.sendall(head.encode() + data)
     return made
 
@@ -141,7 +141,7 @@ class Served:
     def end(self, how: signal.Signals) -> tuple[int, str]:
         """Send a signal; return the exit status and what was printed since."""
         self.process.send_signal(how)
-        _, said = self.process.communicate(timeout=PATIENCE)
+        _, said = self.process.communicate(timeout=TIMEOUT)
         return self.process.returncode, said
 
 

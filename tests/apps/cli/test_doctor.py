@@ -17,9 +17,8 @@ import pytest
 
 import corelm
 from corelm.backend.registry import scan
-from corelm_cli.diagnosis import ProbeError, devices, engines, models, probe
-from corelm_cli.diagnosis.devices import torch_findings
-from corelm_cli.diagnosis.servers import ServerChoice, server_findings
+from corelm_cli import diagnosis
+from corelm_cli.diagnosis import ProbeError, probe, server_findings, torch_findings
 from helpers.command_line import corelm_command
 from helpers.serving import serving
 
@@ -49,8 +48,7 @@ def answered_here(lines: str) -> Any:
 @pytest.fixture
 def doctor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Findings]:
     """Run the command for the toy and the named backends, and return its findings."""
-    for module in (devices, engines):
-        monkeypatch.setattr(module, "probe", answered_here)
+    monkeypatch.setattr(diagnosis, "probe", answered_here)
 
     def run(*backends: str, status: int) -> Findings:
         monkeypatch.setenv("CORELM_BACKENDS", ",".join(["toy", *backends]))
@@ -209,23 +207,23 @@ def backend(tiny_model):
 def test_a_server_that_means_what_core_means_is_all_right(backend, tiny_model):
     with serving(backend) as server:
         options = {"api_key": server.api_key, "tokenizer": str(tiny_model)}
-        findings = list(server_findings(ServerChoice(url=f"{server.url}/v1", options=options), scan()))
+        findings = list(server_findings(f"{server.url}/v1", scan(), options))
     assert [each.level for each in findings] == ["ok"] * 3
     assert "from corelm" in findings[0].text and "same log-probs" in findings[-1].text
 
 
 def test_a_key_that_is_missing_and_a_server_that_is_gone_are_problems(backend):
     with serving(backend) as server:
-        (found,) = server_findings(ServerChoice(url=server.url), scan())
+        (found,) = server_findings(server.url, scan(), {})
         assert found.level == "problem" and "--option api_key=KEY" in found.remedy
-    (found,) = server_findings(ServerChoice(url=server.url), scan())
+    (found,) = server_findings(server.url, scan(), {})
     assert found.level == "problem" and "is the server running" in found.text
 
 
 def test_a_model_that_is_not_listed_and_a_tokenizer_that_is_missing_are_said(backend, tmp_path):
     with serving(backend) as server:
         options = {"api_key": server.api_key, "tokenizer": str(tmp_path / "none")}
-        findings = list(server_findings(ServerChoice(url=server.url, model="other", options=options), scan()))
+        findings = list(server_findings(server.url, scan(), options, model="other"))
     assert [each.level for each in findings] == ["ok", "warning", "problem"]
     assert "tokenizer" in findings[-1].text
 
@@ -252,8 +250,7 @@ class Lying(ToyBackend):
 def test_log_probs_that_mean_something_else_are_a_problem(distribution):
     distribution("lying", points="[corelm.backends]\nlying = lying:Lying\n", lying=LYING)
     with corelm.get_backend("toy") as toy, serving(toy) as server:
-        choice = ServerChoice(url=server.url, backend="lying", options={"api_key": server.api_key})
-        *_, last = server_findings(choice, scan())
+        *_, last = server_findings(server.url, scan(), {"api_key": server.api_key}, "lying")
     assert last.level == "problem" and "not of the same distribution" in last.text
 
 
@@ -309,14 +306,14 @@ def test_a_model_is_opened_and_timed_and_an_index_that_does_not_answer_is_no_pro
             command, 0, stdout=command[5].encode() + b" (999.0)\nAvailable versions: 999.0, 1.0\n"
         )
 
-    monkeypatch.setattr(models.subprocess, "run", index)
+    monkeypatch.setattr(diagnosis.subprocess, "run", index)
     result = corelm_command("doctor", "--json", tiny_model, "--option", "dtype=bfloat16")
     found = {(each["about"], each["text"].partition(":")[0]): each for each in json.loads(result.stdout)}
     assert result.exit_code == 0
     about = f"model {tiny_model}"
     assert "tokens/s in the first batch" in found[about, "it answers"]["text"]
     assert found[about, "model"]["text"] == "model: bfloat16 on cpu"
-    assert found[about, "model"]["level"] == ("ok" if models._cpu_has_bfloat16() else "warning")
+    assert found[about, "model"]["level"] == ("ok" if diagnosis._cpu_has_bfloat16() else "warning")
     assert (about, "decoding") in found and (about, "scoring") in found
     assert [command[5] for command in asked] == ["torch", "transformers"]
     newest = {each["about"]: each for each in found.values() if each["about"] in ("torch", "transformers")}
@@ -335,7 +332,7 @@ def test_a_model_is_opened_and_timed_and_an_index_that_does_not_answer_is_no_pro
     ],
 )
 def test_what_is_slower_than_it_could_be_is_a_warning(part, way, level):
-    assert models._judged(part, way)[0] == level
+    assert diagnosis._judged(part, way)[0] == level
 
 
 def test_a_model_that_does_not_open_is_a_problem(tmp_path):
@@ -355,10 +352,10 @@ def test_plugins_are_imported_in_one_process_and_one_that_crashes_is_named(distr
         asked.append(lines)
         return probe(lines)
 
-    monkeypatch.setattr(engines, "probe", counted)
+    monkeypatch.setattr(diagnosis, "probe", counted)
     for names, processes in ((["toy", "cassette"], 1), (["toy", "crashing"], 3)):
         asked.clear()
         monkeypatch.setenv("CORELM_BACKENDS", ",".join(names))
-        found = {each.about: each for each in engines.engines(scan())}
+        found = {each.about: each for each in diagnosis.engines(scan())}
         assert len(asked) == processes and found["backend 'toy'"].level == "ok"
     assert "killed by signal 6" in found["backend 'crashing'"].text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,12 @@ def score(model: Path, *more: object) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def sliding_window(model: Any, input_ids: torch.Tensor, max_length: int, stride: int) -> float:
-    """The loop of "Perplexity of fixed-length models" in the documentation of transformers, for a batch of one."""
+def sliding_window(model: Any, input_ids: torch.Tensor, max_length: int, stride: int, counts_all: bool) -> float:
+    """The loop of "Perplexity of fixed-length models" in the documentation of transformers, for a batch of one.
+
+    Args:
+        counts_all: whether the mean over a window counts all its tokens, and not one fewer, as the documentation does.
+    """
     nll_sum, n_tokens, prev_end_loc = 0.0, 0, 0
     for begin_loc in range(0, input_ids.size(1), stride):
         end_loc = min(begin_loc + max_length, input_ids.size(1))
@@ -49,7 +54,8 @@ def sliding_window(model: Any, input_ids: torch.Tensor, max_length: int, stride:
         target_ids = window.clone()
         target_ids[:, :-trg_len] = -100
         loss = model(window, labels=target_ids).loss
-        num_loss_tokens = int((target_ids[:, 1:] != -100).sum())
+        num_valid_tokens = int((target_ids != -100).sum())
+        num_loss_tokens = int((target_ids[:, 1:] != -100).sum()) if counts_all else num_valid_tokens - 1
         nll_sum += float(loss) * num_loss_tokens
         n_tokens += num_loss_tokens
         prev_end_loc = end_loc
@@ -80,8 +86,15 @@ def log_likelihood(model: Any, context: list[int], continuation: list[int]) -> f
 def test_a_stride_gives_the_number_of_transformers_guide(text, model, tiny_model):
     ids = AutoTokenizer.from_pretrained(tiny_model)(text.read_text(), return_tensors="pt").input_ids
     assert ids.size(1) > 3 * WINDOW
-    row = score(tiny_model, "--window", WINDOW, "--stride", STRIDE, text)
-    assert row["perplexity"] == pytest.approx(sliding_window(model, ids, WINDOW, STRIDE), rel=1e-5)
+    row = score(tiny_model, "--window", WINDOW, "--stride", STRIDE, "--per-token", text)
+    assert row["perplexity"] == pytest.approx(sliding_window(model, ids, WINDOW, STRIDE, True), rel=1e-5)
+    # The guide's own number, which gives the tokens of later windows a little less weight than those of the first.
+    starts = range(WINDOW - 1, row["tokens"], STRIDE)
+    counted = [row["log_probs"][: WINDOW - 1], *(row["log_probs"][start : start + STRIDE] for start in starts)]
+    weights = [WINDOW - 1, *(len(part) - 1 for part in counted[1:])]
+    means = [math.fsum(part) / len(part) for part in counted]
+    weighed = math.exp(-math.fsum(map(operator.mul, means, weights)) / sum(weights))
+    assert weighed == pytest.approx(sliding_window(model, ids, WINDOW, STRIDE, False), rel=1e-5)
     assert row["tokens"] == ids.size(1) - 1
     assert row["perplexity"] == pytest.approx(math.exp(-row["log_prob"] / row["tokens"]))
 
@@ -110,8 +123,47 @@ def test_a_text_that_fits_is_scored_as_without_windows(text, tiny_model, tmp_pat
         (["--stride", "4"], "give a --window that is larger"),
         (["--window", "4", "--stride", "4"], "give a --window that is larger"),
         (["--input", "-"], "give one of FILE and --input"),
+        (["--windw", "4"], "--window"),
+        (["--window", "1"], "greater than or equal to 2"),
+        (["--window", "4", "--stride", "0"], "greater than or equal to 1"),
+        (["--window", "513"], "--window: the context of the model is 512; give --window 512 or less"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(text, flags, said):
+def test_flags_that_are_wrong_are_refused(text, flags, said):
     result = corelm_command("score", "--backend", "toy", *flags, text)
-    assert result.exit_code == 2 and said in result.stderr
+    assert result.exit_code == 2 and said in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("missing.txt", None, "there is no file"),
+        ("empty.txt", b"", "is empty; give a file with a text"),
+        ("empty.jsonl", b"\n", "is empty; give a file with a text, or with lines of JSON"),
+        ("binary.txt", b"\x7fELF\xd0\xff", "is not UTF-8 text"),
+        ("binary", b"\x7fELF\xd0\xff", "is no JSON Lines"),
+        ("wiki.test.raw", b" = Robert Boulter = \n", "a file whose name ends in .txt is read as one text"),
+        ("tokenizer.json", b'{\n  "version": "1.0"\n}', "is no JSON Lines"),
+        ("model.safetensors", b"\0", "give the folder that holds it with --model"),
+    ],
+)
+def test_a_file_that_holds_no_text_is_refused(tmp_path, name, content, said):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    result = corelm_command("score", "--backend", "toy", "--window", 32, path)
+    assert result.exit_code == 2 and said in result.stderr.splitlines()[-1] and not result.stdout
+
+
+def test_a_model_that_is_a_file_is_refused(text, tiny_model):
+    file = tiny_model / "config.json"
+    result = corelm_command("score", "--model", file, "--window", 32, text)
+    assert result.exit_code == 2 and f"is a file, and a model is a folder; give {str(tiny_model)!r}" in result.stderr
+
+
+def test_a_line_without_text_fails_with_a_window(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n{"text": "Hello"}\n')
+    result = corelm_command("score", "--backend", "toy", "--window", 32, path)
+    assert result.exit_code == 1 and json.loads(result.stdout)["line"] == 2
+    assert "line 1: --window: it splits a `text`, and this line has none" in result.stderr

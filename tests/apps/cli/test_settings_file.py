@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import corelm
-from helpers.command_line import generate, rows, settings_of, write_prompts, write_rows
+from helpers.command_line import generate, rows, settings_of, write_prompts
 
 
 @pytest.fixture
@@ -102,16 +102,6 @@ def test_answers_of_two_runs_in_one_file_are_refused(files, tmp_path):
         file.write((tmp_path / "other.jsonl").read_bytes())
     result = generate(files)
     assert result.exit_code == 2 and "answers.jsonl, line 6, was made with other settings" in result.stderr
-
-
-def test_answers_of_the_earlier_format_are_not_added_to(files):
-    """Earlier versions wrote the settings into every line."""
-    old = {"id": 1, "line": 1, "prompt_hash": "0", "response": "x", "settings": {"backend": "toy"}}
-    write_rows(files[1], [old])
-    before = files[1].read_bytes()
-    result = generate(files)
-    assert result.exit_code == 2 and "line 1, was written by an earlier version of corelm" in result.stderr
-    assert files[1].read_bytes() == before and not saved(files).exists()
 
 
 def test_a_file_of_another_program_is_kept(files):

@@ -13,7 +13,7 @@ import corelm
 from corelm import Backend, Ragged, hookimpl
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm_compare import SideSpec, compare
-from corelm_compare.gaps import measure
+from corelm_compare.cases import measure
 from corelm_compare.oracles import Oracle
 from corelm_testing.toy import ToyBackend
 from helpers import oracle as plain

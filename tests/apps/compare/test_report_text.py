@@ -13,11 +13,11 @@ from helpers.comparisons import TEMPERATURE, comparison
 def test_the_verdict_comes_first_then_cause_and_advice_then_distances_then_the_rest():
     text = as_text(comparison())
     assert text.startswith("FAIL: transformers and vllm differ: missing-scale\n")
-    places = [
+    positions = [
         text.index(each)
         for each in ("cause: missing-scale in vllm (certain)", "→ ask for raw", "mean |Δ|  ", "ruled out:")
     ]
-    assert places == sorted(places) and places[1] < 600
+    assert positions == sorted(positions) and positions[1] < 600
     assert "transformers, each row alone" in text and "plain forward → vllm" in text
 
 

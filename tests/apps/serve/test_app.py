@@ -12,7 +12,7 @@ import corelm
 from corelm import Backend, hookimpl
 from corelm.spec import HealthRequest
 from corelm_serve import ServerOptions, ServingApp
-from helpers.serving import PATIENCE
+from helpers.serving import TIMEOUT
 
 
 def test_no_thread_is_left_when_the_server_ends_and_the_backend_stays_open(toy: Backend) -> None:
@@ -32,7 +32,7 @@ def test_a_hanging_engine_that_many_ask_for_its_health_answers_requests_meanwhil
         @hookimpl
         def health(self, request: HealthRequest) -> bool:
             asked.append(request)
-            assert gate.wait(PATIENCE)
+            assert gate.wait(TIMEOUT)
             return True
 
     async def crowd(app: ServingApp) -> tuple[int, set[int]]:
@@ -42,7 +42,7 @@ def test_a_hanging_engine_that_many_ask_for_its_health_answers_requests_meanwhil
             looks = [asyncio.create_task(client.get("/health")) for _ in range(100)]
             try:
                 body = {"prompt": [65], "max_tokens": 2}
-                answer = await asyncio.wait_for(client.post("/v1/completions", json=body), PATIENCE / 4)
+                answer = await asyncio.wait_for(client.post("/v1/completions", json=body), TIMEOUT / 4)
             finally:
                 gate.set()
             return answer.status_code, {each.status_code for each in await asyncio.gather(*looks)}

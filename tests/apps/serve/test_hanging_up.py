@@ -15,7 +15,7 @@ from corelm import Backend
 from corelm_serve import ServerThread
 from corelm_serve.connection import Connection
 from helpers.processes import wait_until
-from helpers.serving import PATIENCE, http_of, raw_request, serving
+from helpers.serving import TIMEOUT, http_of, raw_request, serving
 from helpers.streaming_fakes import dripping, engine_of
 
 ASKED = {"prompt": [3, 7], "max_tokens": 8}
@@ -141,8 +141,8 @@ def test_a_client_that_does_not_read_is_given_up(begins: bool) -> None:
         raise AssertionError("the reply does not read")
 
     async def reply() -> bool:
-        connection = Connection({"type": "http", "headers": []}, receive, send, send_patience=0.01)
-        await asyncio.wait_for(connection.reply({}), PATIENCE)
+        connection = Connection({"type": "http", "headers": []}, receive, send, send_timeout=0.01)
+        await asyncio.wait_for(connection.reply({}), TIMEOUT)
         return connection.left
 
     assert asyncio.run(reply())

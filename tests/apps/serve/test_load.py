@@ -21,7 +21,7 @@ from corelm import Backend
 from corelm_serve import ServerThread, SessionStore
 from helpers.fleet_faults import seconds
 from helpers.processes import wait_until
-from helpers.serving import PATIENCE, Seen, serving
+from helpers.serving import TIMEOUT, Seen, serving
 from helpers.tiny_models import tiny_model, tiny_tokenizer
 
 CLIENTS = 64
@@ -49,7 +49,7 @@ class Crowd:
         headers = {"authorization": f"Bearer {self._server.api_key}"}
         limits = httpx2.Limits(max_connections=CLIENTS)
         async with httpx2.AsyncClient(
-            base_url=self._server.url, headers=headers, timeout=PATIENCE, limits=limits, trust_env=False
+            base_url=self._server.url, headers=headers, timeout=TIMEOUT, limits=limits, trust_env=False
         ) as client:
             await asyncio.gather(*(self._chat(client, number) for number in range(CLIENTS)))
 

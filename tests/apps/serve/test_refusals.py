@@ -216,7 +216,7 @@ def test_a_full_server_tells_clients_to_come_again() -> None:
         assert answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "queue_full"
         gate.opened.set()
         assert {each.result().status_code for each in under_way} == {200}
-        # A request keeps its place until its reply has been sent, which the client may see first.
+        # A request counts until its reply has been sent, which the client may see first.
         assert wait_until(lambda: server.service.admitted_now == 0)
         assert client.post(COMPLETIONS, json=asked).status_code == 200
 

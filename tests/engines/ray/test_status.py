@@ -36,5 +36,8 @@ def test_the_command_shows_actors_with_names(open_toys: Open) -> None:
     assert closed.returncode == 3 and "no Ray cluster could be joined at 127.0.0.1:1" in closed.stderr
     assert "Connection refused" in closed.stderr
 
+    hostless = subprocess.run([*command[:6], "--address", ":1"], capture_output=True, text=True, timeout=60)
+    assert hostless.returncode == 2 and "expected HOST:PORT, such as 127.0.0.1:6379, got ':1'" in hostless.stderr
+
     nowhere = subprocess.run(command[:5], capture_output=True, text=True, timeout=60)
     assert nowhere.returncode == 2 and "name the cluster" in nowhere.stderr

@@ -26,6 +26,7 @@ from corelm_cli.exits import SOME_FAILED, typed_exits
 from corelm_cli.running import run
 from corelm_cli.serving import serve
 from corelm_cli.streams import Messages, standard_output
+from corelm_cli.wording import as_flag
 
 if TYPE_CHECKING:
     from corelm_cli.job import Job
@@ -135,7 +136,7 @@ def generate(
         raise typer.BadParameter(
             "no log-probs are written, which say of which distribution it is; give --log-probs raw or processed as "
             "well",
-            param_hint=f"--{next(iter(other_ids)).replace('_', '-')}",
+            param_hint=as_flag(next(iter(other_ids))),
         )
     if response_parser is not None and continue_final_message:
         raise typer.BadParameter(
@@ -166,8 +167,8 @@ def generate(
         **other_ids,
     }
     job: Job[Prompt] = Job(
-        source=_file(input),
-        target=_file(output),
+        source=flags.named_file(input),
+        target=flags.named_file(output),
         engine=engine,
         settings={
             "command": "generate",
@@ -194,7 +195,7 @@ def score(
         typer.Argument(
             help="Instead of --input: a JSONL file, or, if its name ends in .txt, one text.",
             metavar="FILE",
-            callback=flags.to_read,
+            callback=flags.to_score,
         ),
     ] = None,
     backend: flags.BackendName = "transformers",
@@ -295,9 +296,9 @@ def score(
     source = input if file is None else file
     assert source is not None
     job: Job[ToScore] = Job(
-        source=_file(source),
-        whole=file is not None and file.suffix == ".txt",
-        target=_file(output),
+        source=flags.named_file(source),
+        whole=file is not None and flags.is_text(file),
+        target=flags.named_file(output),
         engine=engine,
         settings={"command": "score", **_recorded(engine), **written, **recorded_policy(options)},
         read=read_to_score,
@@ -375,8 +376,3 @@ def _recorded(engine: EngineChoice) -> dict[str, Any]:
     settings = {"backend": engine.backend, "model": engine.model, "options": recorded_options(engine.options)}
     adapter = "=".join(filter(None, (engine.adapter, engine.adapter_folder)))
     return {**settings, "adapter": adapter} if adapter else settings
-
-
-def _file(path: Path) -> Path | None:
-    """Return None for a dash, which is the standard input or output."""
-    return None if str(path) == "-" else path

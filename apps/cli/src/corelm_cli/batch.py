@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from corelm import Backend, PolicyOptions
 from corelm.application import final_turns, render_chats
-from corelm.errors import CoreLMError, InvalidRequestError, Problems, TemplateError
-from corelm.spec import Chat, GenerateResult, Message, Provenance, ScoreResult
+from corelm.errors import CoreLMError, Problems
+from corelm.spec import Chat, GenerateResult, Provenance, ScoreResult
 from corelm_cli.lines import L, LineError
 
 #: Output rows, and an error for each line that failed.
@@ -35,7 +35,7 @@ class Worker(ABC, Generic[L]):
 
     @abstractmethod
     def ask(self, lines: list[L]) -> Outcome:
-        """Make one call to the engine and return its outcome."""
+        """Make one call to the engine and return its outcome, with the rows in the order of the lines."""
 
     @abstractmethod
     def ask_harmless(self, *, chat: bool) -> bool:
@@ -56,8 +56,7 @@ class Worker(ABC, Generic[L]):
         """
         self.attempted = lines
         try:
-            rows, errors = self.ask(lines)
-            outcome = sorted(rows, key=lambda row: row["line"]), sorted(errors, key=lambda error: error.line)
+            outcome = self.ask(lines)
         except Exception as error:
             self._check_engine(lines, error)
             if len(lines) > 1:
@@ -78,6 +77,10 @@ class Worker(ABC, Generic[L]):
         if self.copy_input:
             row |= line.asked
         return row | more
+
+    def failed(self, lines: Sequence[L], problems: Problems) -> list[LineError]:
+        """Return the errors of lines, given by their positions."""
+        return [LineError(lines[at].line, lines[at].id, what) for at, what in problems.items()]
 
     def _check_engine(self, lines: list[L], error: Exception) -> None:
         """Raise `error` unless the engine can be asked about harmless lines, so that these lines caused the error."""
@@ -106,14 +109,8 @@ def _reason(error: Exception) -> str:
     return "; ".join(dict.fromkeys(problems.values())) if problems else str(error)
 
 
-#: The fields of a result that hold other ids than those that were sampled or given, and their keys in a row.
-_ID_KEYS = {
-    "kept_ids": "kept_ids",
-    "kept_log_mass": "kept_log_mass",
-    "top_ids": "top_ids",
-    "top_logprobs": "top_log_probs",
-    "tail_log_mass": "tail_log_mass",
-}
+#: The fields of a result that hold other ids than those that were sampled or given: each is a key of a row.
+_OF_OTHER_IDS = ("kept_ids", "kept_log_mass", "top_ids", "top_logprobs", "tail_log_mass")
 
 
 def id_fields(batch: GenerateResult | ScoreResult) -> list[dict[str, list[Any]]]:
@@ -122,11 +119,10 @@ def id_fields(batch: GenerateResult | ScoreResult) -> list[dict[str, list[Any]]]
     JSON has no minus infinity, so None stands for the log of a probability of 0.
     """
     rows: list[dict[str, list[Any]]] = [{} for _ in range(len(batch.logprobs or ()))]
-    for name, key in _ID_KEYS.items():
-        found = getattr(batch, name, None)
-        if found is not None:
+    for name in _OF_OTHER_IDS:
+        if (found := getattr(batch, name, None)) is not None:
             for row, values in zip(rows, found.tolist(), strict=True):
-                row[key] = [_plain(value) for value in values]
+                row[name.replace("logprobs", "log_probs")] = _plain(values)
     return rows
 
 
@@ -139,63 +135,36 @@ def _plain(value: Any) -> Any:
 # Conversations to ids -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RenderedRows:
-    """Conversations as token ids, by the caller's keys.
-
-    Attributes:
-        assistant: for each of them, which ids are the assistant's; empty for prompts.
-        problems: why each other conversation was not rendered.
-    """
-
-    ids: dict[int, list[int]]
-    assistant: dict[int, list[bool]]
-    problems: dict[int, str]
-
-
 def rendered_rows(
-    backend: Backend,
-    chats: Mapping[int, Chat],
-    tools: Mapping[int, list[Any] | None],
-    options: PolicyOptions,
-    *,
-    ended: str = "",
-) -> RenderedRows:
+    backend: Backend, lines: Sequence[tuple[Chat, list[Any] | None]], options: PolicyOptions, *, ended: str = ""
+) -> tuple[list[list[int]], list[list[bool]], Problems]:
     """Render and tokenize conversations, each with its own tools.
 
     Args:
         ended: for prompts, what to say about one that ends with an assistant turn, unless `options` continue it; "" for
             conversations to score.
+
+    Returns:
+        The ids of each conversation; which of them are the assistant's, unless they are prompts; and why conversations
+        were not rendered, whose ids are empty.
     """
-    begun: list[Message | None] = [None] * len(chats)
-    problems: Problems = {}
-    prompt = bool(ended)
-    if prompt:
+    if not lines:
+        # A tokenizer without a chat template is needed for none.
+        return [], [], {}
+    chats, begun, problems = [chat for chat, _ in lines], None, Problems()
+    if ended:
         eos_ids = backend.eos_token_ids if options.prefer_tokens else None
-        begun, problems = final_turns(list(chats.values()), bool(options.continue_final_message), eos_ids, ended)
-    turns = dict(zip(chats, begun, strict=True))
-    found = RenderedRows({}, {}, {key: problems[row] for row, key in enumerate(chats) if row in problems})
-    while keys := [key for key in chats if key not in found.problems]:
-        try:
-            rendered = render_chats(
-                backend,
-                [chats[key] for key in keys],
-                [tools[key] for key in keys],
-                [turns[key] for key in keys],
-                prompt=prompt,
-                prefer_tokens=options.prefer_tokens,
-                template_kwargs=options.template_kwargs,
-                chat_template=options.chat_template,
-                want_assistant=not prompt,
-            )
-        except (TemplateError, InvalidRequestError) as error:
-            if not error.problems:
-                raise
-            # The renderer raises one error for each set of tools, so conversations may be refused one set at a time.
-            found.problems.update((keys[row], what) for row, what in error.problems.items())
-        else:
-            found.ids.update(zip(keys, rendered.ids.tolist(), strict=True))
-            if rendered.assistant is not None:
-                found.assistant.update(zip(keys, rendered.assistant.tolist(), strict=True))
-            break
-    return found
+        begun, problems = final_turns(chats, bool(options.continue_final_message), eos_ids, ended)
+    rendered = render_chats(
+        backend,
+        chats,
+        [tools for _, tools in lines],
+        begun,
+        prompt=bool(ended),
+        problems=problems,
+        prefer_tokens=options.prefer_tokens,
+        template_kwargs=options.template_kwargs,
+        chat_template=options.chat_template,
+        want_assistant=not ended,
+    )
+    return rendered.ids.tolist(), [] if rendered.assistant is None else rendered.assistant.tolist(), problems

@@ -24,7 +24,7 @@ from corelm_cli.engine import named_adapter
 from corelm_cli.exits import typed_exits
 from corelm_cli.progress import Bar
 from corelm_cli.streams import Messages, Stream, is_terminal, standard_output, tell
-from corelm_cli.wording import as_flags
+from corelm_cli.wording import as_flag, as_flags
 
 if TYPE_CHECKING:
     from corelm_compare import Comparison, SideSpec
@@ -150,7 +150,7 @@ def compare(
 
         sides = sides_of_flags(ctx, {**given, "option": option, "adapter": adapter})
     with typed_exits(), ExitStack() as stack:
-        prompts, completions = (None, None) if input is None else read_all(_file(input), max_prompts)
+        prompts, completions = (None, None) if input is None else read_all(flags.named_file(input), max_prompts)
         settings = {
             "oracle": None if oracle == "none" else oracle,
             "checkpoints": checkpoint or (),
@@ -221,11 +221,6 @@ def _check_report(path: Path | None) -> None:
         raise validate.invalid("--report", f"{path} {what}; give another file")
 
 
-def _file(path: Path) -> Path | None:
-    """Return None for a dash, which is the standard input."""
-    return None if str(path) == "-" else path
-
-
 # The flags of several engines on one line: those after a --backend belong to that engine ---------------------------
 
 
@@ -266,7 +261,7 @@ def sides_of_flags(ctx: typer.Context, given: dict[str, Sequence[str] | None]) -
             found.append(next(values[name]))
             if name != "option" and len(found) > 1:
                 which = _called(len(groups) - 1, groups[-1])
-                raise typer.BadParameter(f"{which} has it more than once", param_hint=_flag(name))
+                raise typer.BadParameter(f"{which} has it more than once", param_hint=as_flag(name))
     shared, *sides = groups
     if len(sides) < 2:
         raise typer.BadParameter(f"give it for each engine, at least two; got {len(sides)}", param_hint="--backend")
@@ -305,7 +300,3 @@ def _side(number: int, group: _Group, shared: _Group) -> SideSpec:
         adapter=adapter,
         adapter_path=folder,
     )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -12,18 +12,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from corelm.application import scan
 from corelm.errors import printable
 from corelm_cli import flags, interrupt_ends_process
-from corelm_cli.diagnosis import Finding
 from corelm_cli.engine import EngineChoice
 from corelm_cli.exits import SOME_FAILED, typed_exits
 from corelm_cli.progress import Bar
 from corelm_cli.streams import is_terminal
+
+if TYPE_CHECKING:
+    from corelm_cli.diagnosis import Finding
 
 _MARKS = {"ok": "ok      ", "warning": "warning ", "problem": "PROBLEM "}
 _INDENT = " " * 8
@@ -67,18 +69,15 @@ def doctor(
     with typed_exits():
         options = flags.engine_options(option, None)
         with interrupt_ends_process():
-            from corelm_cli.diagnosis.interpreters import findings_of, local_findings
-            from corelm_cli.diagnosis.models import model_findings
-            from corelm_cli.diagnosis.servers import ServerChoice, server_findings
+            from corelm_cli.diagnosis import findings_of, local_findings, model_findings, server_findings
 
         found = scan()
-        servers = [ServerChoice(url=url, backend=backend, model=model, options=options) for url in base_url or ()]
         model_choice = EngineChoice(backend=backend or "transformers", model=path, options=options)
         sections = chain(
             [("this interpreter", local_findings())] if path is None else [],
             [] if path is None else [(f"the model {path}", model_findings(model_choice, found))],
             ((f"the interpreter {path}", findings_of(path)) for path in python or ()),
-            ((f"the server {each.url}", server_findings(each, found)) for each in servers),
+            ((f"the server {url}", server_findings(url, found, options, backend, model)) for url in base_url or ()),
         )
         with Bar("looking", quiet=False, counts=False, redirects=is_terminal(sys.stdout)) as bar:
             levels = _printed(sections, as_json, bar)

@@ -10,7 +10,9 @@ import functools
 import inspect
 import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType
@@ -23,6 +25,7 @@ from corelm.application import scan
 from corelm.spec import ALIASES, SamplingParams
 from corelm.validate import nearest
 from corelm_cli import strict_json
+from corelm_cli.wording import as_flag
 
 if TYPE_CHECKING:
     from corelm import PolicyOptions
@@ -115,6 +118,11 @@ Timed = Annotated[
 ]
 
 
+def named_file(path: Path) -> Path | None:
+    """Return None for a dash, which is the standard input or output."""
+    return None if str(path) == "-" else path
+
+
 def one_model(path: str | None, model: str | None) -> str | None:
     """Return the model that is given as an argument or with ``--model``."""
     if path is not None and model is not None:
@@ -122,10 +130,11 @@ def one_model(path: str | None, model: str | None) -> str | None:
     return model or path
 
 
+_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 #: Endings of files that commands for JSON Lines neither read nor write.
 OTHER_FORMATS = frozenset(
     (
-        *(".arrow", ".csv", ".db", ".feather", ".html", ".json", ".npz", ".parquet", ".pt", ".safetensors", ".sqlite"),
+        *(".arrow", ".csv", ".db", ".feather", ".html", ".json", ".npz", ".parquet", ".sqlite", *_WEIGHTS),
         *(".tsv", ".xlsx", ".xml", ".yaml", ".yml", ".bz2", ".gz", ".xz", ".zip", ".zst"),
     )
 )
@@ -143,6 +152,8 @@ def to_read(path: Path | None) -> Path | None:
         except OSError:
             # The command says what else is wrong when it opens the file.
             pass
+        if path.suffix.lower() in _WEIGHTS:
+            raise typer.BadParameter(f"{path} is a file of a model; give the folder that holds it with --model")
         # Many files of JSON Lines end in .json.
         if path.suffix.lower() in OTHER_FORMATS - {".json"}:
             raise typer.BadParameter(
@@ -150,6 +161,30 @@ def to_read(path: Path | None) -> Path | None:
                 ".to_json('prompts.jsonl', orient='records', lines=True)"
             )
     return path
+
+
+def to_score(path: Path | None) -> Path | None:
+    """Refuse a FILE that is neither a text nor JSON Lines, and would fail line by line once the model is open."""
+    to_read(path)
+    if path is None or not path.is_file():
+        return path
+    with suppress(OSError), path.open("rb") as file:
+        # Not lines: those of a binary file may be long.
+        lines = iter(lambda: file.readline(2**16), b"")
+        first = next((line.removeprefix(BOM_UTF8) for line in lines if line.strip()), None)
+        if first is None and not (is_text(path) and path.stat().st_size):
+            raise typer.BadParameter(f"{path} is empty; give a file with a text, or with lines of JSON")
+        if first is not None and not is_text(path) and not re.match(rb'\s*\{\s*["}]', first):
+            raise typer.BadParameter(
+                f"{path} is no JSON Lines: its first line holds no object; a file whose name ends in .txt is read as "
+                "one text"
+            )
+    return path
+
+
+def is_text(path: Path) -> bool:
+    """Return whether a file is one text to score."""
+    return path.suffix.lower() == ".txt"
 
 
 _INPUT = of_files(help="JSONL file to read, in the format described above; - is the standard input.", callback=to_read)
@@ -460,7 +495,7 @@ def _help(field: dataclasses.Field[Any], default: Any) -> str:
         parts.append(f"Default: {'yes' if default else 'no'}.")
     if get_origin(kind) is list:
         parts.append("Can be repeated.")
-    if aliases := [f"--{alias.replace('_', '-')}" for alias, name in ALIASES.items() if name == field.name]:
+    if aliases := [as_flag(alias) for alias, name in ALIASES.items() if name == field.name]:
         parts.append(f"Also {', '.join(aliases)}.")
     return " ".join(filter(None, parts))
 
@@ -483,8 +518,7 @@ def _number(name: str, given: str, kind: type[int] | type[float], may_be_none: b
         return kind(given)
     except ValueError:
         expected = ("an integer" if kind is int else "a number") + " or none" * may_be_none
-        flag = f"--{name.replace('_', '-')}"
-        raise typer.BadParameter(f"expected {expected}, got {given!r}", param_hint=flag) from None
+        raise typer.BadParameter(f"expected {expected}, got {given!r}", param_hint=as_flag(name)) from None
 
 
 #: What the docstring says with Python's values, or of a TensorDict.

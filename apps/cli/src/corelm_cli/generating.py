@@ -13,8 +13,7 @@ from corelm_cli.batch import Outcome, Worker, id_fields, provenance_of_row, rend
 from corelm_cli.lines import LineError, Prompt
 
 #: Prompts that every working engine can answer.
-HARMLESS_TEXT = Prompt(line=0, id=0, digest="", asked={}, text="Hello")
-HARMLESS_CHAT = Prompt(line=0, id=0, digest="", asked={}, chat=(Message("user", "Hello"),))
+HARMLESS_TEXT, HARMLESS_CHAT = Prompt(text="Hello"), Prompt(chat=(Message("user", "Hello"),))
 
 _ENDED = (
     "messages: the conversation ends with an assistant turn; give --continue-final-message to continue that turn, or "
@@ -135,10 +134,10 @@ class Generator(Worker[Prompt]):
     def _tokenize(self, prompts: list[Prompt]) -> tuple[list[Prompt], list[list[int]], list[LineError]]:
         """Return the prompts that were tokenized, their ids, and an error for each other prompt."""
         texts = {at: prompt.text for at, prompt in enumerate(prompts) if prompt.text is not None}
-        chats = {at: prompt.chat for at, prompt in enumerate(prompts) if prompt.chat is not None}
-        tools = {at: prompts[at].tools for at in chats}
-        rendered = rendered_rows(self.engine, chats, tools, self.options, ended=_ENDED)
+        chats = {at: (prompt.chat, prompt.tools) for at, prompt in enumerate(prompts) if prompt.chat is not None}
+        rendered, _, problems = rendered_rows(self.engine, list(chats.values()), self.options, ended=_ENDED)
         encoded = self.engine.tokenize(list(texts.values()), **self.options.tokenizer_kwargs).ids.tolist()
-        ids = {**rendered.ids, **dict(zip(texts, encoded, strict=True))}
-        errors = [LineError(prompts[at].line, prompts[at].id, what) for at, what in rendered.problems.items()]
-        return [prompts[at] for at in sorted(ids)], [ids[at] for at in sorted(ids)], errors
+        ids = dict(zip((*texts, *chats), (*encoded, *rendered), strict=True))
+        bad = {at: problems[row] for row, at in enumerate(chats) if row in problems}
+        good = sorted(ids.keys() - bad)
+        return [prompts[at] for at in good], [ids[at] for at in good], self.failed(prompts, bad)

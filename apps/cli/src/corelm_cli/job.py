@@ -17,7 +17,7 @@ from corelm.errors import BackendTimeoutError, EngineError, printable
 from corelm_cli.batch import Worker
 from corelm_cli.engine import EngineChoice
 from corelm_cli.lines import Id, L, LineError, ReadLine, count_lines, read_lines
-from corelm_cli.output import Answers, AnswersFile, AnswersStream, Errors, check_paths, errors_path
+from corelm_cli.output import Answers, AnswersFile, Errors, check_paths, errors_path
 from corelm_cli.progress import Bar
 from corelm_cli.streams import Stream, opened_input
 from corelm_cli.summary import Summary
@@ -69,8 +69,7 @@ class Job(Generic[L]):
                 answers = stack.enter_context(AnswersFile.open(self.target, self.settings, overwrite=self.overwrite))
                 errors = stack.enter_context(Errors.open(errors_path(self.target)))
             else:
-                assert stdout is not None
-                answers, errors = AnswersStream(stdout), Errors()
+                answers, errors = Answers(stdout), Errors()
             total = count_lines(source)
             if (present := len(answers)) and total is not None:
                 start = source.tell()

@@ -9,7 +9,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -36,10 +36,10 @@ class Line:
         metadata: the user's value, copied to the output.
     """
 
-    line: int
-    id: Id
-    digest: str
-    asked: dict[str, Any]
+    line: int = 0
+    id: Id = 0
+    digest: str = ""
+    asked: dict[str, Any] = field(default_factory=dict)
     sample: int | None = None
     metadata: Any = None
 
@@ -199,8 +199,8 @@ class Compared(Line):
         completion: a text or ids; None if the line has none.
     """
 
-    prompt: Any
-    completion: str | tuple[int, ...] | None
+    prompt: Any = ""
+    completion: str | tuple[int, ...] | None = None
 
 
 def read_compared(number: int, name: Id, row: dict[str, Any]) -> Compared:

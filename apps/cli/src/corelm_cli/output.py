@@ -24,9 +24,10 @@ FAILED = (b'{"line": ', b', "id": ', b', "error": "')
 
 
 class Answers:
-    """The answers that exist, and where further ones are written."""
+    """Answers that go to a stream. Each holds the provenance of its log-probs, and none is read back."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Stream | None) -> None:
+        self._stream = stream
         #: The digest of what was asked, for each id and sample number.
         self._digests: dict[Id, dict[int, str]] = {}
 
@@ -86,17 +87,7 @@ class Answers:
         self._digests.setdefault(row["id"], {})[row.get("sample", 0)] = row["prompt_hash"]
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
-        raise NotImplementedError
-
-
-class AnswersStream(Answers):
-    """Answers that go to a stream. Each holds the provenance of its log-probs, and none is read back."""
-
-    def __init__(self, stream: Stream) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def _append(self, rows: list[dict[str, Any]]) -> None:
+        assert self._stream is not None
         self._stream.write(b"".join(map(_line, rows)))
 
 
@@ -104,7 +95,7 @@ class AnswersFile(Answers):
     """The open output file and the answers in it. Create one with `open`."""
 
     def __init__(self, file: LineFile, settings: SettingsFile, *, overwrite: bool = False) -> None:
-        super().__init__()
+        super().__init__(None)
         self._file, self._settings, self._overwrite = file, settings, overwrite
         self._read()
 
@@ -192,7 +183,7 @@ class Errors:
             try:
                 yield errors
             finally:
-                errors.drop_stale(file)
+                errors.rewrite(file)
 
     def add(self, error: LineError) -> None:
         """Note a line that failed, and append it to the file."""
@@ -212,7 +203,7 @@ class Errors:
         self._earlier.clear()
         self.suspects.clear()
 
-    def drop_stale(self, file: LineFile) -> None:
+    def rewrite(self, file: LineFile) -> None:
         """Remove from the file what was dropped."""
         if len(self._earlier) < self._at_start:
             file.clear()

@@ -13,13 +13,11 @@ from corelm.application import encode_completions, row_problems
 from corelm.errors import InvalidRequestError
 from corelm.spec import Chat, Message
 from corelm_cli.batch import Outcome, Worker, id_fields, provenance_of_row, rendered_rows
-from corelm_cli.lines import LineError, ToScore
+from corelm_cli.lines import ToScore
 
 #: Lines that every working engine can score.
-HARMLESS_TEXT = ToScore(line=0, id=0, digest="", asked={}, text="Hello, hello")
-HARMLESS_CHAT = ToScore(
-    line=0, id=0, digest="", asked={}, chat=(Message("user", "Hello"), Message("assistant", "Hello"))
-)
+HARMLESS_TEXT = ToScore(text="Hello, hello")
+HARMLESS_CHAT = ToScore(chat=(Message("user", "Hello"), Message("assistant", "Hello")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,7 @@ _ENDED = (
     "messages: the conversation ends with an assistant turn, and a completion is scored as the assistant's next turn; "
     "add the turn that it replies to, or put the beginning of the turn and the completion into one"
 )
+_NO_TEXT = "--window: it splits a `text`, and this line has none; leave the flag out, or give the line as `text`"
 _TOO_SHORT = "text: it has fewer than two tokens, and only a token after another one has a log-prob; give a longer one"
 
 
@@ -71,6 +70,12 @@ class Scorer(Worker[ToScore]):
     window: int | None = None
     stride: int | None = None
 
+    def __post_init__(self) -> None:
+        # Here, so that a window that no line fits is said once.
+        most = self.engine.capabilities.max_context
+        if self.window is not None and most is not None and self.window > most:
+            raise InvalidRequestError(f"--window: the context of the model is {most}; give --window {most} or less")
+
     def ask_harmless(self, *, chat: bool) -> bool:
         lines = [HARMLESS_TEXT] + [HARMLESS_CHAT] * chat
         ids = [each.ids for found in self._encode(lines) if not isinstance(found, str) for each in found]
@@ -82,7 +87,7 @@ class Scorer(Worker[ToScore]):
         errors = {at: found for at, found in enumerate(encoded) if isinstance(found, str)}
         sequences = [(at, each) for at, found in enumerate(encoded) if not isinstance(found, str) for each in found]
         if not sequences:
-            return [], _line_errors(lines, errors)
+            return [], self.failed(lines, errors)
         batch = self.engine.score_logprobs(
             Ragged.from_list([each.ids for _, each in sequences]),
             temperature=self.temperature,
@@ -111,7 +116,7 @@ class Scorer(Worker[ToScore]):
             if any(part.provenance != parts[0].provenance for part in parts):
                 errors.setdefault(at, "the weights of the engine changed while it scored this line; run it again")
         rows = [self._row(lines[at], parts) for at, parts in made.items() if at not in errors]
-        return rows, _line_errors(lines, errors)
+        return rows, self.failed(lines, errors)
 
     def _row(self, line: ToScore, parts: list[_Scored]) -> dict[str, Any]:
         if line.text is not None:
@@ -156,6 +161,8 @@ class Scorer(Worker[ToScore]):
         for at in continued:
             found[at] = _all(next(made) for _ in lines[at].completions)
         found |= self._encode_chats({at: line for at, line in enumerate(lines) if line.chat is not None})
+        if self.window is not None:
+            found |= {at: _NO_TEXT for at in found if lines[at].text is None}
         return [found[at] for at in range(len(lines))]
 
     def _prefix(self) -> int:
@@ -171,19 +178,16 @@ class Scorer(Worker[ToScore]):
         for at, line in lines.items():
             chat = line.chat or ()
             wholes += [(at, (*chat, Message("assistant", each))) for each in line.completions] or [(at, chat)]
-        prompts = {at: line.chat or () for at, line in lines.items() if line.completions}
-        tools = {at: line.tools for at, line in lines.items()}
-        before = rendered_rows(self.engine, prompts, tools, self.options, ended=_ENDED)
-        after = rendered_rows(
-            self.engine,
-            {key: chat for key, (_, chat) in enumerate(wholes)},
-            {key: tools[at] for key, (at, _) in enumerate(wholes)},
-            self.options,
-        )
+        asked = {at: (line.chat or (), line.tools) for at, line in lines.items() if line.completions}
+        prompts, _, unread = rendered_rows(self.engine, list(asked.values()), self.options, ended=_ENDED)
+        before = {at: (ids, unread.get(row)) for row, (at, ids) in enumerate(zip(asked, prompts, strict=True))}
+        after = [(chat, lines[at].tools) for at, chat in wholes]
+        rendered, assistant, problems = rendered_rows(self.engine, after, self.options)
         found: dict[int, list[Scorable | str]] = {at: [] for at in lines}
-        for key, (at, _) in enumerate(wholes):
-            problem = before.problems.get(at) or after.problems.get(key)
-            found[at].append(problem or _turns(after.ids[key], after.assistant[key], before.ids.get(at, [])))
+        for row, (at, _) in enumerate(wholes):
+            prompt, problem = before.get(at, ([], None))
+            problem = problem or problems.get(row)
+            found[at].append(problem or _turns(rendered[row], assistant[row], prompt))
         return {at: _all(each) for at, each in found.items()}
 
 
@@ -216,10 +220,6 @@ def _joined(parts: list[_Scored]) -> _Scored:
         all(part.is_greedy for part in parts),
         {name: [value for part in parts for value in part.other_ids[name]] for name in parts[0].other_ids},
     )
-
-
-def _line_errors(lines: list[ToScore], errors: dict[int, str]) -> list[LineError]:
-    return [LineError(lines[at].line, lines[at].id, what) for at, what in errors.items()]
 
 
 def _turns(ids: list[int], assistant: list[bool], prompt: list[int]) -> Scorable | str:

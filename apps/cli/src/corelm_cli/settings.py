@@ -55,13 +55,8 @@ def recorded_policy(options: PolicyOptions) -> dict[str, Any]:
     """
     default = PolicyOptions()
     names = (
-        "chat_template",
-        "template_kwargs",
-        "tokenizer_kwargs",
-        "truncation",
-        "continue_final_message",
-        "completion_boundary",
-        "response_parser",
+        *("chat_template", "template_kwargs", "tokenizer_kwargs", "truncation"),
+        *("continue_final_message", "completion_boundary", "response_parser"),
     )
     settings = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
     if "{" in settings.get("chat_template", ""):
@@ -118,8 +113,6 @@ class SettingsFile:
 
     def refuse_answers_of(self, made: Any, where: str) -> None:
         """Raise the error that says how the settings of an answer differ from those of this run."""
-        if isinstance(made, dict):
-            raise OutputError(f"{where} was written by an earlier version of corelm; {INSTEAD}")
         if self.saved is None:
             raise OutputError(
                 f"{self.path}, which says how the answers were made, is missing; restore it, or {INSTEAD}"

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from corelm.errors import printable
+from corelm.errors import InvalidRequestError, printable
 
 
 class Stream:
@@ -108,7 +108,9 @@ def opened_input(path: Path | None, *, whole: bool = False) -> Iterator[tuple[IO
                 try:
                     text = file.read().decode("utf-8-sig")
                 except UnicodeDecodeError as error:
-                    raise OSError(errno.EILSEQ, f"not UTF-8 text: {error}", str(path)) from error
+                    raise InvalidRequestError(
+                        f"{path} is not UTF-8 text: {error}; convert it, with iconv perhaps"
+                    ) from error
                 yield io.BytesIO(json.dumps({"text": text}).encode()), found
             else:
                 yield file, found

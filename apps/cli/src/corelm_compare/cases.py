@@ -1,4 +1,5 @@
-"""`Case`: numbers of one side that differ from what they should be, and `judge`, which tries an explanation of them.
+"""`measure`: two scorings of the same tokens become a `Gap`. `Case`: numbers of one side that differ from what they
+should be, and `judge`, which tries an explanation of them.
 
 An explanation is a `Prediction`: the numbers that the side would have given if one thing were as it says. It explains
 the case if what remains is noise.
@@ -14,10 +15,89 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corelm_compare.gaps import distance
+from corelm.kl import k3
 from corelm_compare.oracles import Oracle, Rows, Tables
-from corelm_compare.records import Cause, Confidence, Experiment
+from corelm_compare.records import Cause, Confidence, Experiment, Gap, GapKind, WorstToken
 from corelm_compare.sides import OpenSide
+
+#: One tensor a row, float32[len(row)]; NaN where there is no number.
+Numbers = Sequence[Tensor]
+#: Returns the text of an id.
+Spell = Callable[[int], str]
+
+#: Ratios outside these are counted: the bounds that the published figures use.
+LOW, HIGH = 0.9, 1.1
+#: How many of the tokens that differ most are listed.
+_LISTED = 10
+
+
+def measure(
+    kind: GapKind, one: str, other: str, first: Numbers, second: Numbers, ids: Sequence[Sequence[int]], spell: Spell
+) -> Gap:
+    """Return how far `second` is from `first`, over the tokens that both scored."""
+    a, b = flat(first), flat(second)
+    there, here = torch.isfinite(a), torch.isfinite(b)
+    both = there & here
+    lengths = torch.tensor([len(row) for row in first], dtype=torch.int64)
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)[both]
+    positions = flat([torch.arange(len(row)) for row in first]).long()[both]
+    before, after = a[both], b[both]
+    delta = after - before
+    size = delta.abs()
+    quantiles = [0.0] * 4
+    if len(delta):
+        quantiles = torch.quantile(size.double(), torch.tensor([0.5, 0.9, 0.99, 0.999], dtype=torch.float64)).tolist()
+    ratio = delta.exp()
+
+    worst = []
+    for index in size.argsort(descending=True, stable=True)[:_LISTED].tolist():
+        row, position = int(rows[index]), int(positions[index])
+        token = int(ids[row][position])
+        pair = {"one": float(before[index]), "other": float(after[index])}
+        worst.append(WorstToken(row=row, position=position, token_id=token, token=spell(token), **pair))
+    return Gap(
+        kind=kind,
+        one=one,
+        other=other,
+        count=len(delta),
+        skipped=int((there ^ here).sum()),
+        mean=mean(delta),
+        mean_abs=mean(size),
+        median_abs=quantiles[0],
+        p90=quantiles[1],
+        p99=quantiles[2],
+        p999=quantiles[3],
+        max_abs=float(size.max()) if len(size) else 0.0,
+        outside=mean(((ratio < LOW) | (ratio > HIGH)).float()),
+        k3=mean(k3(before, after)) if len(delta) else 0.0,
+        worst=tuple(worst),
+        delta=delta,
+        rows=rows,
+        positions=positions,
+        first=before,
+        second=after,
+    )
+
+
+def mean(values: Tensor) -> float:
+    """Return the mean; 0 of no values."""
+    return float(values.double().mean()) if len(values) else 0.0
+
+
+def distance(first: Numbers, second: Numbers) -> tuple[float, int]:
+    """Return the mean of |Δ| over the tokens that both scored, and how many they are; 0.0 if there are none."""
+    a, b = flat(first), flat(second)
+    size = (a - b).abs()
+    size = size[torch.isfinite(size)]
+    return mean(size), len(size)
+
+
+def flat(rows: Numbers) -> Tensor:
+    """Return the numbers of all rows, one row after the other."""
+    return torch.cat([row.float() for row in rows]) if rows else torch.zeros(0)
+
+
+# Cases ----------------------------------------------------------------------------------------------------------------
 
 #: Mean |Δ| in nats up to which float32 differs from float32. Real engines were at most 1e-5 from a plain forward.
 FLOAT32_NOISE = 2e-4
@@ -123,17 +203,17 @@ def exact(before: float, after: float) -> bool:
 
 def judge(case: Case, prediction: Prediction) -> Experiment:
     """Try an explanation: how far are the side's numbers from the reference, and from the prediction?"""
-    numbers, truth = _flat(case.numbers), _flat(case.truth)
-    predicted = _flat(prediction.numbers)
+    numbers, truth = flat(case.numbers), flat(case.truth)
+    predicted = flat(prediction.numbers)
     # Engines write an impossible id as -inf, or as some number far below all others.
     same_infinity = (predicted == -torch.inf) & (numbers <= _IMPOSSIBLE)
     tried = ~torch.isnan(numbers) & ~torch.isnan(predicted) & ~torch.isnan(truth)
     before = (numbers - truth).abs()[tried & torch.isfinite(numbers) & torch.isfinite(truth)]
     after = torch.where(same_infinity, 0.0, (numbers - predicted).abs())[tried]
-    was, left = _mean(before), _mean(after)
+    was, left = mean(before), mean(after)
     moved = (predicted - truth).abs()[tried]
     # One that says the same as the reference explains nothing, even if it is a little nearer.
-    says = _mean(torch.where(torch.isfinite(moved), moved, (numbers - truth).abs()[tried])) >= was / 2
+    says = mean(torch.where(torch.isfinite(moved), moved, (numbers - truth).abs()[tried])) >= was / 2
     known = int((~torch.isnan(numbers) & ~torch.isnan(truth)).sum())
     enough = int(tried.sum()) >= min(_FEWEST, known) and int(tried.sum()) >= _COVERED * known
     explains = enough and says and was > case.noise and left <= case.noise and left <= _LEFT * was
@@ -160,12 +240,3 @@ def cause_of(case: Case, judged: Sequence[tuple[Prediction, Experiment]]) -> Cau
         evidence += "; without an oracle it may be the other way round"
     figures = {"before": done.before, "after": done.after, "tokens": done.tokens, **made.figures}
     return Cause(made.id, accused, confidence, evidence, made.advice, figures)
-
-
-def _flat(rows: Sequence[Tensor]) -> Tensor:
-    return torch.cat([row.float() for row in rows]) if rows else torch.zeros(0)
-
-
-def _mean(values: Tensor) -> float:
-    """Return the mean; 0 of no values."""
-    return float(values.double().mean()) if len(values) else 0.0

@@ -8,8 +8,7 @@ from os import PathLike
 
 from torch import Tensor
 
-from corelm_compare.cases import Case
-from corelm_compare.gaps import distance, measure
+from corelm_compare.cases import Case, distance, measure
 from corelm_compare.measurements import Measurements
 from corelm_compare.oracles import Tables, chosen
 from corelm_compare.precision import HALVES, explain, halves, quantized

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from corelm_compare.cases import FLOAT32_NOISE
+from corelm_compare.cases import FLOAT32_NOISE, distance, measure
 from corelm_compare.findings import Findings
-from corelm_compare.gaps import distance, measure
 from corelm_compare.oracles import Oracle, Rows, Tables, affordable, chosen
 from corelm_compare.precision import HALVES, Rounding, halves, noise_of, related_dtype
 from corelm_compare.records import Cause, Divergence, Experiment, Gap, GapKind, Row, counted

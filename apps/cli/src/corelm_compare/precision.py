@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from corelm_compare.cases import FLOAT32_NOISE, Case, exact
+from corelm_compare.cases import FLOAT32_NOISE, Case, exact, flat, mean
 from corelm_compare.oracles import Oracle, Rows
 from corelm_compare.records import Cause, Confidence, Experiment
 
@@ -59,8 +59,7 @@ class Rounding:
     @property
     def size(self) -> float:
         """The mean of |Δ|."""
-        finite = self.delta[torch.isfinite(self.delta)]
-        return float(finite.abs().mean()) if len(finite) else 0.0
+        return mean(self.delta[torch.isfinite(self.delta)].abs())
 
 
 def halves(oracle: Oracle, rows: Rows) -> list[Rounding]:
@@ -120,18 +119,14 @@ def related_dtype(numbers: Sequence[Tensor], truth: Sequence[Tensor], roundings:
 
     None if none is correlated with it.
     """
-    fits = [(fit, each.name) for each in roundings if (fit := _fit(_delta(numbers, truth), each)) is not None]
+    fits = [(fit, each.name) for each in roundings if (fit := _fit(flat(numbers) - flat(truth), each)) is not None]
     alike = [(fit.related, name) for fit, name in fits if fit.alike and fit.related >= _RELATED]
     return max(alike)[1] if alike else None
 
 
-def _delta(numbers: Sequence[Tensor], truth: Sequence[Tensor]) -> Tensor:
-    return torch.cat([row.float() for row in numbers]) - torch.cat([row.float() for row in truth])
-
-
 def explain(case: Case, dtype: str | None, roundings: list[Rounding]) -> tuple[list[Experiment], Cause | None]:
     """Return what was tried, and the cause `dtype` or `quantized` if one of them fits."""
-    delta, side = _delta(case.numbers, case.truth), case.side.name
+    delta, side = flat(case.numbers) - flat(case.truth), case.side.name
     experiments: list[Experiment] = []
     fitting: list[tuple[float, Rounding, Experiment]] = []
     for rounding in roundings:

@@ -38,6 +38,17 @@ _SCALES = {
 _LINEAR_ROPES = (2.0, 4.0, 8.0)
 _THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 
+#: What to do about log-probs of sampled tokens that are of another distribution.
+ADVICE = {
+    "sampled-differs": "compare the engine's decoding with its prefill: cache, position ids, padding of the prompts",
+    "temperature": "the engine returns log-probs after the temperature where the model's own are expected: ask it for "
+    'raw ones (vLLM: logprobs_mode="raw_logprobs"; SGLang: SGLANG_RETURN_ORIGINAL_LOGPROB=1)',
+    "truncation-in-logprobs": "the engine returns log-probs over the ids that top-k or top-p left: ask it for raw "
+    "ones, or compare with return_support=True",
+    "penalties": "the engine returns log-probs after penalties where those of the model are expected: ask it for raw "
+    "ones, or leave the penalties out",
+}
+
 # Which number is returned -------------------------------------------------------------------------------------------
 
 
@@ -150,10 +161,10 @@ def _window(case: Case, starts: Callable[[int, int], Sequence[int]]) -> int | No
     tried = list(range(max(*agree, 1), min(*differ, size - 1) + 1))[:_LENGTHS]
     if not tried:
         return None
-    places = [starts(size, each)[0] for each in tried]
-    parts = [row[start : start + each] for start, each in zip(places, tried, strict=True)]
+    offsets = [starts(size, each)[0] for each in tried]
+    parts = [row[start : start + each] for start, each in zip(offsets, tried, strict=True)]
     fits = []
-    for start, part, found in zip(places, parts, case.scorer(parts), strict=True):
+    for start, part, found in zip(offsets, parts, case.scorer(parts), strict=True):
         gap = (case.numbers[longest][start + 1 : start + len(part)] - found[1:]).abs()
         gap = gap[torch.isfinite(gap)]
         fits.append(float(gap.mean()) if len(gap) >= 2 else math.inf)
@@ -206,11 +217,7 @@ def _scaled(case: Case) -> Iterator[Prediction]:
         "its scores): compare its configuration with the checkpoint's",
     )
     if case.sampling is not None and case.sampling.temperature not in (0.0, 1.0):
-        id, advice = (
-            "temperature",
-            "the engine returns log-probs after the temperature where those of the model are expected: ask it for the "
-            'other ones (vLLM: logprobs_mode="raw_logprobs"; SGLang: SGLANG_RETURN_ORIGINAL_LOGPROB=1)',
-        )
+        id, advice = "temperature", ADVICE["temperature"]
     scaled = chosen([each * factor for each in case.tables], case.rows)
     note = f"a temperature of {1 / factor:.4g}"
     yield Prediction(id, f"all logits times {factor:.4g}", scaled, advice, note, {"scale": factor}, 1)
@@ -283,11 +290,7 @@ def _renormalized(case: Case) -> Iterator[Prediction]:
         "the engine normalises over its most probable ids alone: ask it for log-probs over the whole vocabulary",
     )
     if case.sampling is not None and case.sampling.truncates:
-        id, advice = (
-            "truncation-in-logprobs",
-            "the engine returns log-probs over the ids that top-k or top-p left: ask it for raw ones, or compare with "
-            "return_support=True",
-        )
+        id, advice = "truncation-in-logprobs", ADVICE["truncation-in-logprobs"]
     for cut, words, figures in (
         (lambda each: _top_k(each, k), f"the {k} most probable ids", {"top_k": float(k)}),
         (lambda each: _top_p(each, p), f"the ids of top_p={p:g}", {"top_p": p}),
@@ -340,11 +343,7 @@ def _penalized(case: Case) -> Iterator[Prediction]:
             counts = torch.bincount(answer, minlength=len(logits)).to(logits.dtype)
             logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
         numbers.append(chosen([changed / (sampling.temperature or 1.0)], [row])[0])
-    advice = (
-        "the engine returns log-probs after penalties where those of the model are expected: ask it for raw ones, or "
-        "leave the penalties out"
-    )
-    yield Prediction("penalties", "the penalties that were asked for in sampling", numbers, advice)
+    yield Prediction("penalties", "the penalties that were asked for in sampling", numbers, ADVICE["penalties"])
 
 
 def _flat(case: Case) -> tuple[Tensor, Tensor, Tensor]:

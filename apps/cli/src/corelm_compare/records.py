@@ -80,9 +80,13 @@ CAUSES: dict[str, str] = {
 class Record:
     """What all records have in common."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the attributes as values of JSON. NaN and infinities, which JSON does not have, are null."""
-        return plain(self)
+    def to_json(self, arrays: bool = False) -> dict[str, Any]:
+        """Return the attributes as values of JSON. NaN and infinities, which JSON does not have, are null.
+
+        Args:
+            arrays: whether every `Gap` has `delta`, `rows`, `positions`, `first` and `second` as well, as lists.
+        """
+        return plain(self, arrays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,16 +211,6 @@ class Gap(Record):
     positions: Tensor
     first: Tensor
     second: Tensor
-
-    def to_json(self, arrays: bool = False) -> dict[str, Any]:
-        """Return the figures as values of JSON.
-
-        Args:
-            arrays: whether to return `delta`, `rows`, `positions`, `first` and `second` as well, as lists.
-        """
-        hidden = () if arrays else ("delta", "rows", "positions", "first", "second")
-        found = {each.name: plain(getattr(self, each.name)) for each in dataclasses.fields(self)}
-        return {name: value for name, value in found.items() if name not in hidden}
 
     def __str__(self) -> str:
         return (
@@ -352,16 +346,9 @@ class Comparison(Record):
         return sum(side.calls for side in self.sides)
 
     def to_json(self, arrays: bool = False) -> dict[str, Any]:
-        """Return everything as values of JSON.
-
-        Args:
-            arrays: whether every `Gap` has its arrays as well.
-        """
-        found = {each.name: plain(getattr(self, each.name)) for each in dataclasses.fields(self)}
-        for name in ("gaps", "own"):
-            found[name] = [gap.to_json(arrays) for gap in getattr(self, name)]
+        """Return everything as values of JSON. See `Record.to_json`."""
         more = {"headline": self.headline, "exit_code": self.exit_code, "calls": self.calls}
-        return {"format": FORMAT, "corelm": __version__, **found, **more}
+        return {"format": FORMAT, "corelm": __version__, **plain(self, arrays), **more}
 
     def __str__(self) -> str:
         lines = [self.headline, *(f"  {gap}" for gap in self.gaps), *(f"  cause: {cause}" for cause in self.causes)]
@@ -389,16 +376,17 @@ def counted(rows: Sequence[Row]) -> str:
     return f"{prompts} and {made} row{'s' * (made != 1)} made of their ids" if made else prompts
 
 
-def plain(value: Any) -> Any:
-    """Return a record as dicts, lists, texts and numbers. NaN and infinities, which JSON does not have, are null."""
-    if isinstance(value, Tensor):
-        return plain(value.tolist())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+def plain(value: Any, arrays: bool) -> Any:
+    """Return a record as dicts, lists, texts and numbers. See `Record.to_json`."""
+    if isinstance(value, Record):
+        given = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        return plain({name: one for name, one in given.items() if arrays or not isinstance(one, Tensor)}, arrays)
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(each) for each in value]
+        return {str(key): plain(each, arrays) for key, each in value.items()}
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(each, arrays) for each in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (str, int, bool)) else str(value)

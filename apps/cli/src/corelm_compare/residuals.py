@@ -9,8 +9,7 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from corelm_compare.cases import FLOAT32_NOISE, Case, exact
-from corelm_compare.gaps import distance
+from corelm_compare.cases import FLOAT32_NOISE, Case, distance, exact, flat
 from corelm_compare.oracles import Oracle
 from corelm_compare.precision import correlation
 from corelm_compare.records import Cause, Confidence, Experiment
@@ -30,8 +29,8 @@ def fresh_prefix(case: Case) -> Found:
     experiments: list[Experiment] = []
     # An engine that treats some first ids in its own way, BOS for example, is right with another first id as well. A
     # cache is not asked for what it holds, either, if the second id is another one.
-    for place, word, most in ((0, "first", case.noise), (1, "second", before / 2)):
-        rows = [_with_other(case, row, place) for row in case.rows]
+    for position, word, most in ((0, "first", case.noise), (1, "second", before / 2)):
+        rows = [_with_other(case, row, position) for row in case.rows]
         after, tokens = distance(case.scorer(rows), case.side.score(rows))
         changed = f"another {word} id in every row, so that no cache holds its prefix"
         explains = after <= most and case.noise < before
@@ -54,13 +53,13 @@ def fresh_prefix(case: Case) -> Found:
     )
 
 
-def _with_other(case: Case, row: Sequence[int], place: int) -> list[int]:
-    if len(row) <= place:
+def _with_other(case: Case, row: Sequence[int], position: int) -> list[int]:
+    if len(row) <= position:
         return list(row)
-    size, old = case.side.can.vocab_size, row[place]
+    size, old = case.side.can.vocab_size, row[position]
     taken = {*case.eos_ids, *case.special_ids, old}
     new = next((token % size for token in range(old + 7, old + 7 + size) if token % size not in taken), old)
-    return [*row[:place], new, *row[place + 1 :]]
+    return [*row[:position], new, *row[position + 1 :]]
 
 
 def adapter(case: Case) -> Found:
@@ -131,7 +130,7 @@ def _part(case: Case, numbers: Sequence[Tensor]) -> tuple[float, float]:
 
     1 is there, whatever rounding adds on both sides of 0.
     """
-    said, truth, other = (torch.cat([row.double() for row in rows]) for rows in (case.numbers, case.truth, numbers))
+    said, truth, other = (flat(rows).double() for rows in (case.numbers, case.truth, numbers))
     both = torch.isfinite(said) & torch.isfinite(truth) & torch.isfinite(other)
     own, way = (said - truth)[both], (other - truth)[both]
     size = float(way.square().sum())
@@ -145,7 +144,7 @@ def other_weights(case: Case, others_agree: bool) -> Found:
     """Say that the weights are others, if differences begin with the first token and nothing else fits."""
     if case.oracle is None or not others_agree or case.begins_alike:
         return [], None
-    numbers, truth = (torch.cat([row.float() for row in rows]) for rows in (case.numbers, case.truth))
+    numbers, truth = flat(case.numbers), flat(case.truth)
     both = torch.isfinite(numbers) & torch.isfinite(truth)
     related = correlation(numbers[both], truth[both])
     name, (before, tokens) = case.side.name, distance(case.truth, case.numbers)

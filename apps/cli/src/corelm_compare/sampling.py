@@ -14,12 +14,11 @@ from torch import Tensor
 
 from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import SamplingParams, StopStrings
-from corelm_compare.cases import Case
+from corelm_compare.cases import Case, distance, measure
 from corelm_compare.findings import Findings
-from corelm_compare.gaps import distance, measure
 from corelm_compare.measurements import COMPANY_ADVICE
 from corelm_compare.oracles import Oracle
-from corelm_compare.predictions import predicted
+from corelm_compare.predictions import ADVICE, predicted
 from corelm_compare.prompts import ids_differ
 from corelm_compare.records import Cause, Experiment, Gap
 from corelm_compare.sides import Answer, OpenSide
@@ -38,13 +37,6 @@ PROBES: dict[str, tuple[dict[str, float], str]] = {
 _TRIED = ("shift", "units", "penalties", "scale", "vocab-padding", "renormalized", "eos-suppressed")
 #: How many prompts are sampled from, and how many tokens after each.
 PROMPTS, TOKENS = 4, 16
-_ADVICE = {
-    "sampled-differs": "compare the engine's decoding with its prefill: cache, position ids, padding of the prompts",
-    "temperature": "the engine returns log-probs after the temperature where the model's own are expected: ask it for "
-    'raw ones (vLLM: logprobs_mode="raw_logprobs"; SGLang: SGLANG_RETURN_ORIGINAL_LOGPROB=1)',
-    "truncation-in-logprobs": "the engine returns log-probs over the ids that top-k or top-p left: ask it for raw ones",
-    "penalties": "the engine returns log-probs after penalties: ask it for raw ones, or leave the penalties out",
-}
 
 
 def probe_sampling(
@@ -111,7 +103,7 @@ def probe_sampling(
         evidence = f"{side.name}'s {case.what} are {apart:.3g} nats a token from {case.reference} ({tokens} tokens)"
         evidence += "; those of plain sampling are not" if changes else ""
         figures = {"mean_abs": apart}
-        found.causes.append(Cause(cause, accused, "likely", evidence, _ADVICE[cause], figures))
+        found.causes.append(Cause(cause, accused, "likely", evidence, ADVICE[cause], figures))
     return scores_are_wrong
 
 

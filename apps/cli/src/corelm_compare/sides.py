@@ -18,11 +18,8 @@ from corelm.spec import Adapter, Provenance, SamplingParams
 from corelm.validate import invalid
 from corelm_compare.oracles import rendered
 from corelm_compare.records import Side
-from corelm_engine_kit.redaction import MASK, Secrets
+from corelm_engine_kit.redaction import MASK, Secrets, is_secret
 from corelm_fleet.probes import dtype_of_engine, plain_modes
-
-#: An option whose name contains one of these words has a secret value.
-_SECRET = ("key", "token", "secret", "password", "header")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,14 +216,9 @@ class OpenSide:
 
 def shown_options(options: Mapping[str, Any]) -> dict[str, str]:
     """Return options as texts, without secrets: of a mapping, such as `env` or `headers`, the names alone."""
-    secrets = {name: str(value) for name, value in options.items() if _is_secret(name, value)}
+    secrets = {name: str(value) for name, value in options.items() if is_secret(name, value)}
     masks = Secrets(secrets.values())
     return {name: MASK if name in secrets else masks.masked(_text_of(value)) for name, value in options.items()}
-
-
-def _is_secret(name: str, value: Any) -> bool:
-    words = name.lower().replace("tokenizer", "")
-    return not isinstance(value, (bool, int, float, Mapping)) and any(word in words for word in _SECRET)
 
 
 def _text_of(value: Any) -> str:

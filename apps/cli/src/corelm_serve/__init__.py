@@ -9,8 +9,8 @@ All but `SessionStore` need Starlette and uvicorn: the extra ``serve``. The name
 imported on first use.
 
 A request takes these steps: `app.py` checks the key and finds the endpoint, `exchange.py` reads the body and ends the
-calls of a client that hangs up, `fields.py` and the files ``*_request.py`` check every field, `chat.py`,
-`completions.py` and `tokens.py` ask the engine (`generation.py`) and send what it answers (`connection.py`).
+calls of a client that hangs up, `requests.py` checks every field, `chat.py` and `completions.py` ask the engine
+(`generation.py`) and send what it answers (`connection.py`).
 """
 
 import lazy_loader

@@ -22,15 +22,13 @@ from corelm import Backend
 from corelm.errors import CoreLMError, MissingKeyError
 from corelm_interop.trace_context import continued_trace
 from corelm_serve.chat import answer_chat
-from corelm_serve.chat_request import ChatAsk
-from corelm_serve.completion_request import CompletionAsk, TokenAsk
-from corelm_serve.completions import answer_completions
+from corelm_serve.completions import answer_completions, answer_tokens
 from corelm_serve.exchange import Endpoint
 from corelm_serve.options import ServerOptions
 from corelm_serve.refusals import Refusal, refusal
+from corelm_serve.requests import ChatAsk, CompletionAsk, TokenAsk
 from corelm_serve.service import Service, batched
 from corelm_serve.sessions import SessionStore
-from corelm_serve.tokens import answer_tokens
 
 
 class ServingApp:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 from corelm.spec import GenerateResult, Message
 from corelm_interop.openai_answers import Answer
 from corelm_interop.openai_logprobs import chat_logprobs
-from corelm_serve.chat_request import ChatAsk
 from corelm_serve.exchange import Exchange
 from corelm_serve.generation import Generation
-from corelm_serve.replies import Heading, record, session_header, usage
+from corelm_serve.replies import Reply, record, usage
+from corelm_serve.requests import ChatAsk
 from corelm_serve.service import RenderedPrompt, UnrecordedTurn
+
+_CHUNK = "chat.completion.chunk"
 
 
 async def answer_chat(exchange: Exchange, ask: ChatAsk) -> None:
@@ -35,20 +37,16 @@ async def answer_chat(exchange: Exchange, ask: ChatAsk) -> None:
         await _ChatReply(exchange, ask, turn).send()
 
 
-class _ChatReply:
-    """The reply to one request."""
-
+class _ChatReply(Reply):
     def __init__(self, exchange: Exchange, ask: ChatAsk, turn: Any) -> None:
-        self._exchange, self._service, self._connection = exchange, exchange.service, exchange.connection
-        self._ask, self._turn = replace(ask, sampling=self._service.chat_sampling(ask.sampling)), turn
-        self._heading = Heading(exchange.service, "chatcmpl")
-        self._headers = session_header(turn.session_id)
+        super().__init__(exchange, "chatcmpl", [turn], include_usage=ask.include_usage)
+        self._ask, self._turn = replace(ask, sampling=self.service.chat_sampling(ask.sampling)), turn
 
     async def send(self) -> None:
-        ask, service = self._ask, self._service
+        ask, service = self._ask, self.service
         prompt = await asyncio.to_thread(service.render, ask, self._turn.messages)
         options = service.generate_options(ask.sampling, wanted=ask.logprobs, top_logprobs=ask.top_logprobs)
-        generation = self._exchange.add(
+        generation = self.exchange.add(
             Generation(service.backend, [prompt.ids], ask.sampling, new_turn=not prompt.continues, **options)
         )
         # The tokens of a stream come without the most probable ids, and a parser needs the whole answer.
@@ -56,53 +54,51 @@ class _ChatReply:
             await self._stream(generation, prompt)
             return
         answers, messages = await self._recorded(await generation.result(), prompt)
-        numbers = usage([prompt.ids], (each.ids for each in answers))
+        numbers = usage([prompt.ids], answers)
         if not ask.stream:
             choices = [self._choice(at, *each) for at, each in enumerate(zip(answers, messages, strict=True))]
-            await self._connection.reply(
-                self._heading.body("chat.completion", choices, usage=numbers), headers=self._headers
-            )
+            await self.whole("chat.completion", choices, numbers)
             return
-        await self._connection.begin_stream(self._headers)
+        await self.begin_stream()
         for at, (answer, message) in enumerate(zip(answers, messages, strict=True)):
-            await self._event(at, {**_message(message, stream=True)}, logprobs=self._logprobs(answer))
-            await self._event(at, {}, _finish_reason(answer, message))
-        await self._end(numbers)
+            await self._delta(at, _message(message, stream=True), logprobs=self._logprobs(answer))
+            await self._delta(at, {}, _finish_reason(answer, message))
+        await self.end_stream(_CHUNK, numbers)
 
     async def _stream(self, generation: Generation, prompt: RenderedPrompt) -> None:
         begun: set[int] = set()
         reasons: dict[int, str] = {}
         async with aclosing(generation.chunks()) as chunks:
             async for chunk in chunks:
-                if self._connection.left:
+                if self.connection.left:
                     continue
                 if not begun:
-                    await self._connection.begin_stream(self._headers)
+                    await self.begin_stream()
                 delta: dict[str, Any] = {} if chunk.row in begun else {"role": "assistant"}
                 if chunk.text or chunk.row not in begun:
                     delta["content"] = chunk.text
                 begun.add(chunk.row)
                 logprobs = None
                 if self._ask.logprobs and chunk.ids:
-                    logprobs = chat_logprobs(self._service.texts, chunk.ids, chunk.logprobs, None)
+                    logprobs = chat_logprobs(self.service.texts, chunk.ids, chunk.logprobs, None)
                 if delta or logprobs:
-                    await self._event(chunk.row, delta, logprobs=logprobs)
+                    await self._delta(chunk.row, delta, logprobs=logprobs)
                 if chunk.finish_reason is not None:
                     reasons[chunk.row] = chunk.finish_reason
         answers, _ = await self._recorded(generation.streamed, prompt)
         for row, reason in sorted(reasons.items()):
-            await self._event(row, {}, reason)
-        await self._end(usage([prompt.ids], (each.ids for each in answers)))
+            await self._delta(row, {}, reason)
+        await self.end_stream(_CHUNK, usage([prompt.ids], answers))
 
     async def _recorded(self, result: GenerateResult, prompt: RenderedPrompt) -> tuple[list[Answer], list[Message]]:
         answers, messages = await asyncio.to_thread(self._read, result, prompt)
         record(self._turn, prompt.ids, answers, messages)
-        self._exchange.refuse_if_over()
+        self.exchange.refuse_if_over()
         return answers, messages
 
     def _read(self, result: GenerateResult, prompt: RenderedPrompt) -> tuple[list[Answer], list[Message]]:
-        answers = self._service.answers(result, self._ask.sampling, [prompt.ids] if prompt.continues else None)
-        return answers, self._service.messages(result, answers, self._ask.sampling, prompt, self._ask.tools)
+        answers = self.service.answers(result, self._ask.sampling, [prompt.ids] if prompt.continues else None)
+        return answers, self.service.messages(result, answers, self._ask.sampling, prompt, self._ask.tools)
 
     def _choice(self, index: int, answer: Answer, message: Message) -> dict[str, Any]:
         return {
@@ -115,22 +111,13 @@ class _ChatReply:
     def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
         if not self._ask.logprobs or answer.logprobs is None:
             return None
-        return chat_logprobs(self._service.texts, answer.ids, answer.logprobs, answer.top)
+        return chat_logprobs(self.service.texts, answer.ids, answer.logprobs, answer.top)
 
-    async def _event(
+    async def _delta(
         self, index: int, delta: Mapping[str, Any], reason: str | None = None, logprobs: Any = None
     ) -> None:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        await self._chunk([choice], None)
-
-    async def _chunk(self, choices: Sequence[Any], numbers: Mapping[str, int] | None) -> None:
-        more = {"usage": numbers} if self._ask.include_usage else {}
-        await self._connection.event(self._heading.body("chat.completion.chunk", choices, **more))
-
-    async def _end(self, numbers: Mapping[str, int]) -> None:
-        if self._ask.include_usage:
-            await self._chunk([], numbers)
-        await self._connection.end_stream()
+        await self.event(_CHUNK, [choice])
 
 
 def _message(message: Message, *, stream: bool = False) -> dict[str, Any]:

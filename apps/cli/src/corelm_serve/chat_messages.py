@@ -158,7 +158,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _call(call: Mapping[str, Any]) -> Any:
-    """Return what a call says without its id and its place. Calls that are not written as OpenAI's count whole."""
+    """Return what a call says without its id and its index. Calls that are not written as OpenAI's count whole."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         return {key: value for key, value in call.items() if key not in ("id", "index")}

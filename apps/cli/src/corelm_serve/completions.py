@@ -1,9 +1,12 @@
-"""Answers to requests for completions: ``POST /v1/completions``. With `echo` and `logprobs`, prompts are scored."""
+"""Answers to requests for completions, ``POST /v1/completions``, and to requests in ids, ``POST /v1/tokens``.
+
+With `echo` and `logprobs`, prompts are scored.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any
@@ -12,11 +15,13 @@ from corelm.spec import GenerateResult
 from corelm.spec.answer_text import HALF_CHARACTER
 from corelm_interop.openai_answers import Answer, ScoredPrompt, scored_prompts
 from corelm_interop.openai_logprobs import CompletionLogprobs
-from corelm_serve.completion_request import CompletionAsk
 from corelm_serve.exchange import Exchange
 from corelm_serve.generation import Call, Generation
-from corelm_serve.replies import Heading, record, session_header, usage
+from corelm_serve.replies import Reply, record, usage
+from corelm_serve.requests import CompletionAsk, TokenAsk
 from corelm_serve.service import UnrecordedTurn
+
+_KIND = "text_completion"
 
 
 async def answer_completions(exchange: Exchange, ask: CompletionAsk) -> None:
@@ -49,15 +54,10 @@ def _ids(exchange: Exchange, ask: CompletionAsk) -> list[list[int]]:
     return rows
 
 
-class _CompletionReply:
-    """The reply to one request."""
-
+class _CompletionReply(Reply):
     def __init__(self, exchange: Exchange, ask: CompletionAsk, prompts: list[list[int]], turns: Sequence[Any]) -> None:
-        self._exchange, self._service, self._connection = exchange, exchange.service, exchange.connection
+        super().__init__(exchange, "cmpl", turns, include_usage=ask.include_usage)
         self._ask, self._prompts, self._turns = ask, prompts, turns
-        self._heading = Heading(exchange.service, "cmpl")
-        names = {turn.session_id for turn in turns}
-        self._headers = session_header(names.pop() if len(names) == 1 else None)
         self._samples = ask.sampling.num_samples or 1 if ask.samples else 1
         self._echoed: list[str] = []
         self._scored: list[ScoredPrompt] = []
@@ -75,7 +75,7 @@ class _CompletionReply:
         ]
 
     async def send(self) -> None:
-        ask, service = self._ask, self._service
+        ask, service = self._ask, self.service
         if ask.echo:
             await self._read_prompts()
         if not ask.samples:
@@ -85,7 +85,7 @@ class _CompletionReply:
         # One list holds the log-probs of prompt and answer. Those of a prompt that was not drawn can only be raw.
         mode = "raw" if self._scored else None
         options = service.generate_options(ask.sampling, wanted=ask.logprobs is not None, top_logprobs=top, mode=mode)
-        generation = self._exchange.add(Generation(service.backend, self._prompts, ask.sampling, **options))
+        generation = self.exchange.add(Generation(service.backend, self._prompts, ask.sampling, **options))
         # The tokens of a stream come without the most probable ids.
         if ask.stream and not top:
             await self._stream(generation)
@@ -94,7 +94,7 @@ class _CompletionReply:
 
     async def _read_prompts(self) -> None:
         """Make the text, and the log-probs, that echo puts before the answers."""
-        ask, backend = self._ask, self._service.backend
+        ask, backend = self._ask, self.service.backend
         if ask.texts is not None:
             self._echoed = list(ask.texts)
         else:
@@ -103,24 +103,23 @@ class _CompletionReply:
             # The answer may complete the last character of its prompt.
             self._echoed = [text.rstrip(HALF_CHARACTER) for text in self._echoed]
         if ask.logprobs is not None:
-            options = {"top_k": ask.logprobs, **self._service.call_options}
+            options = {"top_k": ask.logprobs, **self.service.call_options}
             scoring = Call(partial(backend.submit_score_logprobs, self._prompts, **options))
-            self._scored = scored_prompts(self._prompts, await self._exchange.add(scoring).result())
+            self._scored = scored_prompts(self._prompts, await self.exchange.add(scoring).result())
 
     async def _whole(self, answers: Sequence[Answer]) -> None:
-        self._exchange.refuse_if_over()
-        numbers = usage(self._prompts, (each.ids for each in answers))
+        self.exchange.refuse_if_over()
+        numbers = usage(self._prompts, answers)
         choices = [
             self._choice(at, answers[at] if answers else None) for at in range(len(self._prompts) * self._samples)
         ]
         if not self._ask.stream:
-            body = self._heading.body("text_completion", choices, usage=numbers)
-            await self._connection.reply(body, headers=self._headers)
+            await self.whole(_KIND, choices, numbers)
             return
-        await self._connection.begin_stream(self._headers)
+        await self.begin_stream()
         for choice in choices:
-            await self._chunk([choice], None)
-        await self._end(numbers)
+            await self.event(_KIND, [choice])
+        await self.end_stream(_KIND, numbers)
 
     def _choice(self, index: int, answer: Answer | None) -> dict[str, Any]:
         text, logprobs = self._before(index)
@@ -137,48 +136,38 @@ class _CompletionReply:
         at = index // self._samples
         if not self._scored:
             return (self._echoed[at] if self._echoed else ""), None
-        prompt = self._scored[at]
-        text = self._echoed[at]
-        return text, self._shapes[index].echo(prompt, text)
+        return self._echoed[at], self._shapes[index].echo(self._scored[at], self._echoed[at])
 
     async def _stream(self, generation: Generation) -> None:
         begun = False
         async with aclosing(generation.chunks()) as chunks:
             async for chunk in chunks:
-                if self._connection.left:
+                if self.connection.left:
                     continue
                 if not begun:
                     begun = True
-                    await self._connection.begin_stream(self._headers)
+                    await self.begin_stream()
                     if self._ask.echo:
                         for index in range(len(self._shapes)):
                             text, logprobs = self._before(index)
-                            await self._event(index, text, logprobs)
+                            await self._part(index, text, logprobs)
                 logprobs = None
                 if self._ask.logprobs is not None and chunk.ids:
                     logprobs = self._shapes[chunk.row].add(chunk.ids, chunk.logprobs, None)
                 if chunk.text or logprobs or chunk.finish_reason:
-                    await self._event(chunk.row, chunk.text, logprobs, chunk.finish_reason)
+                    await self._part(chunk.row, chunk.text, logprobs, chunk.finish_reason)
         answers = await self._recorded(generation.streamed)
-        self._exchange.refuse_if_over()
-        await self._end(usage(self._prompts, (each.ids for each in answers)))
+        self.exchange.refuse_if_over()
+        await self.end_stream(_KIND, usage(self._prompts, answers))
 
     async def _recorded(self, result: GenerateResult) -> list[Answer]:
-        answers = await asyncio.to_thread(self._service.answers, result, self._ask.sampling, self._prompts)
+        answers = await asyncio.to_thread(self.service.answers, result, self._ask.sampling, self._prompts)
         record_all(self._turns, self._prompts, answers, self._samples)
         return answers
 
-    async def _event(self, index: int, text: str, logprobs: Any, reason: str | None = None) -> None:
-        await self._chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}], None)
-
-    async def _chunk(self, choices: Sequence[Any], numbers: Mapping[str, int] | None) -> None:
-        more = {"usage": numbers} if self._ask.include_usage else {}
-        await self._connection.event(self._heading.body("text_completion", choices, **more))
-
-    async def _end(self, numbers: Mapping[str, int]) -> None:
-        if self._ask.include_usage:
-            await self._chunk([], numbers)
-        await self._connection.end_stream()
+    async def _part(self, index: int, text: str, logprobs: Any, reason: str | None = None) -> None:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        await self.event(_KIND, [choice])
 
 
 def record_all(turns: Sequence[Any], prompts: Sequence[Sequence[int]], answers: Sequence[Answer], samples: int) -> None:
@@ -191,3 +180,44 @@ def _joined(before: dict[str, Any] | None, then: dict[str, Any]) -> dict[str, An
     if before is None:
         return then
     return {name: None if before[name] is None or then[name] is None else [*before[name], *then[name]] for name in then}
+
+
+# Requests in ids ------------------------------------------------------------------------------------------------------
+
+
+async def answer_tokens(exchange: Exchange, ask: TokenAsk) -> None:
+    """Answer a request in ids.
+
+    Raises:
+        CoreLMError: the engine cannot do what was asked, or fails.
+        ClientLeft: the client has hung up, or the server ends.
+    """
+    service, prompts = exchange.service, [list(row) for row in ask.prompts]
+    samples = ask.sampling.num_samples or 1
+    with ExitStack() as stack:
+        turns = begin_turns(exchange, prompts, stack)
+        options = service.generate_options(
+            ask.sampling, wanted=ask.logprobs != "none", top_logprobs=ask.top_logprobs, mode=ask.logprobs
+        )
+        generation = exchange.add(Generation(service.backend, prompts, ask.sampling, **options))
+        answers = await asyncio.to_thread(service.answers, await generation.result(), ask.sampling, prompts)
+        record_all(turns, prompts, answers, samples)
+        exchange.refuse_if_over()
+        choices = [_choice(at, answer, at // samples, ask) for at, answer in enumerate(answers)]
+        await Reply(exchange, "tokens", turns).whole("tokens", choices, usage(prompts, answers))
+
+
+def _choice(index: int, answer: Answer, prompt: int, ask: TokenAsk) -> dict[str, Any]:
+    wanted = ask.logprobs != "none"
+    top = answer.top if wanted else None
+    return {
+        "index": index,
+        "prompt_index": prompt,
+        "token_ids": answer.ids,
+        "logprobs": answer.logprobs if wanted else None,
+        "top_ids": None if top is None else [[each for each, _ in pairs] for pairs in top],
+        "top_logprobs": None if top is None else [[value for _, value in pairs] for pairs in top],
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "provenance": answer.provenance.to_dict(),
+    }

@@ -14,9 +14,9 @@ from starlette.types import Message, Receive, Scope, Send
 from corelm_serve.refusals import Refusal
 
 #: Seconds that a client may take to send its body, and to read what it was sent last.
-BODY_PATIENCE = SEND_PATIENCE = 60.0
+BODY_TIMEOUT = SEND_TIMEOUT = 60.0
 #: Bytes of a refused body that are read and dropped, and seconds for it.
-_DRAINED, _DRAIN_PATIENCE = 64 * 2**20, 5.0
+_DRAINED, _DRAIN_TIMEOUT = 64 * 2**20, 5.0
 
 
 class ClientLeft(Exception):
@@ -27,18 +27,18 @@ class Connection:
     """One request and its reply.
 
     Args:
-        send_patience: seconds that the client may take to read what it was sent last.
+        send_timeout: seconds that the client may take to read what it was sent last.
 
     Attributes:
         headers: those of the request.
         left: whether the client has hung up, or does not read.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, send_patience: float = SEND_PATIENCE) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, send_timeout: float = SEND_TIMEOUT) -> None:
         self.headers = Headers(scope=scope)
         self.left = False
         self._receive, self._send = receive, send
-        self._send_patience = send_patience
+        self._send_timeout = send_timeout
         self._started = self._streams = self._complete = False
         self._on_left: Callable[[], Awaitable[None]] | None = None
         self._leaving: asyncio.Future[None] | None = None
@@ -58,9 +58,9 @@ class Connection:
             if int(self.headers.get("content-length", "0")) > most:
                 raise _too_large(most)
         try:
-            return await asyncio.wait_for(self._read(most), BODY_PATIENCE)
+            return await asyncio.wait_for(self._read(most), BODY_TIMEOUT)
         except TimeoutError:
-            late = f"the body did not arrive within {BODY_PATIENCE:g} s"
+            late = f"the body did not arrive within {BODY_TIMEOUT:g} s"
             raise Refusal(408, late, code="timeout") from None
 
     async def _read(self, most: int) -> bytes:
@@ -92,7 +92,7 @@ class Connection:
             return False
 
         with suppress(asyncio.TimeoutError):
-            return self._complete or await asyncio.wait_for(drop(), _DRAIN_PATIENCE)
+            return self._complete or await asyncio.wait_for(drop(), _DRAIN_TIMEOUT)
         return False
 
     @asynccontextmanager
@@ -164,7 +164,7 @@ class Connection:
         if self.left:
             return
         try:
-            await asyncio.wait_for(self._send(message), self._send_patience)
+            await asyncio.wait_for(self._send(message), self._send_timeout)
         except (TimeoutError, OSError):
             self._hang_up()
 

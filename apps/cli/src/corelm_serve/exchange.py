@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from corelm_serve.connection import ClientLeft, Connection
-from corelm_serve.fields import Ask, parsed
 from corelm_serve.generation import Call
 from corelm_serve.refusals import Refusal, refusal
+from corelm_serve.requests import Ask, parsed
 from corelm_serve.service import Service
 
 #: The header of a request that is not to be recorded: one that tries the server out.
@@ -87,7 +87,7 @@ class Endpoint(Generic[A]):
                 service.check_model(ask.model)
                 ask = replace(ask, sampling=service.with_stop_ids(ask.sampling))
                 exchange = Exchange(service, connection)
-                with service.open(exchange):
+                with service.open(exchange.leave):
                     async with connection.watched(exchange.leave):
                         await self._answer(exchange, ask)
         except ClientLeft:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from corelm.errors import (
@@ -75,25 +74,17 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    status: int
-    type: str
-    code: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
 #: The official client repeats a request after 429 and 5xx. A request that took too long would only take as long again.
 _NOT_AGAIN = {"x-should-retry": "false"}
-#: The first class that an error belongs to says what it is.
-_KINDS: tuple[tuple[type[Exception], _Kind], ...] = (
-    (InvalidRequestError, _Kind(400, "invalid_request_error")),
-    (TemplateError, _Kind(400, "invalid_request_error", "chat_template")),
-    (CapabilityError, _Kind(400, "invalid_request_error", "unsupported")),
-    (QueueFullError, _Kind(429, "rate_limit_error", "queue_full", {"retry-after": "1"})),
-    (BackendTimeoutError, _Kind(503, "server_error", "timeout", _NOT_AGAIN)),
-    (BackendClosedError, _Kind(503, "server_error", "closed")),
-    (BackendAsleepError, _Kind(503, "server_error", "asleep", {"retry-after": "1"})),
+#: Status, type, code and headers. The first class that an error belongs to says what it is.
+_KINDS: tuple[tuple[type[Exception], int, str, str | None, Mapping[str, str]], ...] = (
+    (InvalidRequestError, 400, "invalid_request_error", None, {}),
+    (TemplateError, 400, "invalid_request_error", "chat_template", {}),
+    (CapabilityError, 400, "invalid_request_error", "unsupported", {}),
+    (QueueFullError, 429, "rate_limit_error", "queue_full", {"retry-after": "1"}),
+    (BackendTimeoutError, 503, "server_error", "timeout", _NOT_AGAIN),
+    (BackendClosedError, 503, "server_error", "closed", {}),
+    (BackendAsleepError, 503, "server_error", "asleep", {"retry-after": "1"}),
 )
 
 
@@ -101,22 +92,16 @@ def refusal(error: Exception, prompt: str = "prompt", typed: Collection[str] = (
     """Return the refusal for an error. One that core did not raise on purpose is logged, and not shown."""
     if isinstance(error, Refusal):
         return error
-    for kind, found in _KINDS:
-        if isinstance(error, kind):
+    for cls, status, kind, code, headers in _KINDS:
+        if isinstance(error, cls):
             param = getattr(error, "field", None) or getattr(error, "capability", None)
             message = as_asked(str(error), typed)
             if param == "session":
                 message, param = message.replace("session: ", f"{_SESSION}: ", 1), _SESSION
             if param in _PROMPTS:
                 message, param = _OF_PROMPTS.sub(f"{prompt}: ", message), prompt
-            return Refusal(
-                found.status,
-                message,
-                type=found.type,
-                code=found.code,
-                param=None if param is None else as_asked(param, typed),
-                headers=found.headers,
-            )
+            param = None if param is None else as_asked(param, typed)
+            return Refusal(status, message, type=kind, code=code, param=param, headers=headers)
     if isinstance(error, CoreLMError):
         gone = isinstance(error, EngineError) and error.usable is False
         headers = _NOT_AGAIN if gone else {}

@@ -20,7 +20,7 @@ from corelm import Backend, validate
 from corelm.errors import EngineError
 from corelm_serve.app import ServingApp
 from corelm_serve.options import ServerOptions
-from corelm_serve.service import PATIENCE
+from corelm_serve.service import SHUTDOWN_TIMEOUT
 from corelm_serve.sessions import SessionStore
 
 #: Seconds that an idle connection is kept: longer than clients keep theirs, or a request may meet a connection that the
@@ -75,7 +75,7 @@ def url_of(listener: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """A server that ends its requests before it waits for them, and leaves signals to its caller."""
 
-    def __init__(self, app: ServingApp) -> None:
+    def __init__(self, app: ServingApp, ready: Callable[[], object]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -86,11 +86,16 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=PATIENCE,
+                timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
             )
         )
-        self._app = app
+        self._app, self._ready = app, ready
         self.ended_by: int | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, and say so."""
+        await super().startup(sockets)
+        self._ready()
 
     async def main_loop(self) -> None:
         """Serve until `should_exit`; then end the requests under way."""
@@ -128,22 +133,13 @@ def run_server(app: ServingApp, listener: socket.socket, ready: Callable[[], obj
 
     The requests under way are ended and the threads of the batcher are stopped. The engine stays open.
     """
-    server = _Server(app)
+    server = _Server(app, ready)
     try:
-        asyncio.run(_serve(server, listener, ready))
+        asyncio.run(server.serve(sockets=[listener]))
     finally:
         listener.close()
         app.service.backend.cleanup(flush=False)
     return server.ended_by
-
-
-async def _serve(server: _Server, listener: socket.socket, ready: Callable[[], object]) -> None:
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if server.started:
-        ready()
-    await serving
 
 
 class ServerThread:
@@ -187,22 +183,20 @@ class ServerThread:
         try:
             app = ServingApp(backend, options, sessions)
             self.service, self.sessions = app.service, app.service.store
-            self._server = _Server(app)
+            self._server = _Server(app, lambda: started.set_result(None))
         except BaseException:
             listener.close()
             raise
 
         def run() -> None:
             try:
-                asyncio.run(_serve(self._server, listener, lambda: started.set_result(None)))
+                asyncio.run(self._server.serve(sockets=[listener]))
             except BaseException as error:
                 if not started.done():
                     started.set_exception(EngineError(f"the server did not start: {error}"))
                 raise
             finally:
                 listener.close()
-                if app.service.backend is not backend:
-                    app.service.backend.cleanup(flush=False)
 
         self._thread = threading.Thread(target=run, name="corelm-serve", daemon=True)
         self._thread.start()

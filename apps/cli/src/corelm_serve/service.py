@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from corelm import Backend, Ragged
 from corelm.application import AnswerReader, InputRows, final_turns, generation_mode, render_chats, special_tokens
@@ -20,27 +20,21 @@ from corelm.spec.message import new_call_id
 from corelm.validate import invalid, shown
 from corelm_interop.openai_answers import Answer, answers_of
 from corelm_interop.token_texts import TokenTexts
-from corelm_serve.chat_request import ChatAsk
 from corelm_serve.options import ServerOptions
 from corelm_serve.refusals import Refusal
+from corelm_serve.requests import ChatAsk
 from corelm_serve.sessions import SessionStore
 
 _log = logging.getLogger(__name__)
 
 #: Seconds that requests under way have to end when the server ends.
-PATIENCE = 10
+SHUTDOWN_TIMEOUT = 10
 _ENDED = (
     "the conversation ends with an assistant turn; give continue_final_message=true and add_generation_prompt=false to "
     "continue that turn, or add_generation_prompt=true to sample a new one after it"
 )
 #: Seconds over which the tokens a second are counted.
 RATE_OVER = 60
-
-
-class Leaves(Protocol):
-    """A request that can be ended."""
-
-    async def leave(self, *, at_once: bool = False) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +93,8 @@ class Service:
         self._reader = AnswerReader.of(
             self.options.response_parser, self.options.template_kwargs.get("tools"), self.backend
         )
-        self._open: set[Leaves] = set()
+        #: What ends each request under way.
+        self._open: set[Callable[..., Awaitable[None]]] = set()
         self._health: asyncio.Task[bool] | None = None
         #: When answers were complete, and how many tokens they had.
         self._finished: deque[tuple[float, int]] = deque(maxlen=10_000)
@@ -148,20 +143,20 @@ class Service:
             self.admitted_now -= 1
 
     @contextmanager
-    def open(self, request: Leaves) -> Iterator[None]:
-        """Let `end` know a request in the block."""
-        self._open.add(request)
+    def open(self, leave: Callable[..., Awaitable[None]]) -> Iterator[None]:
+        """Let `end` call `leave`, which ends a request, in the block."""
+        self._open.add(leave)
         try:
             yield
         finally:
-            self._open.discard(request)
+            self._open.discard(leave)
 
     async def end(self) -> None:
-        """Answer no more, and end the requests under way. Wait up to `PATIENCE` seconds for the engine."""
+        """Answer no more, and end the requests under way. Wait up to `SHUTDOWN_TIMEOUT` seconds for the engine."""
         self.ending = True
-        leaving = [asyncio.ensure_future(request.leave(at_once=True)) for request in [*self._open]]
+        leaving = [asyncio.ensure_future(leave(at_once=True)) for leave in [*self._open]]
         if leaving:
-            _, late = await asyncio.wait(leaving, timeout=PATIENCE)
+            _, late = await asyncio.wait(leaving, timeout=SHUTDOWN_TIMEOUT)
             for each in late:
                 each.cancel()
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeAlias
-from weakref import WeakSet
 
 from corelm.spec import Message, Provenance
 from corelm_serve.chat_messages import MessageKey
@@ -131,32 +130,38 @@ class Node:
 
 
 class SessionIndex:
-    """What a store knows of all its sessions: which of them have a node of a digest.
+    """The nodes of all sessions of a store, by digest.
 
     Attributes:
+        nodes: for each digest, the nodes of each session that has some, in the order in which they were added.
         prompt_lengths: how long the prompts are that clients sent as ids, and how many have this length.
         tokens: how many ids all sessions hold.
     """
 
     def __init__(self) -> None:
-        self._sessions: dict[bytes, Counter[SessionTree]] = {}
+        self.nodes: dict[bytes, dict[SessionTree, list[Node]]] = {}
         self.prompt_lengths: Counter[int] = Counter()
         self.tokens = 0
 
-    def sessions(self, digest: bytes) -> Sequence[SessionTree]:
-        """Return the sessions that have a node of this digest."""
-        return [*self._sessions.get(digest, ())]
-
-    def change(self, session: SessionTree, node: Node, by: int) -> None:
-        """Add (1) or remove (-1) a node."""
-        found = self._sessions.setdefault(node.digest, Counter())
-        found[session] += by
-        if not found[session]:
-            del found[session]
-        if not found:
-            del self._sessions[node.digest]
+    def add(self, session: SessionTree, node: Node) -> None:
+        """Add a node."""
+        self.tokens += 0 if node.reading is None else len(node.reading.ids)
+        if node.digest:
+            self.nodes.setdefault(node.digest, {}).setdefault(session, []).append(node)
         if node.kind == "prompt" and node.reading is not None:
-            self.prompt_lengths[node.reading.length] += by
+            self.prompt_lengths[node.reading.length] += 1
+
+    def remove(self, session: SessionTree, node: Node) -> None:
+        """Remove a node."""
+        self.tokens -= 0 if node.reading is None else len(node.reading.ids)
+        if found := self.nodes.get(node.digest):
+            found[session].remove(node)
+            if not found[session]:
+                del found[session]
+            if not found:
+                del self.nodes[node.digest]
+        if node.kind == "prompt" and node.reading is not None:
+            self.prompt_lengths[node.reading.length] -= 1
             if not self.prompt_lengths[node.reading.length]:
                 del self.prompt_lengths[node.reading.length]
 
@@ -167,19 +172,15 @@ class SessionTree:
     Attributes:
         used: a number that is larger the later it was used.
         nodes: by their number; parents come before their children.
-        turns: the open turns. A turn that its owner lost does not count.
-        tokens: how many ids it holds.
+        open: how many turns are open.
     """
 
     def __init__(self, session_id: str, *, named: bool, now: float, index: SessionIndex) -> None:
         self.id, self.named = session_id, named
         self.created = self.updated = now
-        self.used = 0
-        self.turns: WeakSet[Any] = WeakSet()
-        self.tokens = 0
+        self.used = self.open = 0
         self._index = index
         self.nodes: dict[int, Node] = {}
-        self._by_digest: dict[bytes, list[Node]] = {}
         self._next_id = 0
 
     def add(self, parent: Node | None, kind: str, now: float, **values: Any) -> Node:
@@ -189,16 +190,13 @@ class SessionTree:
         self.nodes[node.id] = node
         if parent is not None:
             parent.children.append(node)
-        self._count(node, 1)
-        if node.digest:
-            self._by_digest.setdefault(node.digest, []).append(node)
-            self._index.change(self, node, 1)
+        self._index.add(self, node)
         return node
 
     def remove_unasked(self, node: Node | None) -> None:
         """Remove a node, and those before it, as far as no answer and no request in progress needs them."""
         while node is not None and not node.asked and not node.children and node.kind != "answer":
-            self._forget(node)
+            self._index.remove(self, node)
             del self.nodes[node.id]
             if node.parent is not None:
                 node.parent.children.remove(node)
@@ -207,26 +205,10 @@ class SessionTree:
     def clear(self) -> None:
         """Take all nodes out of the index."""
         for node in self.nodes.values():
-            self._forget(node)
+            self._index.remove(self, node)
 
-    def _forget(self, node: Node) -> None:
-        self._count(node, -1)
-        if node.digest:
-            nodes = self._by_digest[node.digest]
-            nodes.remove(node)
-            if not nodes:
-                del self._by_digest[node.digest]
-            self._index.change(self, node, -1)
-
-    def _count(self, node: Node, by: int) -> None:
-        tokens = 0 if node.reading is None else by * len(node.reading.ids)
-        self.tokens += tokens
-        self._index.tokens += tokens
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a turn is open."""
-        return any(True for _ in self.turns)
+    def _with(self, digest: bytes) -> Sequence[Node]:
+        return self._index.nodes.get(digest, {}).get(self, ())
 
     def reader(self) -> Callable[[], SessionRecord]:
         """Return a function that returns the session, as it is now, as plain values.
@@ -247,7 +229,7 @@ class SessionTree:
     def path_of(self, digest: bytes, keys: Sequence[MessageKey]) -> list[Node] | None:
         """Return the nodes of a conversation: of those that say the same, the most alike; None if there are none."""
         best: tuple[tuple[int, int, int], list[Node]] | None = None
-        for node in self._by_digest.get(digest, ()):
+        for node in self._with(digest):
             path = [*node.upwards()][::-1]
             answers = likeness = 0
             for one, key in zip(path, keys, strict=True):
@@ -270,7 +252,7 @@ class SessionTree:
         Args:
             digest: that of the first `length` ids.
         """
-        node = next(iter(self._by_digest.get(digest, ())), None)
+        node = next(iter(self._with(digest)), None)
         if node is None:
             return None
         best, same = node, length
@@ -305,17 +287,9 @@ class SessionTree:
 
 def common_length(one: Ids, other: Ids) -> int:
     """Return how many first ids are equal."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    # The first `low` are equal, the first `high` are not.
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+    both = min(len(one), len(other))
+    # Mostly one is the beginning of the other, and arrays compare fast.
+    return both if one[:both] == other[:both] else next(n for n in range(both) if one[n] != other[n])
 
 
 def digests_of_beginnings(ids: Ids, lengths: Sequence[int]) -> list[tuple[int, bytes]]:

@@ -33,9 +33,8 @@ import re
 import secrets
 import threading
 import time
-import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -46,14 +45,7 @@ from corelm.spec import Chat, Message, Provenance
 from corelm.validate import invalid, shown
 from corelm_serve.chat_messages import MessageKey, chained, digests_of_messages, read_messages, read_tools, said
 from corelm_serve.session_records import SessionRecord
-from corelm_serve.session_tree import (
-    Ids,
-    Node,
-    Reading,
-    SessionIndex,
-    SessionTree,
-    digests_of_beginnings,
-)
+from corelm_serve.session_tree import Ids, Node, Reading, SessionIndex, SessionTree, digests_of_beginnings
 
 #: What a session may be called: it is a part of a URL and the value of a header.
 _NAME = re.compile(r"[A-Za-z0-9._:@~-]{1,128}")
@@ -84,8 +76,6 @@ class SessionStore:
         self._sessions: OrderedDict[str, SessionTree] = OrderedDict()
         #: Those without an open turn, so that dropping one does not take a look at all that are in use.
         self._idle: OrderedDict[SessionTree, None] = OrderedDict()
-        #: Sessions of turns that were collected, perhaps unclosed. The collector must not wait for the lock.
-        self._collected: deque[SessionTree] = deque()
         self._uses = 0
         self._dropped = 0
 
@@ -195,7 +185,7 @@ class SessionStore:
         for count in range(len(keys), 0, -1):
             digest = digests[count - 1]
             found = []
-            for tree in self._index.sessions(digest) if named is None else [named]:
+            for tree in [*self._index.nodes.get(digest, ())] if named is None else [named]:
                 path = tree.path_of(digest, keys[:count])
                 if path and (named is not None or tree.is_continued_by(path)):
                     found.append((tree, path))
@@ -208,7 +198,7 @@ class SessionStore:
         named = None if name is None else self._named(name, now)
         best: tuple[tuple[int, int, int], SessionTree, Node] | None = None
         for length, digest in digests_of_beginnings(ids, [*self._index.prompt_lengths]):
-            for tree in self._index.sessions(digest) if named is None else [named]:
+            for tree in [*self._index.nodes.get(digest, ())] if named is None else [named]:
                 place = tree.place_after(digest, ids, length)
                 if place is None or not (named is not None or tree.is_continued_by([*place[0].upwards()])):
                     continue
@@ -232,22 +222,16 @@ class SessionStore:
 
     def _opened(self, tree: SessionTree, node: Node, now: float, messages: Chat) -> Turn:
         node.asked += 1
-        turn = Turn(self, tree, node, messages, now)
-        tree.turns.add(turn)
-        weakref.finalize(turn, self._collected.append, tree).atexit = False
+        tree.open += 1
         self._idle.pop(tree, None)
         self._touch(tree, now)
-        return turn
+        return Turn(self, tree, node, messages, now)
 
     def _touch(self, tree: SessionTree, now: float) -> None:
         """Note that a session was used, and drop others while there are too many."""
         self._uses += 1
         tree.used, tree.updated = self._uses, now
         self._sessions.move_to_end(tree.id)
-        while self._collected:
-            one = self._collected.popleft()
-            if self._sessions.get(one.id) is one and not one.in_use:
-                self._idle.setdefault(one)
         while self._idle and (len(self._sessions) > self.limit_sessions or self._index.tokens > self.limit_tokens):
             self._dropped += 1
             self._remove(next(iter(self._idle)))
@@ -300,13 +284,13 @@ class SessionStore:
                 return
             turn.closed = True
             tree = turn.tree
-            tree.turns.discard(turn)
+            tree.open -= 1
             if not turn.answered:
                 turn.node.asked -= 1
                 tree.remove_unasked(turn.node)
-            if not tree.in_use:
+            if not tree.open:
                 self._idle[tree] = None
-            if tree.nodes or tree.in_use:
+            if tree.nodes or tree.open:
                 self._touch(tree, self._clock())
             else:
                 self._remove(tree)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from corelm.errors import EngineError, described
+from corelm.errors import EngineError, InvalidRequestError, described
 from corelm.spec import CloseRequest
 from corelm.validate import invalid
 
@@ -52,7 +52,8 @@ class Cluster:
             start: whether a new cluster may be started.
 
         Raises:
-            InvalidRequestError: the program uses another cluster already, or a new one would have to be started.
+            InvalidRequestError: the program uses another cluster already, or a new one would have to be started, or the
+                address names no host.
             EngineError: Ray did not start, or does not answer at the address.
         """
         import ray
@@ -109,7 +110,7 @@ class Cluster:
         except BaseException as error:
             with suppress(Exception):
                 ray.shutdown()
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) or isinstance(error, InvalidRequestError):
                 raise
             what, advice = "Ray did not start" if alone else f"no Ray cluster could be joined at {address}", ""
             if not alone and type(error) is ConnectionError and "RAY_AUTH_MODE" not in os.environ:
@@ -153,6 +154,8 @@ def _on_loopback() -> Iterator[None]:
 def _must_listen(address: str) -> None:
     """Raise an error at once if nothing listens at an address: Ray tries for minutes."""
     host, _, port = address.rpartition(":")
+    if port.isdigit() and not host:
+        raise invalid("address", f"expected HOST:PORT, such as 127.0.0.1:6379, got {address!r}")
     if port.isdigit() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT).close()
 

@@ -172,13 +172,13 @@ class TransformersBackend:
                 under the new weights alone gives others.
 
         Raises:
-            InvalidRequestError: there is nothing to open, a path or a device that is not there, a GGUF file, no
+            InvalidRequestError: there is nothing to open, a path or a device that is not there, a file, no
                 tokenizer, or an option of loading that differs from what a model object is.
             CapabilityError: this backend cannot run the model, or it is wrapped or sharded for training on several
                 ranks.
         """
         if isinstance(model, (str, os.PathLike)):
-            loading.refuse_gguf(model, tokenizer, model_kwargs or {})
+            loading.refuse_file(model, tokenizer, model_kwargs or {})
             tokenizer = model if tokenizer is None else tokenizer
             module = loading.load_model(
                 model,

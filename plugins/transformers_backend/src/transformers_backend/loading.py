@@ -84,8 +84,11 @@ def _bars_on_terminals_only() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def refuse_gguf(path: str | os.PathLike[str], tokenizer: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse to read a tokenizer from a GGUF file: transformers ignores the file's pre-tokenizer, so ids are wrong."""
+def refuse_file(path: str | os.PathLike[str], tokenizer: Any, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse a file as the model, and to read a tokenizer from a GGUF file.
+
+    Transformers ignores the pre-tokenizer of such a file, so ids are wrong.
+    """
     alone = os.fspath(path).endswith(".gguf")
     if alone or ("gguf_file" in model_kwargs and tokenizer is None):
         field = "model" if alone else "model_kwargs"
@@ -94,6 +97,12 @@ def refuse_gguf(path: str | os.PathLike[str], tokenizer: Any, model_kwargs: Mapp
             f"{field}: {file!r} is a GGUF file, which this backend does not open; open the model that it was made "
             "from: get_backend('transformers', 'FOLDER OR HUB NAME')",
             field=field,
+        )
+
+    if os.path.isfile(path):
+        folder = os.path.dirname(os.path.abspath(path))
+        raise InvalidRequestError(
+            f"model: {os.fspath(path)!r} is a file, and a model is a folder; give {folder!r}", field="model"
         )
 
 
