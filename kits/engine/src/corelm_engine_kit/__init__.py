@@ -26,8 +26,8 @@
 - `ModelHints`, `model_config`, `generation_config`: what is known about a server's model (needs transformers).
 - `HttpClient`: requests to a server behind a URL (needs the extra ``http``).
 - `decoded`: what a body in JSON says (needs the extra ``http``).
-- `trial_generation`, `trial_scoring`, `wrong_kept_ids`: requests by which a plugin tries out its own engine.
-- `SignOfWork`: how a server that takes long shows that it works.
+- `probe_generation`, `probe_scoring`, `wrong_kept_ids`: requests by which a plugin tries out its own engine.
+- `ProgressProbe`: what a server that takes long is asked, to tell whether it makes progress.
 - `InFlight`: the ids by which an engine knows the requests in flight.
 - `Secrets`: masks keys in messages.
 - `WeightGroup`: where a server on another machine is sent the tensors of new weights.

@@ -21,7 +21,7 @@ from corelm.errors import BackendNotInstalledError, BackendTimeoutError, CoreLME
 from corelm.validate import invalid
 from corelm_engine_kit.http_errors import ResponseReader, TransientError
 from corelm_engine_kit.http_events import event_data
-from corelm_engine_kit.http_watch import ServerWatch, SignOfWork, keep_alive
+from corelm_engine_kit.http_watch import ProgressProbe, ServerWatch, keep_alive
 
 try:
     import httpx2
@@ -55,7 +55,7 @@ class Exchange:
         connect_timeout: float,
         read_timeout: float,
         page_timeout: float,
-        sign: SignOfWork | None,
+        progress_probe: ProgressProbe | None,
         max_reply_bytes: int,
         ended: Callable[[], str] | None,
         transport: httpx2.AsyncBaseTransport | None,
@@ -64,8 +64,8 @@ class Exchange:
         self._secrets = reader.secrets
         self._reader = reader
         self._read_timeout = read_timeout
-        self._page_timeout = read_timeout if sign is None else max(read_timeout, page_timeout)
-        self._watch = ServerWatch(sign, read_timeout, self._page) if sign is not None else None
+        self._page_timeout = read_timeout if progress_probe is None else max(read_timeout, page_timeout)
+        self._watch = ServerWatch(progress_probe, read_timeout, self._page) if progress_probe is not None else None
         self._max_reply_bytes = max_reply_bytes
         self._reached, self._ended = False, ended
         sent = httpx2.Headers({"Accept": "application/json", **headers})

@@ -58,7 +58,7 @@ class RayBackend(FleetEngine):
             model: what `inner` opens: a path or a name; the same on every node. A model object cannot cross.
             inner: the backend's name.
             replicas: how many actors. Rows of one that dies are answered by another; it is started again.
-            fleet_limits: how patient the fleet is with actors that are silent or die; None for the defaults.
+            fleet_limits: when a silent actor counts as dead, and how often it is started; None for the defaults.
             num_cpus: CPU cores of each actor, and threads of each operation; may be a fraction.
             num_gpus: GPUs of each actor; may be a fraction.
             resources: custom resources of the cluster that each actor takes, by name.
@@ -98,12 +98,12 @@ class RayBackend(FleetEngine):
             from ray_backend.placement import Placement, require_interpreter
 
             placement = Placement.make(num_cpus, num_gpus, resources, python, runtime_env)
-            patience = number("placement_timeout", placement_timeout, 0.0)
+            timeout = number("placement_timeout", placement_timeout, 0.0)
             if placement.python is not None:
                 require_interpreter(placement.python, inner)
             placement.require_room(replicas)
             order = {"name": inner, "model": model, "options": inner_options}
-            return cls(Actors(order, placement, replicas, actor_name, namespace, patience), replicas, fleet_limits)
+            return cls(Actors(order, placement, replicas, actor_name, namespace, timeout), replicas, fleet_limits)
         except BaseException:
             CLUSTER.leave()
             raise

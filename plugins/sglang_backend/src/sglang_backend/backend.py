@@ -38,7 +38,7 @@ from corelm_engine_kit import (
     HttpOptions,
     ModelHints,
     Payload,
-    SignOfWork,
+    ProgressProbe,
     WeightGroup,
     answer_limits,
     configured_shapes,
@@ -132,7 +132,7 @@ class SGLangBackend(HttpEngine):
             max_context: the longest prompt + answer, in tokens; None to ask the server.
             eos_token_ids: the ids that end every answer; None to read the model's files.
             http: see `HttpOptions`. A key and headers are for a server behind a URL; the key may be in SGLANG_API_KEY.
-                ``/health_generate`` gives signs of work, so that an answer may take longer than ``read_timeout``.
+                ``/health_generate`` shows progress, so that an answer may take longer than ``read_timeout``.
             weight_group: the host by which a server behind a URL reaches this process, or that and a port. New weights
                 can be tensors then: they are sent to the server, which joins this process at the first ones.
             startup_timeout: seconds that a launched server may take to start, before it is asked what it can do.
@@ -186,8 +186,9 @@ class SGLangBackend(HttpEngine):
                 base_url, http = launched.base_url, replace(http, api_key=launched.api_key)
             # The page answers once the scheduler has returned a token of any request. While it loads weights it returns
             # none: the server need only be alive.
-            sign = SignOfWork(rows=protocol.GENERATE, page=HEALTH_GENERATE, alive=MODEL_INFO)
-            client = http.client(base_url, KEY_VARIABLE, sign=sign, ended=None if launched is None else launched.ended)
+            probe = ProgressProbe(rows=protocol.GENERATE, page=HEALTH_GENERATE, alive=MODEL_INFO)
+            ended = None if launched is None else launched.ended
+            client = http.client(base_url, KEY_VARIABLE, progress_probe=probe, ended=ended)
             cleanup.callback(client.close)
             if launched is not None:
                 launched.wait_until(lambda: client.answers(MODEL_INFO), startup_timeout, f"sglang, {model}", progress)
