@@ -13,7 +13,7 @@
 - `RowStreams`, `ReplyStreams`, `SoFar`: stream the rows of an engine that reports each answer so far, or of a server.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
-- `buckets`: tensors in lists of so many bytes, to be sent together.
+- `buckets`: tensors in lists of so many bytes, to be sent together. `say_why_files`: why they go through files.
 - `as_in_checkpoint`, `saved_shapes`, `configured_shapes`: the names that a model's weights have in its checkpoint.
 - `ServerAdapters`, `unknown_adapter`: the LoRA adapters of a server, each version under a name of its own.
 - `adapter_folder`, `checked_adapter`: a LoRA adapter for an engine that reads a folder, if it fits (needs safetensors).

@@ -7,6 +7,7 @@ from .checkpoints import fitting as fitting
 from .checkpoints import fitting_stream as fitting_stream
 from .checkpoints import local_checkpoint as local_checkpoint
 from .checkpoints import refuse_weights as refuse_weights
+from .checkpoints import say_why_files as say_why_files
 from .checkpoints import shape_problems as shape_problems
 from .checkpoints import shapes_of as shapes_of
 from .checkpoints import tensor_shapes as tensor_shapes

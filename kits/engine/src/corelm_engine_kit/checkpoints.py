@@ -11,8 +11,10 @@ Only headers are read, never tensors. This module needs safetensors, which a plu
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import logging
 import math
 import os
 import shutil
@@ -27,6 +29,8 @@ from torch import Tensor
 from corelm.errors import InvalidRequestError, first_few
 from corelm.spec import WeightUpdate, whole_tensor
 from corelm.validate import invalid
+
+_log = logging.getLogger(__name__)
 
 #: Tensor names with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -76,6 +80,12 @@ def weights_folder(request: WeightUpdate, checkpoint: Expected | None, *, file_s
     if checkpoint is not None:
         refuse_weights(shape_problems(found, expected_shapes(checkpoint)), "path")
     yield request.path.resolve()
+
+
+@functools.cache
+def say_why_files(engine: str, why: str) -> None:
+    """Log once for each reason why tensors of new weights go to an engine through files."""
+    _log.info("new weights go to %s through files, in memory if there is room: %s", engine, why)
 
 
 def local_checkpoint(model: str | Path, *, revision: str | None = None, cache_dir: str | None = None) -> Path | None:
