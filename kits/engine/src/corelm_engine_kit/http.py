@@ -25,7 +25,7 @@ from corelm.validate import count, positive
 from corelm_engine_kit.event_loop import EventLoopThread
 from corelm_engine_kit.http_errors import ABORTED, Aborted, PartialReply, ResponseReader, TransientError
 from corelm_engine_kit.http_events import Streamed, streamed_reply
-from corelm_engine_kit.http_exchange import Exchange, check_headers, check_key, checked_url
+from corelm_engine_kit.http_exchange import Exchange, checked_url, request_headers
 from corelm_engine_kit.http_json import encoded
 from corelm_engine_kit.http_watch import ProgressProbe
 from corelm_engine_kit.redaction import Secrets
@@ -82,8 +82,8 @@ class HttpClient:
             logged once. None is 4,096, or fewer if this process may not open as many connections (``ulimit -n``).
         max_retries: how often a request is sent again after a failure that may pass.
         max_reply_bytes: the longest reply that is accepted.
-        ended: returns that a server which was launched here has ended, and "" while it runs. Requests to one that has
-            ended are not sent again.
+        ended: says that a server which was launched here has ended; "" while it runs. Nothing is sent to one that has
+            ended: another process may listen at its port now.
         transport: an httpx2 transport to use instead of the network.
         sleep: waits between two tries.
 
@@ -114,14 +114,12 @@ class HttpClient:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         url = checked_url(base_url)
-        check_key(api_key, key_variable)
         connect_timeout = positive("connect_timeout", connect_timeout)
         read_timeout = positive("read_timeout", read_timeout)
         slots = ConnectionSlots(max_in_flight, str(url))
         max_retries = count("max_retries", max_retries)
-        key = api_key or (os.environ.get(key_variable) if key_variable else None)
-        sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
-        check_headers(sent)
+        key = os.environ.get(key_variable) if key_variable and api_key in (None, "") else api_key
+        sent = request_headers(headers, key, key_variable)
         self.base_url = str(url)
         self.secrets = Secrets([key], headers)
         reader = ResponseReader(self.secrets, key_variable)
@@ -236,7 +234,7 @@ class HttpClient:
                 if not self._run(self._cancel(rows, keep_sent=True)):
                     return
                 tell()
-                self._run(_wait(rows, _ABORT_REMINDER))
+                self._run(asyncio.wait(rows, timeout=_ABORT_REMINDER))
                 deadline.check()
         self._run(self._cancel(rows))
 
@@ -372,11 +370,6 @@ class HttpClient:
         for row in found - kept:
             row.cancel()
         return bool(kept)
-
-
-async def _wait(rows: Rows, seconds: float) -> None:
-    """Wait until these requests have ended, or for so many seconds."""
-    await asyncio.wait(rows, timeout=seconds)
 
 
 def _encoded(payload: Any) -> bytes:

@@ -8,14 +8,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import (
     CloseRequest,
     Deadline,
     GenerateRequest,
     GenerateResult,
     GenerationMode,
-    HealthRequest,
     RowAnswer,
     RowFailure,
     RowScores,
@@ -209,7 +208,6 @@ class SGLangBackend(HttpEngine):
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        self._require_running()
         weights = self.weights.history.of_call(request)
         runs = [weights.before] * len(request.prompts)
         stops = StopStrings.of_rows(request, self.tokenizer)
@@ -232,7 +230,6 @@ class SGLangBackend(HttpEngine):
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        self._require_running()
         sequences, starts = request.sequences.tolist(), request.score_from.tolist()
 
         def parse(row: int, reply: Any, aborted: bool) -> RowScores | RowFailure:
@@ -279,7 +276,6 @@ class SGLangBackend(HttpEngine):
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
-        self._require_running()
         if request.adapter is None:
             self.weights.load(request)
         else:
@@ -294,7 +290,6 @@ class SGLangBackend(HttpEngine):
             InvalidRequestError: the server works on requests of other clients. Nothing has changed.
             EngineError: the server failed.
         """
-        self._require_running()
         # A server that is not idle would end itself; this refuses instead.
         self.client.post("/flush_cache", {}, expect_json=False)
         self.weights.asleep = True
@@ -303,7 +298,6 @@ class SGLangBackend(HttpEngine):
 
     @hookimpl
     def wake(self, request: WakeRequest) -> bool:
-        self._require_running()
         tags = [name for tag in sorted(request.tags) for name in _MEMORY[tag]]
         self.client.post("/resume_memory_occupation", {"tags": tags}, expect_json=False)
         self.weights.asleep = not request.last
@@ -313,10 +307,6 @@ class SGLangBackend(HttpEngine):
     # The server ------------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def health(self, request: HealthRequest) -> bool:
-        return (self.launched is None or self.launched.alive) and super().health(request)
-
-    @hookimpl
     def close(self, request: CloseRequest) -> bool:
         self.weights.close()
         super().close(request)
@@ -324,11 +314,6 @@ class SGLangBackend(HttpEngine):
         if self.launched is not None:
             self.launched.close()
         return True
-
-    def _require_running(self) -> None:
-        """Send nothing to the port of a launched server that has ended: another process may listen there now."""
-        if self.launched is not None and (why := self.launched.ended()):
-            raise EngineError(why, usable=False)
 
 
 def _check_options(
