@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import pathlib
 import pkgutil
 import sys
 from collections import Counter
@@ -271,3 +272,12 @@ def test_a_sampling_parameter_that_the_kit_does_not_know_is_named_with_the_table
     monkeypatch.setitem(sys.modules, "usage_again", again)
     with pytest.raises(NotImplementedError, match=r"'top_z'.*USAGE"):
         found.loader.exec_module(again)
+
+
+def test_the_kit_by_name_refuses_a_misspelt_part_of_its_subject(tmp_path: pathlib.Path) -> None:
+    from corelm_testing import by_name
+
+    given = dict.fromkeys(["opened", "opener", "plain", "sampling", "other_weights", "tolerance", "draws", "not_shown"])
+    with pytest.raises(TypeError, match="recompute_in_flight"):
+        by_name.run(tmp_path / "report", subject=by_name.Subject(**given, recompute_in_flight=True))
+    assert not hasattr(by_name.Kit, "recompute_in_flight")
