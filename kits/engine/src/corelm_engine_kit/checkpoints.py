@@ -60,26 +60,26 @@ def weights_folder(request: WeightUpdate, checkpoint: Expected | None, *, file_s
         InvalidRequestError: there is no readable checkpoint at the path, or the tensors have other names or shapes.
             `field` is ``path``, ``state_dict`` or, for a stream, ``weights``.
     """
+    if request.path is not None:
+        found = tensor_shapes(request.path)
+        if checkpoint is not None:
+            refuse_weights(shape_problems(found, expected_shapes(checkpoint)), "path")
+        yield request.path.resolve()
+        return
+    expected = _needed(checkpoint, "weights" if request.state_dict is None else "state_dict")
+    tensors: Iterable[tuple[str, Tensor]]
     if request.state_dict is not None:
-        expected = _needed(checkpoint, "state_dict")
         given = fitting(request.state_dict, expected)
-        with _temporary(sum(tensor.nbytes for tensor in given.values())) as folder:
-            _save(given.items(), folder, file_size)
-            yield folder
-        return
-    if request.stream is not None:
-        expected = _needed(checkpoint, "weights")
-        first = next(request.stream, None)
-        size = first[1].element_size() * sum(map(math.prod, expected.values())) if first else 0
-        with _temporary(size) as folder:
-            _save_stream(itertools.chain([first] if first else [], request.stream), expected, folder, file_size)
-            yield folder
-        return
-    assert request.path is not None
-    found = tensor_shapes(request.path)
-    if checkpoint is not None:
-        refuse_weights(shape_problems(found, expected_shapes(checkpoint)), "path")
-    yield request.path.resolve()
+        tensors, size = given.items(), sum(tensor.nbytes for tensor in given.values())
+    else:
+        assert request.stream is not None
+        first = list(itertools.islice(request.stream, 1))
+        tensors = itertools.chain(first, request.stream)
+        size = sum(tensor.element_size() for _, tensor in first) * sum(map(math.prod, expected.values()))
+    with TemporaryDirectory(prefix="corelm-weights-", dir=_room_for(size)) as name:
+        save = _save if request.stream is None else functools.partial(_save_stream, expected)
+        save(tensors, Path(name), file_size)
+        yield Path(name)
 
 
 @functools.cache
@@ -246,12 +246,6 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-@contextmanager
-def _temporary(size: int) -> Iterator[Path]:
-    with TemporaryDirectory(prefix="corelm-weights-", dir=_room_for(size)) as folder:
-        yield Path(folder)
-
-
 def _needed(checkpoint: Expected | None, field: str) -> Shapes:
     if checkpoint is None:
         raise invalid(
@@ -262,7 +256,7 @@ def _needed(checkpoint: Expected | None, field: str) -> Shapes:
     return expected_shapes(checkpoint)
 
 
-def _save_stream(stream: Iterable[tuple[str, Tensor]], expected: Shapes, folder: Path, file_size: int) -> None:
+def _save_stream(expected: Shapes, stream: Iterable[tuple[str, Tensor]], folder: Path, file_size: int) -> None:
     """Write the tensors of a stream to files in `folder`, and refuse them if they do not fit."""
     shapes: dict[str, tuple[int, ...]] = {}
     # Few: second names of tied tensors, or mistakes.

@@ -114,14 +114,14 @@ class TokenScores:
 
     def to(self, device: torch.device) -> TokenScores:
         argmax = None if self.argmax is None else self.argmax.to(device)
-        top = None if self.top is None else _each_of_top(self.top, lambda part: part.to(device))
+        top = None if self.top is None else TopIds(*(column.to(device) for column in self.top.columns))
         return TokenScores(self.logprobs.to(device), [piece.to(device) for piece in self.logits], argmax, top)
 
     def select(self, indices: Tensor) -> TokenScores:
         """Return the scores of the targets at these indices, int64[m], without logits."""
         indices = indices.to(self.logprobs.device)
         argmax = None if self.argmax is None else self.argmax[indices]
-        top = None if self.top is None else _each_of_top(self.top, lambda part: part[indices])
+        top = None if self.top is None else TopIds(*(column[indices] for column in self.top.columns))
         return TokenScores(self.logprobs[indices], (), argmax, top)
 
     @staticmethod
@@ -135,17 +135,8 @@ class TokenScores:
             torch.cat([part.logprobs for part in parts]),
             [piece for part in parts for piece in part.logits],
             torch.cat(best) if best else None,
-            cat_top(tops) if tops else None,
+            TopIds.cat(tops, 0) if tops else None,
         )
-
-
-def cat_top(parts: Sequence[TopIds]) -> TopIds:
-    """Return the positions of `parts`, of which there is one at least, one after another."""
-    return TopIds(*(torch.cat(column) for column in zip(*((p.ids, p.logprobs, p.tail) for p in parts), strict=True)))
-
-
-def _each_of_top(top: TopIds, change: Callable[[Tensor], Tensor]) -> TopIds:
-    return TopIds(change(top.ids), change(top.logprobs), change(top.tail))
 
 
 # From full logits -----------------------------------------------------------------------------------------------------
