@@ -32,7 +32,7 @@ class Answers:
         self.errors: dict[int, str] = {}
         self._reasons = ["abort"] * len(request.prompts)
 
-    def end(self, row: int, length: int, reason: str) -> None:
+    def end(self, row: int, reason: str) -> None:
         """Note that a row has ended."""
         self._reasons[row] = reason
 
@@ -165,7 +165,7 @@ class AnswerGroup:
         for place in self._call.aborted_among(self.rows):
             ended.setdefault(place, "abort")
         for place, reason in ended.items():
-            self._answers.end(self._numbers[place], self._ending.length, reason)
+            self._answers.end(self._numbers[place], reason)
         return without(ended, len(self.rows))
 
     def of(self, indices: Tensor) -> AnswerGroup:

@@ -66,7 +66,13 @@ def weights_folder(request: WeightUpdate, checkpoint: Expected | None, *, file_s
             refuse_weights(shape_problems(found, expected_shapes(checkpoint)), "path")
         yield request.path.resolve()
         return
-    expected = _needed(checkpoint, "weights" if request.state_dict is None else "state_dict")
+    if checkpoint is None:
+        raise invalid(
+            "weights" if request.state_dict is None else "state_dict",
+            "there is no checkpoint on this machine to compare it with; save it to a folder with "
+            "save_pretrained and pass the path",
+        )
+    expected = expected_shapes(checkpoint)
     tensors: Iterable[tuple[str, Tensor]]
     if request.state_dict is not None:
         given = fitting(request.state_dict, expected)
@@ -244,16 +250,6 @@ def _files(folder: Path) -> list[Path]:
     if not files:
         raise ValueError("it holds no .safetensors files")
     return files
-
-
-def _needed(checkpoint: Expected | None, field: str) -> Shapes:
-    if checkpoint is None:
-        raise invalid(
-            field,
-            "there is no checkpoint on this machine to compare it with; save it to a folder with "
-            "save_pretrained and pass the path",
-        )
-    return expected_shapes(checkpoint)
 
 
 def _save_stream(expected: Shapes, stream: Iterable[tuple[str, Tensor]], folder: Path, file_size: int) -> None:
