@@ -92,7 +92,7 @@ def summary(suite: dict[str, Any]) -> dict[str, Any]:
     return {
         # Without the interpreter of an engine in another environment.
         "software": suite["software"].partition(" of ")[0],
-        "largest_difference": suite["largest_difference"],
+        "largest_difference": float(f"{suite['largest_difference']:.1e}"),
         "counts": suite["counts"],
         "declares": suite["declares"],
         "themes": {theme: dict(themes[theme].most_common()) for theme in sorted(themes)},

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from corelm import Backend
 from corelm.errors import EngineError
 
-#: Seconds of silence after which a client gives a server up. A healthy server shows a sign of work within the first,
+#: Seconds of silence after which a client gives a server up. A healthy server makes progress within the first,
 #: unless others use its cores as well; then the next is tried.
 SILENCES = (2.0, 6.0, 18.0)
 
@@ -14,7 +14,7 @@ SILENCES = (2.0, 6.0, 18.0)
 def outlasts_silence(connect: Callable[[float], Backend], tokens: int, rows: int) -> bool:
     """Return whether calls that take 2.5 times the read timeout are answered, for one of the timeouts.
 
-    If nothing but answers counted as a sign of work, the rows that wait longest in the server's queue would fail after
+    If nothing but answers counted as progress, the rows that wait longest in the server's queue would fail after
     twice the timeout, whatever it is.
 
     Args:
@@ -27,7 +27,7 @@ def outlasts_silence(connect: Callable[[float], Backend], tokens: int, rows: int
             try:
                 _answer(backend, 2.5 * silence, tokens, rows)
             except EngineError as error:
-                assert "no sign of work" in str(error)
+                assert "no progress" in str(error)
             else:
                 return True
     return False

@@ -13,7 +13,7 @@ import pytest
 from corelm import SamplingParams
 from corelm.spec.sampling import ALIASES, FIELDS
 from corelm_cli.settings import recorded_sampling
-from corelm_testing.trials import TRIALS
+from corelm_testing.usage import USAGE
 from helpers.command_line import corelm_command, generate, rows, settings_of, write_prompts
 
 #: A plugin that takes every parameter, and writes those of its last call next to the answers.
@@ -42,7 +42,7 @@ class Taking(ToyBackend):
 #: What the conformance kit leaves to the engine's vocabulary, or to the temperature.
 HERE = {"stop_token_ids": (3, 4), "do_sample": False}
 #: A value for each field that is not its default.
-GIVEN = {name: HERE[name] if name in HERE else trial.values[0] for name, trial in TRIALS.items()}
+GIVEN = {name: HERE[name] if name in HERE else usage.values[0] for name, usage in USAGE.items()}
 NEEDS_BEAMS = ("length_penalty", "early_stopping")
 
 

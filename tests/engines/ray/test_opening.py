@@ -60,7 +60,9 @@ def test_what_cannot_be_had_is_refused_at_once(
 def test_resources_that_others_use(open_toys: Open) -> None:
     cpus = ray.cluster_resources()["CPU"]
     open_toys(num_cpus=cpus)
-    with pytest.raises(EngineError, match=r"did not start within 3 s; it asks for .* CPU; free are 0 CPU"):
+    with pytest.raises(
+        EngineError, match=r"^replica 0: its process did not start within 3 s; it asks for .* CPU; free are 0 CPU"
+    ):
         open_toys(num_cpus=cpus, placement_timeout=3)
 
 

@@ -54,10 +54,10 @@ def test_a_restart_in_the_middle_of_a_call_loses_no_rows_but_loaded_weights_are_
     server: RestartableServer, other_folder: Path
 ):
     prompts = random_rows(*range(3, 33))
-    patient = {"base_url": server.url, "api_key": KEY, "max_retries": 20}
+    retrying = {"base_url": server.url, "api_key": KEY, "max_retries": 20}
     with (
-        corelm.get_backend("sglang", **patient) as plain,
-        corelm.get_backend("sglang", **patient) as tuned,
+        corelm.get_backend("sglang", **retrying) as plain,
+        corelm.get_backend("sglang", **retrying) as tuned,
         ThreadPoolExecutor(2) as pool,
     ):
         # The restarted server has its first weights: those that `plain` expects and `tuned` does not.

@@ -17,7 +17,7 @@ import httpx2
 from helpers.processes import free_port
 
 #: Seconds that a server may take to start. It takes about 30 on two shared processors.
-PATIENCE = 300.0
+TIMEOUT = 300.0
 
 
 class VLLMServerProcess:
@@ -76,7 +76,7 @@ class VLLMServerProcess:
 
     def wait_until_ready(self) -> None:
         assert self._process is not None
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while time.monotonic() < end:
             with suppress(httpx2.TransportError):
                 if httpx2.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
@@ -87,7 +87,7 @@ class VLLMServerProcess:
                 continue
             raise RuntimeError(f"the server ended with {code}:\n{self._tail()}")
         self.kill()
-        raise RuntimeError(f"the server did not come up within {PATIENCE:g} s:\n{self._tail()}")
+        raise RuntimeError(f"the server did not come up within {TIMEOUT:g} s:\n{self._tail()}")
 
     def running(self) -> float:
         """Return how many requests the server works on, as its metrics say."""

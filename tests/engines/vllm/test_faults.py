@@ -30,7 +30,7 @@ Leftovers = Callable[[], set[Any]]
 PROMPTS = random_rows(4, 5, 6)
 LONG = {"max_new_tokens": CONTEXT - 8, "ignore_eos": True}
 #: Seconds that a call may take on a busy machine.
-PATIENCE = 120.0
+TIMEOUT = 120.0
 
 
 def processes_and_threads() -> set[Any]:
@@ -46,7 +46,7 @@ def leftovers() -> Leftovers:
 
 
 def wait_for_requests(backend: Backend, count: int) -> None:
-    assert wait_until(lambda: unfinished_requests(backend) >= count, PATIENCE)
+    assert wait_until(lambda: unfinished_requests(backend) >= count, TIMEOUT)
 
 
 # Asynchronous mode ----------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_if_the_engines_process_is_killed_all_calls_fail(open_vllm: Open, leftov
         os.kill(pid, signal.SIGKILL)
         for call in calls:
             with pytest.raises(EngineError, match="open the backend again") as caught:
-                call.result(PATIENCE)
+                call.result(TIMEOUT)
             assert caught.value.usable is False
     assert not backend.health()
     with pytest.raises(EngineError) as caught:
@@ -123,7 +123,7 @@ def test_closing_ends_running_calls_and_leaves_nothing_behind(open_vllm: Open, l
         wait_for_requests(backend, 3)
         backend.close()
         with pytest.raises(BackendClosedError):
-            call.result(PATIENCE)
+            call.result(TIMEOUT)
     assert not leftovers()
     # Open another one in this process, in case the first has changed something in it.
     with open_vllm() as again:
@@ -157,10 +157,10 @@ def test_after_a_failed_step_no_call_gets_the_answers_of_another(sync: Backend) 
         with pytest.raises(EngineError, match="open the backend again"):
             sync.generate([[5, 6, 7]], {"max_new_tokens": 2}, logprobs="none")
     # vLLM still holds the requests of the failed call, and returns their outputs in the next steps.
-    stale = []
+    late = []
     while engine.llm.has_unfinished_requests():
-        stale += engine.thread.submit(step).result(PATIENCE)
-    assert len(stale) == len(PROMPTS)
+        late += engine.thread.submit(step).result(TIMEOUT)
+    assert len(late) == len(PROMPTS)
 
 
 def test_a_call_that_times_out_is_aborted_in_vllm(sync: Backend) -> None:

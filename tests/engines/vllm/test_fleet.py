@@ -92,7 +92,7 @@ def without_reset(request: Request) -> Request | Reply:
     return json_reply({"success": True}) if request.path == "/reset_prefix_cache" else request
 
 
-@pytest.mark.parametrize("fault", ["a stale prefix cache", "half a checkpoint"])
+@pytest.mark.parametrize("fault", ["a kept prefix cache", "half a checkpoint"])
 def test_a_server_that_does_not_serve_the_new_weights_is_found(
     servers: list[VLLMServerProcess], tiny_folder: Path, other_folder: Path, tmp_path: Path, fault: str
 ) -> None:
@@ -103,13 +103,13 @@ def test_a_server_that_does_not_serve_the_new_weights_is_found(
             return request
         return replace(request, body=request.body | {"kwargs": {"weights_path": str(half)}})
 
-    stale = fault == "a stale prefix cache"
+    kept = fault == "a kept prefix cache"
     rows = random_rows(40, 50)
     with (
-        tampered(servers[1].url, without_reset if stale else with_half) as url,
+        tampered(servers[1].url, without_reset if kept else with_half) as url,
         corelm.get_backend("vllm", base_url=[servers[0].url, url], api_key=KEY, canary=True) as backend,
     ):
-        check_only_the_sound_server_serves(backend, other_folder, OTHER, rows, expect=not stale)
+        check_only_the_sound_server_serves(backend, other_folder, OTHER, rows, expect=not kept)
     put_back(servers, tiny_folder)
 
 

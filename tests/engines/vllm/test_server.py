@@ -18,7 +18,7 @@ import corelm
 from corelm import Backend, SamplingParams
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from engines.vllm.distributions import distributions
-from engines.vllm.launch import PATIENCE, VLLMServerProcess
+from engines.vllm.launch import TIMEOUT, VLLMServerProcess
 from helpers import oracle
 from helpers.oracle_kit import OracleKit
 from helpers.processes import wait_until
@@ -163,9 +163,9 @@ def test_an_aborted_answer_keeps_its_tokens(server: VLLMServerProcess) -> None:
     sampling = {"max_new_tokens": 480, "ignore_eos": True}
     with connect(server) as backend, ThreadPoolExecutor(1) as pool:
         future = pool.submit(backend.generate, [[5, 6]] * 2, sampling, request_ids=["a", "b"])
-        assert wait_until(lambda: server.running() >= 2, PATIENCE)
+        assert wait_until(lambda: server.running() >= 2, TIMEOUT)
         backend.abort(["a"])
-        result = future.result(PATIENCE)
+        result = future.result(TIMEOUT)
     assert result.finish_reasons == ("abort", "length")
     assert result.ids.lengths[0] < 480 == result.ids.lengths[1] and result.logprobs is not None
     answer = result.ids.tolist()[0]
@@ -188,7 +188,7 @@ def test_every_row_is_served_if_the_server_is_killed_and_restarted_during_a_call
     with connect(other_server, max_retries=100) as backend, connect(other_server, max_retries=0) as without_retries:
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(backend.generate, prompts, sampling)
-            assert wait_until(lambda: other_server.running() >= len(prompts), PATIENCE)
+            assert wait_until(lambda: other_server.running() >= len(prompts), TIMEOUT)
             other_server.kill()
             # Without retries, a call to the dead server fails at once.
             with pytest.raises(EngineError) as caught:
@@ -196,7 +196,7 @@ def test_every_row_is_served_if_the_server_is_killed_and_restarted_during_a_call
             assert caught.value.usable is False and not without_retries.health()
             other_server.start()
             other_server.wait_until_ready()
-            result = future.result(PATIENCE)
+            result = future.result(TIMEOUT)
         assert set(result.finish_reasons) == {"length"} and result.logprobs is not None
         for prompt, answer, found in zip(prompts, result.ids.tolist(), result.logprobs.split(), strict=True):
             expected = oracle.answer_logprobs(MODEL, prompt, answer)

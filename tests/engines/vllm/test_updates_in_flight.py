@@ -16,7 +16,7 @@ from helpers.tiny_models import random_rows, tiny_model
 Open = Callable[..., Backend]
 PROMPTS = random_rows(7, 12, 3, seed=2)
 LONG = {"max_new_tokens": 300, "ignore_eos": True, "seed": 3}
-PATIENCE = 120.0
+TIMEOUT = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +34,10 @@ def test_answers_go_on_if_the_new_weights_are_refused(backend: Backend) -> None:
     before, begun = backend.weight_version, threading.Event()
     prepared = prepare_generation(backend.engine, PROMPTS, LONG, on_tokens=lambda chunk: begun.set())
     answer = backend.submit(prepared, block=True)
-    assert begun.wait(PATIENCE)
+    assert begun.wait(TIMEOUT)
     with pytest.raises(InvalidRequestError, match=r"the iterator failed after .* the trainer is gone"):
         backend.update_weights(weights(), "new", when="now")
-    made, expected = answer.result(PATIENCE), backend.generate(PROMPTS, LONG)
+    made, expected = answer.result(TIMEOUT), backend.generate(PROMPTS, LONG)
     assert made.version_runs is None and made.weight_versions == (before,) * 3
     assert made.ids.tolist() == expected.ids.tolist()
     assert made.logprobs is not None and expected.logprobs is not None

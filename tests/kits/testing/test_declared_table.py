@@ -13,7 +13,7 @@ from corelm.spec.capabilities import GenerationMode
 from corelm.spec.sampling import EVERY_ENGINE, FIELDS
 from corelm_testing import BackendConformance
 from corelm_testing.plugin import standard_tests
-from corelm_testing.trials import DECLARABLE
+from corelm_testing.usage import DECLARABLE
 from helpers.each import each
 from helpers.pages import Page
 

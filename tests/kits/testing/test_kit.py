@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import pathlib
 import pkgutil
 import sys
 from collections import Counter
@@ -15,9 +16,9 @@ import corelm
 import corelm_testing
 from corelm import SamplingParams
 from corelm.spec.sampling import FIELDS
-from corelm_testing import BackendConformance, ConformanceBase, trials
+from corelm_testing import BackendConformance, ConformanceBase, usage
 from corelm_testing.plugin import META_TEST, standard_tests
-from corelm_testing.trials import DECLARABLE, HALF, TRIALS
+from corelm_testing.usage import DECLARABLE, HALF, USAGE
 
 pytest_plugins = "pytester"
 
@@ -217,12 +218,12 @@ def test_every_theme_is_in_the_suite_and_no_test_overrides_another() -> None:
 
 
 def test_every_sampling_parameter_has_a_trial() -> None:
-    assert set(TRIALS) == set(FIELDS), "say in corelm/testing/trials.py how the kit uses the parameter"
-    assert all(TRIALS[name].values for name in DECLARABLE)
+    assert set(USAGE) == set(FIELDS), "say in corelm/testing/usage.py how the kit uses the parameter"
+    assert all(USAGE[name].values for name in DECLARABLE)
     neutral = SamplingParams()
-    for name, trial in TRIALS.items():
-        assert all(value is HALF or value != getattr(neutral, name) for value in trial.values), name
-        assert trial.given.keys() <= set(FIELDS), name
+    for name, each in USAGE.items():
+        assert all(value is HALF or value != getattr(neutral, name) for value in each.values), name
+        assert each.given.keys() <= set(FIELDS), name
 
 
 def test_what_is_declared_and_not_shown_fails(run: Run) -> None:
@@ -266,8 +267,17 @@ def test_a_large_vocabulary_needs_next_logprobs() -> None:
 
 def test_a_sampling_parameter_that_the_kit_does_not_know_is_named_with_the_table(monkeypatch):
     monkeypatch.setattr("corelm.spec.FIELDS", (*SamplingParams.__dataclass_fields__, "top_z"))
-    found = importlib.util.spec_from_file_location("trials_again", trials.__file__)
+    found = importlib.util.spec_from_file_location("usage_again", usage.__file__)
     again = importlib.util.module_from_spec(found)
-    monkeypatch.setitem(sys.modules, "trials_again", again)
-    with pytest.raises(NotImplementedError, match=r"'top_z'.*TRIALS"):
+    monkeypatch.setitem(sys.modules, "usage_again", again)
+    with pytest.raises(NotImplementedError, match=r"'top_z'.*USAGE"):
         found.loader.exec_module(again)
+
+
+def test_the_kit_by_name_refuses_a_misspelt_part_of_its_subject(tmp_path: pathlib.Path) -> None:
+    from corelm_testing import by_name
+
+    given = dict.fromkeys(["opened", "opener", "plain", "sampling", "other_weights", "tolerance", "draws", "not_shown"])
+    with pytest.raises(TypeError, match="recompute_in_flight"):
+        by_name.run(tmp_path / "report", subject=by_name.Subject(**given, recompute_in_flight=True))
+    assert not hasattr(by_name.Kit, "recompute_in_flight")

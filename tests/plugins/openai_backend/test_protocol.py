@@ -168,3 +168,11 @@ def test_names_are_looked_up_in_a_table_that_is_whole(monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 vocabulary.ids_of([first], "text")
     assert vocabulary.ids_of([first], "text") == letters()[:1]
+
+
+@pytest.mark.parametrize("name", [" cat", "token_id:512", "token_id:"])
+def test_a_token_that_is_not_named_by_an_id_is_said_to_be(name: str) -> None:
+    vocabulary = Vocabulary(tiny_tokenizer(), VOCAB)
+    assert vocabulary.ids_of(["token_id:5", "token_id:511"], "id") == [5, 511]
+    with pytest.raises(RowError, match=rf"it names token 1 '{name}', which is not token_id: and an id below {VOCAB}"):
+        vocabulary.ids_of(["token_id:5", name], "id")

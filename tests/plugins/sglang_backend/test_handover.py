@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import pickle
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from corelm import Backend
 from corelm.errors import EngineError
+from corelm_engine_kit import say_why_files
 from helpers.http_server import json_reply
 from helpers.tiny_models import tiny_model
 from sglang_backend import handover
@@ -107,12 +109,20 @@ def test_an_update_that_fails_is_ended(launched: Backend, fake: Any) -> None:
     assert launched.weight_version == "1"
 
 
-def test_replicas_of_a_server_need_a_file(fake: Any, connect: Any) -> None:
+def test_replicas_of_a_server_need_a_file_and_the_log_says_so_once(
+    fake: Any, connect: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     fake.server_info["dp_size"] = 2
     backend = connect()
     engine = backend.engine.plugin
     engine.weights.takes_state_dict = True
     assert engine.info.needs_file == "the server runs with dp_size=2"
     updates = Updates(fake)
-    backend.update_weights(tiny_model(seed=1).state_dict())
-    assert updates.paths == ["/update_weights_from_disk"]
+    caplog.set_level(logging.INFO)
+    say_why_files.cache_clear()
+    for seed in (1, 2):
+        backend.update_weights(tiny_model(seed=seed).state_dict())
+    assert updates.paths == ["/update_weights_from_disk"] * 2
+    assert [each for each in caplog.messages if "dp_size=2" in each] == [
+        "new weights go to SGLang through files, in memory if there is room: the server runs with dp_size=2"
+    ]

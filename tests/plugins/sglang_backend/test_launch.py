@@ -22,19 +22,14 @@ import pytest
 
 import corelm
 from corelm.errors import BackendTimeoutError, EngineError, InvalidRequestError
-from corelm.spec import Capabilities
 from corelm_engine_kit import HttpClient
-from helpers.canned_replies import CannedClient
 from helpers.http_clients import echo
 from helpers.http_server import FaultServer
 from helpers.processes import all_end, free_port, group, read_line, runs, wait_until
-from sglang_backend import SGLangBackend, supervisor
-from sglang_backend.capabilities import ServerInfo
+from sglang_backend import supervisor
 from sglang_backend.launch import LaunchedServer, owner_of_port
 
 SUPERVISOR = supervisor.__file__
-
-INFO = ServerInfo(Capabilities(vocab_size=8, max_context=8), None, "a-model", weight_label="default")
 
 
 @pytest.fixture
@@ -132,9 +127,14 @@ def test_a_server_that_ends_in_a_call_is_named_with_its_last_words_and_not_asked
         with pytest.raises(EngineError, match=r"(?s)the launched server has ended.*the key is") as caught:
             client.get("/")
         assert caught.value.usable is False and len(waits) <= 1
-        backend = SGLangBackend(CannedClient([]), INFO, launched)
-        with pytest.raises(EngineError, match=r"(?s)has ended.*the key is"):
-            backend.generate(None)
+        # Another process may listen at the port by now.
+        with socket.create_server(("127.0.0.1", int(launched.base_url.rpartition(":")[2]))) as other:
+            other.setblocking(False)
+            with pytest.raises(EngineError, match=r"(?s)has ended.*the key is"):
+                client.post("/generate", {})
+            assert not client.answers("/")
+            with pytest.raises(BlockingIOError):
+                other.accept()
     finally:
         client.close()
 

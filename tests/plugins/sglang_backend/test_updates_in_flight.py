@@ -17,7 +17,7 @@ from helpers.requests import generation
 from sglang_backend.weight_history import WeightHistory
 
 #: Seconds after which a test that hangs fails.
-PATIENCE = 60.0
+TIMEOUT = 60.0
 SAMPLING = {"max_new_tokens": 4, "ignore_eos": True}
 
 
@@ -33,7 +33,7 @@ class Held:
     def _wait(self, request: Any) -> None:
         if request.path == "/generate" and not self._released.is_set():
             self._begun.set()
-            assert self._released.wait(PATIENCE)
+            assert self._released.wait(TIMEOUT)
 
     def _spoil(self, reply: Any) -> None:
         reply["meta_info"]["weight_versions"] = self._spans
@@ -42,7 +42,7 @@ class Held:
         pool = ThreadPoolExecutor(1)
         answer = pool.submit(backend.generate, [[5]], SAMPLING)
         pool.shutdown(wait=False)
-        assert self._begun.wait(PATIENCE)
+        assert self._begun.wait(TIMEOUT)
         return answer
 
     def release(self, *ends: tuple[str, int]) -> None:
@@ -77,7 +77,7 @@ def test_the_server_is_paused_and_the_runs_are_those_that_it_reports(backend, fa
     assert [path for path, _ in fake.pauses] == ["/pause_generation", "/continue_generation"]
     assert fake.pauses[0][1]["mode"] == "retract" and fake.weight_updates[0]["flush_cache"] is True
     held.release(("default", 3), ("new", 4))
-    found = answer.result(PATIENCE)
+    found = answer.result(TIMEOUT)
     assert found.version_runs == ((("0", 0), ("new", 3)),) and found.weight_versions == ("0",)
     assert backend.generate([[5]], {"max_new_tokens": 1}, on_error="skip").errors is not None
 
@@ -88,7 +88,7 @@ def test_rows_of_one_version_have_no_runs(backend, fake, other_folder):
     backend.update_weights(other_folder, version="new", when="now")
     # It had no token before the update.
     held.release(("new", 4))
-    found = answer.result(PATIENCE)
+    found = answer.result(TIMEOUT)
     assert found.version_runs is None and found.weight_versions == ("new",)
 
 
@@ -112,7 +112,7 @@ def test_a_row_that_does_not_say_which_tokens_are_new_is_an_error(backend, fake,
     backend.update_weights(other_folder, version="new", when="now")
     held.release(*ends)
     with pytest.raises(EngineError, match=message):
-        answer.result(PATIENCE)
+        answer.result(TIMEOUT)
 
 
 def failing(path: str, held: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -134,7 +134,7 @@ def test_weights_of_which_loading_failed_have_a_label_too(connect, fake, other_f
     assert [path for path, _ in fake.pauses] == ["/pause_generation", "/continue_generation"]
     assert fake.weight_label == "new"
     held.release(("default", 1), ("new", 4))
-    ((first, second),) = answer.result(PATIENCE).version_runs
+    ((first, second),) = answer.result(TIMEOUT).version_runs
     assert first == ("0", 0) and second == (backend.weight_version, 1) and second[0] not in ("0", "new")
 
 
@@ -148,7 +148,7 @@ def test_rows_of_weights_that_could_not_be_labelled_are_errors(connect, fake, ot
         backend.update_weights(other_folder, version="new", when="now")
     held.release(("default", 4))
     with pytest.raises(EngineError):
-        answer.result(PATIENCE)
+        answer.result(TIMEOUT)
 
 
 def test_a_server_that_does_not_go_on_is_not_usable(connect, fake, other_folder):

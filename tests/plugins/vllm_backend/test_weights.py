@@ -164,7 +164,7 @@ def test_a_stream_is_compared_as_it_is_handed_over(checkpoint: Path) -> None:
 
 def test_a_stream_that_needs_a_file_is_written(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine(checkpoint, why="no GPU in this test")
-    with caplog.at_level(logging.INFO, "vllm_backend"):
+    with caplog.at_level(logging.INFO, "corelm_engine_kit"):
         stream(engine, pairs())
         load(engine, NEW)
     for _, found in engine.loaded:

@@ -13,7 +13,7 @@
 - `RowStreams`, `ReplyStreams`, `SoFar`: stream the rows of an engine that reports each answer so far, or of a server.
 - `eos_token_ids`: EOS ids from generation config, model configuration and tokenizer.
 - `weights_folder`, `tensor_shapes`, `shape_problems`: whether new weights fit the model (needs safetensors).
-- `buckets`: tensors in lists of so many bytes, to be sent together.
+- `buckets`: tensors in lists of so many bytes, to be sent together. `say_why_files`: why they go through files.
 - `as_in_checkpoint`, `saved_shapes`, `configured_shapes`: the names that a model's weights have in its checkpoint.
 - `ServerAdapters`, `unknown_adapter`: the LoRA adapters of a server, each version under a name of its own.
 - `adapter_folder`, `checked_adapter`: a LoRA adapter for an engine that reads a folder, if it fits (needs safetensors).
@@ -26,8 +26,8 @@
 - `ModelHints`, `model_config`, `generation_config`: what is known about a server's model (needs transformers).
 - `HttpClient`: requests to a server behind a URL (needs the extra ``http``).
 - `decoded`: what a body in JSON says (needs the extra ``http``).
-- `trial_generation`, `trial_scoring`, `wrong_kept_ids`: requests by which a plugin tries out its own engine.
-- `SignOfWork`: how a server that takes long shows that it works.
+- `probe_generation`, `probe_scoring`, `wrong_kept_ids`: requests by which a plugin tries out its own engine.
+- `ProgressProbe`: what a server that takes long is asked, to tell whether it makes progress.
 - `InFlight`: the ids by which an engine knows the requests in flight.
 - `Secrets`: masks keys in messages.
 - `WeightGroup`: where a server on another machine is sent the tensors of new weights.

@@ -7,6 +7,7 @@ from .checkpoints import fitting as fitting
 from .checkpoints import fitting_stream as fitting_stream
 from .checkpoints import local_checkpoint as local_checkpoint
 from .checkpoints import refuse_weights as refuse_weights
+from .checkpoints import say_why_files as say_why_files
 from .checkpoints import shape_problems as shape_problems
 from .checkpoints import shapes_of as shapes_of
 from .checkpoints import tensor_shapes as tensor_shapes
@@ -38,10 +39,13 @@ from .http_errors import PartialReply as PartialReply
 from .http_errors import TransientError as TransientError
 from .http_events import Streamed as Streamed
 from .http_json import decoded as decoded
-from .http_watch import SignOfWork as SignOfWork
+from .http_watch import ProgressProbe as ProgressProbe
 from .hub import hub_options as hub_options
 from .in_flight import InFlight as InFlight
 from .logits_engine import LogitsEngine as LogitsEngine
+from .probes import probe_generation as probe_generation
+from .probes import probe_scoring as probe_scoring
+from .probes import wrong_kept_ids as wrong_kept_ids
 from .redaction import Secrets as Secrets
 from .row_checks import RowError as RowError
 from .row_checks import answer_end as answer_end
@@ -64,9 +68,6 @@ from .served_model import model_config as model_config
 from .server_adapters import ServerAdapters as ServerAdapters
 from .server_adapters import unknown_adapter as unknown_adapter
 from .template_tokenizer import TemplateTokenizer as TemplateTokenizer
-from .trials import trial_generation as trial_generation
-from .trials import trial_scoring as trial_scoring
-from .trials import wrong_kept_ids as wrong_kept_ids
 from .version_log import RowVersions as RowVersions
 from .version_log import VersionLog as VersionLog
 from .weight_group import WeightGroup as WeightGroup

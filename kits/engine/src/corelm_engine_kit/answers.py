@@ -32,7 +32,7 @@ class Answers:
         self.errors: dict[int, str] = {}
         self._reasons = ["abort"] * len(request.prompts)
 
-    def end(self, row: int, length: int, reason: str) -> None:
+    def end(self, row: int, reason: str) -> None:
         """Note that a row has ended."""
         self._reasons[row] = reason
 
@@ -134,7 +134,7 @@ class AnswerGroup:
     def sample(
         self, logits: Tensor, *, read: bool = False, errors: Mapping[int, str] | None = None
     ) -> tuple[Drawn, Tensor]:
-        """Note the next token of each answer. Return it, and the places of the answers that go on, int64[k].
+        """Note the next token of each answer. Return it, and the indices of the answers that go on, int64[k].
 
         Args:
             logits: float32[n, V].
@@ -158,29 +158,29 @@ class AnswerGroup:
         return drawn, self._left(reasons)
 
     def wanted(self) -> Tensor:
-        """Return the places of the answers that are not aborted, int64[k]."""
+        """Return the indices of the answers that are not aborted, int64[k]."""
         return self._left({})
 
     def _left(self, ended: dict[int, str]) -> Tensor:
         for place in self._call.aborted_among(self.rows):
             ended.setdefault(place, "abort")
         for place, reason in ended.items():
-            self._answers.end(self._numbers[place], self._ending.length, reason)
+            self._answers.end(self._numbers[place], reason)
         return without(ended, len(self.rows))
 
-    def of(self, places: Tensor) -> AnswerGroup:
+    def of(self, indices: Tensor) -> AnswerGroup:
         """Return a group of these answers only, int64[k] on the CPU. This one may go on with others."""
         other = copy(self)
-        other._sampler, other._ending = self._sampler.of(places), self._ending.of(places)
-        other.rows = self.rows[places]
+        other._sampler, other._ending = self._sampler.of(indices), self._ending.of(indices)
+        other.rows = self.rows[indices]
         other._numbers = other.rows.tolist()
         return other
 
-    def keep(self, places: Tensor) -> None:
+    def keep(self, indices: Tensor) -> None:
         """Go on with these answers only, int64[k] on the CPU."""
-        self._sampler.keep(places)
-        self._ending.keep(places)
-        self.rows = self.rows[places]
+        self._sampler.keep(indices)
+        self._ending.keep(indices)
+        self.rows = self.rows[indices]
         self._numbers = self.rows.tolist()
 
 
@@ -190,7 +190,7 @@ def answer_seeds(request: GenerateRequest) -> Tensor:
 
 
 def without(gone: Collection[int], rows: int) -> Tensor:
-    """Return int64[n]: the rows that are left, with the last rows moved to the places of those `gone`.
+    """Return int64[n]: the rows that are left, with the last rows moved to where those `gone` were.
 
     That way few rows have to move. Five rows without 1 and 3 are ``[0, 4, 2]``.
     """

@@ -11,8 +11,10 @@ Only headers are read, never tensors. This module needs safetensors, which a plu
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import logging
 import math
 import os
 import shutil
@@ -27,6 +29,8 @@ from torch import Tensor
 from corelm.errors import InvalidRequestError, first_few
 from corelm.spec import WeightUpdate, whole_tensor
 from corelm.validate import invalid
+
+_log = logging.getLogger(__name__)
 
 #: Tensor names with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -56,26 +60,38 @@ def weights_folder(request: WeightUpdate, checkpoint: Expected | None, *, file_s
         InvalidRequestError: there is no readable checkpoint at the path, or the tensors have other names or shapes.
             `field` is ``path``, ``state_dict`` or, for a stream, ``weights``.
     """
+    if request.path is not None:
+        found = tensor_shapes(request.path)
+        if checkpoint is not None:
+            refuse_weights(shape_problems(found, expected_shapes(checkpoint)), "path")
+        yield request.path.resolve()
+        return
+    if checkpoint is None:
+        raise invalid(
+            "weights" if request.state_dict is None else "state_dict",
+            "there is no checkpoint on this machine to compare it with; save it to a folder with "
+            "save_pretrained and pass the path",
+        )
+    expected = expected_shapes(checkpoint)
+    tensors: Iterable[tuple[str, Tensor]]
     if request.state_dict is not None:
-        expected = _needed(checkpoint, "state_dict")
         given = fitting(request.state_dict, expected)
-        with _temporary(sum(tensor.nbytes for tensor in given.values())) as folder:
-            _save(given.items(), folder, file_size)
-            yield folder
-        return
-    if request.stream is not None:
-        expected = _needed(checkpoint, "weights")
-        first = next(request.stream, None)
-        size = first[1].element_size() * sum(map(math.prod, expected.values())) if first else 0
-        with _temporary(size) as folder:
-            _save_stream(itertools.chain([first] if first else [], request.stream), expected, folder, file_size)
-            yield folder
-        return
-    assert request.path is not None
-    found = tensor_shapes(request.path)
-    if checkpoint is not None:
-        refuse_weights(shape_problems(found, expected_shapes(checkpoint)), "path")
-    yield request.path.resolve()
+        tensors, size = given.items(), sum(tensor.nbytes for tensor in given.values())
+    else:
+        assert request.stream is not None
+        first = list(itertools.islice(request.stream, 1))
+        tensors = itertools.chain(first, request.stream)
+        size = sum(tensor.element_size() for _, tensor in first) * sum(map(math.prod, expected.values()))
+    with TemporaryDirectory(prefix="corelm-weights-", dir=_room_for(size)) as name:
+        save = _save if request.stream is None else functools.partial(_save_stream, expected)
+        save(tensors, Path(name), file_size)
+        yield Path(name)
+
+
+@functools.cache
+def say_why_files(engine: str, why: str) -> None:
+    """Log once for each reason why tensors of new weights go to an engine through files."""
+    _log.info("new weights go to %s through files, in memory if there is room: %s", engine, why)
 
 
 def local_checkpoint(model: str | Path, *, revision: str | None = None, cache_dir: str | None = None) -> Path | None:
@@ -236,23 +252,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-@contextmanager
-def _temporary(size: int) -> Iterator[Path]:
-    with TemporaryDirectory(prefix="corelm-weights-", dir=_room_for(size)) as folder:
-        yield Path(folder)
-
-
-def _needed(checkpoint: Expected | None, field: str) -> Shapes:
-    if checkpoint is None:
-        raise invalid(
-            field,
-            "there is no checkpoint on this machine to compare it with; save it to a folder with "
-            "save_pretrained and pass the path",
-        )
-    return expected_shapes(checkpoint)
-
-
-def _save_stream(stream: Iterable[tuple[str, Tensor]], expected: Shapes, folder: Path, file_size: int) -> None:
+def _save_stream(expected: Shapes, stream: Iterable[tuple[str, Tensor]], folder: Path, file_size: int) -> None:
     """Write the tensors of a stream to files in `folder`, and refuse them if they do not fit."""
     shapes: dict[str, tuple[int, ...]] = {}
     # Few: second names of tied tensors, or mistakes.

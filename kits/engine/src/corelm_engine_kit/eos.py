@@ -9,7 +9,7 @@ from typing import Any
 def eos_token_ids(*sources: Any, vocab_size: int) -> frozenset[int]:
     """Return every EOS id that the sources name, for `Capabilities.eos_token_ids`.
 
-    EOS ids can be in three places, and models use different ones: the generation config (often a list: the end
+    Three files can name EOS ids, and models use different ones: the generation config (often a list: the end
     of a text and the end of a turn), the model's configuration, and the tokenizer. Pass those that the engine itself
     honours.
 

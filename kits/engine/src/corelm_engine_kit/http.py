@@ -25,9 +25,9 @@ from corelm.validate import count, positive
 from corelm_engine_kit.event_loop import EventLoopThread
 from corelm_engine_kit.http_errors import ABORTED, Aborted, PartialReply, ResponseReader, TransientError
 from corelm_engine_kit.http_events import Streamed, streamed_reply
-from corelm_engine_kit.http_exchange import Exchange, check_headers, check_key, checked_url
+from corelm_engine_kit.http_exchange import Exchange, checked_url, request_headers
 from corelm_engine_kit.http_json import encoded
-from corelm_engine_kit.http_watch import SignOfWork
+from corelm_engine_kit.http_watch import ProgressProbe
 from corelm_engine_kit.redaction import Secrets
 
 try:
@@ -58,7 +58,7 @@ _SPARE = 256
 #: Seconds before each retry: 0.5, 1, 2, … plus up to half a second at random, so that rows do not all return at once.
 _BACKOFF = tenacity.wait_exponential(multiplier=0.5, max=15.0) + tenacity.wait_random(0.0, 0.5)
 #: Seconds that a server which acknowledges an abort gets to end the requests, and seconds until it is reminded.
-_ABORT_PATIENCE, _ABORT_REMINDER = 60.0, 1.0
+_ABORT_TIMEOUT, _ABORT_REMINDER = 60.0, 1.0
 
 
 class HttpClient:
@@ -74,16 +74,16 @@ class HttpClient:
         key_variable: the environment variable that holds the key if `api_key` is not given.
         headers: sent with every request. No message repeats their values.
         connect_timeout: seconds to make a connection.
-        read_timeout: seconds without a byte, or for a POST without a sign, after which the server counts as hanging.
-        sign: how the server shows that it works; None if bytes are its only sign.
-        page_timeout: seconds without a byte of a page (GET) of a server with a `sign`, unless `read_timeout` is more. A
-            server that works on many rows may take a while for its pages.
+        read_timeout: seconds without a byte, or for a POST without progress, after which the server counts as hanging.
+        progress_probe: what the server is asked whether it makes progress; None if only bytes show it.
+        page_timeout: seconds without a byte of a page (GET) of a server with a `progress_probe`, unless `read_timeout`
+            is more. A server that works on many rows may take a while for its pages.
         max_in_flight: how many requests of `post_each` are sent at a time, over all threads. Others wait here, which is
             logged once. None is 4,096, or fewer if this process may not open as many connections (``ulimit -n``).
         max_retries: how often a request is sent again after a failure that may pass.
         max_reply_bytes: the longest reply that is accepted.
-        ended: returns that a server which was launched here has ended, and "" while it runs. Requests to one that has
-            ended are not sent again.
+        ended: says that a server which was launched here has ended; "" while it runs. Nothing is sent to one that has
+            ended: another process may listen at its port now.
         transport: an httpx2 transport to use instead of the network.
         sleep: waits between two tries.
 
@@ -104,7 +104,7 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         connect_timeout: float = 10.0,
         read_timeout: float = 600.0,
-        sign: SignOfWork | None = None,
+        progress_probe: ProgressProbe | None = None,
         page_timeout: float = 30.0,
         max_in_flight: int | None = None,
         max_retries: int = 5,
@@ -114,14 +114,12 @@ class HttpClient:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         url = checked_url(base_url)
-        check_key(api_key, key_variable)
         connect_timeout = positive("connect_timeout", connect_timeout)
         read_timeout = positive("read_timeout", read_timeout)
-        places = Places(max_in_flight, str(url))
+        slots = ConnectionSlots(max_in_flight, str(url))
         max_retries = count("max_retries", max_retries)
-        key = api_key or (os.environ.get(key_variable) if key_variable else None)
-        sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
-        check_headers(sent)
+        key = os.environ.get(key_variable) if key_variable and api_key in (None, "") else api_key
+        sent = request_headers(headers, key, key_variable)
         self.base_url = str(url)
         self.secrets = Secrets([key], headers)
         reader = ResponseReader(self.secrets, key_variable)
@@ -132,12 +130,12 @@ class HttpClient:
             connect_timeout=connect_timeout,
             read_timeout=read_timeout,
             page_timeout=positive("page_timeout", page_timeout),
-            sign=sign,
+            progress_probe=progress_probe,
             max_reply_bytes=count("max_reply_bytes", max_reply_bytes, 1),
             ended=ended,
             transport=transport,
         )
-        self._places = places
+        self._slots = slots
         self._named: dict[str, set[asyncio.Task[Entry]]] = {}
         self._sent: set[asyncio.Task[Any]] = set()
         self._to_end: set[asyncio.Task[Entry]] = set()
@@ -231,12 +229,12 @@ class HttpClient:
         """
         rows = self._run(self._rows(frozenset(names)))
         with suppress(CoreLMError, TimeoutError):
-            deadline = Deadline(_ABORT_PATIENCE)
+            deadline = Deadline(_ABORT_TIMEOUT)
             while tell is not None:
                 if not self._run(self._cancel(rows, keep_sent=True)):
                     return
                 tell()
-                self._run(_wait(rows, _ABORT_REMINDER))
+                self._run(asyncio.wait(rows, timeout=_ABORT_REMINDER))
                 deadline.check()
         self._run(self._cancel(rows))
 
@@ -331,7 +329,7 @@ class HttpClient:
             return error
 
     async def _once_admitted(self, path: str, send: Send, is_reply: Callable[[Any], bool]) -> Any:
-        async with self._places:
+        async with self._slots:
             task = asyncio.current_task()
             assert task is not None
             self._sent.add(task)
@@ -374,11 +372,6 @@ class HttpClient:
         return bool(kept)
 
 
-async def _wait(rows: Rows, seconds: float) -> None:
-    """Wait until these requests have ended, or for so many seconds."""
-    await asyncio.wait(rows, timeout=seconds)
-
-
 def _encoded(payload: Any) -> bytes:
     try:
         return encoded(payload)
@@ -389,11 +382,11 @@ def _encoded(payload: Any) -> bytes:
 # How many, and how often ----------------------------------------------------------------------------------------------
 
 
-class Places:
-    """Places for requests at a server: ``async with places:`` waits for one and holds it.
+class ConnectionSlots:
+    """Connection slots of a server: ``async with slots:`` waits for one and holds it.
 
     Args:
-        limit: the number of places; None for `MOST`, or fewer if this process may not open as many connections.
+        limit: the number of slots; None for `MOST`, or fewer if this process may not open as many connections.
         where: the URL of the server, for the log.
 
     Raises:
@@ -401,7 +394,7 @@ class Places:
     """
 
     def __init__(self, limit: int | None, where: str) -> None:
-        self.limit = most_places() if limit is None else count("max_in_flight", limit, 1)
+        self.limit = most_slots() if limit is None else count("max_in_flight", limit, 1)
         self._free = asyncio.Semaphore(self.limit)
         self._told = False
         self._where, self._level, self._advice = where, logging.INFO, "give max_in_flight= a larger number to send more"
@@ -420,7 +413,7 @@ class Places:
         self._free.release()
 
 
-def most_places() -> int:
+def most_slots() -> int:
     """Return how many requests may be under way where no limit is given.
 
     Each takes a connection, which is a file descriptor of this process.

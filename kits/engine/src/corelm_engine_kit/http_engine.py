@@ -33,7 +33,7 @@ from corelm_engine_kit.row_streams import ReplyStreams
 
 if TYPE_CHECKING:
     from corelm_engine_kit.http import Entry, HttpClient
-    from corelm_engine_kit.http_watch import SignOfWork
+    from corelm_engine_kit.http_watch import ProgressProbe
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class HttpOptions:
         api_key: sent as a bearer token; None for an environment variable that the plugin names.
         headers: sent with every request. No message repeats their values.
         connect_timeout: seconds to make a connection.
-        read_timeout: seconds without an answer or a sign of work after which the server counts as hanging.
+        read_timeout: seconds without an answer or progress after which the server counts as hanging.
         max_in_flight: HTTP requests at a time, over all threads; None is 4,096, or fewer if this process may not open
             as many connections.
         max_retries: how often a request is sent again after a failure that may pass.
@@ -73,7 +73,7 @@ class HttpOptions:
         base_url: Any,
         key_variable: str,
         *,
-        sign: SignOfWork | None = None,
+        progress_probe: ProgressProbe | None = None,
         ended: Callable[[], str] | None = None,
     ) -> HttpClient:
         """Return a client of the server at `base_url`, with or without ``/v1`` at its end.
@@ -81,7 +81,7 @@ class HttpOptions:
         Args:
             base_url: the server's address.
             key_variable: the environment variable that holds the key if there is no `api_key`.
-            sign: see `HttpClient`.
+            progress_probe: see `HttpClient`.
             ended: see `HttpClient`.
 
         Raises:
@@ -91,7 +91,7 @@ class HttpOptions:
 
         url = base_url.rstrip("/").removesuffix("/v1") if isinstance(base_url, str) else base_url
         options = {name: value for name, value in vars(self).items() if name != "open_timeout"}
-        return HttpClient(url, key_variable=key_variable, sign=sign, ended=ended, **options)
+        return HttpClient(url, key_variable=key_variable, progress_probe=progress_probe, ended=ended, **options)
 
     @contextmanager
     def opening(self, client: HttpClient) -> Iterator[Deadline]:

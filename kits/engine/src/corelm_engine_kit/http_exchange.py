@@ -21,7 +21,7 @@ from corelm.errors import BackendNotInstalledError, BackendTimeoutError, CoreLME
 from corelm.validate import invalid
 from corelm_engine_kit.http_errors import ResponseReader, TransientError
 from corelm_engine_kit.http_events import event_data
-from corelm_engine_kit.http_watch import ServerWatch, SignOfWork, keep_alive
+from corelm_engine_kit.http_watch import ProgressProbe, ServerWatch, keep_alive
 
 try:
     import httpx2
@@ -55,7 +55,7 @@ class Exchange:
         connect_timeout: float,
         read_timeout: float,
         page_timeout: float,
-        sign: SignOfWork | None,
+        progress_probe: ProgressProbe | None,
         max_reply_bytes: int,
         ended: Callable[[], str] | None,
         transport: httpx2.AsyncBaseTransport | None,
@@ -64,8 +64,8 @@ class Exchange:
         self._secrets = reader.secrets
         self._reader = reader
         self._read_timeout = read_timeout
-        self._page_timeout = read_timeout if sign is None else max(read_timeout, page_timeout)
-        self._watch = ServerWatch(sign, read_timeout, self._page) if sign is not None else None
+        self._page_timeout = read_timeout if progress_probe is None else max(read_timeout, page_timeout)
+        self._watch = ServerWatch(progress_probe, read_timeout, self._page) if progress_probe is not None else None
         self._max_reply_bytes = max_reply_bytes
         self._reached, self._ended = False, ended
         sent = httpx2.Headers({"Accept": "application/json", **headers})
@@ -136,6 +136,8 @@ class Exchange:
 
     def _stream(self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]) -> Any:
         """Send a request and return its response, an async context manager."""
+        if self._ended is not None and (why := self._ended()):
+            raise EngineError(f"{self.where(method, path)}: {why}", usable=False)
         # The watch knows better how long to wait for a POST.
         read = self._page_timeout if method == "GET" else self._read_timeout if self._watch is None else None
         seconds = {**self._client.timeout.as_dict(), "read": read}
@@ -291,11 +293,11 @@ def checked_url(base_url: str) -> httpx2.URL:
     return url
 
 
-def check_key(key: Any, variable: str | None) -> None:
-    """Check the key of a server.
+def request_headers(headers: Mapping[str, str] | None, key: Any, variable: str | None) -> dict[str, str]:
+    """Return the headers that are sent with every request, the key among them. No message repeats a value.
 
     Raises:
-        InvalidRequestError: it is not a text. The message does not repeat it.
+        InvalidRequestError: a value cannot be sent; `field` is ``headers`` or ``api_key``.
     """
     if key is not None and not isinstance(key, str):
         # A command line reads `--option api_key=5` as a number.
@@ -303,18 +305,11 @@ def check_key(key: Any, variable: str | None) -> None:
         raise invalid(
             "api_key", f"expected a text, got a value of type {type(key).__name__}; put it in quotes{instead}"
         )
-
-
-def check_headers(headers: Mapping[str, str]) -> None:
-    """Check the headers that are sent with every request.
-
-    Raises:
-        InvalidRequestError: a value cannot be sent; `field` is ``headers`` or ``api_key``.
-    """
-    for name, value in headers.items():
+    sent = {**(headers or {}), **({"Authorization": f"Bearer {key}"} if key else {})}
+    for name, value in sent.items():
         if not isinstance(value, str):
             raise invalid("headers", f"the value of {name} is a {type(value).__name__}, expected a str")
         if not (value.isascii() and value.isprintable()):
-            # The message must not contain the value: it may be the key.
             field = "api_key" if name == "Authorization" else "headers"
             raise invalid(field, f"the value of {name} has characters that a header cannot carry")
+    return sent

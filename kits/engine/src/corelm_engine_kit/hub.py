@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 #: Seconds for the one request that finds out whether the hub answers.
-_PATIENCE = 5.0
+_TIMEOUT = 5.0
 
 
 def hub_options(name: Any) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def hub_options(name: Any) -> dict[str, Any]:
         return {}
     try:
         # Any answer will do. It goes the way that the library's own requests go, through proxies for example.
-        get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
+        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
     except Exception:
         return {"local_files_only": True}
     return {}

@@ -354,10 +354,10 @@ class _Scoring:
         else:
             self._score(made, [(row.number, position) for position in range(start, end)])
 
-    def _score(self, logits: Tensor, places: Sequence[tuple[int, int]]) -> None:
+    def _score(self, logits: Tensor, positions: Sequence[tuple[int, int]]) -> None:
         """Score the ids at some (row, position), given the logits that predict them."""
         offsets = self._sequences.offsets
-        index = torch.tensor([int(offsets[row]) + position for row, position in places])
+        index = torch.tensor([int(offsets[row]) + position for row, position in positions])
         query = TokenQuery.of(self._request, self._sequences.values[index], index)
         scores = scores_of_logits(logits, query.to(logits.device))
         device = self._request.device or self._request.sequences.values.device

@@ -49,10 +49,15 @@ class Secrets:
     """
 
     def __init__(self, key: Iterable[str | None] = (), headers: Mapping[str, str] | None = None) -> None:
-        keys, headers = [text for text in key if text], headers or {}
-        texts = _longest_first([*keys, *(word for value in headers.values() for word in (value, *value.split()))])
+        words = (word for value in (headers or {}).values() for word in (value, *value.split()))
+        known = {text for text in (*key, *words) if text and len(text) >= _SHORTEST and text.lower() not in _SCHEMES}
+        # The longest first, so that a secret that contains another one is masked whole.
+        texts = sorted(known, key=len, reverse=True)
         self.longest = max(map(len, texts), default=0)
-        self._pattern = _pattern(texts)
+        patterns = [
+            re.escape(text) if len(text) >= _ANYWHERE else rf"(?<![\w-]){re.escape(text)}(?![\w-])" for text in texts
+        ]
+        self._pattern = re.compile("|".join(patterns)) if patterns else None
 
     def masked(self, text: str) -> str:
         """Return `text` without the secrets."""
@@ -75,22 +80,6 @@ class Secrets:
                 raise self.masked_error(error) from None
             self.masked_error(error)
             raise
-
-
-def _longest_first(values: Iterable[str]) -> list[str]:
-    """Return the values without those that are not secret; the longest first.
-
-    So a secret that contains another one is masked whole.
-    """
-    texts = {text for text in values if len(text) >= _SHORTEST and text.lower() not in _SCHEMES}
-    return sorted(texts, key=len, reverse=True)
-
-
-def _pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
-    patterns = [
-        re.escape(text) if len(text) >= _ANYWHERE else rf"(?<![\w-]){re.escape(text)}(?![\w-])" for text in texts
-    ]
-    return re.compile("|".join(patterns)) if patterns else None
 
 
 def is_secret(name: str, value: Any) -> bool:

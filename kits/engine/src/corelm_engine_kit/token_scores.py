@@ -80,11 +80,11 @@ class TokenQuery:
             top_ids=None if self.top_ids is None else to_device(self.top_ids, device),
         )
 
-    def select(self, places: Tensor) -> TokenQuery:
-        """Return what is asked of the targets in these places, int64[m]."""
-        targets = self.targets[places.to(self.targets.device)]
-        sets = None if self.sets is None else self.sets.select(places.cpu())
-        top_ids = None if self.top_ids is None else self.top_ids[places.to(self.top_ids.device)]
+    def select(self, indices: Tensor) -> TokenQuery:
+        """Return what is asked of the targets at these indices, int64[m]."""
+        targets = self.targets[indices.to(self.targets.device)]
+        sets = None if self.sets is None else self.sets.select(indices.cpu())
+        top_ids = None if self.top_ids is None else self.top_ids[indices.to(self.top_ids.device)]
         return replace(self, targets=targets, sets=sets, top_ids=top_ids)
 
     def split(self, size: int) -> Iterator[TokenQuery]:
@@ -92,8 +92,8 @@ class TokenQuery:
         if len(self.targets) <= size:
             yield self
             return
-        for places in torch.arange(len(self.targets)).split(size):
-            yield self.select(places)
+        for indices in torch.arange(len(self.targets)).split(size):
+            yield self.select(indices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,15 +114,15 @@ class TokenScores:
 
     def to(self, device: torch.device) -> TokenScores:
         argmax = None if self.argmax is None else self.argmax.to(device)
-        top = None if self.top is None else _each_of_top(self.top, lambda part: part.to(device))
+        top = None if self.top is None else TopIds(*(column.to(device) for column in self.top.columns))
         return TokenScores(self.logprobs.to(device), [piece.to(device) for piece in self.logits], argmax, top)
 
-    def select(self, places: Tensor) -> TokenScores:
-        """Return the scores of the targets in these places, int64[m], without logits."""
-        places = places.to(self.logprobs.device)
-        argmax = None if self.argmax is None else self.argmax[places]
-        top = None if self.top is None else _each_of_top(self.top, lambda part: part[places])
-        return TokenScores(self.logprobs[places], (), argmax, top)
+    def select(self, indices: Tensor) -> TokenScores:
+        """Return the scores of the targets at these indices, int64[m], without logits."""
+        indices = indices.to(self.logprobs.device)
+        argmax = None if self.argmax is None else self.argmax[indices]
+        top = None if self.top is None else TopIds(*(column[indices] for column in self.top.columns))
+        return TokenScores(self.logprobs[indices], (), argmax, top)
 
     @staticmethod
     def cat(parts: Sequence[TokenScores]) -> TokenScores:
@@ -135,17 +135,8 @@ class TokenScores:
             torch.cat([part.logprobs for part in parts]),
             [piece for part in parts for piece in part.logits],
             torch.cat(best) if best else None,
-            cat_top(tops) if tops else None,
+            TopIds.cat(tops, 0) if tops else None,
         )
-
-
-def cat_top(parts: Sequence[TopIds]) -> TopIds:
-    """Return the positions of `parts`, of which there is one at least, one after another."""
-    return TopIds(*(torch.cat(column) for column in zip(*((p.ids, p.logprobs, p.tail) for p in parts), strict=True)))
-
-
-def _each_of_top(top: TopIds, change: Callable[[Tensor], Tensor]) -> TopIds:
-    return TopIds(change(top.ids), change(top.logprobs), change(top.tail))
 
 
 # From full logits -----------------------------------------------------------------------------------------------------
@@ -155,16 +146,16 @@ def scores_of_logits(logits: Tensor, query: TokenQuery) -> TokenScores:
     """Answer `query`, on the device of the logits, from ``float32[n, vocab]``."""
     tempered = logits if query.temperature == 1.0 else logits / query.temperature
 
-    def whole(places: Tensor | None, some: TokenQuery) -> Tensor:
-        rows = tempered if places is None else tempered[places]
+    def whole(indices: Tensor | None, some: TokenQuery) -> Tensor:
+        rows = tempered if indices is None else tempered[indices]
         # What `logsumexp` makes of a few rows stays in the caches of a CPU.
         few = max(1, _CPU_ELEMENTS // rows.shape[-1]) if rows.device.type == "cpu" else max(1, len(rows))
         normalizer = torch.cat([part.logsumexp(-1) for part in rows.split(few)])
         return rows.gather(-1, some.targets[:, None])[:, 0] - normalizer
 
-    def within(places: Tensor, some: TokenQuery) -> Tensor:
+    def within(indices: Tensor, some: TokenQuery) -> Tensor:
         assert some.sets is not None
-        rows = places[some.sets.row_index.to(places.device)]
+        rows = indices[some.sets.row_index.to(indices.device)]
         return logprobs_in_sets(tempered[rows, some.sets.values], some.sets, some.targets)
 
     return TokenScores(
@@ -184,8 +175,8 @@ def logprobs_by_sets(
 
     Args:
         query: what is asked.
-        whole, within: given the places of some targets, int64[m], and what is asked of these, return their log-probs.
-            The places are None if these are all.
+        whole, within: given the indices of some targets, int64[m], and what is asked of these, return their log-probs.
+            The indices are None if these are all.
     """
     if query.sets is None:
         return whole(None, query)
@@ -193,10 +184,10 @@ def logprobs_by_sets(
     if not bool(given.any()):
         return whole(None, query)
     device, parts, order = query.targets.device, [], []
-    for places, log_probs in ((given.nonzero()[:, 0], within), ((~given).nonzero()[:, 0], whole)):
-        if len(places):
-            parts.append(log_probs(places.to(device), query.select(places)))
-            order.append(places)
+    for indices, log_probs in ((given.nonzero()[:, 0], within), ((~given).nonzero()[:, 0], whole)):
+        if len(indices):
+            parts.append(log_probs(indices.to(device), query.select(indices)))
+            order.append(indices)
     return parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat(order).argsort().to(parts[0].device)]
 
 
@@ -227,12 +218,12 @@ def _top_of(tempered: Tensor, query: TokenQuery) -> TopIds:
     """
     ids = tempered.detach().topk(query.top_k, -1).indices if query.top_ids is None else query.top_ids
     given = ids >= 0
-    places = ids.clamp_min(0)
-    values = tempered.gather(-1, places).masked_fill(~given, -torch.inf)
+    indices = ids.clamp_min(0)
+    values = tempered.gather(-1, indices).masked_fill(~given, -torch.inf)
     # What stands for no id must not take anything out: it writes to a column that is cut off again.
     width = tempered.shape[-1]
     padded = torch.nn.functional.pad(tempered, (0, 1), value=-torch.inf)
-    others = padded.scatter(-1, torch.where(given, places, width), -torch.inf)
+    others = padded.scatter(-1, torch.where(given, indices, width), -torch.inf)
     normalizer = tempered.logsumexp(-1)
     if query.top_ids is None:
         # An id that the model rules out is not among the most probable ones.
@@ -277,7 +268,7 @@ def scoring_result(
     vocab_size: int,
     failed: Mapping[int, str] | None = None,
 ) -> ScoreResult:
-    """Return the scores of all parts in the places of their tokens, and 0.0 elsewhere; gradients flow to them.
+    """Return the scores of all parts where their tokens stand, and 0.0 elsewhere; gradients flow to them.
 
     Args:
         scored: `scored_positions` of the request.
@@ -344,7 +335,7 @@ def _without_scores(result: ScoreResult, request: ScoreRequest, finite: Tensor) 
 
 
 def _top_of_all(request: ScoreRequest, parts: Sequence[ScoredTokens], index: Tensor) -> dict[str, Any]:
-    """Return what is said of several ids at each position, in the places of their tokens."""
+    """Return what is said of several ids at each position, where their tokens stand."""
     k = request.top_k if request.top_ids is None else request.top_ids.values.shape[1]
     if not request.top_k and request.top_ids is None:
         return {}

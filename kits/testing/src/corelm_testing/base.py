@@ -212,7 +212,7 @@ class ConformanceBase:
         The running test is not applicable if the backend does not declare the parameter, and fails if no value of it
         can be used.
         """
-        from corelm_testing.trials import honoured, use
+        from corelm_testing.usage import honoured, use
 
         if name == "engine_kwargs":
             require(backend, "sampling:engine_kwargs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -20,22 +21,44 @@ if TYPE_CHECKING:
     from corelm_testing.plain_oracle import PlainOracle
 
 
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What `run` tests. The attributes that `BackendConformance` has as well are explained there.
+
+    Attributes:
+        opened: a backend that is open already, and that most tests share.
+        opener: opens another one on the same model.
+        plain: the plain forward of that model.
+        sampling: sampling parameters with `engine_kwargs` that change answers; None if there are none.
+        other_weights: other weights for the same model, which the engine loads by their path, and their oracle; None
+            for those of the oracle with some noise, as a state dict.
+    """
+
+    opened: Backend
+    opener: Callable[[], Backend]
+    plain: PlainOracle
+    sampling: Mapping[str, Any] | None
+    other_weights: tuple[str, PlainOracle] | None
+    tolerance: float
+    draws: int
+    recomputes_in_flight: bool
+    not_shown: Mapping[str, str]
+
+
 def run(
-    report: Path,
-    arguments: Sequence[str] = (),
-    on_test: Callable[[int], object] | None = None,
-    **subject: Any,
+    subject: Subject, report: Path, arguments: Sequence[str] = (), on_test: Callable[[int], object] | None = None
 ) -> int:
     """Run the kit in this process, write its report, and return pytest's exit status.
 
     Args:
+        subject: what is tested.
         report: where the report goes: a path to which ``.json``, ``.md`` and ``.html`` are added.
         arguments: more arguments for pytest, such as ``["-k", "seed"]``.
         on_test: is called with the number of tests when one has ended. pytest then prints no letter for it.
-        subject: what is tested, the attributes of `Kit`.
     """
-    for name, value in subject.items():
-        setattr(Kit, name, value)
+    Kit.subject = subject
+    Kit.tolerance, Kit.draws, Kit.not_shown = subject.tolerance, subject.draws, subject.not_shown
+    Kit.recomputes_in_flight = subject.recomputes_in_flight
 
     class Chosen:
         def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -64,52 +87,39 @@ def run(
 
 
 class Kit(BackendConformance):
-    """The kit on what `run` is given.
+    """The kit on what `run` is given."""
 
-    Attributes:
-        opened: a backend that is open already, and that most tests share.
-        opener: opens another one on the same model.
-        plain: the plain forward of that model.
-        sampling: sampling parameters with `engine_kwargs` that change answers; None if there are none.
-        other_weights: other weights for the same model, which the engine loads by their path, and their oracle; None
-            for those of the oracle with some noise, as a state dict.
-    """
-
-    opened: ClassVar[Backend]
-    opener: ClassVar[Callable[[], Backend]]
-    plain: ClassVar[PlainOracle]
-    sampling: ClassVar[Mapping[str, Any] | None]
-    other_weights: ClassVar[tuple[str, PlainOracle] | None]
+    subject: ClassVar[Subject]
 
     @pytest.fixture(scope="class")
     @classmethod
     def open_backend(cls) -> Callable[[], Backend]:
-        return cls.opener
+        return cls.subject.opener
 
     @pytest.fixture(scope="class")
     @classmethod
     def backend(cls) -> Iterator[Backend]:
-        yield cls.opened
+        yield cls.subject.opened
 
     def oracle(self, ids: list[int], temperature: float) -> Tensor:
-        return self.plain.logprobs(ids, temperature)
+        return self.subject.plain.logprobs(ids, temperature)
 
     def next_logprobs(self, ids: list[int], temperature: float) -> Tensor:
-        return self.plain.next_logprobs(ids, temperature)
+        return self.subject.plain.next_logprobs(ids, temperature)
 
     def new_weights(self) -> tuple[Mapping[str, Tensor] | str, Oracle]:
         if "update_weights" in self.not_shown:
             super().new_weights()
-        if self.other_weights is not None:
-            path, oracle = self.other_weights
+        if self.subject.other_weights is not None:
+            path, oracle = self.subject.other_weights
             return path, oracle.logprobs
-        other = self.plain.with_other_weights()
+        other = self.subject.plain.with_other_weights()
         return other.state_dict(), other.logprobs
 
     def new_adapters(self) -> Sequence[tuple[Mapping[str, Any], Oracle]]:
         adapters: list[tuple[Mapping[str, Any], Oracle]] = []
         for seed in range(2):
-            made = self.plain.with_adapter(seed)
+            made = self.subject.plain.with_adapter(seed)
             if made is None:
                 self.declared_and_not_shown("adapters", "choose a model with layers called q_proj or v_proj")
             state, config, other = made
@@ -117,9 +127,9 @@ class Kit(BackendConformance):
         return adapters
 
     def engine_sampling(self) -> Mapping[str, Any]:
-        if self.sampling is None:
+        if self.subject.sampling is None:
             self.declared_and_not_shown("engine_kwargs", "pass --engine-sampling")
-        return self.sampling
+        return self.subject.sampling
 
     def declared_and_not_shown(self, name: str, remedy: str) -> NoReturn:
         if name == "update_weights":

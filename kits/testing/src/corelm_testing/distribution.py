@@ -27,7 +27,7 @@ from corelm_testing.reference import (
     temperatures,
     top_p_of,
 )
-from corelm_testing.trials import in_range, legal
+from corelm_testing.usage import in_range, legal
 
 #: For each parameter, the value that keeps the k likeliest ids of log-probs[V]. A temperature keeps all ids.
 CUTS: dict[str, Callable[[Tensor, int], Any]] = {
@@ -306,8 +306,8 @@ class SupportPromises(ConformanceBase, theme="support"):
         others = self.rows(backend, 3, 5, 1, 8, 2, 6, 4, 3, 7, 5, seed=1)
         # The last set is empty: the whole vocabulary.
         sets: list[list[list[int]]] = [[[] for _ in row] for row in rows]
-        places = [(row, at) for row, ids in enumerate(rows) for at in range(1, len(ids))][:-1]
-        for (row, at), more in zip(places, others, strict=False):
+        positions = [(row, at) for row, ids in enumerate(rows) for at in range(1, len(ids))][:-1]
+        for (row, at), more in zip(positions, others, strict=False):
             sets[row][at] = sorted({rows[row][at], *more})
         grad = backend.capabilities.gradients
         scores = backend.score_logprobs(rows, temperature=temperature, support=sets, grad=grad)
@@ -469,7 +469,7 @@ class TopIdPromises(ConformanceBase, theme="top_ids"):
         else:
             possible = int((expected > -torch.inf).sum())
             assert int(there.sum()) == min(len(ids), possible), f"{where}: {ids.tolist()}"
-            # Ids whose log-probs differ by less than the tolerance may change places.
+            # Ids whose log-probs differ by less than the tolerance may be swapped.
             assert float(others.max() - expected[ids[there]].min()) <= 2 * self.tolerance, f"{where}: {ids.tolist()}"
         self.assert_close(values[there], expected[ids[there]], where)
         rest = float(others.exp().sum())

@@ -15,14 +15,14 @@ from corelm.spec import GenerateResult
 from corelm.tensors.categorical import log_probs
 from corelm_testing.base import ConformanceBase, needs, not_applicable
 from corelm_testing.reference import LONGEST, OPENINGS, sampled_from, seeded, temperatures
-from corelm_testing.trials import DECLARABLE, TRIALS, WITH_LOGPROBS, in_range, legal, use
+from corelm_testing.usage import DECLARABLE, USAGE, WITH_LOGPROBS, in_range, legal, use
 
 #: Unsorted, so that a backend that sorts rows has to put them back.
 LENGTHS = (9, 300, 1, 131, 2, 40, 3)
 #: The most tokens of an answer.
 NEW = 8
 #: The parameters that change the distribution that tokens are drawn from.
-RESHAPING = tuple(name for name in DECLARABLE if TRIALS[name].effect in ("temperature", "truncation", "penalty", "ban"))
+RESHAPING = tuple(name for name in DECLARABLE if USAGE[name].effect in ("temperature", "truncation", "penalty", "ban"))
 
 
 class LogProbPromises(ConformanceBase, theme="logprobs"):
@@ -192,14 +192,14 @@ def _leaves(node: Any) -> dict[torch.Tensor, None]:
 def _plain(backend: Backend) -> list[dict[str, Any]]:
     """Return samplings: temperature 1, greedy, and temperature 1 with each truncation, if declared."""
     greedy = [{"temperature": 0.0}] if legal(backend, "temperature", 0.0) else []
-    cuts = [use(backend, name) for name in RESHAPING if TRIALS[name].effect == "truncation"]
+    cuts = [use(backend, name) for name in RESHAPING if USAGE[name].effect == "truncation"]
     return [{}, *greedy, *(cut for cut in cuts if cut)]
 
 
 #: The most tokens of an answer to each parameter.
 _SAMPLED = 6
 #: The processed log-probs of truncated distributions are tested in `distribution`, at cuts that rounding cannot move.
-PROCESSED = tuple(name for name in WITH_LOGPROBS if TRIALS[name].effect != "truncation")
+PROCESSED = tuple(name for name in WITH_LOGPROBS if USAGE[name].effect != "truncation")
 
 
 class SampledLogProbPromises(ConformanceBase, theme="sampled_logprobs"):
@@ -222,7 +222,7 @@ class SampledLogProbPromises(ConformanceBase, theme="sampled_logprobs"):
         self, backend: Backend, name: str
     ) -> None:
         sampling = self.sampling_of(backend, name)
-        if TRIALS[name].effect == "penalty":
+        if USAGE[name].effect == "penalty":
             # Penalties come before the temperature, so the two together show the order.
             sampling |= {"temperature": 0.6} if legal(backend, "temperature", 0.6) else {}
         params = SamplingParams.make(sampling)
@@ -313,9 +313,9 @@ class ProvenancePromises(ConformanceBase, theme="provenance"):
     def test_processed_log_probs_are_labelled_with_their_sampling(self, backend: Backend) -> None:
         for sampling in _samplings(backend):
             found = _of_answers(backend, "processed", **sampling)
-            effects = {TRIALS[name].effect for name in sampling}
+            effects = {USAGE[name].effect for name in sampling}
             cut = effects & {"truncation", "ban", "engine"}
-            penalties = tuple((name, value) for name, value in sampling.items() if TRIALS[name].effect == "penalty")
+            penalties = tuple((name, value) for name, value in sampling.items() if USAGE[name].effect == "penalty")
             expected = ("processed", sampling.get("temperature", 1.0), "truncated" if cut else "full", penalties)
             assert (found.mode, found.temperature, found.support, found.penalties) == expected, sampling
 
@@ -348,7 +348,7 @@ class ProvenancePromises(ConformanceBase, theme="provenance"):
 def _samplings(backend: Backend) -> list[dict[str, Any]]:
     """Return samplings: the default, each parameter alone that tokens with log-probs can have, and two together."""
     declared = {name: found for name in WITH_LOGPROBS if name not in SHAPES and (found := use(backend, name))}
-    cuts = [found for name, found in declared.items() if TRIALS[name].effect == "truncation"]
+    cuts = [found for name, found in declared.items() if USAGE[name].effect == "truncation"]
     hot = [{"temperature": TEMPERATURE, **cut} for cut in cuts[:1] if legal(backend, "temperature", TEMPERATURE)]
     return [{}, *declared.values(), *hot]
 

@@ -20,7 +20,7 @@ from corelm.spec import FIELDS, GenerateResult
 from corelm.spec.sampling import EVERY_ENGINE
 from corelm_testing.base import ConformanceBase, needs, not_applicable
 from corelm_testing.reference import LONGEST, MIN_P_VALUE, OPENINGS, repeatable, seeded
-from corelm_testing.trials import in_range, legal
+from corelm_testing.usage import in_range, legal
 
 #: The most tokens of an answer.
 NEW = 10

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from corelm import Backend, SamplingParams
 from corelm_testing.base import not_applicable
-from corelm_testing.trials import in_range, legal
+from corelm_testing.usage import in_range, legal
 
 #: Prompts of text: after random ids alone, a trained model has little to say.
 OPENINGS = ("Where is the", "What does the sea do?", "The cat is", "It is so", "A small bird sings", "When", "Who are")

@@ -90,7 +90,7 @@ class TokenPromises(ConformanceBase, theme="tokens"):
         assert corelm.ragged(from_text, ("tokens", "response")).tolist() == from_ids.tolist()
 
     def _odd_prompts(self, backend: Backend) -> list[list[int]]:
-        """Return rows of 6 ids with pads and EOS in unusual places: masks and lengths must not be inferred from ids."""
+        """Return rows of 6 ids with pads and EOS anywhere: masks and lengths must not be inferred from ids."""
         plain, first, middle, last = self.rows(backend, 6, 6, 6, 6)
         first[0] = last[-1] = middle[2] = backend.pad_id
         middle[3] = min(backend.eos_token_ids, default=backend.pad_id)

@@ -68,8 +68,10 @@ class Vocabulary:
         table = self.table(naming)
         for position, name in enumerate(names):
             if table.get(name, -1) < 0:
-                many = "several tokens" if name in table else "no token"
-                raise RowError(f"it names token {position} {name[:40]!r}, which {many} of the tokenizer may be")
+                what = f"is not {BY_ID} and an id below {self.size}"
+                if naming != "id":
+                    what = f"is the name of {'several tokens' if name in table else 'no token'} of the tokenizer"
+                raise RowError(f"it names token {position} {name[:40]!r}, which {what}")
         return [table[name] for name in names]
 
     def are_names(self, names: Sequence[str], ids: Sequence[int], naming: Naming) -> int | None:

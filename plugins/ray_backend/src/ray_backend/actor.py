@@ -63,7 +63,7 @@ def frame_of_ray(frame: RayFrame) -> Frame:
 
 
 class _Outbox:
-    """The answers that a driver has not fetched yet: the transport of its session."""
+    """The answers that a driver has not fetched yet: where its session sends frames."""
 
     def __init__(self) -> None:
         self.frames: SimpleQueue[RayFrame | None] = SimpleQueue()
@@ -72,15 +72,6 @@ class _Outbox:
     def send_packed(self, kind: Kind, call: int, packed: Packed) -> None:
         self.frames.put(frame_for_ray(kind, call, packed))
 
-    def receive(self) -> Frame | None:
-        raise NotImplementedError("drivers send their frames to EngineActor.send")
-
-    def shut_down(self) -> None:
-        self.frames.put(None)
-
-    def close(self) -> None:
-        pass
-
     def fetch(self) -> list[RayFrame | None]:
         """Return the next frames. None among them says that there will be no more."""
         self.heard, found = time.monotonic(), list[RayFrame | None]()
@@ -88,7 +79,6 @@ class _Outbox:
             found.append(self.frames.get(timeout=_LISTEN))
             while len(found) < _MOST_FRAMES:
                 found.append(self.frames.get_nowait())
-        self.heard = time.monotonic()
         return found
 
 
@@ -268,7 +258,7 @@ class EngineActor:
         if found is not None:
             session, outbox = found
             session.end()
-            outbox.shut_down()
+            outbox.frames.put(None)
 
     @_method(concurrency_group="control")
     def status(self) -> dict[str, Any]:

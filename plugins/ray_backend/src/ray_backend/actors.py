@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -96,14 +97,13 @@ class Actors:
             if owned:
                 ray.kill(actor, no_restart=True)
             if isinstance(error, ray.exceptions.RayError):
-                raise EngineError(f"{self._title(index)} was lost while it opened: {described(error)}") from error
+                raise EngineError(f"it was lost while it opened: {described(error)}") from error
             raise
 
     def _opened(self, actor: Any, index: int, owned: bool) -> HostedEngine:
         hello = self._wait(actor.hello.remote(), self._timeout)
         if hello["core"] != __version__:
             raise BackendIncompatibleError(f"the actor has core {hello['core']}, and this is core {__version__}")
-        host = RayHost(actor, hello, self._title(index), owned)
         if owned:
             self._starts[index] = self._starts.get(index, 0) + 1
             self._wait(actor.open.remote(pack({**self._order, "starts": self._starts[index]})[0]), None)
@@ -111,14 +111,15 @@ class Actors:
         expected = None if self._name is None else self._facts
         # A driver that leaves while it waits has not joined yet.
         self._wait(actor.wait_until_open.remote(), None)
-        result: Opened | Failure = unpack(self._wait(actor.attach.remote(host.driver, expected), None))
+        driver = uuid.uuid4().hex
+        result: Opened | Failure = unpack(self._wait(actor.attach.remote(driver, expected), None))
         if isinstance(result, Failure):
             error = result.error()
             raise error if isinstance(error, CoreLMError) else EngineError(f"{described(error)}", usable=False)
-        host.connect()
         if not owned:
             # The engine is closed by the driver that has created it.
             result = replace(result, hooks=result.hooks - {"close"})
+        host = RayHost(actor, driver, hello, self._title(index), owned)
         return HostedEngine(host, self._order["name"], result)
 
     def _actor(self, index: int) -> tuple[Any, bool]:

@@ -18,9 +18,6 @@ from ray_backend.cluster import CLUSTER
 if TYPE_CHECKING:
     from ray_backend.actors import Actors
 
-#: Seconds that the process of an actor has to start: a runtime_env may have to be made first.
-PLACEMENT_TIMEOUT = 120.0
-
 
 class RayBackend(FleetEngine):
     """Samples from and scores with engines of another backend, each in a Ray actor. They answer as one engine."""
@@ -28,7 +25,7 @@ class RayBackend(FleetEngine):
     requires_api = ">=1,<2"
 
     def __init__(self, actors: Actors, replicas: int, limits: FleetLimits | None) -> None:
-        self._actors, self._ended = actors, False
+        self._actors, self._ended, self._process = actors, False, os.getpid()
         self._scaling = threading.Lock()
         super().__init__([actors.member(index) for index in range(replicas)], "ray", limits=limits)
         CLUSTER.backends.add(self)
@@ -49,7 +46,7 @@ class RayBackend(FleetEngine):
         namespace: str = "corelm",
         address: str | None = None,
         runtime_env: Mapping[str, Any] | None = None,
-        placement_timeout: float = PLACEMENT_TIMEOUT,
+        placement_timeout: float = 120.0,
         **inner_options: Any,
     ) -> RayBackend:
         """Open `replicas` engines of the backend `inner`, each in an actor.
@@ -58,7 +55,7 @@ class RayBackend(FleetEngine):
             model: what `inner` opens: a path or a name; the same on every node. A model object cannot cross.
             inner: the backend's name.
             replicas: how many actors. Rows of one that dies are answered by another; it is started again.
-            fleet_limits: how patient the fleet is with actors that are silent or die; None for the defaults.
+            fleet_limits: when a silent actor counts as dead, and how often it is started; None for the defaults.
             num_cpus: CPU cores of each actor, and threads of each operation; may be a fraction.
             num_gpus: GPUs of each actor; may be a fraction.
             resources: custom resources of the cluster that each actor takes, by name.
@@ -72,7 +69,7 @@ class RayBackend(FleetEngine):
             address: the cluster to join. None for the one that this program uses already, or that the environment
                 variable ``RAY_ADDRESS`` names, or else a new one on this machine, which ends with the last backend.
             runtime_env: Ray's description of the actors' environment.
-            placement_timeout: seconds that the process of an actor has to start, before it opens its engine.
+            placement_timeout: seconds to make the runtime_env and start an actor's process, before it opens its engine.
             inner_options: the options of `inner`.
 
         Raises:
@@ -98,12 +95,12 @@ class RayBackend(FleetEngine):
             from ray_backend.placement import Placement, require_interpreter
 
             placement = Placement.make(num_cpus, num_gpus, resources, python, runtime_env)
-            patience = number("placement_timeout", placement_timeout, 0.0)
+            timeout = number("placement_timeout", placement_timeout, 0.0)
             if placement.python is not None:
                 require_interpreter(placement.python, inner)
             placement.require_room(replicas)
             order = {"name": inner, "model": model, "options": inner_options}
-            return cls(Actors(order, placement, replicas, actor_name, namespace, patience), replicas, fleet_limits)
+            return cls(Actors(order, placement, replicas, actor_name, namespace, timeout), replicas, fleet_limits)
         except BaseException:
             CLUSTER.leave()
             raise
@@ -152,8 +149,8 @@ class RayBackend(FleetEngine):
 
     @hookimpl
     def close(self, request: CloseRequest) -> bool:
-        """Close the engines that this driver has opened, and leave Ray. Later calls do nothing."""
-        if not self._ended:
+        """Close the engines that this driver has opened, and leave Ray. Later calls do nothing, nor does a fork's."""
+        if not self._ended and os.getpid() == self._process:
             self._ended = True
             self._actors.close()
             try:

@@ -38,8 +38,6 @@ class Cluster:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._users = 0
-        self._process = os.getpid()
-        self._registered = False
         self.ours = False
         self.backends: weakref.WeakSet[FleetEngine] = weakref.WeakSet()
 
@@ -60,10 +58,9 @@ class Cluster:
 
         wanted = address or os.environ.get("RAY_ADDRESS") or "local"
         with self._lock:
-            if not self._registered:
-                # After Ray has registered its own end, so that this comes first.
-                atexit.register(self._end_of_program)
-                self._registered = True
+            # Once, and after Ray has registered its own end, so that this comes first.
+            atexit.unregister(self._end_of_program)
+            atexit.register(self._end_of_program)
             if ray.is_initialized():
                 used = ray.get_runtime_context().gcs_address
                 if address not in (None, "auto", "local", used):
@@ -88,7 +85,7 @@ class Cluster:
 
         with self._lock:
             self._users -= 1
-            if self._users <= 0 and self.ours and os.getpid() == self._process:
+            if self._users <= 0 and self.ours:
                 self.ours = False
                 if ray.is_initialized():
                     ray.shutdown()
@@ -116,19 +113,17 @@ class Cluster:
             if not alone and type(error) is ConnectionError and "RAY_AUTH_MODE" not in os.environ:
                 advice = "; if the cluster has a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
             raise EngineError(f"{what}: {described(error)}{advice}", usable=False) from error
-        self.ours, self._process = True, os.getpid()
+        self.ours = True
         if alone:
             where, logs = ray.get_runtime_context().gcs_address, context.address_info.get("session_dir", "")
             if not where.startswith(_LOOPBACK):
                 _log.warning("ray: the cluster that was started can be reached from other machines, at %s", where)
-            version = ray.__version__
-            _log.info("ray: started Ray %s on this machine alone, at %s; its logs are in %s", version, where, logs)
+            started = "ray: started Ray %s on this machine alone, at %s; its logs are in %s"
+            _log.info(started, ray.__version__, where, logs)
         else:
             _log.info("ray: joined the cluster at %s", context.address_info.get("gcs_address", address))
 
     def _end_of_program(self) -> None:
-        if os.getpid() != self._process:
-            return
         for backend in list(self.backends):
             with suppress(Exception):
                 backend.close(CloseRequest())

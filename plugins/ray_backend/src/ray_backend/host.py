@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import threading
-import uuid
 from contextlib import suppress
 from typing import Any
 
@@ -69,39 +68,33 @@ class RayTransport:
 
 
 class RayHost:
-    """An actor with an engine. It is the host of a `HostedEngine`.
+    """An actor with an engine, which knows the driver. It is the host of a `HostedEngine`.
 
     Args:
+        driver: the name by which the actor knows this driver.
         owned: whether this driver has created the actor, and ends it.
 
     Attributes:
         pid: the actor's process.
-        driver: the name by which the actor knows this driver.
     """
 
-    def __init__(self, actor: Any, hello: dict[str, Any], name: str, owned: bool) -> None:
+    def __init__(self, actor: Any, driver: str, hello: dict[str, Any], name: str, owned: bool) -> None:
         self.pid, self._node = int(hello["pid"]), str(hello["node"])
-        self.driver = uuid.uuid4().hex
-        self._actor, self._name, self._owned = actor, name, owned
+        self._actor, self._driver, self._name, self._owned = actor, driver, name, owned
         self._process, self._closed = os.getpid(), False
         # A descriptor stands for this process, and for no later one with its number. macOS has none.
         self._handle: int | None = None
         if owned and hasattr(os, "pidfd_open") and self._node == ray.get_runtime_context().get_node_id():
             with suppress(OSError):
                 self._handle = os.pidfd_open(self.pid)
-        self._transport = RayTransport(actor, self.driver)
-        self._connection: Connection | None = None
-
-    def connect(self) -> None:
-        """Begin to receive answers; the actor knows the driver."""
+        self._transport = RayTransport(actor, driver)
         self._connection = Connection(self._transport, self._why_lost)
 
     @property
     def lost(self) -> bool:
-        return self._connection is None or self._connection.lost
+        return self._connection.lost
 
     def call(self, call: Call, timeout: float | None = None, callbacks: Callbacks | None = None) -> Any:
-        assert self._connection is not None
         return self._connection.call(call, timeout, callbacks)
 
     def close(self) -> None:
@@ -114,11 +107,10 @@ class RayHost:
                 if self._owned:
                     ray.kill(self._actor, no_restart=True)
                 else:
-                    self._actor.detach.remote(self.driver)
-        if self._connection is not None:
-            self._connection.close()
-            if threading.current_thread().name != "corelm-host-read":
-                self._transport.ended.wait(_END)
+                    self._actor.detach.remote(self._driver)
+        self._connection.close()
+        if threading.current_thread().name != "corelm-host-read":
+            self._transport.ended.wait(_END)
         handle, self._handle = self._handle, None
         if handle is not None:
             try:

@@ -78,7 +78,7 @@ class Placement:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
         def room(units: Mapping[str, float]) -> int:
-            # An actor lives on one node.
+            # All of an actor is on one node.
             return sum(min(int(node.get(name, 0.0) / each + 1e-9) for name, each in units.items()) for node in nodes)
 
         for name, each in wanted.items():

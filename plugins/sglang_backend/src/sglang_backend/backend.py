@@ -8,14 +8,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from corelm.errors import CapabilityError, EngineError, InvalidRequestError
+from corelm.errors import CapabilityError, InvalidRequestError
 from corelm.spec import (
     CloseRequest,
     Deadline,
     GenerateRequest,
     GenerateResult,
     GenerationMode,
-    HealthRequest,
     RowAnswer,
     RowFailure,
     RowScores,
@@ -38,7 +37,7 @@ from corelm_engine_kit import (
     HttpOptions,
     ModelHints,
     Payload,
-    SignOfWork,
+    ProgressProbe,
     WeightGroup,
     answer_limits,
     configured_shapes,
@@ -132,7 +131,7 @@ class SGLangBackend(HttpEngine):
             max_context: the longest prompt + answer, in tokens; None to ask the server.
             eos_token_ids: the ids that end every answer; None to read the model's files.
             http: see `HttpOptions`. A key and headers are for a server behind a URL; the key may be in SGLANG_API_KEY.
-                ``/health_generate`` gives signs of work, so that an answer may take longer than ``read_timeout``.
+                ``/health_generate`` shows progress, so that an answer may take longer than ``read_timeout``.
             weight_group: the host by which a server behind a URL reaches this process, or that and a port. New weights
                 can be tensors then: they are sent to the server, which joins this process at the first ones.
             startup_timeout: seconds that a launched server may take to start, before it is asked what it can do.
@@ -186,8 +185,9 @@ class SGLangBackend(HttpEngine):
                 base_url, http = launched.base_url, replace(http, api_key=launched.api_key)
             # The page answers once the scheduler has returned a token of any request. While it loads weights it returns
             # none: the server need only be alive.
-            sign = SignOfWork(rows=protocol.GENERATE, page=HEALTH_GENERATE, alive=MODEL_INFO)
-            client = http.client(base_url, KEY_VARIABLE, sign=sign, ended=None if launched is None else launched.ended)
+            probe = ProgressProbe(rows=protocol.GENERATE, page=HEALTH_GENERATE, alive=MODEL_INFO)
+            ended = None if launched is None else launched.ended
+            client = http.client(base_url, KEY_VARIABLE, progress_probe=probe, ended=ended)
             cleanup.callback(client.close)
             if launched is not None:
                 launched.wait_until(lambda: client.answers(MODEL_INFO), startup_timeout, f"sglang, {model}", progress)
@@ -208,7 +208,6 @@ class SGLangBackend(HttpEngine):
 
     @hookimpl
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        self._require_running()
         weights = self.weights.history.of_call(request)
         runs = [weights.before] * len(request.prompts)
         stops = StopStrings.of_rows(request, self.tokenizer)
@@ -231,7 +230,6 @@ class SGLangBackend(HttpEngine):
 
     @hookimpl
     def score_logprobs(self, request: ScoreRequest) -> ScoreResult:
-        self._require_running()
         sequences, starts = request.sequences.tolist(), request.score_from.tolist()
 
         def parse(row: int, reply: Any, aborted: bool) -> RowScores | RowFailure:
@@ -278,7 +276,6 @@ class SGLangBackend(HttpEngine):
 
     @hookimpl
     def update_weights(self, request: WeightUpdate) -> bool:
-        self._require_running()
         if request.adapter is None:
             self.weights.load(request)
         else:
@@ -293,7 +290,6 @@ class SGLangBackend(HttpEngine):
             InvalidRequestError: the server works on requests of other clients. Nothing has changed.
             EngineError: the server failed.
         """
-        self._require_running()
         # A server that is not idle would end itself; this refuses instead.
         self.client.post("/flush_cache", {}, expect_json=False)
         self.weights.asleep = True
@@ -302,7 +298,6 @@ class SGLangBackend(HttpEngine):
 
     @hookimpl
     def wake(self, request: WakeRequest) -> bool:
-        self._require_running()
         tags = [name for tag in sorted(request.tags) for name in _MEMORY[tag]]
         self.client.post("/resume_memory_occupation", {"tags": tags}, expect_json=False)
         self.weights.asleep = not request.last
@@ -312,10 +307,6 @@ class SGLangBackend(HttpEngine):
     # The server ------------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def health(self, request: HealthRequest) -> bool:
-        return (self.launched is None or self.launched.alive) and super().health(request)
-
-    @hookimpl
     def close(self, request: CloseRequest) -> bool:
         self.weights.close()
         super().close(request)
@@ -323,11 +314,6 @@ class SGLangBackend(HttpEngine):
         if self.launched is not None:
             self.launched.close()
         return True
-
-    def _require_running(self) -> None:
-        """Send nothing to the port of a launched server that has ended: another process may listen there now."""
-        if self.launched is not None and (why := self.launched.ended()):
-            raise EngineError(why, usable=False)
 
 
 def _check_options(

@@ -48,7 +48,7 @@ def obstacle(tensors: Iterable[Tensor], size: int = BUCKET) -> str:
 
 
 def handle(bucket: Pairs) -> str:
-    """Return the handle of a bucket, in base64. It is good for one reader, and while the bucket lives.
+    """Return the handle of a bucket, in base64. It is good for one reader, and as long as the bucket exists.
 
     Tensors on the CPU are moved to shared memory: pass copies.
     """

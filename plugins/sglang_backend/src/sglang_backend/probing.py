@@ -15,7 +15,7 @@ import torch
 
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
 from corelm.spec import Deadline, GenerateRequest, GenerateResult, GenerationMode, Ragged, SamplingParams
-from corelm_engine_kit import trial_generation, trial_scoring
+from corelm_engine_kit import probe_generation, probe_scoring
 from sglang_backend import protocol
 from sglang_backend.capabilities import ServerInfo
 
@@ -149,12 +149,12 @@ class ServerProbe:
         prompts = Ragged.from_list([self._prompt] * len(seeds))
         sampling = SamplingParams(temperature=temperature, max_new_tokens=length, ignore_eos=True, top_k=top_k)
         seeded = torch.tensor(list(seeds))
-        return trial_generation(prompts, sampling, seeds=seeded, timeout=self._deadline.left(), **details)
+        return probe_generation(prompts, sampling, seeds=seeded, timeout=self._deadline.left(), **details)
 
     def _raw_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-prob of each of `tokens` after the prompt, as the server scores it: at temperature 1."""
         rows, starts = [[*self._prompt, token] for token in tokens], torch.full((len(tokens),), len(self._prompt))
-        request = trial_scoring(Ragged.from_list(rows), starts, timeout=self._deadline.left())
+        request = probe_scoring(Ragged.from_list(rows), starts, timeout=self._deadline.left())
         return [row[-1] for row in _without_errors(self._engine.score_logprobs(request)).logprobs.tolist()]
 
 

@@ -6,7 +6,6 @@ the server.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +26,7 @@ from corelm_engine_kit import (
     configured_shapes,
     fitting,
     local_checkpoint,
+    say_why_files,
     weights_folder,
 )
 from sglang_backend import handover
@@ -34,8 +34,6 @@ from sglang_backend.capabilities import MODEL_INFO, ServerInfo
 from sglang_backend.probing import ServerProbe
 from sglang_backend.weight_channel import WeightChannel
 from sglang_backend.weight_history import WeightHistory
-
-_log = logging.getLogger(__name__)
 
 Pairs = Iterable[tuple[str, Tensor]]
 
@@ -170,7 +168,7 @@ class ServerWeights:
             if not why:
                 self.reload_tensors(_own(given), request)
                 return
-            _log.info("new weights go to SGLang through files, in memory if there is room: %s", why)
+            say_why_files("SGLang", why)
         with weights_folder(request, checkpoint) as folder:
             if self._channel is not None and request.path is None:
                 self.broadcast(_saved(folder), request)

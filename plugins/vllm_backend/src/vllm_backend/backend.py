@@ -68,7 +68,7 @@ class VLLMBackend(InProcessEngine):
                 to it.
             vocab_size: ids are below it; None to read the model's configuration.
             max_context: the longest prompt + answer; None for the server's limit.
-            http: see `HttpOptions`. The key may be in VLLM_API_KEY. Growing counters in ``/metrics`` are signs of work,
+            http: see `HttpOptions`. The key may be in VLLM_API_KEY. Growing counters in ``/metrics`` show progress,
                 so that an answer may take longer than ``read_timeout``.
             weight_group: where the server's workers join this process, so that `update_weights` sends them tensors over
                 NCCL; None to load weights from a folder only.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import logging
@@ -34,7 +33,14 @@ from corelm.spec import (
     hookimpl,
     whole_tensor,
 )
-from corelm_engine_kit import expected_shapes, fitting, fitting_stream, weights_folder, wrong_kept_ids
+from corelm_engine_kit import (
+    expected_shapes,
+    fitting,
+    fitting_stream,
+    say_why_files,
+    weights_folder,
+    wrong_kept_ids,
+)
 from vllm_backend import kept_sets_protocol
 from vllm_backend import protocol_inprocess as protocol
 from vllm_backend.adapters import local_adapters
@@ -166,7 +172,7 @@ class InProcessEngine(ABC):
             tensors, stream = [tensor for _, tensor in first], itertools.chain(first, stream)
             request = replace(request, stream=stream)
         if why := self.needs_file(tensors):
-            _say_why(why)
+            say_why_files("vLLM", why)
             self._load_file(request)
             return
         pairs: Iterable[tuple[str, Tensor]]
@@ -301,9 +307,3 @@ class InProcessEngine(ABC):
 
 def timeout_error(timeout: float | None) -> TimeoutError:
     return TimeoutError("vLLM did not answer in time" + ("" if timeout is None else f", within {timeout:g} seconds"))
-
-
-@functools.cache
-def _say_why(why: str) -> None:
-    """Log once why weights do not stay in memory."""
-    _log.info("new weights go to vLLM through files, in memory if there is room: %s", why)

@@ -47,19 +47,19 @@ class AsyncEngine(InProcessEngine):
     def start(cls, arguments: Mapping[str, Any], tokenizer: Any) -> AsyncEngine:
         """Start vLLM with these engine arguments. `tokenizer` None is the one that vLLM uses."""
         loop = EventLoopThread("vllm")
-        starting = loop.submit(_start(arguments))
+        starting: Future[Any] | None = None
         try:
+            starting = loop.submit(_start(arguments))
             done_within(starting)
-        except BaseException:
-            # Ctrl-C, for example. Nothing ends vLLM while it starts, so that is done afterwards.
-            Thread(target=_discard, args=(loop, starting), name="vllm-discarded").start()
-            raise
-        try:
             llm = starting.result()
             engine = cls(loop, llm, read_model(llm.vllm_config, tokenizer, abort=True, concurrent_calls=True))
             engine.try_kept_sets(llm.vllm_config)
         except BaseException:
-            _discard(loop, starting)
+            # Nothing ends vLLM while it starts, so after Ctrl-C, for example, that is done afterwards.
+            discarding = Thread(target=_discard, args=(loop, starting), name="vllm-discarded")
+            discarding.start()
+            if starting is not None and starting.done():
+                discarding.join()
             raise
         return engine
 
@@ -191,11 +191,11 @@ def _shut_down(llm: Any) -> None:
     llm.shutdown(timeout=_SHUTDOWN_GRACE)
 
 
-def _discard(loop: EventLoopThread, starting: Future[Any]) -> None:
-    """Shut down an engine that nobody waits for any more, once it has started."""
-    failed = starting.exception() is not None
+def _discard(loop: EventLoopThread, starting: Future[Any] | None) -> None:
+    """Stop the loop, and shut down an engine that nobody waits for any more, once it has started on it."""
+    started = starting is not None and starting.exception() is None
     loop.stop()
-    if not failed:
+    if starting is not None and started:
         _shut_down(starting.result())
 
 
@@ -207,7 +207,11 @@ async def _start(arguments: Mapping[str, Any]) -> Any:
     # With its own default, vLLM works on an eighth of the rows and tokens that `vllm.LLM` does on a large GPU.
     with attached():
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
-    # vLLM asks its process for this once. Afterwards a request is registered in the same step that makes it, so that an
-    # abort finds it.
-    await llm.get_supported_tasks()
+    try:
+        # vLLM asks its process for this once. Afterwards a request is registered in the same step that makes it, so
+        # that an abort finds it.
+        await llm.get_supported_tasks()
+    except BaseException:
+        _shut_down(llm)
+        raise
     return llm

@@ -38,8 +38,8 @@ from corelm_engine_kit import (
     HttpOptions,
     ModelHints,
     Payload,
+    ProgressProbe,
     ReplyStreams,
-    SignOfWork,
     WeightGroup,
     fitting,
     fitting_stream,
@@ -74,7 +74,7 @@ def counters(metrics: str) -> tuple[str, ...] | None:
 
 
 #: While the server loads weights, its counters stand still: it need only be alive.
-SIGN = SignOfWork(rows=protocol.COMPLETIONS, page="/metrics", progress=counters, alive="/health")
+PROBE = ProgressProbe(rows=protocol.COMPLETIONS, page="/metrics", progress=counters, alive="/health")
 
 
 class VLLMServer(HttpEngine):
@@ -122,7 +122,7 @@ class VLLMServer(HttpEngine):
         group = WeightGroup.given(weight_group)
         if logprobs_mode is not None and logprobs_mode not in LOGPROBS_MODES:
             raise invalid("logprobs_mode", f"with base_url it is 'raw' or 'processed', got {logprobs_mode!r}")
-        client = http.client(base_url, "VLLM_API_KEY", sign=SIGN)
+        client = http.client(base_url, "VLLM_API_KEY", progress_probe=PROBE)
         try:
             with http.opening(client) as deadline:
                 server = cls(client, read_server(client, hints, deadline), group)

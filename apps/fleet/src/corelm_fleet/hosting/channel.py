@@ -40,8 +40,8 @@ class Call:
     callbacks: tuple[str, ...] = ()
 
 
-class Transport(Protocol):
-    """Carries frames between two processes, in order. `Channel` does it with a socket."""
+class Sender(Protocol):
+    """Sends frames to another process, in order."""
 
     def send_packed(self, kind: Kind, call: int, packed: Packed) -> None:
         """Send a frame. Any thread may send.
@@ -49,6 +49,10 @@ class Transport(Protocol):
         Raises:
             OSError: the other process has ended.
         """
+
+
+class Transport(Sender, Protocol):
+    """Carries frames between two processes. `Channel` does it with a socket."""
 
     def receive(self) -> Frame | None:
         """Return the next frame; None if the other process has ended, or after `shut_down`. One thread receives.

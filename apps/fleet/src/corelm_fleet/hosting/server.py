@@ -13,7 +13,7 @@ from typing import Any
 from corelm.application import OUT_OF_TURN, Aborts, hooks_of, open_plugin, to_containers
 from corelm.errors import CapabilityError, CoreLMError, InvalidRequestError, described
 from corelm.spec import AbortRequest, Capabilities, CloseRequest
-from corelm_fleet.hosting.channel import Call, Frame, Kind, Transport
+from corelm_fleet.hosting.channel import Call, Frame, Kind, Sender
 from corelm_fleet.hosting.packing import Failure, pack
 from corelm_fleet.hosting.tokenizer import TokenizerServer
 
@@ -180,10 +180,10 @@ def _teller(tell: Tell, name: str) -> Callable[..., None]:
 
 
 class Session:
-    """Serves the frames of one caller. An engine may have several callers. The transport takes the answers."""
+    """Serves the frames of one caller. An engine may have several callers. The sender takes the answers."""
 
-    def __init__(self, server: EngineServer, transport: Transport) -> None:
-        self._server, self._transport = server, transport
+    def __init__(self, server: EngineServer, sender: Sender) -> None:
+        self._server, self._sender = server, sender
         #: The numbers of the calls that have not ended. Two callers number their calls alike.
         self._under_way: set[int] = set()
 
@@ -208,13 +208,13 @@ class Session:
 
     def _answer(self, number: int, result: Any) -> None:
         self._under_way.discard(number)
-        send_value(self._transport, Kind.ERROR if isinstance(result, Failure) else Kind.RESULT, number, result)
+        send_value(self._sender, Kind.ERROR if isinstance(result, Failure) else Kind.RESULT, number, result)
 
     def _tell(self, number: int, name: str, args: tuple[Any, ...]) -> None:
-        send_value(self._transport, Kind.EVENT, number, (name, args))
+        send_value(self._sender, Kind.EVENT, number, (name, args))
 
 
-def send_value(transport: Transport, kind: Kind, number: int, value: Any) -> None:
+def send_value(sender: Sender, kind: Kind, number: int, value: Any) -> None:
     """Send a frame with a value. If the value cannot be packed, send the reason as an error."""
     try:
         packed = pack(value)
@@ -222,7 +222,7 @@ def send_value(transport: Transport, kind: Kind, number: int, value: Any) -> Non
         kind, packed = Kind.ERROR, pack(Failure.of(error))
     # If the caller has ended, the one who receives notices it.
     with suppress(OSError):
-        transport.send_packed(kind, number, packed)
+        sender.send_packed(kind, number, packed)
 
 
 def value_of(frame: Frame) -> Any:

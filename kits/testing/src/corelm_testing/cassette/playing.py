@@ -86,11 +86,11 @@ class Player:
         self.weights = WeightsHistory()
         records = (each for each in reader.records() if "call" in each[1])
         self.calls = sorted((_indexed(reader, *each, seeds=seeds) for each in records), key=lambda call: call.number)
-        self._places: dict[str, list[tuple[IndexedCall, int]]] = defaultdict(list)
+        self._recorded: dict[str, list[tuple[IndexedCall, int]]] = defaultdict(list)
         for call in self.calls:
             if not (call.hook == "tokenize" and call.failed):
                 for row, key in enumerate(call.keys):
-                    self._places[key].append((call, row))
+                    self._recorded[key].append((call, row))
         self._played = Counter[str]()
         self._mutex = threading.Lock()
         self._read = lru_cache(_KEPT)(self._decoded)
@@ -98,8 +98,8 @@ class Player:
     def tokenized(self, request: TokenizeRequest) -> TokenizeResult | None:
         """Return the ids that were recorded for the texts of a request; None if none were."""
         (key,) = row_keys("tokenize", request_json("tokenize", request), "")
-        places = self._places.get(key)
-        result: TokenizeResult | None = self._read(places[-1][0]).result if places else None
+        found = self._recorded.get(key)
+        result: TokenizeResult | None = self._read(found[-1][0]).result if found else None
         return result
 
     def answer(self, hook: str, request: Any, weights: str | None = None) -> Any:
@@ -117,12 +117,12 @@ class Player:
         form, parts = request_json(hook, request, weights), []
         # How many rows of the result belong to each row of the request.
         samples = range(form["sampling"].get("num_samples") or 1) if hook == "generate" else range(1)
-        for call, rows, places in self._found(hook, form, self.weights.state(getattr(request, "adapter", None))):
+        for call, rows, indices in self._found(hook, form, self.weights.state(getattr(request, "adapter", None))):
             recorded = self._read(call)
-            these, those = ([row * len(samples) + each for row in some for each in samples] for some in (rows, places))
+            these, those = ([row * len(samples) + each for row in some for each in samples] for some in (rows, indices))
             _hand_over(recorded.stream, these, those, request)
             if recorded.error is not None:
-                raise _for_rows(recorded.error, rows, places)
+                raise _for_rows(recorded.error, rows, indices)
             result = recorded.result
             if call.version is not None and not _names_weights(result):
                 # Nothing else tells a replay which weights answered.
@@ -153,9 +153,9 @@ class Player:
             taken = [self._take(key, {*keys}) for key in keys]
         found: dict[int, tuple[IndexedCall, list[int], list[int]]] = {}
         for place, (call, row) in enumerate(taken):
-            _, rows, places = found.setdefault(call.number, (call, [], []))
+            _, rows, indices = found.setdefault(call.number, (call, [], []))
             rows.append(row)
-            places.append(place)
+            indices.append(place)
         return [*found.values()]
 
     def _decoded(self, call: IndexedCall) -> _Recorded:
@@ -166,22 +166,22 @@ class Player:
 
     def _has(self, key: str, before: int, hook: str, form: Any) -> bool:
         """Return whether there is an answer to a row, after those to as many equal rows `before` it."""
-        places = self._places.get(key, [])
-        if self._played[key] + before < len(places):
+        recorded = self._recorded.get(key, [])
+        if self._played[key] + before < len(recorded):
             return True
         if hook == "generate" and form["sampling"]["temperature"] and not (self._seeds and form["seeds"]):
             return False
         # An engine that notices itself when its weights change has given one row other answers each time.
-        return len({call.version for call, _ in places}) == 1
+        return len({call.version for call, _ in recorded}) == 1
 
     def _take(self, key: str, asked: set[str]) -> tuple[IndexedCall, int]:
-        places = self._places[key]
-        last = len(places) - 1
+        recorded = self._recorded[key]
+        last = len(recorded) - 1
         number = min(self._played[key], last)
-        while number < last and places[number][0].failed and not asked.issuperset(places[number][0].keys):
+        while number < last and recorded[number][0].failed and not asked.issuperset(recorded[number][0].keys):
             number += 1
         self._played[key] = number + 1
-        return places[number]
+        return recorded[number]
 
     def _why(self, hook: str, form: Any, row: int) -> str:
         if hook == "update_weights":
@@ -282,12 +282,12 @@ def _names_weights(result: Any) -> bool:
     return any(getattr(result, name, None) is not None for name in ("weight_versions", "version_runs"))
 
 
-def _hand_over(stream: Sequence[Any], rows: list[int], places: list[int], request: Any) -> None:
+def _hand_over(stream: Sequence[Any], rows: list[int], indices: list[int], request: Any) -> None:
     if (on_tokens := getattr(request, "on_tokens", None)) is None:
         return
     # A row may be asked for more than once.
     listening: dict[int, list[int]] = defaultdict(list)
-    for row, place in zip(rows, places, strict=True):
+    for row, place in zip(rows, indices, strict=True):
         listening[row].append(place)
     for chunk in map(chunk_of, stream):
         for place in listening.get(chunk.row, ()):
@@ -312,10 +312,10 @@ def _of_row(form: Any, row: int) -> Any:
     return form
 
 
-def _for_rows(error: Exception, rows: Sequence[int], places: Sequence[int]) -> Exception:
+def _for_rows(error: Exception, rows: Sequence[int], indices: Sequence[int]) -> Exception:
     """Return a recorded error with the numbers of its rows in this request. One may occur twice."""
     made = own(error)
     if problems := getattr(error, "problems", None):
-        pairs = zip(rows, places, strict=True)
+        pairs = zip(rows, indices, strict=True)
         made.__dict__["problems"] = {place: problems[row] for row, place in pairs if row in problems}
     return made

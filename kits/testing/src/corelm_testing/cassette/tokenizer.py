@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,12 @@ _COPIED = (
 
 def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
     """Return what a cassette says of a tokenizer: what it is, its size, and its special tokens."""
-    copied: dict[str, Any] = {}
-    for name in _COPIED:
-        # A property may raise anything.
-        with suppress(Exception):
-            copied[name] = _plain(getattr(tokenizer, name))
-    size: int | None = None
-    with suppress(Exception):
-        size = len(tokenizer)
     source = getattr(tokenizer, "name_or_path", None)
     return {
         "class": type(tokenizer).__name__,
         "name_or_path": source if isinstance(source, str) and source else None,
-        "size": size,
-        "attributes": copied,
+        "size": len(tokenizer) if hasattr(tokenizer, "__len__") else None,
+        "attributes": {name: _plain(getattr(tokenizer, name)) for name in _COPIED if hasattr(tokenizer, name)},
     }
 
 

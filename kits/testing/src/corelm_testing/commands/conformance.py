@@ -131,17 +131,17 @@ def conformance(
             of_plugin = getattr(opened.engine.plugin, "conformance", {})
             if keeps_cache_in_flight is None:
                 keeps_cache_in_flight = not of_plugin.get("recomputes_in_flight", True)
-            subject = {
-                "opened": opened,
-                "opener": engine.open,
-                "plain": plain,
-                "tolerance": of_plugin.get("tolerance", 1e-4) if tolerance is None else tolerance,
-                "draws": draws,
-                "sampling": sampling or (None if "engine_kwargs" in reasons else of_plugin.get("engine_sampling")),
-                "recomputes_in_flight": not keeps_cache_in_flight,
-                "not_shown": reasons,
-                "other_weights": None if new_weights is None else (new_weights, PlainOracle.load(new_weights)),
-            }
+            subject = by_name.Subject(
+                opened=opened,
+                opener=engine.open,
+                plain=plain,
+                tolerance=of_plugin.get("tolerance", 1e-4) if tolerance is None else tolerance,
+                draws=draws,
+                sampling=sampling or (None if "engine_kwargs" in reasons else of_plugin.get("engine_sampling")),
+                recomputes_in_flight=not keeps_cache_in_flight,
+                not_shown=reasons,
+                other_weights=None if new_weights is None else (new_weights, PlainOracle.load(new_weights)),
+            )
             # pytest takes the standard streams while a test runs.
             console = Console(file=stack.enter_context(open(os.dup(2), "w", encoding="utf-8")))
             bar = stack.enter_context(Bar("testing", quiet=quiet, console=console, redirects=False))
@@ -151,7 +151,7 @@ def conformance(
                 bar.show(rate=f"{next(ran) / (time.monotonic() - started):.1f} tests/s", total=tests, advance=1)
 
             arguments = [*([] if select is None else ["-k", select]), *["-q"] * quiet]
-            status = by_name.run(output, arguments, on_test, **subject)
+            status = by_name.run(subject, output, arguments, on_test)
         if status == _NO_TESTS:
             from corelm_testing import THEMES
 

@@ -15,14 +15,14 @@ _PROMPTS, _TOKENS, _IDS = [[3, 2, 1], [3]], 4, 5
 _SAME_MASS = 0.25
 
 
-def trial_generation(prompts: Ragged, sampling: SamplingParams, **fields: Any) -> GenerateRequest:
+def probe_generation(prompts: Ragged, sampling: SamplingParams, **fields: Any) -> GenerateRequest:
     """Return a request for raw log-probs, without seeds and stop ids, unless `fields` say otherwise."""
     known: dict[str, Any] = {"logprobs": "raw", "seeds": None, "stop_ids": frozenset(), "timeout": None}
     known["request_ids"] = tuple(f"probe-{row}" for row in range(len(prompts)))
     return GenerateRequest(prompts=prompts, sampling=sampling, **{**known, **fields})
 
 
-def trial_scoring(sequences: Ragged, score_from: Tensor, **fields: Any) -> ScoreRequest:
+def probe_scoring(sequences: Ragged, score_from: Tensor, **fields: Any) -> ScoreRequest:
     """Return a request for scores at temperature 1, unless `fields` say otherwise."""
     known: dict[str, Any] = {"temperature": 1.0, "return_logits": False, "grad": False, "device": None, "timeout": None}
     known["request_ids"] = tuple(f"probe-{row}" for row in range(len(sequences)))
@@ -43,10 +43,10 @@ def wrong_kept_ids(
     """
     prompts, k = Ragged.from_list(_PROMPTS), min(_IDS, vocab_size)
     sampling = SamplingParams(max_new_tokens=_TOKENS, top_k=k)
-    answers = generate(trial_generation(prompts, sampling, logprobs="none", return_support=True))
+    answers = generate(probe_generation(prompts, sampling, logprobs="none", return_support=True))
     if problem := next(filter(None, answers.errors or ()), ""):
         return problem
-    scores = score(trial_scoring(prompts.join(answers.ids), prompts.lengths, top_k=k))
+    scores = score(probe_scoring(prompts.join(answers.ids), prompts.lengths, top_k=k))
     if problem := next(filter(None, scores.errors or ()), ""):
         return problem
     assert answers.kept_ids is not None and answers.kept_log_mass is not None and scores.top_logprobs is not None

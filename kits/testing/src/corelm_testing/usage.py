@@ -1,4 +1,4 @@
-"""How the kit uses every sampling parameter. Core's own tests refuse a parameter that is not in `TRIALS`."""
+"""How the kit uses every sampling parameter. Core's own tests refuse a parameter that is not in `USAGE`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Effect = Literal["temperature", "truncation", "penalty", "ban", "end", "search",
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Usage:
     """How to use one sampling parameter.
 
     Attributes:
@@ -36,40 +36,40 @@ BEAMS = {"num_beams": 2, "temperature": 0.0}
 #: Stands for every second id of the vocabulary: a model hardly ever avoids so many.
 HALF = "half of the vocabulary"
 
-TRIALS: dict[str, Trial] = {
-    "max_new_tokens": Trial("end", (3,)),
-    "min_new_tokens": Trial("ban", (4, 2, 1), {"stop_token_ids": HALF}),
-    "temperature": Trial("temperature", (1.5, 0.6, 0.8)),
-    "top_p": Trial("truncation", (0.9, 0.5)),
-    "top_k": Trial("truncation", (20, 5)),
-    "min_p": Trial("truncation", (0.01, 0.05)),
-    "repetition_penalty": Trial("penalty", (1.3, 1.1, 0.7)),
-    "presence_penalty": Trial("penalty", (1.5, 0.5, -0.5)),
-    "frequency_penalty": Trial("penalty", (1.5, 0.5, -0.5)),
-    "stop": Trial("end", (("e", "a", "\n"),)),
-    "stop_token_ids": Trial("end", (HALF,)),
-    "ignore_eos": Trial("end", (True,)),
-    "num_samples": Trial("end", (2,)),
-    "seed": Trial("nothing", (5,)),
-    "num_beams": Trial("search", (2, 4), {"temperature": 0.0}),
-    "length_penalty": Trial("search", (2.0, 0.5), BEAMS),
-    "early_stopping": Trial("search", (True,), BEAMS),
-    "do_sample": Trial("nothing"),
-    "skip_special_tokens": Trial("nothing", (False,)),
-    "reasoning_marks": Trial("nothing", (("<think>", "</think>"),)),
-    "engine_kwargs": Trial("engine", ({"an_option_of_another_engine": 1},)),
+USAGE: dict[str, Usage] = {
+    "max_new_tokens": Usage("end", (3,)),
+    "min_new_tokens": Usage("ban", (4, 2, 1), {"stop_token_ids": HALF}),
+    "temperature": Usage("temperature", (1.5, 0.6, 0.8)),
+    "top_p": Usage("truncation", (0.9, 0.5)),
+    "top_k": Usage("truncation", (20, 5)),
+    "min_p": Usage("truncation", (0.01, 0.05)),
+    "repetition_penalty": Usage("penalty", (1.3, 1.1, 0.7)),
+    "presence_penalty": Usage("penalty", (1.5, 0.5, -0.5)),
+    "frequency_penalty": Usage("penalty", (1.5, 0.5, -0.5)),
+    "stop": Usage("end", (("e", "a", "\n"),)),
+    "stop_token_ids": Usage("end", (HALF,)),
+    "ignore_eos": Usage("end", (True,)),
+    "num_samples": Usage("end", (2,)),
+    "seed": Usage("nothing", (5,)),
+    "num_beams": Usage("search", (2, 4), {"temperature": 0.0}),
+    "length_penalty": Usage("search", (2.0, 0.5), BEAMS),
+    "early_stopping": Usage("search", (True,), BEAMS),
+    "do_sample": Usage("nothing"),
+    "skip_special_tokens": Usage("nothing", (False,)),
+    "reasoning_marks": Usage("nothing", (("<think>", "</think>"),)),
+    "engine_kwargs": Usage("engine", ({"an_option_of_another_engine": 1},)),
 }
 
-if missing := set(FIELDS) - TRIALS.keys():
+if missing := set(FIELDS) - USAGE.keys():
     raise NotImplementedError(
         f"SamplingParams has the field {min(missing)!r}, of which the conformance kit knows nothing: add what it does "
-        "to TRIALS in corelm_testing.trials"
+        "to USAGE in corelm_testing.usage"
     )
 
 #: The parameters that an engine can declare.
 DECLARABLE = tuple(name for name in FIELDS if name not in EVERY_ENGINE)
 #: The parameters under which sampled tokens can have log-probs.
-WITH_LOGPROBS = tuple(name for name in FIELDS if TRIALS[name].effect not in ("search", "nothing"))
+WITH_LOGPROBS = tuple(name for name in FIELDS if USAGE[name].effect not in ("search", "nothing"))
 
 
 def honoured(backend: Backend, name: str) -> bool:
@@ -100,9 +100,9 @@ def in_range(backend: Backend, name: str, *preferred: Any) -> list[Any]:
 
 def use(backend: Backend, name: str) -> dict[str, Any] | None:
     """Return sampling parameters with `name` in force, with a value that the backend declares; None if it has none."""
-    trial = TRIALS[name]
-    values = in_range(backend, name, *trial.values)
-    if not values or not all(legal(backend, *each) for each in trial.given.items()):
+    usage = USAGE[name]
+    values = in_range(backend, name, *usage.values)
+    if not values or not all(legal(backend, *each) for each in usage.given.items()):
         return None
     half = list(range(0, backend.capabilities.vocab_size, 2))
-    return {key: half if value is HALF else value for key, value in {**trial.given, name: values[0]}.items()}
+    return {key: half if value is HALF else value for key, value in {**usage.given, name: values[0]}.items()}
