@@ -106,9 +106,9 @@ class CachedRows(GrowingRows):
     or the buffers are full. Other caches grow as transformers makes them.
     """
 
-    def __init__(self, engine: CausalLM, prompts: Ragged) -> None:
+    def __init__(self, engine: CausalLM, prompts: Ragged, *, fixed: bool = True) -> None:
         super().__init__()
-        self._engine = engine
+        self._engine, self._fixed = engine, fixed and engine.fixes_shapes
         self.cache = _new_cache(engine)
         inputs: dict[str, Any] = engine.inputs(prompts, "left")
         self._mask: Tensor | None = inputs["attention_mask"]
@@ -144,7 +144,7 @@ class CachedRows(GrowingRows):
             layer.keys, layer.values = layer.keys[: len(rows)], layer.values[: len(rows)]
 
     def append(self, tokens: Tensor) -> None:
-        if self.columns == self._room or (not self._room and self._engine.fixes_shapes and self.may_join):
+        if self.columns == self._room or (not self._room and self._fixed and self.may_join):
             self._make_room()
         if self._mask is not None and not self._room:
             self._mask = torch.nn.functional.pad(self._mask, (0, 1))

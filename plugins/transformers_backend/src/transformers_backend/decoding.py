@@ -58,8 +58,8 @@ _SLOWER: dict[DecodingWay, tuple[str, str]] = {
 EXPECTED_TOKENS = 512
 #: Number of tokens by which trial rows are continued.
 _TRIED = 3
-#: How rows that were read apart go on together, as `SelfTest` knows it.
-_JOINED = "joined"
+#: How rows that were read apart go on together, and how a beam search decodes: with transformers' own cache.
+_JOINED, _GROWING = "joined", "growing cached"
 #: How many times as many tokens rows may have together as apart, with padding.
 _WASTE = 2
 
@@ -133,18 +133,21 @@ class Decoder:
         """Return whether decoding with a cache gives the numbers of the plain forward, up to the longest answer that
         the request allows.
         """
-        self._self_test.begin(call.check_wanted)
-        lengths = request.prompts.lengths
+        test, lengths = self._self_test, request.prompts.lengths
+        test.begin(call.check_wanted)
         columns = int((lengths + answer_limits(request, self._engine.max_context)).max())
+
+        def may_run(way: str) -> bool:
+            return self._engine.accepts_cache and test.may_run(way, partial(self._continued, way, 2), padded=False)
+
         with self._engine.evaluating():
-            may_run = partial(self._may_run, depth=2, columns=columns)
-            right = self._self_test.choose(("cached", "uncached"), may_run, lambda way: columns) == "cached"
+            right = test.choose((_GROWING, "uncached"), may_run, lambda way: columns) == _GROWING
             if right:
                 prompt = request.prompts.split()[int(lengths.argmax())].cpu()
                 row = prompt.repeat(-(-columns // len(prompt)))[:columns]
-                right = self._confirmed_on("cached", [row])
+                right = self._confirmed_on(_GROWING, [row])
         if not right:
-            self._self_test.warn_once(*_SLOWER["uncached"])
+            test.warn_once(*_SLOWER["uncached"])
         return right
 
     def _answer(
@@ -351,7 +354,7 @@ class Decoder:
         if way.startswith("uncached"):
             return UncachedRows(self._engine, prompts)
         if way != _JOINED:
-            return CachedRows(self._engine, prompts)
+            return CachedRows(self._engine, prompts, fixed=way != _GROWING)
         first, *others = (self._start("cached", Ragged.from_list([row])) for row in prompts.split())
         assert isinstance(first, CachedRows)
         for each in others:
