@@ -43,7 +43,7 @@ _NEAR, _NEAR_GRADIENT = 1e-5, 0.02
 class TiledHead:
     """A head whose logits are ``scale · (hidden · weightᵀ + bias)``, or ``cap · tanh(logits / cap)`` of those.
 
-    In all methods, gradients flow to hidden, weight and bias, in their dtypes, but not gradients of
+    Gradients of log-probs flow to hidden, weight and bias, in their dtypes, but not gradients of
     gradients. Sums are made in float32, or in float64 if `hidden` is float64. `hidden` is ``[n, hidden]``,
     `tokens` int64[n], and `temperature` is what the logits are divided by.
 
@@ -64,6 +64,12 @@ class TiledHead:
     cap: float | None = None
     dtype: torch.dtype | None = None
     kernels: Any = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32[n, vocab]: what the other methods are made of, for a few states and without gradients."""
+        tiles = LogitTiles(hidden, self.weight, self.bias, self, 1.0)
+        rows = [torch.cat([tiles(some, each).clone() for each in tiles.entries()], 1) for some in tiles.rows()]
+        return torch.cat(rows)
 
     def logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
         """Return float32[n]: the log-softmax, at `tokens`, of the logits."""
@@ -207,24 +213,24 @@ class LogitTiles:
 
 
 class _LogSum:
-    """The log of a sum of exponentials of each row, to which tiles are added one after another."""
+    """The log of a sum of exponentials of each row, ``largest + log(total)``, to which tiles are added."""
 
     def __init__(self, rows: int, tiles: LogitTiles) -> None:
         self._tiles = tiles
-        self._total = torch.zeros(rows, dtype=tiles.dtype, device=tiles.hidden.device)
+        self.total = torch.zeros(rows, dtype=tiles.dtype, device=tiles.hidden.device)
         # Not minus infinity, which would turn a tile of minus infinities into NaN.
-        self._largest = torch.full_like(self._total, torch.finfo(tiles.dtype).min)
+        self.largest = torch.full_like(self.total, torch.finfo(tiles.dtype).min)
 
     def add_(self, tile: Tensor, peak: Tensor | None = None) -> None:
         """Add ``[rows, n]``, which is overwritten. `peak`, ``[rows]``, is the largest of each row, if it is known."""
-        larger = torch.maximum(self._largest, tile.amax(1) if peak is None else peak)
+        larger = torch.maximum(self.largest, tile.amax(1) if peak is None else peak)
         added = self._tiles.exp_(tile.sub_(larger[:, None])).sum(1)
-        self._total = added.addcmul_(self._total, self._largest.sub_(larger).exp_())
-        self._largest = larger
+        self.total = added.addcmul_(self.total, self.largest.sub_(larger).exp_())
+        self.largest = larger
 
     def log(self) -> Tensor:
         """Return the log of each sum, ``[rows]``; minus infinity where all terms are zero."""
-        return self._largest + self._total.log()
+        return self.largest + self.total.log()
 
 
 class _Logprobs(torch.autograd.Function):
@@ -263,16 +269,15 @@ class _Logprobs(torch.autograd.Function):
         best = torch.zeros(n if wants_argmax else 0, dtype=torch.int64, device=device)
         for rows in tiles.rows():
             count = len(chosen[rows])
+            others = _LogSum(count, tiles)
             if tiles.kernels and not k and not wants_argmax:
-                total = torch.zeros_like(chosen[rows])
-                # Not minus infinity, which would turn a tile of minus infinities into NaN.
-                highest = torch.full_like(total, torch.finfo(tiles.dtype).min)
                 for entries in tiles.entries():
                     tile, missing = tiles.product(rows, entries)
-                    tiles.kernels.fold(tile, missing, tokens[rows] - entries.start, highest, total, chosen[rows])
-                rest[rows] = highest + total.log()
+                    column = tokens[rows] - entries.start
+                    tiles.kernels.fold(tile, missing, column, others.largest, others.total, chosen[rows])
+                rest[rows] = others.log()
                 continue
-            own, others = _GivenLogits(tokens[rows, None], tiles), _LogSum(count, tiles)
+            own = _GivenLogits(tokens[rows, None], tiles)
             largest = _LargestLogit(count, tiles) if wants_argmax else None
             given = _GivenLogits(wanted[rows], tiles) if isinstance(wanted, Tensor) else None
             several = given or (_LargestLogits(k, count, tiles) if k else None)
