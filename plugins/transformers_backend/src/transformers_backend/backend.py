@@ -112,7 +112,12 @@ class TransformersBackend:
         owns_model: bool = False,
         recompute_kv_on_update: bool = False,
     ) -> None:
-        decoder_class, scorer_class = _accelerated() if fast else (Decoder, Scorer)
+        decoder_class, scorer_class = Decoder, Scorer
+        if fast:
+            # Imported only here, so that everything else works without the folder.
+            from transformers_backend.fast import FastDecoder, FastScorer
+
+            decoder_class, scorer_class = FastDecoder, FastScorer
         self.engine = engine
         self.self_test = SelfTest(engine, tokenizer, fast=fast)
         self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
@@ -177,26 +182,15 @@ class TransformersBackend:
             CapabilityError: this backend cannot run the model, or it is wrapped or sharded for training on several
                 ranks.
         """
+        given: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
+        given["model_kwargs"] = model_kwargs or {}
         if isinstance(model, (str, os.PathLike)):
-            loading.refuse_gguf(model, tokenizer, model_kwargs or {})
+            loading.refuse_gguf(model, tokenizer, given["model_kwargs"])
             tokenizer = model if tokenizer is None else tokenizer
-            module = loading.load_model(
-                model,
-                dtype=dtype,
-                device=device,
-                trust_remote_code=trust_remote_code,
-                attn_implementation=attn_implementation,
-                model_kwargs=model_kwargs or {},
-            )
+            module = loading.load_model(model, trust_remote_code=trust_remote_code, **given)
         elif isinstance(model, nn.Module):
             module = loading.unwrapped(model)
-            loading.refuse_other_options(
-                module,
-                dtype=dtype,
-                device=device,
-                attn_implementation=attn_implementation,
-                model_kwargs=model_kwargs or {},
-            )
+            loading.refuse_other_options(module, **given)
         else:
             got = "nothing" if model is None else type(model).__name__
             raise InvalidRequestError(
@@ -351,13 +345,6 @@ class TransformersBackend:
             # Otherwise a GPU stays full for other engines until Python happens to collect cycles.
             give_back(device)
         return True
-
-
-def _accelerated() -> tuple[type[Decoder], type[Scorer]]:
-    # Imported only here, so that everything else works without the folder.
-    from transformers_backend.fast import FastDecoder, FastScorer
-
-    return FastDecoder, FastScorer
 
 
 def _capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = False) -> Capabilities:

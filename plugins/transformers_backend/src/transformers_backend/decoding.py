@@ -54,7 +54,8 @@ _SLOWER: dict[DecodingWay, tuple[str, str]] = {
     "uncached": ("answers are decoded without a cache", _NO_CACHE),
     "uncached, one at a time": ("answers are decoded without a cache and one at a time", _NO_CACHE),
 }
-#: How long an answer without a limit is expected to become, in tokens.
+#: How many tokens an answer without a limit counts when batches are made. If answers become longer, some rows of their
+#: batch wait.
 EXPECTED_TOKENS = 512
 #: Number of tokens by which trial rows are continued.
 _TRIED = 3
@@ -74,14 +75,11 @@ class Decoder:
     Attributes:
         way: how the latest batch was decoded; None before the first.
         keeps_states: whether the model was seen to keep more of its rows than a cache holds.
-        expected_tokens: how many tokens an answer without a limit counts when batches are made. If answers become
-            longer, some rows of their batch wait.
     """
 
     def __init__(self, engine: CausalLM, tokenizer: Any, self_test: SelfTest, max_batch_tokens: int | None) -> None:
         self.way: DecodingWay | None = None
         self.keeps_states = False
-        self.expected_tokens = EXPECTED_TOKENS
         self._engine = engine
         self._tokenizer = tokenizer
         self._self_test = self_test
@@ -164,7 +162,7 @@ class Decoder:
         if self.keeps_states and not call.key.alone:
             raise MustBeAlone
         limits, done = self.limits(int(prompts.prompts.lengths.max())), torch.empty(0, dtype=torch.int64)
-        expected = self.expected_tokens if request.sampling.max_new_tokens is None else None
+        expected = EXPECTED_TOKENS if request.sampling.max_new_tokens is None else None
         for batch in batches_of(prompts, _GROUPING[way], engine, limits, expected):
             done = torch.cat([done, batch.rows])
             if call.key.decoding:

@@ -175,7 +175,7 @@ class VarlenAttention:
                 _log.info("attention of several rows at once is not used: %s: %s", type(error).__name__, error)
                 return False
             mask = torch.tensor(window or 0)
-            wanted = run(lambda *parts: one_by_one(layer, *parts, mask, **kwargs)[0], torch.float32)
+            wanted = run(lambda q, k, v: one_by_one(layer, q, k, v, mask, **kwargs)[0], torch.float32)
             pairs = zip(found, wanted, strict=True)
             apart = max(float((some.float() - other).abs().max() / other.abs().max()) for some, other in pairs)
         if not apart <= _NEAR:

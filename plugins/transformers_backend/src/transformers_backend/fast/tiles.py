@@ -202,15 +202,6 @@ class LogitTiles:
         """Return the derivative of the cap at the values of `tile`; None if there is no cap."""
         return None if self.cap is None else 1.0 - (tile / (self.cap * self._inverse_temperature)).square_()
 
-    def columns(self, tokens: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-        """Return the column of each token in a tile of these entries, int64[rows, 1], and whether it is in it,
-        bool[rows].
-        """
-        width = min(entries.stop, len(self.weight)) - entries.start
-        column = tokens - entries.start
-        # No list of the tokens inside: making one would wait for the device at every tile.
-        return column.clamp(0, width - 1)[:, None], (column >= 0) & (column < width)
-
 
 class _LogSum:
     """The log of a sum of exponentials of each row, ``largest + log(total)``, to which tiles are added."""
@@ -324,13 +315,16 @@ class _Logprobs(torch.autograd.Function):
         factor = (by_tail - total * (rest - normalizer).exp()) * tiles.rate
         by_wanted = (by_logprobs - total[:, None] * logprobs.exp()) * tiles.rate
         by_chosen = by_chosen * tiles.rate
-        blocks = [(rows, _GivenLogits(ids[rows], tiles) if ids.shape[1] else None) for rows in tiles.rows()]
+        blocks = [
+            (rows, _GivenLogits(tokens[rows, None], tiles), _GivenLogits(ids[rows], tiles) if ids.shape[1] else None)
+            for rows in tiles.rows()
+        ]
         # Vocabulary in the outer loop: each sum over tokens is then finished before the next, and rounded once.
         for entries in tiles.entries():
             part = tiles.part(entries)
             weight_sum = torch.zeros_like(part, dtype=tiles.dtype) if wants_weight else None
             bias_sum = torch.zeros(len(part), dtype=tiles.dtype, device=part.device) if wants_bias else None
-            for rows, given in blocks:
+            for rows, own, given in blocks:
                 if tiles.kernels and given is None:
                     tile, missing = tiles.product(rows, entries)
                     column = tokens[rows] - entries.start
@@ -343,8 +337,8 @@ class _Logprobs(torch.autograd.Function):
                         # This also overwrites what has overflowed: a wanted id may be far more probable than the rest.
                         places, columns, flat = given.places(entries)
                         tile[places, columns] = by_wanted[rows].flatten()[flat]
-                    column, inside = tiles.columns(tokens[rows], entries)
-                    tile.scatter_add_(1, column, (inside * by_chosen[rows])[:, None])
+                    places, columns, _ = own.places(entries)
+                    tile[places, columns] += by_chosen[rows][places]
                     if slope is not None:
                         tile.mul_(slope)
                 product = tile.to(hidden.dtype)
