@@ -32,7 +32,7 @@ T = TypeVar("T")
 Autocast = tuple[tuple[str, torch.dtype], ...]
 
 #: Seconds that closing waits for the calls under way.
-_PATIENCE = 5.0
+_CLOSING_SECONDS = 5.0
 #: The kinds of devices on which a caller may autocast: the CPU, and the accelerator that torch was built for.
 _ACCELERATOR = torch.accelerator.current_accelerator()
 _KINDS = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
@@ -172,7 +172,7 @@ class Loop:
         self.under_way: list[Call] = []
         self._answer, self._within = answer, within
         self._changed = threading.Condition()
-        # The thread that is inside, and what only its own visit has.
+        # The thread that is inside, and an object that no other entry has.
         self._holder: tuple[int, object] | None = None
         # Those who wait to have the engine for themselves, and whether a step comes before them.
         self._guests: set[object] = set()
@@ -248,7 +248,7 @@ class Loop:
     def close(self) -> bool:
         """Abort the calls under way, refuse later ones, and return whether all have ended within five seconds."""
         self._closed = True
-        deadline = Deadline(_PATIENCE)
+        deadline = Deadline(_CLOSING_SECONDS)
         for call in list(self.under_way):
             call.aborted.update(range(len(call._names)))
         with self._changed:
@@ -264,28 +264,28 @@ class Loop:
     @contextmanager
     def _inside(self, deadline: Deadline | None, call: Call | None = None) -> Iterator[None]:
         """Be the thread that is inside, as a guest or for the steps of a call, or return when that call is done."""
-        visit = (threading.get_ident(), object())
+        entry = (threading.get_ident(), object())
         try:
             if not self._is_here():
                 with self._changed:
                     if call is None:
-                        self._guests.add(visit)
+                        self._guests.add(entry)
                     while not self._may_enter(call) and not (call is not None and call.done):
                         left = None if deadline is None else deadline.left()
                         # Python may miss an interrupt that comes just before a wait.
                         self._changed.wait(NOTICE if left is None else min(NOTICE, left))
                     if call is None or not call.done:
-                        self._holder = visit
-                        self._guests.discard(visit)
+                        self._holder = entry
+                        self._guests.discard(entry)
             yield
         finally:
-            self._guests.discard(visit)
+            self._guests.discard(entry)
             try:
-                if self._holder is visit:
+                if self._holder is entry:
                     self._leave_behind()
             finally:
                 # Also if there is another interrupt meanwhile.
-                if self._holder is visit:
+                if self._holder is entry:
                     self._step_is_due = call is None and bool(self._stepping)
                     self._holder = None
                 with self._changed:

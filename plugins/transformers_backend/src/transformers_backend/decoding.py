@@ -134,16 +134,16 @@ class Decoder:
         test, lengths = self._self_test, request.prompts.lengths
         test.begin(call.check_wanted)
         columns = int((lengths + answer_limits(request, self._engine.max_context)).max())
+        prompt = request.prompts.split()[int(lengths.argmax())].cpu()
+        row = prompt.repeat(-(-columns // len(prompt)))[:columns]
 
         def may_run(way: str) -> bool:
-            return self._engine.accepts_cache and test.may_run(way, partial(self._continued, way, 2), padded=False)
+            if not (self._engine.accepts_cache and test.may_run(way, partial(self._continued, way, 2), padded=False)):
+                return False
+            return self._confirmed_on(way, [row])
 
         with self._engine.evaluating():
-            right = test.choose((_GROWING, "uncached"), may_run, lambda way: columns) == _GROWING
-            if right:
-                prompt = request.prompts.split()[int(lengths.argmax())].cpu()
-                row = prompt.repeat(-(-columns // len(prompt)))[:columns]
-                right = self._confirmed_on(_GROWING, [row])
+            right = test.choose((_GROWING, "uncached"), may_run) == _GROWING
         if not right:
             test.warn_once(*_SLOWER["uncached"])
         return right
@@ -282,7 +282,7 @@ class Decoder:
         depth = 1 if request.on_tokens is None else 2
         ways = _WAYS if len(lengths.unique()) > 1 else _WAYS[1:]
         may_run = partial(self._may_run, depth=depth, columns=columns)
-        way = self._self_test.choose(ways, may_run, lambda way: columns)
+        way = self._self_test.choose(ways, may_run)
         if way != ways[0]:
             self._self_test.warn_once(*_SLOWER[way])
         return way
@@ -299,6 +299,8 @@ class Decoder:
         for each in (depth, 2):
             run, fixed = partial(self._continued, way, each), way.startswith("cached")
             if not self._self_test.may_run(way, run, padded=padded, depth=each, fixed=fixed):
+                return False
+            if self._self_test.is_refuted(way, columns):
                 return False
             if way.startswith("uncached") or not self._engine.keeps_states:
                 break

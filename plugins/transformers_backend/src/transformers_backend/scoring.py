@@ -194,12 +194,12 @@ class Scorer:
 
     def _choose(self, layouts: Sequence[RowLayout], head: HeadPath, columns: Callable[[RowLayout], int]) -> RowLayout:
         test = self._self_test
-        return test.choose(
-            layouts,
-            lambda layout: test.may_run(_name(layout, head), partial(self._tails, layout, head)),
-            columns,
-            lambda layout: _name(layout, head),
-        )
+
+        def may_run(layout: RowLayout) -> bool:
+            way = _name(layout, head)
+            return test.may_run(way, partial(self._tails, layout, head)) and not test.is_refuted(way, columns(layout))
+
+        return test.choose(layouts, may_run)
 
     def _layouts(self, head: HeadPath) -> Sequence[RowLayout]:
         return PLAIN_LAYOUTS
