@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from corelm import Backend, Ragged
 from helpers import oracle
 from helpers.scoring_path import scoring_path
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
+from transformers_backend.fast import head as head_module
 from transformers_backend.fast.tiles import LogitTiles, TiledHead
 
 from .test_tiles import inputs
@@ -266,6 +268,45 @@ def test_under_autocast_the_numbers_are_those_of_the_models_logits(
         (found,) = torch.autograd.grad(over.logprobs.values.sum(), model.get_output_embeddings().weight)
         (plain,) = torch.autograd.grad(wanted.sum(), model.get_output_embeddings().weight)
         assert float((found - plain).norm()) <= float(plain.norm()) * (1e-5 if dtype is None else 16 * atol)
+
+
+class WrongSets(TiledHead):
+    def logprobs_in_sets(self, hidden: Tensor, tokens: Tensor, sets: Ragged, temperature: float = 1.0) -> Tensor:
+        return super().logprobs_in_sets(hidden, tokens, sets, 1.0)
+
+
+class WrongTail(TiledHead):
+    def logprobs_and_top(self, *args: Any, **kwargs: Any) -> Any:
+        log_probs, top, argmax = super().logprobs_and_top(*args, **kwargs)
+        return log_probs, type(top)(top.ids, top.logprobs, top.tail + 0.01), argmax
+
+
+class WrongOrder(TiledHead):
+    def logprobs_and_top(self, *args: Any, **kwargs: Any) -> Any:
+        log_probs, top, argmax = super().logprobs_and_top(*args, **kwargs)
+        return log_probs, type(top)(top.ids.flip(1), top.logprobs, top.tail), argmax
+
+
+class Failing(TiledHead):
+    def logprobs_and_top(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("this device has no such kernel")
+
+
+@pytest.mark.parametrize("wrong", [WrongSets, WrongTail, WrongOrder, Failing])
+def test_tiles_that_answer_otherwise_are_not_used(
+    open_model: Open, wrong: type[TiledHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device on which a kernel is wrong cannot be provoked, so the head in tiles is one that is wrong."""
+    model, rows = tiny_model(), random_rows(30, 40)
+    backend = open_model(model)
+    expected = backend.score_logprobs(rows, top_k=4)
+    assert scoring_path(backend).head == "tiled"
+    monkeypatch.setattr(head_module, "TiledHead", wrong)
+    other = open_model(model)
+    found = other.score_logprobs(rows, top_k=4)
+    assert scoring_path(other).head == "sliced"
+    assert found.tail_log_mass is not None and expected.tail_log_mass is not None
+    torch.testing.assert_close(found.tail_log_mass.values, expected.tail_log_mass.values, rtol=0, atol=1e-5)
 
 
 def test_tiles_that_are_others_than_the_models_logits_are_not_used(

@@ -11,25 +11,32 @@ both halves: first with a head that sees one column only, then with a body that 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from corelm.spec import Ragged
+from corelm_engine_kit.token_scores import TokenQuery, scores_of_logits
 from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.scoring import HeadPath
 from transformers_backend.self_test import SelfTest
+
+_log = logging.getLogger(__name__)
 
 #: Comparing the formula of a head of more than `_LARGE` weights takes a millisecond or more. For `_FEW` positions or
 #: fewer, the model's own forward is cheaper.
 _LARGE, _FEW = 2**21, 64
 #: Largest logits of the hidden states with which a head is tried. A cap bends the last ones; a scale shows in all.
 _MAGNITUDES = (1.0, 30.0, 1000.0)
+#: Number of ids in a set that is tried, and of most probable ones, and the temperature.
+_SOME, _TEMPERATURE = 8, 0.7
 #: Number of positions tried at each magnitude.
 _TRIED = 2
 #: Where a module keeps the functions that run when it is called.
@@ -284,7 +291,7 @@ def _probe(engine: CausalLM, split: SplitForward, module: nn.Linear | None, row:
         return HeadFormula("sliced")
     dtype = _product_dtype(hidden, module.weight, split.autocast)
     formula = dtype and _tiled_formula(engine, split, module, hidden[:_TRIED], dtype)
-    return formula or HeadFormula("sliced")
+    return formula if formula and _answers_alike(formula, module, split) else HeadFormula("sliced")
 
 
 def _products(states: Tensor, module: nn.Linear, dtype: torch.dtype) -> Tensor:
@@ -355,3 +362,32 @@ def _equal_but_for_rounding(found: Tensor, wanted: Tensor, dtype: torch.dtype) -
     finite = found[found.isfinite()].abs()
     tolerance = steps * torch.finfo(dtype).eps * float(finite.max() if len(finite) else 0.0)
     return torch.allclose(found, wanted, rtol=0.0, atol=tolerance)
+
+
+def _answers_alike(formula: HeadFormula, module: nn.Linear, split: SplitForward) -> bool:
+    """Return whether tiles answer for a set and for several ids as the model's own logits do."""
+    assert formula.witness is not None
+    logits, numbers = split.logits(formula.witness).float(), list[list[Tensor]]()
+    best, spread = logits.argmax(-1), torch.arange(0, logits.shape[1], logits.shape[1] // _SOME + 1)
+    sets = Ragged.from_list([torch.cat([spread, best.cpu()]).unique()]).to(logits.device)
+    plain = TokenQuery(best, _TEMPERATURE)
+    queries = replace(plain, sets=sets), replace(plain, top_k=len(spread), argmax=True)
+    try:
+        for answer in (formula.head(module).scores, lambda _, query: scores_of_logits(logits, query)):
+            over, several = (answer(formula.witness, query) for query in queries)
+            assert several.top is not None and several.argmax is not None
+            ids = torch.cat([several.top.ids[0], several.argmax])
+            numbers.append([over.logprobs, several.logprobs, several.top.logprobs[0], several.top.tail, logits[0, ids]])
+    except Exception as error:
+        if is_device_failure(error):
+            raise
+        # A kernel may fail in any way on a device on which it was not tried.
+        _log.warning("the head is not used in tiles: %s: %s", type(error).__name__, error)
+        return False
+    # What is rounded are the logits, so their size says by how much.
+    largest = logits[logits.isfinite()].abs().max()[None] / _TEMPERATURE
+    found, wanted = (torch.cat([*each, largest]) for each in numbers)
+    if alike := _equal_but_for_rounding(found, wanted, formula.dtype):
+        return alike
+    _log.warning("the head is not used in tiles: its numbers differ from the model's own")
+    return False
