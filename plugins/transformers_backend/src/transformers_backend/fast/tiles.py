@@ -324,16 +324,13 @@ class _Logprobs(torch.autograd.Function):
         factor = (by_tail - total * (rest - normalizer).exp()) * tiles.rate
         by_wanted = (by_logprobs - total[:, None] * logprobs.exp()) * tiles.rate
         by_chosen = by_chosen * tiles.rate
-        blocks = [
-            (rows, _GivenLogits(tokens[rows, None], tiles), _GivenLogits(ids[rows], tiles) if ids.shape[1] else None)
-            for rows in tiles.rows()
-        ]
+        blocks = [(rows, _GivenLogits(ids[rows], tiles) if ids.shape[1] else None) for rows in tiles.rows()]
         # Vocabulary in the outer loop: each sum over tokens is then finished before the next, and rounded once.
         for entries in tiles.entries():
             part = tiles.part(entries)
             weight_sum = torch.zeros_like(part, dtype=tiles.dtype) if wants_weight else None
             bias_sum = torch.zeros(len(part), dtype=tiles.dtype, device=part.device) if wants_bias else None
-            for rows, own, given in blocks:
+            for rows, given in blocks:
                 if tiles.kernels and given is None:
                     tile, missing = tiles.product(rows, entries)
                     column = tokens[rows] - entries.start
@@ -346,8 +343,11 @@ class _Logprobs(torch.autograd.Function):
                         # This also overwrites what has overflowed: a wanted id may be far more probable than the rest.
                         places, columns, flat = given.places(entries)
                         tile[places, columns] = by_wanted[rows].flatten()[flat]
-                    places, columns, _ = own.places(entries)
-                    tile[places, columns] += by_chosen[rows][places]
+                    # No list of the tokens in this tile: making one would wait for the device.
+                    column = tokens[rows] - entries.start
+                    inside = (column >= 0) & (column < tile.shape[1])
+                    column = column.clamp(0, tile.shape[1] - 1)[:, None]
+                    tile.scatter_add_(1, column, (inside * by_chosen[rows])[:, None])
                     if slope is not None:
                         tile.mul_(slope)
                 product = tile.to(hidden.dtype)
