@@ -47,7 +47,8 @@ def open_model(fast: bool) -> Iterator[Open]:
 @pytest.fixture
 def narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tiles 1,024 entries wide for a single token already, so that a small test has several of them."""
-    monkeypatch.setattr("transformers_backend.fast.tiles._CPU_TILE", (1, 1024))
+    for name in ("_CPU_TILE", "_CPU_RANKED_TILE"):
+        monkeypatch.setattr(f"transformers_backend.fast.tiles.{name}", (1, 1024))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 from helpers import oracle
 from helpers.plain_forward import Open, cache_in
-from helpers.tiny_models import random_rows, tiny_model
+from helpers.tiny_models import DEVICE, random_rows, tiny_model
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", pytest.param("bloom", marks=pytest.mark.nightly)])
@@ -45,15 +45,16 @@ class Inputs:
 
 
 @pytest.mark.parametrize("lengths", [(20, 20, 20), (20, 3, 7)])
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(("fast", "autocast"), [(True, False), (False, False), (True, True)])
 def test_what_the_model_is_given_keeps_address_and_shape_until_a_block_ends(
-    lengths: tuple[int, ...], fast: bool, open_model: Open
+    lengths: tuple[int, ...], fast: bool, autocast: bool, open_model: Open
 ) -> None:
     model = tiny_model()
     backend, inputs, prompts = open_model(model, fast=fast), Inputs(model), random_rows(*lengths)
-    backend.generate(prompts, {"max_new_tokens": 2})
-    inputs.steps.clear()
-    backend.generate(prompts, {"max_new_tokens": 60, "ignore_eos": True})
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        backend.generate(prompts, {"max_new_tokens": 2})
+        inputs.steps.clear()
+        backend.generate(prompts, {"max_new_tokens": 60, "ignore_eos": True})
     first, later = inputs.steps[0], inputs.steps[44]
     # 20 columns of the prompts, and 44 until the first buffer of 64 is full.
     assert inputs.steps[:44] == [first] * 44 and inputs.steps[44:] == [later] * 15

@@ -105,8 +105,8 @@ def test_scores_logits_and_the_likeliest_ids_are_those_of_the_model(opened: Open
 
 def test_scores_over_sets_and_of_several_ids_are_those_of_the_model(opened: Opened) -> None:
     model, backend, temperature = opened.model, opened.backend, 0.7
-    # A plain forward of padded rows is off by as much where the logits are scaled up.
-    atol = 4e-5 if opened.family == "granite" else 1e-5
+    # A plain forward of padded rows is off by up to 1.3e-5 here, and by 3e-5 where the logits are scaled up.
+    atol = 4e-5 if opened.family == "granite" else 2e-5
     generator = torch.Generator().manual_seed(7)
     others = [[torch.randint(512, (t % 20,), generator=generator).tolist() for t in range(len(row))] for row in ROWS]
     # Every fifth set is empty, which is the whole vocabulary.

@@ -19,6 +19,7 @@ from transformers import (
     RobertaConfig,
     RobertaForCausalLM,
 )
+from transformers.cache_utils import DynamicLayer
 
 from corelm import Backend
 from corelm.errors import CapabilityError
@@ -212,14 +213,19 @@ def test_beams_use_no_cache_if_cached_steps_differ_at_their_length(open_model: O
     assert open_model(model).generate(PROMPTS, search, logprobs="none").ids.tolist() == expected
 
 
-def test_beams_use_no_cache_if_cached_steps_differ(open_model: Open, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("every", [True, False], ids=["every cache", "only one that grows, as in a beam search"])
+def test_beams_use_no_cache_if_cached_steps_differ(
+    open_model: Open, caplog: pytest.LogCaptureFixture, every: bool
+) -> None:
     """Both models have the same full forward, so they have the same best beam."""
     model, sound = tiny_model("qwen2"), tiny_model("qwen2")
     plain = model.model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = plain(*args, **kwargs)
-        if cache_in(kwargs) is not None and out.last_hidden_state.shape[1] == 1:
+        past = cache_in(kwargs)
+        spoilt = past is not None and (every or type(past.layers[0]) is DynamicLayer)
+        if spoilt and past.get_seq_length() > 1 == out.last_hidden_state.shape[1]:
             out.last_hidden_state = -out.last_hidden_state
         return out
 

@@ -44,6 +44,29 @@ _HONOURED = (
 _TOP_K = 1024
 
 
+def sampled_here(vocab_size: int) -> dict[str, Any]:
+    """Return the fields of `Capabilities` of an engine whose logits are sampled and scored by this kit, in a `Loop`."""
+    return {
+        "vocab_size": vocab_size,
+        "sampling": dict.fromkeys(_HONOURED),
+        "generation_modes": frozenset({"raw", "processed"}),
+        "return_support": True,
+        "top_logprobs": min(_TOP_K, vocab_size),
+        "score": True,
+        "score_temperature": True,
+        "logits": True,
+        "argmax": True,
+        "score_support": True,
+        "score_top_k": min(_TOP_K, vocab_size),
+        "score_top_ids": True,
+        "per_answer_seeds": True,
+        "concurrent_calls": True,
+        "stops_at_timeout": True,
+        "streaming": True,
+        "abort": True,
+    }
+
+
 class LogitsEngine:
     """The base class of a backend whose author writes `logits`, and an ``open`` that makes the engine.
 
@@ -82,25 +105,7 @@ class LogitsEngine:
         size = len(tokenizer) if vocab_size is None else vocab_size
         self.tokenizer = tokenizer
         self.device = torch.device(device)
-        declared: dict[str, Any] = {
-            "sampling": dict.fromkeys(_HONOURED),
-            "generation_modes": frozenset({"raw", "processed"}),
-            "return_support": True,
-            "top_logprobs": min(_TOP_K, size),
-            "score": True,
-            "score_temperature": True,
-            "logits": True,
-            "argmax": True,
-            "score_support": True,
-            "score_top_k": min(_TOP_K, size),
-            "score_top_ids": True,
-            "per_answer_seeds": True,
-            "concurrent_calls": True,
-            "stops_at_timeout": True,
-            "streaming": True,
-            "abort": True,
-        }
-        self.capabilities = Capabilities(vocab_size=size, max_context=max_context, **{**declared, **capabilities})
+        self.capabilities = Capabilities(max_context=max_context, **{**sampled_here(size), **capabilities})
         # Mangled, like all names that are not for the author: a class of his may use any other.
         self.__loop, self.__room = Loop(self.__answer, torch.set_grad_enabled), _Room()
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from corelm.errors import CapabilityError, InvalidRequestError, described, first_few
 from corelm.spec import Adapter, WeightUpdate, whole_tensor
+from corelm_engine_kit import unknown_adapter
 from transformers_backend.engine import CausalLM, is_device_failure, runs_layers_again
 
 #: How the names begin that PEFT knows these adapters by.
@@ -112,20 +113,13 @@ class Adapters:
 
     def _names_of_owner(self) -> list[str]:
         known = getattr(self._engine.module, "peft_config", {})
-        return sorted(name for name in known if not name.startswith(PREFIX))
+        return [name for name in known if not name.startswith(PREFIX)]
 
     def _name_in_peft(self, name: str) -> str:
-        if name in self._loaded:
-            return self._loaded[name]
         known = self._names_of_owner()
-        if name in known:
-            return name
-        known = sorted([*known, *self._loaded])
-        others = f"there are {', '.join(map(repr, known))}" if known else "no adapter is loaded"
-        raise InvalidRequestError(
-            f"adapter: there is no {name!r}; {others}. Call load_adapter({name!r}, …) first",
-            field="adapter",
-        )
+        if name not in self._loaded and name not in known:
+            raise unknown_adapter(name, [*known, *self._loaded])
+        return self._loaded.get(name, name)
 
     @contextmanager
     def _kept(self) -> Iterator[dict[nn.Parameter, bool]]:

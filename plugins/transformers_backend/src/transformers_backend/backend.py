@@ -32,6 +32,7 @@ from corelm.spec import (
 )
 from corelm.validate import flag
 from corelm_engine_kit import VersionLog, eos_token_ids
+from corelm_engine_kit.logits_engine import sampled_here
 from corelm_engine_kit.loop import Aborted, Call, Loop
 from transformers_backend import loading, weights
 from transformers_backend.adapters import Adapters, may_have_adapters
@@ -50,25 +51,8 @@ from transformers_backend.scoring import Scorer
 from transformers_backend.self_test import SelfTest
 from transformers_backend.verdicts import Verdict
 
-#: Sampling parameters honoured, in the ranges that `SamplingParams` itself allows.
-_HONOURED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_new_tokens",
-    "stop",
-    "num_beams",
-    "length_penalty",
-    "early_stopping",
-    "engine_kwargs",
-)
-#: The most ids whose log-probs are returned at a position: what core asks of an engine that has no limit of
-#: its own. More would not be the most probable ones but a good part of the vocabulary.
-_TOP_K = 1024
+#: Sampling parameters that are honoured besides those of the kit.
+_OF_BEAMS = ("num_beams", "length_penalty", "early_stopping", "engine_kwargs")
 
 
 @dataclass(frozen=True)
@@ -112,7 +96,12 @@ class TransformersBackend:
         owns_model: bool = False,
         recompute_kv_on_update: bool = False,
     ) -> None:
-        decoder_class, scorer_class = _accelerated() if fast else (Decoder, Scorer)
+        decoder_class, scorer_class = Decoder, Scorer
+        if fast:
+            # Imported only here, so that everything else works without the folder.
+            from transformers_backend.fast import FastDecoder, FastScorer
+
+            decoder_class, scorer_class = FastDecoder, FastScorer
         self.engine = engine
         self.self_test = SelfTest(engine, tokenizer, fast=fast)
         self.decoder = decoder_class(engine, tokenizer, self.self_test, max_batch_tokens)
@@ -177,26 +166,15 @@ class TransformersBackend:
             CapabilityError: this backend cannot run the model, or it is wrapped or sharded for training on several
                 ranks.
         """
+        given: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
+        given["model_kwargs"] = model_kwargs or {}
         if isinstance(model, (str, os.PathLike)):
-            loading.refuse_file(model, tokenizer, model_kwargs or {})
+            loading.refuse_file(model, tokenizer, given["model_kwargs"])
             tokenizer = model if tokenizer is None else tokenizer
-            module = loading.load_model(
-                model,
-                dtype=dtype,
-                device=device,
-                trust_remote_code=trust_remote_code,
-                attn_implementation=attn_implementation,
-                model_kwargs=model_kwargs or {},
-            )
+            module = loading.load_model(model, trust_remote_code=trust_remote_code, **given)
         elif isinstance(model, nn.Module):
             module = loading.unwrapped(model)
-            loading.refuse_other_options(
-                module,
-                dtype=dtype,
-                device=device,
-                attn_implementation=attn_implementation,
-                model_kwargs=model_kwargs or {},
-            )
+            loading.refuse_other_options(module, **given)
         else:
             got = "nothing" if model is None else type(model).__name__
             raise InvalidRequestError(
@@ -353,37 +331,16 @@ class TransformersBackend:
         return True
 
 
-def _accelerated() -> tuple[type[Decoder], type[Scorer]]:
-    # Imported only here, so that everything else works without the folder.
-    from transformers_backend.fast import FastDecoder, FastScorer
-
-    return FastDecoder, FastScorer
-
-
 def _capabilities(engine: CausalLM, tokenizer: Any, *, adapters: bool = False) -> Capabilities:
+    declared = sampled_here(engine.vocab_size)
+    declared["sampling"] |= dict.fromkeys(_OF_BEAMS)
     return Capabilities(
-        vocab_size=engine.vocab_size,
+        **declared,
         max_context=engine.max_context,
         eos_token_ids=eos_token_ids(engine.base.generation_config, tokenizer, vocab_size=engine.vocab_size),
-        sampling=dict.fromkeys(_HONOURED),
-        generation_modes=frozenset({"raw", "processed"}),
-        return_support=True,
-        top_logprobs=min(_TOP_K, engine.vocab_size),
-        score=True,
-        score_temperature=True,
-        logits=True,
-        argmax=True,
         gradients=True,
-        per_answer_seeds=True,
-        concurrent_calls=True,
-        stops_at_timeout=True,
-        streaming=True,
         update_weights=True,
         weight_stream=True,
         updates_in_flight=True,
         adapters=adapters,
-        score_support=True,
-        score_top_k=min(_TOP_K, engine.vocab_size),
-        score_top_ids=True,
-        abort=True,
     )

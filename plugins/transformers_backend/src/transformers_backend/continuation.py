@@ -106,9 +106,9 @@ class CachedRows(GrowingRows):
     or the buffers are full. Other caches grow as transformers makes them.
     """
 
-    def __init__(self, engine: CausalLM, prompts: Ragged) -> None:
+    def __init__(self, engine: CausalLM, prompts: Ragged, *, fixed: bool = True) -> None:
         super().__init__()
-        self._engine = engine
+        self._engine, self._fixed = engine, fixed and engine.fixes_shapes
         self.cache = _new_cache(engine)
         inputs: dict[str, Any] = engine.inputs(prompts, "left")
         self._mask: Tensor | None = inputs["attention_mask"]
@@ -144,7 +144,7 @@ class CachedRows(GrowingRows):
             layer.keys, layer.values = layer.keys[: len(rows)], layer.values[: len(rows)]
 
     def append(self, tokens: Tensor) -> None:
-        if self.columns == self._room or (not self._room and self._may_be_fixed):
+        if self.columns == self._room or (not self._room and self._fixed and self.may_join):
             self._make_room()
         if self._mask is not None and not self._room:
             self._mask = torch.nn.functional.pad(self._mask, (0, 1))
@@ -156,32 +156,29 @@ class CachedRows(GrowingRows):
         self.logits = self._engine.next_logits(
             self.cache, input_ids=self._ids, attention_mask=self._mask, position_ids=self._position
         )
+        if self._room:
+            self._column += 1
 
     def _make_room(self) -> None:
         """Copy the cache and the mask into buffers with room for up to a block of new columns."""
-        from transformers.cache_utils import StaticLayer
+        from transformers_backend.buffers import Buffers
 
         self._room = (self.columns // _BLOCK + 1) * _BLOCK
         self._mask = torch.nn.functional.pad(self._whole_mask(), (0, self._room - self.columns))
+        self._column = self._position.new_full((), self.columns)
         for number, layer in enumerate(self.cache.layers):
-            self.cache.layers[number] = StaticLayer(self._room)
-            self.cache.layers[number].update(*self._states(layer))
+            self.cache.layers[number] = Buffers(*self._states(layer), self._room, self._column)
 
     def _states(self, layer: Any) -> tuple[Tensor, Tensor]:
         return layer.keys[..., : self.columns, :], layer.values[..., : self.columns, :]
 
     @property
-    def _may_be_fixed(self) -> bool:
-        # With autocast on, keys that were rotated may have another dtype than values. Buffers do not convert them.
-        autocasts = torch.is_autocast_enabled(self.logits.device.type)
-        return self._engine.fixes_shapes and not autocasts and self.may_join
-
-    @property
     def may_join(self) -> bool:
         """Whether its cache holds keys and values of every token, and nothing else."""
-        from transformers.cache_utils import DynamicLayer, StaticLayer
+        from transformers.cache_utils import DynamicLayer
 
-        return all(type(layer) in (DynamicLayer, StaticLayer) and layer.keys is not None for layer in self.cache.layers)
+        layers = self.cache.layers
+        return self._room > 0 or all(type(layer) is DynamicLayer and layer.keys is not None for layer in layers)
 
     def join(self, other: CachedRows) -> None:
         """Take in the rows of another, behind these. Its shares become shares of these.

@@ -54,12 +54,13 @@ _SLOWER: dict[DecodingWay, tuple[str, str]] = {
     "uncached": ("answers are decoded without a cache", _NO_CACHE),
     "uncached, one at a time": ("answers are decoded without a cache and one at a time", _NO_CACHE),
 }
-#: How long an answer without a limit is expected to become, in tokens.
+#: How many tokens an answer without a limit counts when batches are made. If answers become longer, some rows of their
+#: batch wait.
 EXPECTED_TOKENS = 512
 #: Number of tokens by which trial rows are continued.
 _TRIED = 3
-#: How rows that were read apart go on together, as `SelfTest` knows it.
-_JOINED = "joined"
+#: How rows that were read apart go on together, and how a beam search decodes: with transformers' own cache.
+_JOINED, _GROWING = "joined", "growing cached"
 #: How many times as many tokens rows may have together as apart, with padding.
 _WASTE = 2
 
@@ -74,14 +75,11 @@ class Decoder:
     Attributes:
         way: how the latest batch was decoded; None before the first.
         keeps_states: whether the model was seen to keep more of its rows than a cache holds.
-        expected_tokens: how many tokens an answer without a limit counts when batches are made. If answers become
-            longer, some rows of their batch wait.
     """
 
     def __init__(self, engine: CausalLM, tokenizer: Any, self_test: SelfTest, max_batch_tokens: int | None) -> None:
         self.way: DecodingWay | None = None
         self.keeps_states = False
-        self.expected_tokens = EXPECTED_TOKENS
         self._engine = engine
         self._tokenizer = tokenizer
         self._self_test = self_test
@@ -133,18 +131,21 @@ class Decoder:
         """Return whether decoding with a cache gives the numbers of the plain forward, up to the longest answer that
         the request allows.
         """
-        self._self_test.begin(call.check_wanted)
-        lengths = request.prompts.lengths
+        test, lengths = self._self_test, request.prompts.lengths
+        test.begin(call.check_wanted)
         columns = int((lengths + answer_limits(request, self._engine.max_context)).max())
+        prompt = request.prompts.split()[int(lengths.argmax())].cpu()
+        row = prompt.repeat(-(-columns // len(prompt)))[:columns]
+
+        def may_run(way: str) -> bool:
+            if not (self._engine.accepts_cache and test.may_run(way, partial(self._continued, way, 2), padded=False)):
+                return False
+            return self._confirmed_on(way, [row])
+
         with self._engine.evaluating():
-            may_run = partial(self._may_run, depth=2, columns=columns)
-            right = self._self_test.choose(("cached", "uncached"), may_run, lambda way: columns) == "cached"
-            if right:
-                prompt = request.prompts.split()[int(lengths.argmax())].cpu()
-                row = prompt.repeat(-(-columns // len(prompt)))[:columns]
-                right = self._confirmed_on("cached", [row])
+            right = test.choose((_GROWING, "uncached"), may_run) == _GROWING
         if not right:
-            self._self_test.warn_once(*_SLOWER["uncached"])
+            test.warn_once(*_SLOWER["uncached"])
         return right
 
     def _answer(
@@ -161,7 +162,7 @@ class Decoder:
         if self.keeps_states and not call.key.alone:
             raise MustBeAlone
         limits, done = self.limits(int(prompts.prompts.lengths.max())), torch.empty(0, dtype=torch.int64)
-        expected = self.expected_tokens if request.sampling.max_new_tokens is None else None
+        expected = EXPECTED_TOKENS if request.sampling.max_new_tokens is None else None
         for batch in batches_of(prompts, _GROUPING[way], engine, limits, expected):
             done = torch.cat([done, batch.rows])
             if call.key.decoding:
@@ -281,7 +282,7 @@ class Decoder:
         depth = 1 if request.on_tokens is None else 2
         ways = _WAYS if len(lengths.unique()) > 1 else _WAYS[1:]
         may_run = partial(self._may_run, depth=depth, columns=columns)
-        way = self._self_test.choose(ways, may_run, lambda way: columns)
+        way = self._self_test.choose(ways, may_run)
         if way != ways[0]:
             self._self_test.warn_once(*_SLOWER[way])
         return way
@@ -298,6 +299,8 @@ class Decoder:
         for each in (depth, 2):
             run, fixed = partial(self._continued, way, each), way.startswith("cached")
             if not self._self_test.may_run(way, run, padded=padded, depth=each, fixed=fixed):
+                return False
+            if self._self_test.is_refuted(way, columns):
                 return False
             if way.startswith("uncached") or not self._engine.keeps_states:
                 break
@@ -351,7 +354,7 @@ class Decoder:
         if way.startswith("uncached"):
             return UncachedRows(self._engine, prompts)
         if way != _JOINED:
-            return CachedRows(self._engine, prompts)
+            return CachedRows(self._engine, prompts, fixed=way != _GROWING)
         first, *others = (self._start("cached", Ragged.from_list([row])) for row in prompts.split())
         assert isinstance(first, CachedRows)
         for each in others:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +97,7 @@ def measured_cache(engine: CausalLM) -> CacheBytes | None:
     try:
         for length in (_SHORT, _LONG):
             rows = CachedRows(engine, Ragged.from_list([torch.arange(length) % engine.readable]))
-            sizes.append(sum(tensor.nbytes for tensor in _tensors(rows.cache, set())))
+            sizes.append(_bytes_of(rows.cache))
     except Exception:
         # Whatever is wrong shows in the request itself, with the model's own words.
         return None
@@ -154,22 +154,11 @@ def _reading_bytes(engine: CausalLM, columns: int) -> int:
     return size * (_HIDDENS * hidden + _INTERMEDIATES * widest * experts) + scores + logits
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield every tensor that an object holds, once. `seen` has the ids of objects that live for as long as it."""
-    if id(value) in seen:
-        return
-    inside: Iterable[Any] = ()
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        inside = value
-    elif isinstance(value, dict):
-        inside = value.values()
-    elif type(value).__module__.startswith("transformers"):
-        inside = vars(value).values()
-    seen.add(id(value))
-    for each in inside:
-        yield from _tensors(each, seen)
+def _bytes_of(cache: Any) -> int:
+    """Return what the layers of a cache hold; recurrent states are in dictionaries."""
+    held = [value for layer in cache.layers for value in vars(layer).values()]
+    held += [state for value in held if isinstance(value, dict) for state in value.values()]
+    return sum(value.nbytes for value in held if isinstance(value, Tensor))
 
 
 class SleepingWeights:

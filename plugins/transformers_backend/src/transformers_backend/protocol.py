@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from corelm.errors import CapabilityError, refuse
-from corelm.spec import (
-    GenerateRequest,
-    Ragged,
-    ScoreRequest,
-)
+from corelm.spec import GenerateRequest, Ragged, ScoreRequest
 from corelm_engine_kit.answers import answer_seeds
 from corelm_engine_kit.ending import answer_limits
 from transformers_backend.engine import CausalLM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -166,49 +166,40 @@ class Scorer:
             # The widest first: it is compared with the plain forward before anything is handed over.
             return sorted(self._read_batches(batch.inputs, layout, head), key=lambda part: -part.columns)
 
-        layout = self._choose(head, lambda layout: parts(layout)[0].columns)
+        layouts = self._layouts(head)
+        if head == "whole" and len(batch.rows) == 1:
+            # To pad one row is to read it alone, in which any model would agree with itself.
+            layouts = [layout for layout in layouts if layout != "padded"]
+        layout = self._choose(layouts, head, lambda layout: parts(layout)[0].columns)
         if layout == "alone" and head != "whole":
             yield from self._score_batch(batch, request, call, "whole")
             return
         if head == "whole" and layout in _SLOWER and len(batch.rows) > 1:
             self._self_test.warn_once(_SLOWER[layout], "about twice as long for short rows")
-        if not (yield from self._score_parts(parts(layout), layout, head, batch, request, call)):
-            yield from self._score_batch(batch, request, call, head)
-
-    def _choose(self, head: HeadPath, columns: Callable[[RowLayout], int]) -> RowLayout:
-        test = self._self_test
-        return test.choose(
-            self._layouts(head),
-            lambda layout: test.may_run(_name(layout, head), partial(self._tails, layout, head)),
-            columns,
-            lambda layout: _name(layout, head),
-        )
-
-    def _score_parts(
-        self,
-        parts: Sequence[ReadBatch],
-        layout: RowLayout,
-        head: HeadPath,
-        batch: SequenceBatch,
-        request: ScoreRequest,
-        call: Call,
-    ) -> Generator[ScoredTokens, None, bool]:
-        """Yield the log-probs of the parts of a batch; return whether they were right, as far as some of them show."""
         shared = 0 if self.path is None else self.path.shared
-        for part in parts:
+        for part in parts(layout):
             call.deadline.check()
             if len(call.aborted_among(batch.rows[part.rows])) == len(part.rows):
                 continue
-            read = partial(self._read, batch.inputs, part, layout, head)
-            states, ends, rows = read(), partial(self._last_logits, part, head), batch.inputs.select(part.rows)
-            if not self._confirmed(_name(layout, head), part.columns, rows, request, states, read, ends):
-                return False
+            states = self._read(batch.inputs, part, layout, head)
+            if not self._confirmed(batch.inputs, part, layout, head, states, grad=request.grad):
+                del states
+                yield from self._score_batch(batch, request, call, head)
+                return
             shared += part.shared
             wanted, targets, index = batch.wanted_of(part.rows)
             query = TokenQuery.of(request, targets, index)
             yield ScoredTokens(index, self._scores(head, states, part.index.values[wanted], query, part.shared > 0))
         self.path = ScoringPath(head, layout, shared)
-        return True
+
+    def _choose(self, layouts: Sequence[RowLayout], head: HeadPath, columns: Callable[[RowLayout], int]) -> RowLayout:
+        test = self._self_test
+
+        def may_run(layout: RowLayout) -> bool:
+            way = _name(layout, head)
+            return test.may_run(way, partial(self._tails, layout, head)) and not test.is_refuted(way, columns(layout))
+
+        return test.choose(layouts, may_run)
 
     def _layouts(self, head: HeadPath) -> Sequence[RowLayout]:
         return PLAIN_LAYOUTS
@@ -242,33 +233,28 @@ class Scorer:
                 yield number, self._last_logits(part, head, states, place)
 
     def _confirmed(
-        self,
-        way: str,
-        columns: int,
-        rows: Ragged,
-        request: ScoreRequest,
-        made: Tensor,
-        read: Callable[[], Tensor],
-        logits_of: Callable[[Tensor, int], Tensor],
+        self, inputs: Ragged, part: ReadBatch, layout: RowLayout, head: HeadPath, states: Tensor, *, grad: bool
     ) -> bool:
-        """Return whether the longest of these rows and the last of some length have the numbers of the plain forward.
+        """Return whether the longest row of `part` and the last of some length have the numbers of the plain forward.
 
-        `made` is what `read` returned for a pass of so many columns, and `logits_of` returns the logits of a
-        row, given that and its number.
+        Args:
+            inputs, part, layout, head: see `_read`, which returned `states`.
+            grad: whether they carry gradients, so that the model was read in its own train/eval mode.
         """
-        if way == "alone" or self._self_test.is_confirmed(way, columns):
+        way = _name(layout, head)
+        if way == "alone" or self._self_test.is_confirmed(way, part.columns):
             return True
-        if request.grad and any(part.training for part in self._engine.module.modules()):
+        if grad and any(module.training for module in self._engine.module.modules()):
             # Dropout may be on: other numbers would be right.
             with self._engine.evaluating():
-                made = read()
-        parts = rows.split()
-        longest = int(rows.lengths.argmax())
-        others = [number for number in range(len(parts)) if number != longest]
-        enough = [number for number in others if len(parts[number]) >= _ENOUGH]
-        numbers = [longest, *(enough or sorted(others, key=lambda number: len(parts[number])))[-1:]]
-        ends = (OwnRow(parts[row], logits_of(made, row)) for row in numbers)
-        return self._self_test.confirm(way, columns, ends)
+                states = self._read(inputs, part, layout, head)
+        rows = inputs.select(part.rows).split()
+        longest = max(range(len(rows)), key=lambda number: len(rows[number]))
+        others = [number for number in range(len(rows)) if number != longest]
+        enough = [number for number in others if len(rows[number]) >= _ENOUGH]
+        numbers = [longest, *(enough or sorted(others, key=lambda number: len(rows[number])))[-1:]]
+        ends = (OwnRow(rows[number], self._last_logits(part, head, states, number)) for number in numbers)
+        return self._self_test.confirm(way, part.columns, ends)
 
     def _scores(self, head: HeadPath, states: Tensor, slots: Tensor, query: TokenQuery, repeated: bool) -> TokenScores:
         """Answer `query` from all logits of the positions in question, a slice of positions at a time.

@@ -166,23 +166,12 @@ class SelfTest:
 
     # Which way --------------------------------------------------------------------------------------------------------
 
-    def choose(
-        self,
-        ways: Sequence[Way],
-        may_run: Callable[[Way], bool],
-        columns: Callable[[Way], int],
-        name: Callable[[Way], str] = str,
-    ) -> Way:
-        """Return the first of `ways` that may run, as far as is known for its width. The last of them is the plain
-        forward and is not tried.
-
-        Args:
-            may_run: asks `SelfTest.may_run`.
-            columns: returns the number of columns of the widest forward pass in a certain way.
-            name: under which what is found out about a way is remembered.
+    def choose(self, ways: Sequence[Way], may_run: Callable[[Way], bool]) -> Way:
+        """Return the first of `ways` of which `may_run` says so, which asks `SelfTest.may_run` and `is_refuted`. The
+        last of them is the plain forward and is not tried.
         """
         for way in ways[:-1]:
-            if may_run(way) and not self.is_refuted(name(way), columns(way)):
+            if may_run(way):
                 return way
         self._examine()
         return ways[-1]

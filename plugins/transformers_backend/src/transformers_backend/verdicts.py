@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import sys
-import sysconfig
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection
@@ -31,8 +30,8 @@ from transformers_backend.engine import CausalLM
 from transformers_backend.model_state import fingerprint
 
 VARIABLE = "CORELM_CACHE"
-#: The folder of the standard library. Installed packages may be inside.
-_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+#: Packages whose code is the same wherever they have the same versions.
+_LIBRARIES = {"torch", "transformers", "transformers_backend", *sys.stdlib_module_names}
 
 
 @dataclass
@@ -139,26 +138,19 @@ def _is_library_code(base: Any, kinds: Collection[type], attention: Collection[s
     classes = {each for kind in kinds for each in kind.__mro__}
     owners = chain(base.modules(), classes, (sys.modules[name] for name in names))
     attend = (each().get(name) for each in (AttentionInterface, AttentionMaskInterface) for name in attention)
-    return all(map(is_of_a_library, chain(attend, *(vars(owner).values() for owner in owners))))
+    return all(map(_is_of_a_library, chain(attend, *(vars(owner).values() for owner in owners))))
 
 
-def is_of_a_library(value: Any, libraries: tuple[str, ...] = ("torch", "transformers", "transformers_backend")) -> bool:
-    """Return whether `value` is no function, or one of these libraries or of Python's, and so is all that it wraps."""
+def _is_of_a_library(value: Any) -> bool:
+    """Return whether `value` is no function, or one of a library or of Python's, and so is all that it wraps."""
     if isinstance(value, (MethodType, classmethod, staticmethod)):
         value = value.__func__
     while isinstance(value, FunctionType):
-        file = value.__code__.co_filename
-        standard = file.startswith(_PYTHON) and "-packages" not in file[len(_PYTHON) :]
-        if not (standard or file.startswith(_folders(tuple(name for name in libraries if name in sys.modules)))):
+        # `functools.wraps` makes the name of a module that of another one, but not the module.
+        if str(value.__globals__.get("__name__")).partition(".")[0] not in _LIBRARIES:
             return False
         value = getattr(value, "__wrapped__", None)
     return True
-
-
-@cache
-def _folders(libraries: tuple[str, ...]) -> tuple[str, ...]:
-    found = (path for name in libraries for path in sys.modules[name].__path__)
-    return tuple(os.path.join(path, "") for path in found)
 
 
 def _values(part: Any) -> dict[str, Any]:

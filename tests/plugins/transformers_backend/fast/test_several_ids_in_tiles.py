@@ -16,7 +16,7 @@ from helpers import oracle
 from helpers.scoring_path import scoring_path
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
 from transformers_backend.fast import head as head_module
-from transformers_backend.fast.tiles import TiledHead
+from transformers_backend.fast.tiles import LogitTiles, TiledHead
 
 from .test_tiles import inputs
 
@@ -307,3 +307,25 @@ def test_tiles_that_answer_otherwise_are_not_used(
     assert scoring_path(other).head == "sliced"
     assert found.tail_log_mass is not None and expected.tail_log_mass is not None
     torch.testing.assert_close(found.tail_log_mass.values, expected.tail_log_mass.values, rtol=0, atol=1e-5)
+
+
+def test_tiles_that_are_others_than_the_models_logits_are_not_used(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device whose products are wrong cannot be provoked, so the products of tiles are."""
+    model, rows, product = tiny_model(), random_rows(30, 40), LogitTiles.product
+    backend = open_model(model)
+    expected = backend.score_logprobs(rows, top_k=4)
+    assert scoring_path(backend).head == "tiled"
+
+    def wrong(self: LogitTiles, some: slice, entries: slice) -> tuple[Tensor, float]:
+        made, factor = product(self, some, entries)
+        return made.mul_(1.01), factor
+
+    monkeypatch.setattr(LogitTiles, "product", wrong)
+    # Also where they were right before.
+    for other in (open_model(model), backend):
+        found = other.score_logprobs(rows, top_k=4)
+        assert scoring_path(other).head == "sliced"
+        assert found.tail_log_mass is not None and expected.tail_log_mass is not None
+        torch.testing.assert_close(found.tail_log_mass.values, expected.tail_log_mass.values, rtol=0, atol=1e-5)

@@ -10,15 +10,25 @@ file              what it saves
 `head.py`         runs a model's body without its head, and decides whether the head can be computed in tiles
 `scoring.py`      rows without padding; the start that rows have in common is read once
 `attention.py`    attention over such rows; on GPUs, in many of them by one kernel
-`decoding.py`     decoding with the products of `onednn.py`
-`onednn.py`       matrix products on a CPU, with another library
+`onednn.py`       matrix products on a CPU, with another library, for decoding too
 ================= =====================================================================================================
 
 Each acceleration of scoring is tried on the model and compared with the model's own forward. What does not agree is not
 used: that step then runs as in the plain backend.
 """
 
-from transformers_backend.fast.decoding import FastDecoder
+from contextlib import AbstractContextManager
+
+from transformers_backend.decoding import Decoder
+from transformers_backend.fast.onednn import quick_products
 from transformers_backend.fast.scoring import FastScorer
+
+
+class FastDecoder(Decoder):
+    """Decodes with quick products."""
+
+    def accelerated(self) -> AbstractContextManager[None]:
+        return quick_products(self._engine.base)
+
 
 __all__ = ["FastDecoder", "FastScorer"]

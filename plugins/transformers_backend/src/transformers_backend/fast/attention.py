@@ -151,20 +151,15 @@ class VarlenAttention:
         """
         device, dtype, grad = query.device, _dtype(query), torch.is_grad_enabled()
         window = None if window is None else _TRIED_WINDOW
-        queries, keys = zip(*_TRIED, strict=True)
-        ends = accumulate(queries)
-        call = _call(
-            [PackedSegment(end - own, end, torch.arange(all_)) for (own, all_), end in zip(_TRIED, ends, strict=True)]
-        ).to(device)
+        segments, queries, keys = list[PackedSegment](), 0, 0
+        for own, all_ in _TRIED:
+            segments.append(PackedSegment(queries, queries + own, torch.arange(keys, keys + all_)))
+            queries, keys = queries + own, keys + all_
+        call, one_by_one = _call(segments).to(device), _SegmentAttention(segments, attend, None)
         (of_queries, of_keys, size), generator = heads, torch.Generator().manual_seed(0)
-        shapes = [(1, of_queries, sum(queries), size), *[(1, of_keys, sum(keys), size)] * 2]
+        shapes = [(1, of_queries, queries, size), *[(1, of_keys, keys, size)] * 2]
         given = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-        upstream = torch.randn(1, sum(queries), of_queries, size, generator=generator).to(device, dtype)
-
-        def one_by_one(*parts: Tensor) -> Tensor:
-            masks = [_visible(*counts, window, device) for counts in _TRIED]
-            each = zip(parts[0].split(queries, 2), parts[1].split(keys, 2), parts[2].split(keys, 2), masks, strict=True)
-            return torch.cat([attend(layer, *some, **kwargs)[0] for some in each], 1)
+        upstream = torch.randn(1, queries, of_queries, size, generator=generator).to(device, dtype)
 
         def run(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
             leaves = [each.to(dtype).requires_grad_(grad) for each in given]
@@ -173,13 +168,15 @@ class VarlenAttention:
 
         with torch.inference_mode(False), torch.set_grad_enabled(grad), torch.autocast(device.type, enabled=False):
             try:
-                found = run(lambda query, key, value: self(query, key, value, call, window, **kwargs), dtype)
+                found = run(lambda *parts: self(*call.of(*parts), call, window, **kwargs), dtype)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:
                 _log.info("attention of several rows at once is not used: %s: %s", type(error).__name__, error)
                 return False
-            pairs = zip(found, run(one_by_one, torch.float32), strict=True)
+            mask = torch.tensor(window or 0)
+            wanted = run(lambda q, k, v: one_by_one(layer, q, k, v, mask, **kwargs)[0], torch.float32)
+            pairs = zip(found, wanted, strict=True)
             apart = max(float((some.float() - other).abs().max() / other.abs().max()) for some, other in pairs)
         if not apart <= _NEAR:
             _log.warning("attention of several rows at once is not used: it is off by %.2g", apart)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from corelm.spec import Ragged
-from corelm_engine_kit.token_scores import TokenQuery, TokenScores, scores_of_logits
+from corelm_engine_kit.token_scores import TokenQuery, scores_of_logits
 from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.scoring import HeadPath
@@ -35,13 +35,10 @@ _log = logging.getLogger(__name__)
 _LARGE, _FEW = 2**21, 64
 #: Largest logits of the hidden states with which a head is tried. A cap bends the last ones; a scale shows in all.
 _MAGNITUDES = (1.0, 30.0, 1000.0)
+#: Number of ids in a set that is tried, and of most probable ones, and the temperature.
+_SOME, _TEMPERATURE = 8, 0.7
 #: Number of positions tried at each magnitude.
 _TRIED = 2
-#: The witness of a formula has large logits; a state with small ones is tried as well.
-_SMALL = 1 / 30
-#: Number of ids in a set that is tried, and of most probable ones.
-_SET, _TOP = 24, 8
-_TEMPERATURE = 0.7
 #: Where a module keeps the functions that run when it is called.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -228,8 +225,8 @@ class ScoringHead:
         return self._formula().head(self._engine.base.get_output_embeddings())
 
     def _holds(self, formula: HeadFormula, module: nn.Linear, grad: bool) -> bool:
-        """Return whether the formula gives what the model gives now; with `grad`, also whether gradients reach nothing
-        but the hidden states and the head.
+        """Return whether tiles give what the model gives now; with `grad`, also whether gradients reach nothing but the
+        hidden states and the head.
         """
         assert formula.witness is not None
         state = formula.witness.to(module.weight.device)
@@ -240,8 +237,8 @@ class ScoringHead:
             known = (state, module.weight, module.bias)
             if grad and not all(any(leaf is one for one in known) for leaf in _leaves(logits)):
                 return False
-            made = formula.logits(_products(state, module, formula.dtype))
-            return _equal_but_for_rounding(made, logits.double(), formula.dtype)
+            made = formula.head(module).logits(state.detach())
+            return _equal_but_for_rounding(made.double(), logits.double(), formula.dtype)
 
     def _formula(self) -> HeadFormula:
         engine = self._engine
@@ -368,58 +365,29 @@ def _equal_but_for_rounding(found: Tensor, wanted: Tensor, dtype: torch.dtype) -
 
 
 def _answers_alike(formula: HeadFormula, module: nn.Linear, split: SplitForward) -> bool:
-    """Return whether tiles answer all that may be asked of a position as the model's own logits do."""
+    """Return whether tiles answer for a set and for several ids as the model's own logits do."""
     assert formula.witness is not None
-    head, states = formula.head(module), torch.cat([formula.witness, formula.witness * _SMALL] * 3)
-    logits = split.logits(states).float()
+    logits, numbers = split.logits(formula.witness).float(), list[list[Tensor]]()
+    best, spread = logits.argmax(-1), torch.arange(0, logits.shape[1], logits.shape[1] // _SOME + 1)
+    sets = Ragged.from_list([torch.cat([spread, best.cpu()]).unique()]).to(logits.device)
+    plain = TokenQuery(best, _TEMPERATURE)
+    queries = replace(plain, sets=sets), replace(plain, top_k=len(spread), argmax=True)
     try:
-        alike = all(_alike(head.scores(states, query), logits, query, formula.dtype) for query in _queries(logits))
+        for answer in (formula.head(module).scores, lambda _, query: scores_of_logits(logits, query)):
+            over, several = (answer(formula.witness, query) for query in queries)
+            assert several.top is not None and several.argmax is not None
+            ids = torch.cat([several.top.ids[0], several.argmax])
+            numbers.append([over.logprobs, several.logprobs, several.top.logprobs[0], several.top.tail, logits[0, ids]])
     except Exception as error:
         if is_device_failure(error):
             raise
         # A kernel may fail in any way on a device on which it was not tried.
         _log.warning("the head is not used in tiles: %s: %s", type(error).__name__, error)
         return False
-    if not alike:
-        _log.warning("the head is not used in tiles: its numbers differ from the model's own")
-    return alike
-
-
-def _queries(logits: Tensor) -> Iterator[TokenQuery]:
-    """Yield what is tried on two states, three times each."""
-    device, vocab_size, best = logits.device, logits.shape[1], logits[:2].argmax(-1)
-    ends = torch.tensor([0, vocab_size - 1], device=device)
-    plain = TokenQuery(torch.cat([best, logits[:2].argmin(-1), ends]), _TEMPERATURE)
-    spread = torch.arange(0, vocab_size, max(1, vocab_size // _SET))
-    # An empty set stands for the whole vocabulary; other sets have an id that matters.
-    some, other = (torch.cat([part, best.cpu()]).unique() for part in (spread, spread[::2]))
-    ids = some.repeat(len(logits), 1)
-    ids[1, 0] = -1
-    yield plain
-    yield replace(plain, temperature=1.0, argmax=True)
-    yield replace(plain, sets=Ragged.from_list([some, other, some, spread[:0], some, other]).to(device))
-    yield replace(plain, top_k=min(_TOP, vocab_size))
-    yield replace(plain, top_ids=ids.to(device))
-
-
-def _alike(found: TokenScores, logits: Tensor, query: TokenQuery, dtype: torch.dtype) -> bool:
-    wanted = scores_of_logits(logits, query)
-    pairs = [(found.logprobs, wanted.logprobs)]
-    if found.argmax is not None:
-        # Rounding may swap ids that are nearly as probable.
-        pairs.append((logits.gather(1, found.argmax[:, None]), logits.amax(1, keepdim=True)))
-    if found.top is not None and wanted.top is not None:
-        # So what is said of the ids that were found has to be right.
-        own = scores_of_logits(logits, replace(query, top_k=0, top_ids=found.top.ids)).top
-        assert own is not None
-        pairs += [(found.top.logprobs, each.logprobs) for each in (wanted.top, own)] + [(found.top.tail, own.tail)]
     # What is rounded are the logits, so their size says by how much.
-    tempered = logits / query.temperature
-    largest = tempered[tempered.isfinite()].abs().max().reshape(1)
-    return all(
-        torch.equal(one.isfinite(), other.isfinite())
-        and _equal_but_for_rounding(
-            torch.cat([one[one.isfinite()], largest]), torch.cat([other[other.isfinite()], largest]), dtype
-        )
-        for one, other in pairs
-    )
+    largest = logits[logits.isfinite()].abs().max()[None] / _TEMPERATURE
+    found, wanted = (torch.cat([*each, largest]) for each in numbers)
+    if alike := _equal_but_for_rounding(found, wanted, formula.dtype):
+        return alike
+    _log.warning("the head is not used in tiles: its numbers differ from the model's own")
+    return False

@@ -31,7 +31,9 @@ _log = logging.getLogger(__name__)
 #: Tokens × vocabulary entries of a tile. On a CPU, 4 MiB of float32 stay in its cache; elsewhere 128 MiB give a GPU
 #: enough to do with each tile. With fewer tokens than that, a tile on a CPU is wider.
 _CPU_TILE, _TILE = (1024, 1024), (2048, 16384)
-#: More logits that wait to be ranked than this many times those wanted, in one row, are ranked at once.
+#: The same of a tile whose largest logits are collected: finding them costs less in few long rows.
+_CPU_RANKED_TILE = (256, 4096)
+#: How often the largest logits of a tile, those kept before included, wait until they are ranked.
 _WAITING = 4
 #: Set to 0 to leave out the kernels of `triton_head`.
 VARIABLE = "CORELM_TRITON_HEAD"
@@ -43,7 +45,7 @@ _NEAR, _NEAR_GRADIENT = 1e-5, 0.02
 class TiledHead:
     """A head whose logits are ``scale · (hidden · weightᵀ + bias)``, or ``cap · tanh(logits / cap)`` of those.
 
-    In all methods, gradients flow to hidden, weight and bias, in their dtypes, but not gradients of
+    Gradients of log-probs flow to hidden, weight and bias, in their dtypes, but not gradients of
     gradients. Sums are made in float32, or in float64 if `hidden` is float64. `hidden` is ``[n, hidden]``,
     `tokens` int64[n], and `temperature` is what the logits are divided by.
 
@@ -64,6 +66,12 @@ class TiledHead:
     cap: float | None = None
     dtype: torch.dtype | None = None
     kernels: Any = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32[n, vocab]: what the other methods are made of, for a few states and without gradients."""
+        tiles = LogitTiles(hidden, self.weight, self.bias, self, 1.0)
+        rows = [torch.cat([tiles(some, each).clone() for each in tiles.entries()], 1) for some in tiles.rows()]
+        return torch.cat(rows)
 
     def logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
         """Return float32[n]: the log-softmax, at `tokens`, of the logits."""
@@ -126,7 +134,14 @@ class LogitTiles:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: TiledHead, temperature: float
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: TiledHead,
+        temperature: float,
+        *,
+        ranks: bool = False,
     ) -> None:
         product = head.dtype or hidden.dtype
         self.hidden, self.weight = hidden.to(product), weight
@@ -137,7 +152,7 @@ class LogitTiles:
         self.dtype = torch.promote_types(product, torch.float32)
         self.vocab_size = len(weight)
         self.on_cpu = hidden.device.type == "cpu"
-        height, width = _CPU_TILE if self.on_cpu else _TILE
+        height, width = (_CPU_RANKED_TILE if ranks else _CPU_TILE) if self.on_cpu else _TILE
         self.height = min(height, len(hidden))
         if self.on_cpu and self.height:
             width *= height // self.height
@@ -196,35 +211,26 @@ class LogitTiles:
         """Return the derivative of the cap at the values of `tile`; None if there is no cap."""
         return None if self.cap is None else 1.0 - (tile / (self.cap * self._inverse_temperature)).square_()
 
-    def columns(self, tokens: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-        """Return the column of each token in a tile of these entries, int64[rows, 1], and whether it is in it,
-        bool[rows].
-        """
-        width = min(entries.stop, len(self.weight)) - entries.start
-        column = tokens - entries.start
-        # No list of the tokens inside: making one would wait for the device at every tile.
-        return column.clamp(0, width - 1)[:, None], (column >= 0) & (column < width)
-
 
 class _LogSum:
-    """The log of a sum of exponentials of each row, to which tiles are added one after another."""
+    """The log of a sum of exponentials of each row, ``largest + log(total)``, to which tiles are added."""
 
     def __init__(self, rows: int, tiles: LogitTiles) -> None:
         self._tiles = tiles
-        self._total = torch.zeros(rows, dtype=tiles.dtype, device=tiles.hidden.device)
+        self.total = torch.zeros(rows, dtype=tiles.dtype, device=tiles.hidden.device)
         # Not minus infinity, which would turn a tile of minus infinities into NaN.
-        self._largest = torch.full_like(self._total, torch.finfo(tiles.dtype).min)
+        self.largest = torch.full_like(self.total, torch.finfo(tiles.dtype).min)
 
     def add_(self, tile: Tensor, peak: Tensor | None = None) -> None:
         """Add ``[rows, n]``, which is overwritten. `peak`, ``[rows]``, is the largest of each row, if it is known."""
-        larger = torch.maximum(self._largest, tile.amax(1) if peak is None else peak)
+        larger = torch.maximum(self.largest, tile.amax(1) if peak is None else peak)
         added = self._tiles.exp_(tile.sub_(larger[:, None])).sum(1)
-        self._total = added.addcmul_(self._total, self._largest.sub_(larger).exp_())
-        self._largest = larger
+        self.total = added.addcmul_(self.total, self.largest.sub_(larger).exp_())
+        self.largest = larger
 
     def log(self) -> Tensor:
         """Return the log of each sum, ``[rows]``; minus infinity where all terms are zero."""
-        return self._largest + self._total.log()
+        return self.largest + self.total.log()
 
 
 class _Logprobs(torch.autograd.Function):
@@ -254,25 +260,24 @@ class _Logprobs(torch.autograd.Function):
         """Return the log-probs of `tokens`, ``[n]``; the ids, int64[n, k], and their log-probs; the tail, ``[n]``; and
         the most probable ids, int64[n], or int64[0].
         """
-        tiles = LogitTiles(hidden, weight, bias, head, temperature)
+        k, ranks = (wanted, wanted > 0) if isinstance(wanted, int) else (wanted.shape[1], False)
+        tiles = LogitTiles(hidden, weight, bias, head, temperature, ranks=ranks)
         n, device = len(hidden), hidden.device
-        k = wanted if isinstance(wanted, int) else wanted.shape[1]
         chosen = torch.zeros(n, dtype=tiles.dtype, device=device)
         values, ids = chosen.new_empty(n, k), torch.empty(n, k, dtype=torch.int64, device=device)
         rest = torch.empty_like(chosen)
         best = torch.zeros(n if wants_argmax else 0, dtype=torch.int64, device=device)
         for rows in tiles.rows():
             count = len(chosen[rows])
+            others = _LogSum(count, tiles)
             if tiles.kernels and not k and not wants_argmax:
-                total = torch.zeros_like(chosen[rows])
-                # Not minus infinity, which would turn a tile of minus infinities into NaN.
-                highest = torch.full_like(total, torch.finfo(tiles.dtype).min)
                 for entries in tiles.entries():
                     tile, missing = tiles.product(rows, entries)
-                    tiles.kernels.fold(tile, missing, tokens[rows] - entries.start, highest, total, chosen[rows])
-                rest[rows] = highest + total.log()
+                    column = tokens[rows] - entries.start
+                    tiles.kernels.fold(tile, missing, column, others.largest, others.total, chosen[rows])
+                rest[rows] = others.log()
                 continue
-            own, others = _GivenLogits(tokens[rows, None], tiles), _LogSum(count, tiles)
+            own = _GivenLogits(tokens[rows, None], tiles)
             largest = _LargestLogit(count, tiles) if wants_argmax else None
             given = _GivenLogits(wanted[rows], tiles) if isinstance(wanted, Tensor) else None
             several = given or (_LargestLogits(k, count, tiles) if k else None)
@@ -338,7 +343,10 @@ class _Logprobs(torch.autograd.Function):
                         # This also overwrites what has overflowed: a wanted id may be far more probable than the rest.
                         places, columns, flat = given.places(entries)
                         tile[places, columns] = by_wanted[rows].flatten()[flat]
-                    column, inside = tiles.columns(tokens[rows], entries)
+                    # No list of the tokens in this tile: making one would wait for the device.
+                    column = tokens[rows] - entries.start
+                    inside = (column >= 0) & (column < tile.shape[1])
+                    column = column.clamp(0, tile.shape[1] - 1)[:, None]
                     tile.scatter_add_(1, column, (inside * by_chosen[rows])[:, None])
                     if slope is not None:
                         tile.mul_(slope)
@@ -432,25 +440,11 @@ class _GivenLogits:
 
 
 class _LargestLogits:
-    """Collects the k largest logits of each row.
-
-    The largest so far give a threshold, and a later tile has few logits above it: in random order, k of those that
-    come while the vocabulary seen doubles. They wait, and are ranked when it has doubled, so that most tiles cost one
-    comparison.
-    """
+    """Collects the k largest logits of each row: those of each tile, which wait for a few more to be ranked."""
 
     def __init__(self, k: int, rows: int, tiles: LogitTiles) -> None:
-        self._k, device = k, tiles.hidden.device
-        self._values = torch.full((rows, k), -torch.inf, dtype=tiles.dtype, device=device)
-        self._ids = torch.full((rows, k), -1, dtype=torch.int64, device=device)
-        # A comparison leaves a number of logits that is not known before, for which a GPU would be waited for.
-        self._rank_all = not tiles.on_cpu
-        self._threshold = self._values[:, :1]
-        self._seen = 0
-        self._ranked = 0
-        self._waiting: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self._counts = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._above = torch.empty(0 if self._rank_all else rows * tiles.width, dtype=torch.bool)
+        values = torch.full((rows, k), -torch.inf, dtype=tiles.dtype, device=tiles.hidden.device)
+        self._k, self._waiting = k, [(values, torch.full_like(values, -1, dtype=torch.int64))]
 
     def take_(self, tile: Tensor, entries: slice, others: _LogSum) -> None:
         """Collect from ``tile[rows, entries]``, and put minus infinity in the places of what was collected.
@@ -458,58 +452,25 @@ class _LargestLogits:
         Args:
             others: what was collected and is not wanted after all is added to it.
         """
-        if self._rank_all or self._seen < self._k:
-            values, columns = tile.topk(min(self._k, tile.shape[1]), 1, sorted=False)
-            tile.scatter_(1, columns, -torch.inf)
-            self._rank(values, columns + entries.start, others)
-            self._ranked = self._seen + tile.shape[1]
-        else:
-            self._let_wait(tile, entries.start)
-        self._seen += tile.shape[1]
-        if self._seen >= 2 * self._ranked or (
-            self._waiting and int(self._counts.max()) > max(_WAITING * self._k, tile.shape[1])
-        ):
-            self._rank_waiting(others)
+        values, columns = tile.topk(min(self._k, tile.shape[1]), 1, sorted=False)
+        tile.scatter_(1, columns, -torch.inf)
+        self._waiting.append((values, columns + entries.start))
+        if len(self._waiting) > _WAITING:
+            self._rank(others)
 
     def finish(self, others: _LogSum) -> tuple[Tensor, Tensor]:
         """Return the ids, int64[rows, k], -1 where fewer have a probability, and their logits, the largest first."""
-        self._rank_waiting(others)
-        values, order = self._values.sort(1, descending=True)
-        return self._ids.gather(1, order).masked_fill_(values == -torch.inf, -1), values
+        values, ids = self._rank(others)
+        values, order = values.sort(1, descending=True)
+        return ids.gather(1, order).masked_fill_(values == -torch.inf, -1), values
 
-    def _let_wait(self, tile: Tensor, start: int) -> None:
-        """Take the logits above the threshold out of the tile."""
-        height, width = tile.shape
-        # One buffer for all tiles: new memory takes as long as the comparison.
-        above = self._above[: tile.numel()]
-        torch.gt(tile, self._threshold, out=above.view(height, width))
-        flat, places = tile.view(-1), above.nonzero()[:, 0]
-        rows = places // width
-        counts = rows.bincount(minlength=height)
-        # They are in the order of their rows: how many of its row are before each.
-        before = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-        self._waiting.append((rows, self._counts[rows] + before, places - rows * width + start, flat[places]))
-        self._counts += counts
-        flat.index_fill_(0, places, -torch.inf)
-
-    def _rank_waiting(self, others: _LogSum) -> None:
-        self._ranked = self._seen
-        if not self._waiting:
-            return
-        rows, columns, ids, values = (torch.cat(each) for each in zip(*self._waiting, strict=True))
-        shape = (len(self._counts), int(self._counts.max()))
-        waiting = self._values.new_full(shape, -torch.inf).index_put_((rows, columns), values)
-        names = self._ids.new_full(shape, -1).index_put_((rows, columns), ids)
-        self._waiting = []
-        self._counts.zero_()
-        self._rank(waiting, names, others)
-
-    def _rank(self, values: Tensor, ids: Tensor, others: _LogSum) -> None:
-        """Keep the largest of those kept and these, ``[rows, n]``, and add the rest to the others."""
-        values, ids = torch.cat([self._values, values], 1), torch.cat([self._ids, ids], 1)
-        self._values, columns = values.topk(self._k, 1, sorted=False)
-        self._ids, self._threshold = ids.gather(1, columns), self._values.amin(1, keepdim=True)
+    def _rank(self, others: _LogSum) -> tuple[Tensor, Tensor]:
+        """Keep the largest of all that wait, and add the rest to the others."""
+        values, ids = (torch.cat(each, 1) for each in zip(*self._waiting, strict=True))
+        largest, columns = values.topk(self._k, 1, sorted=False)
         others.add_(values.scatter_(1, columns, -torch.inf))
+        self._waiting = [(largest, ids.gather(1, columns))]
+        return self._waiting[0]
 
 
 # Kernels ------------------------------------------------------------------------------------------------------------
