@@ -179,31 +179,12 @@ def test_stop_ids_are_eos_and_the_callers():
     assert sent(listed)[-1].stop_ids == {7, 8}
 
 
-def test_core_expands_samples():
-    backend = fake()
-    out = backend.generate([[1], [3]], {"num_samples": 2, "seed": 5, **SHORT})
-    assert out.ids.tolist() == [[1, 1], [1, 1], [3, 3], [3, 3]]
-    request = sent(backend)[-1]
-    assert len(request.prompts) == 4 and request.sampling.num_samples is None
-    assert len(set(request.seeds.tolist())) == 4
-
-
 def test_seeds_stay_with_their_rows_if_others_are_skipped():
     backend = fake()
     backend.generate([[1], [3], [4]], {"seed": 5, **SHORT})
     whole = sent(backend)[-1].seeds.tolist()
     backend.generate([[99], [3], [4]], {"seed": 5, **SHORT}, on_error="skip")
     assert sent(backend)[-1].seeds.tolist() == whole[1:]
-
-
-def test_without_a_seed_torchs_generator_decides_the_answers():
-    backend = fake()
-    for _ in range(2):
-        torch.manual_seed(3)
-        backend.generate([[1]], SHORT)
-    backend.generate([[1]], SHORT)
-    first, second, third = (request.seeds.tolist() for request in sent(backend))
-    assert first == second != third
 
 
 @each(

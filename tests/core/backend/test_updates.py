@@ -61,28 +61,6 @@ def test_a_default_version_is_never_one_that_was_used_before():
     assert backend.update_weights({}, "9" * 5000) and backend.update_weights({}) == "9" * 5000 + "+1"
 
 
-def test_a_call_that_waited_for_an_update_carries_the_new_version():
-    gate = Gate()
-    backend = fake(gate)
-    results = {}
-    first = threading.Thread(target=lambda: results.update(first=backend.generate([[1]], SHORT)))
-    first.start()
-    gate.wait_for_call()
-    # The update waits for the first call. The second call may enter before or after the update: its label must be true.
-    engine = backend.engine.plugin
-    engine.bend = lambda batch: batch
-    update = threading.Thread(target=backend.update_weights, args=({},))
-    second = threading.Thread(target=lambda: results.update(second=backend.generate([[1]], SHORT)))
-    update.start()
-    second.start()
-    gate.opened.set()
-    for thread in (first, update, second):
-        thread.join(timeout=10)
-    updated_before = [type(r).__name__ for r in engine.requests].index("WeightUpdate") < len(engine.requests) - 1
-    assert results["first"].weight_versions == ("0",)
-    assert results["second"].weight_versions == (("1",) if updated_before else ("0",))
-
-
 def test_an_update_that_waits_is_not_overtaken_by_later_calls():
     gate = Gate()
     backend = Backend.from_plugin(Fake(gate, concurrent_calls=True), "fake")

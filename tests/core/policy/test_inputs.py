@@ -145,18 +145,6 @@ def test_the_input_may_have_a_key_of_another_name_and_stays_there(backend):
     assert isinstance(out["messages"], History) and out["history"].prompt.to_chats() == chats.to_chats()
 
 
-def test_a_batch_of_transformers_is_read_under_its_own_names(backend):
-    td = TensorDict(
-        input_ids=torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]]),
-        attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]),
-        batch_size=[2],
-    )
-    keys = {"input_key": "input_ids", "attention_mask_key": "attention_mask"}
-    out = LLMPolicy(backend, input_mode="tokens", generate=False, **keys)(td)
-    assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
-    assert "input_ids" in out.keys() and "attention_mask" in out.keys()
-
-
 IDS, ATTENTION = torch.tensor([[256, 72], [72, 105]]), torch.tensor([[0, 1], [1, 1]])
 
 

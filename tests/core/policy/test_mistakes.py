@@ -170,11 +170,6 @@ def test_a_call_whose_results_have_nowhere_to_go_samples_nothing(backend):
         assert calls == []
 
 
-def test_a_sampling_parameter_is_no_option():
-    with pytest.raises(TypeError, match=r"sampling_params=\{'temperature': 0\.5\}"):
-        corelm.PolicyOptions(temperature=0.5)
-
-
 def test_a_tokenizers_batch_is_told_how_to_become_a_tensordict(backend):
     policy = LLMPolicy(backend, input_mode="tokens")
     with pytest.raises(InvalidRequestError, match=r"TensorDict\(input_ids=batch\['input_ids'\], attention_mask=batch"):

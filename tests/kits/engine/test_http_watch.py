@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ import pytest
 
 from corelm.errors import BackendClosedError, BackendTimeoutError
 from corelm_engine_kit import SignOfWork, Streamed
-from corelm_engine_kit.http_watch import ServerWatch
 from helpers.http_clients import Connect, is_echo
 from helpers.http_server import PATIENCE, FaultServer, Reply, Request, event_stream, hang, held, json_reply, raw
 from helpers.processes import wait_until
@@ -226,19 +224,3 @@ def table() -> list[list[str]]:
 
 def remote(server: FaultServer) -> str:
     return f"0100007F:{server.port:04X}"
-
-
-def test_a_watch_leaves_no_task() -> None:
-    async def ask(page: str) -> str:
-        return "tokens"
-
-    async def main() -> None:
-        watch = ServerWatch(SIGN, SHORT, ask)
-        for _ in range(2):
-            assert await watch.over("it", "/rows", asyncio.sleep(0, "answer")) == "answer"
-            with pytest.raises(BackendTimeoutError):
-                await watch.over("it", "/rows", asyncio.sleep(PATIENCE))
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
