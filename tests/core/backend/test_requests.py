@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import corelm
-from corelm import Backend, Ragged
+from corelm import Backend, DynamicBatcher, Ragged
 from corelm.backend.arguments import answer_seeds
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError, spelled_out
 from helpers.each import each
 from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
 from helpers.refusals import refused
@@ -276,3 +276,58 @@ def test_an_unknown_option_is_refused_with_the_nearest_known_one():
     assert error.value.field == "max_contxt"
     with corelm.get_backend("toy", max_context=64) as backend:
         assert backend.capabilities.max_context == 64
+
+
+# Arguments of a wrong type --------------------------------------------------------------------------------------------
+
+
+def test_a_mapping_of_texts_is_refused():
+    with refused(InvalidRequestError, field="texts"):
+        fake().tokenize({"12": "34"})
+
+
+def test_truth_values_are_no_positions_and_no_seeds_and_any_integer_is():
+    backend = fake()
+    for wrong in (True, [True], [torch.tensor(True)], torch.tensor([True]), np.array([True]), torch.tensor(True)):
+        with refused(InvalidRequestError, field="score_from"):
+            backend.score_logprobs([[1, 2, 3]], score_from=wrong)
+        with refused(InvalidRequestError, field="seeds"):
+            backend.generate([[1]], SHORT, seeds=wrong)
+    for position in (2, np.int64(2), torch.tensor(2), [np.int32(2)], np.array([2])):
+        assert backend.score_logprobs([[1, 2, 3]], score_from=position).scored.tolist() == [[False, False, True]]
+    with refused(InvalidRequestError, field="prompts", rows=(0,)):
+        backend.generate([[3, torch.tensor(True)]], SHORT)
+
+
+# Rows that a plugin refuses, named as the caller knows them -----------------------------------------------------------
+
+
+def refuses(*rows, error=InvalidRequestError):
+    """Return a `bend` that refuses these rows of the request."""
+    problems = {row: f"number {row}" for row in rows}
+
+    def bend(batch):
+        raise error(f"prompts: {spelled_out(problems)}", problems=problems)
+
+    return bend
+
+
+@each("error", [InvalidRequestError, EngineError])
+@each("batched", [False, True])
+def test_rows_that_a_plugin_refuses_are_named_as_the_caller_knows_them(batched, error):
+    backend = fake(refuses(4, 5, 6, 7, error=error))
+    with DynamicBatcher(backend) if batched else backend as asked, pytest.raises(error) as caught:
+        asked.generate([[1], [3]], {**SHORT, "num_samples": 4})
+    assert caught.value.rows == (1,) and str(caught.value) == "prompts: row 1: number 4"
+
+
+def test_rows_that_a_plugin_refuses_are_counted_among_the_skipped_ones():
+    backend = fake(refuses(1))
+    with refused(InvalidRequestError, rows=(2,)) as caught:
+        backend.generate([[1], [99], [3]], SHORT, on_error="skip")
+    assert caught.value.problems == {2: "number 1"}
+    with refused(InvalidRequestError, rows=(3,)) as caught:
+        backend.score_logprobs([[], [1, 2], [99], [3, 4]], on_error="skip")
+    assert caught.value.problems == {3: "number 1"}
+    out = backend.generate([[99], [99]], SHORT, on_error="skip")
+    assert out.finish_reasons == ("error", "error"), "no row is left for the engine"

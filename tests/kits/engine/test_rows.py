@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from corelm import Ragged, SamplingParams
+from corelm import SamplingParams
+from corelm.errors import EngineError, InvalidRequestError
 from corelm.spec import (
     GenerateRequest,
+    GenerateResult,
     Provenance,
+    Ragged,
     RowAnswer,
     RowFailure,
     RowScores,
+    ScoreRequest,
+    ScoreResult,
+    TokenSets,
     TopIds,
     generate_result,
     score_result,
+)
+from corelm_engine_kit import (
+    ABORTED,
+    AccessError,
+    PartialReply,
+    RowError,
+    TransientError,
+    checked_finish_reason,
+    checked_ids,
+    checked_logprobs,
+    raise_if_none_was_served,
+    row_outcome,
+    wrong_kept_ids,
 )
 from helpers.requests import generation, scoring
 
@@ -170,3 +191,176 @@ def test_what_an_engine_says_of_its_cache_is_kept_where_it_is_a_count():
     for none in (None, "3", -1, 2.0):
         rows = [RowAnswer([1], [-1.0], "length", cached_tokens=none)] * 3
         assert generate_result(asked(), rows).cached_tokens is None
+
+
+# What is believed of one row ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [None, 7, "12", [1.0], ["1"], [True], [None], (1, 2), [-1], [9], [2**70], [1, 2, 3, 4]])
+def test_ids_that_cannot_be_an_answer_are_refused(ids: Any) -> None:
+    with pytest.raises(RowError):
+        checked_ids(ids, vocab_size=9, limit=3)
+
+
+def test_ids_are_kept() -> None:
+    assert checked_ids([0, 8, 8], vocab_size=9, limit=3) == [0, 8, 8] and checked_ids([], vocab_size=9, limit=3) == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, -math.inf, 0.5, 10**400, -(10**5000), -9999.0, -1e300, False, "-1.5", None, [], {}],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_log_prob_that_is_none_is_refused_with_its_position(value: Any) -> None:
+    with pytest.raises(RowError, match="position 1"):
+        checked_logprobs([-1.0, value, -2.0], 3)
+
+
+def test_log_probs_become_floats() -> None:
+    found = checked_logprobs([0, -1, -2.5, 2.0**-12], 4)
+    assert found == [0.0, -1.0, -2.5, 2.0**-12] and {type(value) for value in found} == {float}
+    assert checked_logprobs([], 0) == []
+    for values in ([-1.0], None, "x"):
+        with pytest.raises(RowError, match="2 tokens"):
+            checked_logprobs(values, 2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5, -9999.0, -1e300])
+def test_a_log_prob_in_an_array_is_refused_as_one_in_a_list(value: float) -> None:
+    with pytest.raises(RowError) as in_list:
+        checked_logprobs([-1.0, value, -2.0], 3)
+    with pytest.raises(RowError) as in_array:
+        checked_logprobs(array("d", [-1.0, value, -2.0]), 3)
+    assert str(in_array.value) == str(in_list.value) and "position 1" in str(in_list.value)
+
+
+def test_an_array_of_log_probs_is_kept() -> None:
+    values = array("d", [0.0, -9998.0, 2.0**-10])
+    assert checked_logprobs(values, 3) is values and len(checked_logprobs(array("d"), 0)) == 0
+    for refused in (values, array("q", [0, -1])):
+        with pytest.raises(RowError, match="2 tokens"):
+            checked_logprobs(refused, 2)
+
+
+def reason(
+    given: Any, count: int = 2, *, limit: int = 3, least: int = 0, ended: bool = False, aborted: bool = False
+) -> str:
+    return checked_finish_reason(given, count, limit=limit, least=least, ended=ended, aborted=aborted, last=7)
+
+
+def test_a_finish_reason_is_believed_if_the_ids_confirm_it() -> None:
+    assert reason("length", 3) == "length" and reason("stop", ended=True) == "stop"
+    assert reason("abort", 0, aborted=True) == "abort" and reason("length", 3, aborted=True) == "length"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ({"given": "length"}, "after 2 tokens, but 3"),
+        ({"given": "length", "aborted": True}, "after 2 tokens"),
+        ({"given": "stop"}, "stops at id 7"),
+        ({"given": "stop", "ended": True, "least": 3}, "at least 3"),
+        ({"given": "abort"}, "not by this client"),
+        ({"given": "repetition", "ended": True}, "'repetition'"),
+        ({"given": None}, "None"),
+        ({"given": ["stop"]}, "stop"),
+    ],
+)
+def test_a_finish_reason_that_the_ids_contradict_is_refused(case: dict[str, Any], message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        reason(**case)
+
+
+def test_the_outcome_of_a_row_is_its_answer_or_why_there_is_none() -> None:
+    assert row_outcome({"a": 1}, lambda reply, aborted: (reply["a"], aborted)) == (1, False)
+    assert row_outcome(PartialReply({"a": 1}), lambda reply, aborted: (reply["a"], aborted)) == (1, True)
+    assert row_outcome(ABORTED, lambda reply, aborted: reply) == RowFailure("the request was aborted", aborted=True)
+    for error in (InvalidRequestError("too long"), EngineError("status 500")):
+        assert row_outcome(error, lambda reply, aborted: reply) == RowFailure(str(error))
+
+
+@pytest.mark.parametrize("reply", [None, 7, [], {}, {"a": {}}, {"a": []}, {"a": [10**400]}, "text"])
+def test_a_reply_of_another_structure_is_a_failure_of_its_row(reply: Any) -> None:
+    found = row_outcome(reply, lambda reply, aborted: float(reply["a"][0]))
+    assert isinstance(found, RowFailure) and "does not fit the request" in found.why
+
+
+BUSY, AWAY = TransientError("429", status=429), TransientError("503", status=503)
+STEP, BROKEN = TransientError("500", status=500), TransientError("broken connection")
+REFUSED, BARRED = InvalidRequestError("400"), AccessError("401")
+
+
+@pytest.mark.parametrize(
+    ("entries", "first"),
+    [
+        ([BUSY], BUSY),
+        ([AWAY, BUSY], AWAY),
+        ([REFUSED, BUSY], BUSY),
+        ([STEP, BARRED, BUSY], BARRED),
+        # A row that makes the server fail each time, next to rows that were turned away meanwhile.
+        ([BUSY, STEP], None),
+        ([BROKEN], None),
+        ([REFUSED], None),
+        ([BUSY, {"an": "answer"}], None),
+        ([BUSY, ABORTED], None),
+    ],
+)
+def test_a_call_fails_if_no_failure_says_anything_about_its_row(entries: list[Any], first: EngineError | None) -> None:
+    if first is None:
+        raise_if_none_was_served(entries, lambda: True)
+        return
+    with pytest.raises(EngineError) as caught:
+        raise_if_none_was_served(entries, lambda: True)
+    assert str(caught.value) == str(first) and type(caught.value) in (EngineError, AccessError)
+
+
+# Kept ids: believed only if they are those that the scores imply ------------------------------------------------------
+
+
+LOGPROBS = torch.tensor([0.3, 0.25, 0.2, 0.1, 0.05, 0.05, 0.05]).log()
+
+
+def generate(request: GenerateRequest) -> GenerateResult:
+    """The answers of a model whose distribution is always the same."""
+    assert request.return_support and request.sampling.top_k == 5
+    ids = Ragged.from_list([[0, 1, 2, 3]] * 2)
+    sets = TokenSets.from_list([[[0, 1, 2, 3, 4]] * 4] * 2)
+    mass = ids.with_values(torch.full((8,), float(LOGPROBS[:5].logsumexp(0))))
+    return GenerateResult(ids=ids, logprobs=None, finish_reasons=("length",) * 2, kept_ids=sets, kept_log_mass=mass)
+
+
+def score(request: ScoreRequest) -> ScoreResult:
+    rows = request.sequences
+    scored = rows.with_values(torch.tensor([t >= s for n, s in zip([7, 5], [3, 1], strict=True) for t in range(n)]))
+    top = LOGPROBS[:5].repeat(12, 1)
+    return ScoreResult(
+        logprobs=rows.with_values(torch.zeros(12)), scored=scored, top_logprobs=Ragged(top, rows.lengths)
+    )
+
+
+Spoil = Callable[[GenerateResult], GenerateResult]
+
+SPOILS: dict[str, tuple[Spoil, str]] = {
+    "failed": (lambda made: replace(made, errors=("it burns", "")), "it burns"),
+    "another-mass": (lambda made: replace(made, kept_log_mass=made.ids.with_values(torch.full((8,), -0.9))), "scores"),
+    "nan": (lambda made: replace(made, kept_log_mass=made.ids.with_values(torch.full((8,), torch.nan))), "scores"),
+    "more": (
+        lambda made: replace(made, kept_ids=TokenSets.from_list([[[0, 1, 2, 3, 4, 5]] * 4] * 2)),
+        "ids instead of 5",
+    ),
+    "fewer": (lambda made: replace(made, kept_ids=TokenSets.from_list([[[0, 1, 2, 3]] * 4] * 2)), "ids instead of 5"),
+    "not-the-token": (
+        lambda made: replace(made, kept_ids=TokenSets.from_list([[[0, 1, 2, 4, 5]] * 4] * 2)),
+        "not in its set",
+    ),
+}
+
+
+def test_an_engine_is_believed_whose_sets_are_those_that_its_scores_imply() -> None:
+    assert wrong_kept_ids(generate, score, 7) == ""
+
+
+@pytest.mark.parametrize("name", SPOILS)
+def test_an_engine_with_other_sets_is_not_believed(name: str) -> None:
+    spoil, message = SPOILS[name]
+    assert message in wrong_kept_ids(lambda request: spoil(generate(request)), score, 7)
