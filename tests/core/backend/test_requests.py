@@ -233,30 +233,12 @@ def test_an_argument_of_another_kind_is_refused_with_its_name(call, field):
 # Skipping bad rows ---------------------------------------------------------------------------------------------------
 
 
-def test_skipping_serves_the_other_rows_and_keeps_their_places():
-    out = fake().generate([[99], [3], [], [4]], SHORT, on_error="skip")
-    assert out.ids.tolist() == [[], [3, 3], [], [4, 4]]
-    assert out.logprobs.tolist() == [[], [-1.0, -1.0], [], [-1.0, -1.0]]
-    assert out.finish_reasons == ("error", "length", "error", "length")
-    assert "99" in out.errors[0] and "no tokens" in out.errors[2] and out.errors[1] == out.errors[3] == ""
-    sampled = fake().generate([[99], [3]], {"num_samples": 2, **SHORT}, on_error="skip")
-    assert sampled.ids.tolist() == [[], [], [3, 3], [3, 3]]
-    assert sampled.finish_reasons == ("error", "error", "length", "length")
-
-
 def test_request_ids_of_skipped_rows_are_not_sent():
     backend = fake()
     backend.generate([[1], [99], [3]], SHORT, request_ids=["a", "b", "c"], on_error="skip")
     assert sent(backend)[-1].request_ids == ("a", "c")
     backend.score_logprobs([[1, 2], [99, 1]], request_ids=["a", "b"], on_error="skip")
     assert sent(backend)[-1].request_ids == ("a",)
-
-
-def test_a_skipped_sequence_keeps_its_length():
-    out = fake().score_logprobs([[1, 99], [1, 3, 4]], on_error="skip")
-    assert out.logprobs.tolist() == [[0.0, 0.0], [0.0, -1.0, -1.0]]
-    assert out.scored.tolist() == [[False, False], [False, True, True]]
-    assert "99" in out.errors[0] and out.errors[1] == ""
 
 
 def test_the_engine_is_not_called_without_rows_to_serve():

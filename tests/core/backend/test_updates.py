@@ -205,20 +205,6 @@ def test_an_answer_under_way_has_both_labels_and_a_later_one_only_the_new(steppi
     assert backend.provenance(later).version_runs == ()
 
 
-def test_a_failed_update_leaves_the_tokens_after_it_a_label_that_none_had(stepping: Any) -> None:
-    """Its weights may be partly new. The label that it asked for stays free for weights that are whole."""
-    backend, engine, begin = stepping
-    answer = begin()
-    engine.fails = EngineError("half-way")
-    with pytest.raises(EngineError, match="half-way"):
-        backend.update_weights({}, "new", when="now")
-    assert ended(engine, answer).version_runs == ((("0", 0), ("1", 3)),) * 2 and backend.weight_version == "1"
-    engine.fails = None
-    answer = begin()
-    assert backend.update_weights({}, "new", when="now") == "new"
-    assert ended(engine, answer).version_runs == ((("1", 0), ("new", 3)),) * 2
-
-
 def test_a_label_that_failed_once_in_a_call_is_not_trusted_in_it(stepping: Any) -> None:
     """The engine says "new" of tokens that were sampled after the failure and after the success alike."""
     backend, engine, begin = stepping

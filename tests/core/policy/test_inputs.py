@@ -17,22 +17,6 @@ from helpers.rendering import TOKENIZER
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
 
-def test_bare_and_nested_inputs_give_the_same_answers(backend):
-    for mode, bare, inner in (
-        ("text", QUESTIONS[:2], QUESTIONS[:2]),
-        ("history", History.from_chats([chat(q) for q in QUESTIONS[:2]]), None),
-        ("tokens", torch.tensor([[72, 105], [72, 111]]), None),
-    ):
-        policy = LLMPolicy(backend, input_mode=mode, sampling_params=SAMPLING)
-        one = policy(TensorDict({mode: bare}), seed=1)
-        two = policy(
-            TensorDict({mode: TensorDict(prompt=bare if inner is None else inner, batch_size=[2])}, batch_size=[2]),
-            seed=1,
-        )
-        assert tuple(one.batch_size) == tuple(two.batch_size) == (2,)
-        assert one["text"].response == two["text"].response
-
-
 def test_an_attention_mask_removes_the_pads(backend):
     tokens = torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)

@@ -56,11 +56,6 @@ def test_answers_are_in_the_order_of_their_payloads(connect: Connect, serve: Any
         assert future.result() == [{"you said": number} for number in range(5)]
 
 
-def test_without_payloads_nothing_is_sent(connect: Connect, serve: Any) -> None:
-    server = serve()
-    assert connect(server).post_each("/x", [], names=[], is_reply_to=is_echo, timeout=1) == [] and server.requests == []
-
-
 def test_all_threads_share_one_limit_of_requests_in_flight(connect: Connect, serve: Any) -> None:
     gate = threading.Event()
     server = serve(lambda request: held(echo(request), gate))
