@@ -11,11 +11,33 @@ from corelm.kl import RetrieveKL, RetrieveLogProb
 from corelm_testing.toy import Bigram, ByteTokenizer
 from helpers.each import each
 from helpers.refusals import refused
-from helpers.rollouts import FIELDS, contents, plain, rollout
 from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, TOKENIZER, chat, prompts
 
 PADS = each("pad", [False, True])
 SHAPES = each("shape", [(), (3,), (2, 2)])
+FIELDS = {
+    "text": ("prompt", "response", "full"),
+    "tokens": ("prompt", "response", "full"),
+    "masks": ("all_attention_mask", "all_assistant_mask", "all_response_mask"),
+    "log_probs": ("prompt", "response", "full", "scored_mask"),
+    "history": ("prompt", "response", "full"),
+}
+
+
+def rollout(backend, mode="history", shape=(3,), pad=False, **changes):
+    td, _ = prompts(mode, shape)
+    return LLMPolicy(backend, input_mode=mode, pad_output=pad, sampling_params=SAMPLING, **changes)(td, seed=1)
+
+
+def plain(value):
+    if isinstance(value, History):
+        return value.to_chats()
+    return [plain(item) for item in value] if isinstance(value, list) else getattr(value, "tolist", lambda: value)()
+
+
+def contents(td, keys=FIELDS):
+    there = [(name, field) for name in keys if name in td.keys() for field in keys[name]]
+    return {(name, field): plain(getattr(td[name], field)) for name, field in there}
 
 
 @PADS
