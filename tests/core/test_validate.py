@@ -1,13 +1,15 @@
-"""Checks of single arguments: what they return, and messages that say what was expected and what was given."""
+"""Checks of single arguments: what they return, and what their messages say; and how errors are printed."""
 
+import inspect
 import math
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from corelm import validate
+from corelm import errors, validate
 from corelm.errors import InvalidRequestError
 from helpers.each import each
 
@@ -81,3 +83,25 @@ def test_a_device_is_read_by_torch() -> None:
     assert validate.device("cpu") == torch.device("cpu") and validate.device(None) is None
     with pytest.raises(InvalidRequestError, match="device: "):
         validate.device("abacus")
+
+
+# Messages of exceptions can be printed anywhere -----------------------------------------------------------------------
+
+
+#: What a terminal obeys (title, C1 control, bell), what reorders text, a lone surrogate, a carriage return.
+FOREIGN = "a\x1b]0;owned\x07b\x9b31m\u202ec\ud800\rd é 漢"
+SAFE = r"a\x1b]0;owned\x07b\x9b31m\u202ec\ud800\rd é 漢"
+EVERY_ERROR = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, errors.CoreLMError)]
+
+
+@each("kind", EVERY_ERROR)
+def test_the_message_of_an_error_cannot_drive_a_terminal(kind):
+    error = kind(FOREIGN)
+    assert str(error) == SAFE and error.args == (FOREIGN,)
+    assert str(kind("two\nlines\tand a tab")) == "two\nlines\tand a tab"
+    assert str(pickle.loads(pickle.dumps(error))) == SAFE
+
+
+def test_printable_text_is_left_alone():
+    assert errors.printable("naïve: 漢字, 🙂, {x!r}") == "naïve: 漢字, 🙂, {x!r}"
+    assert errors.printable("a\nb\tc") == r"a\nb\tc" and errors.printable("a\nb\t", keep="\n") == "a\nb\\t"

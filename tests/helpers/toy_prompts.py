@@ -16,11 +16,6 @@ def chat(question):
     return [{"role": "user", "content": question}]
 
 
-def oracle(ids):
-    """Return float64: the bigram's log-prob of every id except the first."""
-    return TABLE[ids[:-1], ids[1:]]
-
-
 def nested(values, shape):
     if not shape:
         return values[0]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import corelm
 from corelm import Backend, DynamicBatcher, LLMPolicy, hookimpl
 from corelm.batching import Limits
 from corelm.errors import CapabilityError, EngineError, InvalidRequestError
@@ -51,18 +50,6 @@ def test_each_call_names_its_adapter(backend: Backend) -> None:
     assert_scores(backend, "two", OTHER, "0+two@step-7")
     assert_scores(backend, False, 0.0, "0+none")
     assert_scores(backend, None, 0.0, "0")
-
-
-def test_answers_are_of_the_adapter(backend: Backend) -> None:
-    load(backend, "one")
-    answers = backend.generate(ROWS, {"max_new_tokens": 5, "ignore_eos": True}, adapter="one")
-    for row, ids, found in zip(ROWS, answers.ids.tolist(), answers.logprobs.tolist(), strict=True):
-        assert found == pytest.approx(true_scores([row[-1], *ids], ADD), abs=1e-4)
-    assert answers.weight_versions == ("0+one@1",) * 2
-    provenance = backend.provenance(answers)
-    assert isinstance(provenance, corelm.Provenance)
-    assert (provenance.adapter, provenance.weight_version) == ("one", "0+one@1")
-    assert provenance.matches(backend.provenance(backend.score_logprobs(ROWS, adapter=False)))
 
 
 def test_an_adapter_is_replaced_by_loading_it_again(backend: Backend, toy: AdapterToy) -> None:

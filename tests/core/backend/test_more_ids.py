@@ -58,24 +58,6 @@ def test_an_empty_set_is_the_whole_vocabulary(backend):
     assert (plain.support, scores.support) == ("full", "truncated")
 
 
-@each(
-    "sampling, kept",
-    [({"temperature": 0.0}, lambda ids: [[[token] for token in row] for row in ids]), ({}, lambda ids: [[[]] * 3])],
-)
-def test_core_knows_the_support_of_greedy_and_of_untruncated_answers(backend, sampling, kept):
-    batch = backend.generate([[72]], {"max_new_tokens": 3, "ignore_eos": True, **sampling}, return_support=True)
-    assert batch.kept_ids.tolist() == kept(batch.ids.tolist())
-    assert batch.kept_log_mass.tolist() == [[0.0] * 3]
-
-
-def test_named_ids_get_the_log_probs_that_the_most_probable_ones_have(backend):
-    top = backend.score_logprobs(SEQUENCES, top_k=4)
-    named = backend.score_logprobs(SEQUENCES, top_ids=top.top_ids, grad=True)
-    assert named.top_ids.tolist() == top.top_ids.tolist() and named.top_logprobs.values.requires_grad
-    torch.testing.assert_close(named.top_logprobs.values.detach(), top.top_logprobs.values)
-    torch.testing.assert_close(named.tail_log_mass.values.detach(), top.tail_log_mass.values)
-
-
 def test_ids_may_be_named_at_the_scored_positions_only(backend):
     named = backend.score_logprobs(SEQUENCES, score_from=2, top_ids=[torch.tensor([[9, -1]]), torch.tensor([[8, 7]])])
     assert named.top_ids.tolist()[0] == [[-1, -1], [-1, -1], [9, -1]]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import corelm
-from corelm import Backend, Ragged
+from corelm import Backend, DynamicBatcher, Ragged
 from corelm.backend.arguments import answer_seeds
-from corelm.errors import CapabilityError, InvalidRequestError
+from corelm.errors import CapabilityError, EngineError, InvalidRequestError, spelled_out
 from helpers.each import each
 from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
 from helpers.refusals import refused
@@ -179,31 +179,12 @@ def test_stop_ids_are_eos_and_the_callers():
     assert sent(listed)[-1].stop_ids == {7, 8}
 
 
-def test_core_expands_samples():
-    backend = fake()
-    out = backend.generate([[1], [3]], {"num_samples": 2, "seed": 5, **SHORT})
-    assert out.ids.tolist() == [[1, 1], [1, 1], [3, 3], [3, 3]]
-    request = sent(backend)[-1]
-    assert len(request.prompts) == 4 and request.sampling.num_samples is None
-    assert len(set(request.seeds.tolist())) == 4
-
-
 def test_seeds_stay_with_their_rows_if_others_are_skipped():
     backend = fake()
     backend.generate([[1], [3], [4]], {"seed": 5, **SHORT})
     whole = sent(backend)[-1].seeds.tolist()
     backend.generate([[99], [3], [4]], {"seed": 5, **SHORT}, on_error="skip")
     assert sent(backend)[-1].seeds.tolist() == whole[1:]
-
-
-def test_without_a_seed_torchs_generator_decides_the_answers():
-    backend = fake()
-    for _ in range(2):
-        torch.manual_seed(3)
-        backend.generate([[1]], SHORT)
-    backend.generate([[1]], SHORT)
-    first, second, third = (request.seeds.tolist() for request in sent(backend))
-    assert first == second != third
 
 
 @each(
@@ -252,30 +233,12 @@ def test_an_argument_of_another_kind_is_refused_with_its_name(call, field):
 # Skipping bad rows ---------------------------------------------------------------------------------------------------
 
 
-def test_skipping_serves_the_other_rows_and_keeps_their_places():
-    out = fake().generate([[99], [3], [], [4]], SHORT, on_error="skip")
-    assert out.ids.tolist() == [[], [3, 3], [], [4, 4]]
-    assert out.logprobs.tolist() == [[], [-1.0, -1.0], [], [-1.0, -1.0]]
-    assert out.finish_reasons == ("error", "length", "error", "length")
-    assert "99" in out.errors[0] and "no tokens" in out.errors[2] and out.errors[1] == out.errors[3] == ""
-    sampled = fake().generate([[99], [3]], {"num_samples": 2, **SHORT}, on_error="skip")
-    assert sampled.ids.tolist() == [[], [], [3, 3], [3, 3]]
-    assert sampled.finish_reasons == ("error", "error", "length", "length")
-
-
 def test_request_ids_of_skipped_rows_are_not_sent():
     backend = fake()
     backend.generate([[1], [99], [3]], SHORT, request_ids=["a", "b", "c"], on_error="skip")
     assert sent(backend)[-1].request_ids == ("a", "c")
     backend.score_logprobs([[1, 2], [99, 1]], request_ids=["a", "b"], on_error="skip")
     assert sent(backend)[-1].request_ids == ("a",)
-
-
-def test_a_skipped_sequence_keeps_its_length():
-    out = fake().score_logprobs([[1, 99], [1, 3, 4]], on_error="skip")
-    assert out.logprobs.tolist() == [[0.0, 0.0], [0.0, -1.0, -1.0]]
-    assert out.scored.tolist() == [[False, False], [False, True, True]]
-    assert "99" in out.errors[0] and out.errors[1] == ""
 
 
 def test_the_engine_is_not_called_without_rows_to_serve():
@@ -295,3 +258,58 @@ def test_an_unknown_option_is_refused_with_the_nearest_known_one():
     assert error.value.field == "max_contxt"
     with corelm.get_backend("toy", max_context=64) as backend:
         assert backend.capabilities.max_context == 64
+
+
+# Arguments of a wrong type --------------------------------------------------------------------------------------------
+
+
+def test_a_mapping_of_texts_is_refused():
+    with refused(InvalidRequestError, field="texts"):
+        fake().tokenize({"12": "34"})
+
+
+def test_truth_values_are_no_positions_and_no_seeds_and_any_integer_is():
+    backend = fake()
+    for wrong in (True, [True], [torch.tensor(True)], torch.tensor([True]), np.array([True]), torch.tensor(True)):
+        with refused(InvalidRequestError, field="score_from"):
+            backend.score_logprobs([[1, 2, 3]], score_from=wrong)
+        with refused(InvalidRequestError, field="seeds"):
+            backend.generate([[1]], SHORT, seeds=wrong)
+    for position in (2, np.int64(2), torch.tensor(2), [np.int32(2)], np.array([2])):
+        assert backend.score_logprobs([[1, 2, 3]], score_from=position).scored.tolist() == [[False, False, True]]
+    with refused(InvalidRequestError, field="prompts", rows=(0,)):
+        backend.generate([[3, torch.tensor(True)]], SHORT)
+
+
+# Rows that a plugin refuses, named as the caller knows them -----------------------------------------------------------
+
+
+def refuses(*rows, error=InvalidRequestError):
+    """Return a `bend` that refuses these rows of the request."""
+    problems = {row: f"number {row}" for row in rows}
+
+    def bend(batch):
+        raise error(f"prompts: {spelled_out(problems)}", problems=problems)
+
+    return bend
+
+
+@each("error", [InvalidRequestError, EngineError])
+@each("batched", [False, True])
+def test_rows_that_a_plugin_refuses_are_named_as_the_caller_knows_them(batched, error):
+    backend = fake(refuses(4, 5, 6, 7, error=error))
+    with DynamicBatcher(backend) if batched else backend as asked, pytest.raises(error) as caught:
+        asked.generate([[1], [3]], {**SHORT, "num_samples": 4})
+    assert caught.value.rows == (1,) and str(caught.value) == "prompts: row 1: number 4"
+
+
+def test_rows_that_a_plugin_refuses_are_counted_among_the_skipped_ones():
+    backend = fake(refuses(1))
+    with refused(InvalidRequestError, rows=(2,)) as caught:
+        backend.generate([[1], [99], [3]], SHORT, on_error="skip")
+    assert caught.value.problems == {2: "number 1"}
+    with refused(InvalidRequestError, rows=(3,)) as caught:
+        backend.score_logprobs([[], [1, 2], [99], [3, 4]], on_error="skip")
+    assert caught.value.problems == {3: "number 1"}
+    out = backend.generate([[99], [99]], SHORT, on_error="skip")
+    assert out.finish_reasons == ("error", "error"), "no row is left for the engine"

@@ -35,28 +35,6 @@ def grouping_queue(*tickets, now=0.0, **limits):
 # An engine that takes one call at a time ------------------------------------------------------------------------------
 
 
-def test_tickets_with_equal_keys_go_together_and_the_oldest_group_goes_first():
-    a1, b1, a2, b2 = (ticket(key) for key in "abab")
-    queue = grouping_queue(a1, b1, a2, b2)
-    assert queue.take(0.0) == [a1, a2]
-    assert queue.take(0.0) == [b1, b2]
-    assert queue.take(0.0) == [] and queue.wait(0.0) is None and len(queue) == 0
-
-
-def test_a_ticket_without_a_key_goes_alone_in_its_turn():
-    a1, alone, a2 = ticket("a"), ticket(None), ticket("a")
-    queue = grouping_queue(a1, alone, a2, min_batch_size=2)
-    assert queue.take(0.0) == [a1, a2]
-    assert queue.take(0.0) == [alone]
-
-
-def test_max_batch_size_counts_rows_and_not_requests():
-    tickets = [ticket(rows=3), ticket(rows=4), ticket(rows=1)]
-    queue = grouping_queue(*tickets, max_batch_size=7)
-    assert queue.take(0.0) == tickets[:2]
-    assert queue.take(0.0) == tickets[2:]
-
-
 def test_a_ticket_that_exceeds_a_limit_goes_alone_and_keeps_its_place():
     small, large, later = ticket(tokens=5), ticket(tokens=50), ticket(tokens=5)
     queue = grouping_queue(small, large, later, max_batch_tokens=10)
@@ -224,7 +202,7 @@ def test_every_ticket_leaves_once_in_order_within_the_limits(steps, least, most,
     added, gone = [], []
 
     def take():
-        batch = queue.take(now)
+        before, batch = [*queue.inside], queue.take(now)
         if not batch:
             return False
         assert len({each.key for each in batch}) == 1 and (batch[0].key is not None or len(batch) == 1)
@@ -232,7 +210,11 @@ def test_every_ticket_leaves_once_in_order_within_the_limits(steps, least, most,
             assert limits.fits(sum(each.rows for each in batch), sum(each.tokens for each in batch))
         older = [each for each in queue.inside if each.number < batch[-1].number]
         assert not any(each.barrier for each in older), "it has overtaken a barrier"
-        assert batch[0].key is None or all(each.key != batch[0].key for each in older), "it has overtaken its own group"
+        own = [each for each in before if each.key == batch[0].key is not None and each in queue.inside]
+        assert all(each.number > batch[-1].number for each in own), "it has overtaken its own group"
+        if own and not any(each.barrier and each.number < own[0].number for each in before):
+            total = [sum(each.rows for each in (*batch, own[0])), sum(each.tokens for each in (*batch, own[0]))]
+            assert not limits.fits(*total), "it has left one behind that fits"
         if batch[0].barrier:
             assert not older
         gone.extend(batch)

@@ -12,7 +12,6 @@ import pytest
 
 from corelm import Backend
 from corelm.batching import DynamicBatcher, Limits
-from corelm.batching.batcher import stop_together
 from corelm.errors import BackendClosedError
 from helpers.batching_fakes import (
     LONG,
@@ -119,21 +118,6 @@ def test_an_unreferenced_batcher_is_collected_and_its_threads_end():
     del batcher
     assert ids(future)
     gc.collect()
-    join_threads(threads)
-
-
-def test_batchers_in_front_of_hung_engines_stop_together_at_one_deadline():
-    engines = [GatedEngine(permits=0) for _ in range(3)]
-    batchers = [DynamicBatcher(Backend.from_plugin(engine, "gated")) for engine in engines]
-    running = [hold_one(engine, batcher) for engine, batcher in zip(engines, batchers, strict=True)]
-    threads = [thread for batcher in batchers for thread in batcher.dispatcher.threads()]
-    started = time.monotonic()
-    stop_together([batcher.dispatcher for batcher in batchers], started + 1.0)
-    # Three engines that are waited for one after another would take three seconds.
-    assert time.monotonic() - started < 2.5
-    assert all(isinstance(future.exception(0), BackendClosedError) for future in running)
-    for engine in engines:
-        engine.free()
     join_threads(threads)
 
 

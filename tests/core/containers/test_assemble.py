@@ -1,8 +1,6 @@
 """`assemble`, with requests made by hand and results compared with plain Python lists."""
 
 import itertools
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from corelm.containers import LogProbs, Masks, Tokens, ragged
+from corelm.containers import ragged
 from corelm.containers.assemble import assemble
 from corelm.errors import InvalidRequestError
-from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, ContainerRequest, Parts
 from corelm.tensors.ragged import Ragged
@@ -30,7 +27,6 @@ RAW = Provenance("toy", "tiny", "0")
 HOT = Provenance("toy", "tiny", "1", "processed", 1.5, "truncated", (("repetition_penalty", 1.2),))
 
 SPLIT = Parts(Ragged.from_list(PROMPTS), Ragged.from_list(RESPONSES), Ragged.from_list(FULL))
-WHOLE: Parts[Ragged] = Parts(None, None, Ragged.from_list(FULL))
 
 
 def marks(left: bool, right: bool) -> list[list[bool]]:
@@ -58,24 +54,6 @@ def plain(value: Any) -> Any:
 # The two layouts -----------------------------------------------------------------------------------------------------
 
 
-def test_rows_that_are_not_padded() -> None:
-    td = assemble(request("tokens", "masks", "log_probs", assistant=Ragged.from_list(marks(True, False), torch.bool)))
-    tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
-    assert isinstance(tokens, Tokens) and isinstance(masks, Masks) and isinstance(log_probs, LogProbs)
-    assert (plain(tokens.prompt), plain(tokens.response), plain(tokens.full)) == (PROMPTS, RESPONSES, FULL)
-    assert plain(masks.all_attention_mask) == marks(True, True)
-    assert plain(masks.all_response_mask) == marks(False, True)
-    assert plain(masks.all_assistant_mask) == marks(True, False)
-    assert plain(log_probs.full) == LOGPROBS
-    assert plain(log_probs.prompt) == [[0.0] * len(p) for p in PROMPTS]
-    assert plain(log_probs.response) == [[-0.5], [-1.0, -1.5, -2.0], []]
-    assert plain(log_probs.scored_mask) == marks(False, True)
-    assert log_probs.provenance == RAW
-    assert [tokens.padded, masks.padded, log_probs.padded] == [False] * 3
-    dtypes = {value.dtype for value in (tokens.full[0], log_probs.full[0], masks.all_attention_mask[0])}
-    assert dtypes == {torch.int64, torch.float32, torch.bool}
-
-
 def test_dense_rows() -> None:
     td = assemble(request("tokens", "masks", "log_probs", pad_output=True, pad_id=9))
     tokens, masks, log_probs = td["tokens"], td["masks"], td["log_probs"]
@@ -100,90 +78,7 @@ def test_each_row_has_its_own_provenance(pad_output: bool) -> None:
     assert tuple(td[row]["log_probs"].provenance for row in range(3)) == given
 
 
-@each("pad_output", [False, True])
-def test_rows_without_a_split_have_only_full(pad_output: bool) -> None:
-    td = assemble(request("tokens", "masks", "log_probs", tokens=WHOLE, pad_output=pad_output))
-    mark = {"padded"} if pad_output else set()
-    assert set(td["tokens"].keys()) == {"full"} | mark
-    assert set(td["masks"].keys()) == {"all_attention_mask"} | mark
-    assert set(td["log_probs"].keys()) == {"full", "scored_mask", "provenance"} | mark
-    assert td["tokens"].prompt is None and td["log_probs"].response is None
-    assert td["masks"].all_response_mask is None and td["masks"].all_assistant_mask is None
-    if pad_output:
-        assert td["tokens"].full.tolist() == [[1, 2, 3, 6, 0], [0, 4, 7, 0, 8], [5, 0, 0, 0, 0]]
-        assert td["masks"].all_attention_mask.sum(-1).tolist() == [4, 5, 1]
-
-
-@each("tokens", [SPLIT, WHOLE])
-def test_columns_are_kept(tokens: Parts[Ragged]) -> None:
-    """A scored batch comes back in the columns of its input, including pads on both sides."""
-    o, x = False, True
-    mask = torch.tensor([[o, x, x, x, x, o, o, o], [o, o, x, x, x, x, x, o], [o, o, o, x, o, o, o, o]])
-    columns = Columns(mask, None if tokens is WHOLE else 4)
-    td = assemble(request("tokens", "masks", "log_probs", tokens=tokens, columns=columns, pad_output=True))
-    assert td["tokens"].full.tolist() == [[0, 1, 2, 3, 6, 0, 0, 0], [0, 0, 0, 4, 7, 0, 8, 0], [0, 0, 0, 5, 0, 0, 0, 0]]
-    assert td["masks"].all_attention_mask.tolist() == mask.tolist()
-    assert td["log_probs"].full.tolist()[1] == [0.0, 0.0, 0.0, 0.0, -1.0, -1.5, -2.0, 0.0]
-    if tokens is SPLIT:
-        assert td["tokens"].prompt.tolist() == [[0, 1, 2, 3], [0, 0, 0, 4], [0, 0, 0, 5]]
-        assert td["log_probs"].response.tolist()[0] == [-0.5, 0.0, 0.0, 0.0]
-        assert td["masks"].all_response_mask.sum(-1).tolist() == [1, 3, 0]
-    rows = assemble(request("tokens", tokens=tokens, columns=columns))
-    assert plain(rows["tokens"].full) == FULL
-
-
 # Batch shapes --------------------------------------------------------------------------------------------------------
-
-
-def nested(flat: list[Any], shape: tuple[int, ...]) -> Any:
-    def take(items: Iterator[Any], shape: tuple[int, ...]) -> Any:
-        return [take(items, shape[1:]) for _ in range(shape[0])] if shape else next(items)
-
-    return take(iter(flat), shape)
-
-
-@each("pad_output", [False, True])
-@each("shape", [(), (0,), (1,), (4,), (2, 3), (2, 0), (0, 3), (2, 1, 3)])
-def test_every_container_for_every_batch_shape(shape: tuple[int, ...], pad_output: bool) -> None:
-    rows = range(math.prod(shape))
-    prompts, responses = [[r] * (1 + r % 2) for r in rows], [[r + 10] * (r % 3) for r in rows]
-    full = [p + r for p, r in zip(prompts, responses, strict=True)]
-    asks = tuple((Message("user", f"ask {r}"),) for r in rows)
-    says = tuple((Message("assistant", f"say {r}"),) for r in rows)
-    td = assemble(
-        ContainerRequest(
-            batch_size=shape,
-            fields=frozenset({"text", "tokens", "masks", "log_probs", "history"}),
-            tokens=Parts(Ragged.from_list(prompts), Ragged.from_list(responses), Ragged.from_list(full)),
-            texts=Parts(tuple(f"p{r}" for r in rows), tuple(f"r{r}" for r in rows), tuple(f"p{r}r{r}" for r in rows)),
-            chats=Parts(asks, says, tuple(a + s for a, s in zip(asks, says, strict=True))),
-            logprobs=Ragged.from_list([[-1.0] * len(row) for row in full], torch.float32),
-            scored=Ragged.from_list([[True] * len(row) for row in full], torch.bool),
-            provenance=tuple(RAW if r < 2 else HOT for r in rows),
-            finish_reasons=("stop",) * len(rows),
-            errors=tuple(f"e{r}" for r in rows),
-            pad_output=pad_output,
-        )
-    )
-    assert td.batch_size == torch.Size(shape)
-    assert td["text"].response == nested([f"r{r}" for r in rows], shape)
-    assert td["text"].full == nested([f"p{r}r{r}" for r in rows], shape)
-    if shape and 0 not in shape:
-        assert type(td["text"].response) is list
-    if pad_output:
-        assert td["tokens"].full.shape[:-1] == shape
-    else:
-        assert td["tokens"].padded is False
-        assert plain(td["tokens"].response) == nested(responses, shape)
-    for name, expected in (("prompt", prompts), ("response", responses), ("full", full)):
-        assert ragged(td, ("tokens", name)).tolist() == expected
-    assert ragged(td, ("masks", "all_attention_mask")).tolist() == [[True] * len(row) for row in full]
-    assert td["history"].full.to_chats() == nested(
-        [[{"role": "user", "content": f"ask {r}"}, {"role": "assistant", "content": f"say {r}"}] for r in rows], shape
-    )
-    assert td["log_probs"].provenance == (None if not rows else RAW if len(rows) <= 2 else (RAW, HOT))
-    assert td["finish_reason"] == (nested(["stop"] * len(rows), shape) if rows else [])
-    assert td["errors"] == (nested([f"e{r}" for r in rows], shape) if rows else [])
 
 
 row = st.lists(st.integers(0, 3), max_size=4)

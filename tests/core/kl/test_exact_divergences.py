@@ -66,8 +66,9 @@ def assert_near(found, wanted, share):
 @each(
     "kind, dtype, share, head",
     [
-        *((kind, torch.float64, 1e-11, {}) for kind in KINDS),
-        *((kind, torch.float64, 1e-11, {"cap": 3.0, "bias": False}) for kind in KINDS[1:]),
+        ("forward_kl", torch.float64, 1e-11, {}),
+        ("reverse_kl", torch.float64, 1e-11, {"cap": 3.0, "bias": False}),
+        ("js", torch.float64, 1e-11, {"cap": 3.0}),
         ("js", torch.float32, 1e-5, {"bias": False, "scale": 1.0}),
     ],
 )

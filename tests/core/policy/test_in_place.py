@@ -11,11 +11,33 @@ from corelm.kl import RetrieveKL, RetrieveLogProb
 from corelm_testing.toy import Bigram, ByteTokenizer
 from helpers.each import each
 from helpers.refusals import refused
-from helpers.rollouts import FIELDS, contents, plain, rollout
-from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, chat
+from helpers.toy_prompts import QUESTIONS, SAMPLING, TABLE, TOKENIZER, chat, prompts
 
 PADS = each("pad", [False, True])
 SHAPES = each("shape", [(), (3,), (2, 2)])
+FIELDS = {
+    "text": ("prompt", "response", "full"),
+    "tokens": ("prompt", "response", "full"),
+    "masks": ("all_attention_mask", "all_assistant_mask", "all_response_mask"),
+    "log_probs": ("prompt", "response", "full", "scored_mask"),
+    "history": ("prompt", "response", "full"),
+}
+
+
+def rollout(backend, mode="history", shape=(3,), pad=False, **changes):
+    td, _ = prompts(mode, shape)
+    return LLMPolicy(backend, input_mode=mode, pad_output=pad, sampling_params=SAMPLING, **changes)(td, seed=1)
+
+
+def plain(value):
+    if isinstance(value, History):
+        return value.to_chats()
+    return [plain(item) for item in value] if isinstance(value, list) else getattr(value, "tolist", lambda: value)()
+
+
+def contents(td, keys=FIELDS):
+    there = [(name, field) for name in keys if name in td.keys() for field in keys[name]]
+    return {(name, field): plain(getattr(td[name], field)) for name, field in there}
 
 
 @PADS
@@ -282,3 +304,107 @@ def test_a_new_answer_next_to_a_container_of_an_earlier_one_is_refused(backend, 
         policy(td)
     assert error.value.field == f"return_{name}" and contents(td) == before
     assert name not in policy.replace(inplace=False)(td).keys()
+
+
+# A policy scores what another one sampled -----------------------------------------------------------------------------
+
+
+@each("pad", [False, True])
+@each("samples", [None, 2])
+def test_scoring_sampled_rows_gives_the_same_ids_and_log_probs(backend, pad, samples):
+    td, _ = prompts("history", (3,))
+    policy = LLMPolicy(backend, pad_output=pad, num_samples=samples, sampling_params=SAMPLING)
+    out = policy(td, seed=1)
+    by_tokens = policy.replace(input_mode="tokens", generate=False, inplace=False)(out)
+    by_history = policy.replace(generate=False, inplace=False)(out)
+    sampled, answered = corelm.ragged(out, ("log_probs", "full")), corelm.ragged(out, ("log_probs", "scored_mask"))
+    for scored in (by_tokens, by_history):
+        assert corelm.ragged(scored, ("tokens", "full")).tolist() == corelm.ragged(out, ("tokens", "full")).tolist()
+        again = corelm.ragged(scored, ("log_probs", "full"))
+        torch.testing.assert_close(again.values[answered.values], sampled.values[answered.values], atol=1e-5, rtol=0)
+        assert corelm.ragged(scored, ("masks", "all_assistant_mask")).tolist() == answered.tolist()
+    # A history next to its own tokens keeps their split into prompt and response and, if they are dense, their columns.
+    for scored in (by_tokens, by_history):
+        assert scored["log_probs"].prompt is not None
+        if pad:
+            assert torch.equal(scored["tokens"].full, out["tokens"].full)
+            assert torch.equal(scored["masks"].all_attention_mask, out["masks"].all_attention_mask)
+            assert torch.equal(scored["tokens"].response, out["tokens"].response)
+    alone = policy.replace(generate=False, inplace=False)(out.select("history"))
+    assert alone["log_probs"].prompt is None
+    told = History.of(
+        [[*c[:-1], {"role": "assistant", "content": "Else."}] for c in out["history"].full.chats], out.shape
+    )
+    stale = policy.replace(generate=False, inplace=False)(out.copy().set("history", told))
+    assert stale["log_probs"].prompt is None
+
+
+def test_prefer_tokens_false_reports_the_rows_rendered_from_text(backend):
+    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 4, "ignore_eos": True}, inplace=False)
+    first = policy(TensorDict(history=History.from_chats([chat(q) for q in QUESTIONS[:2]])), seed=1)
+    assert "retokenized" not in first.keys() and "retokenized" not in policy.out_keys
+    again = policy.replace(prefer_tokens=False, generate=False)
+    assert "retokenized" in again.out_keys
+    mixed = History.of([first["history"].full.chats[0], first["history"].prompt.chats[1]], (2,))
+    assert again(TensorDict(history=mixed))["retokenized"].tolist() == [True, False]
+    going_on = policy.replace(prefer_tokens=False, continue_final_message=True)
+    assert going_on(TensorDict(history=mixed), seed=1)["retokenized"].tolist() == [True, False]
+
+
+# `get_dist` and `log_prob` --------------------------------------------------------------------------------------------
+
+
+@each("mask", ["attention", "assistant", "response", "tensor"])
+@each("pad", [True, False])
+def test_distributions_of_the_positions_asked_for(mask, pad):
+    with corelm.get_backend("toy") as backend:
+        policy = LLMPolicy(backend, pad_output=pad, sampling_params=SAMPLING)
+        out = policy(TensorDict(history=History.from_chats([chat(q) for q in QUESTIONS])), seed=4)
+        scorer = policy.replace(input_mode="tokens", generate=False)
+        full = corelm.ragged(out, ("tokens", "full"))
+        split = [corelm.ragged(out, (name, field)) for name, field in (("tokens", "prompt"), ("tokens", "response"))]
+        dense = torch.cat([split[0].to_padded(0, "left"), split[1].to_padded(0, "right")], -1)
+        at = torch.cat([split[0].mask("left"), split[1].mask("right")], -1)
+        if mask == "tensor":
+            chosen = at & (torch.arange(at.shape[1]) % 2 == 0)
+            first = at.long().argmax(-1)
+            expected = chosen & (torch.arange(at.shape[1]) != first[:, None])
+        else:
+            chosen, expected = mask, {"attention": None}.get(mask, corelm.ragged(out, ("masks", "all_response_mask")))
+            if expected is None:
+                expected = corelm.Ragged((full.positions > 0), full.lengths)
+            expected = at.new_zeros(at.shape).masked_scatter_(at, expected.values)
+        dist = scorer.get_dist(out, mask=chosen)
+        assert torch.equal(dist.mask, expected)
+        logp = dist.log_prob(dense)
+        assert bool((logp[~expected] == 0).all())
+        rows, columns = expected.nonzero().T
+        # Inside a row tokens are neighbours, so the one before is one column to the left.
+        truth = TABLE[dense[rows, columns - 1], dense[rows, columns]]
+        torch.testing.assert_close(logp[expected].double(), truth, atol=1e-5, rtol=0)
+        logp.sum().backward()
+        assert backend.engine.plugin.model.table.grad.abs().sum() > 0
+
+
+def test_log_prob_carries_gradients_and_equals_the_scores():
+    with corelm.get_backend("toy") as backend:
+        policy = LLMPolicy(backend, input_mode="text", generate=False, inplace=False)
+        td = TensorDict(text=QUESTIONS)
+        rows = policy.log_prob(td)
+        assert [len(row) for row in rows] == [len(ids) for ids in TOKENIZER(QUESTIONS)["input_ids"]]
+        for row, scored in zip(rows, policy(td)["log_probs"].full, strict=True):
+            assert torch.equal(row.detach(), scored)
+        sum(row.sum() for row in rows).backward()
+        assert backend.engine.plugin.model.table.grad.abs().sum() > 0
+        with torch.no_grad():
+            assert not policy.replace(pad_output=True).log_prob(td).requires_grad
+
+
+def test_a_mask_that_the_input_does_not_have_is_refused(backend):
+    policy = LLMPolicy(backend, input_mode="text", generate=False)
+    with refused(InvalidRequestError, field="mask"):
+        policy.get_dist(TensorDict(text=["hello"]), mask="assistant")
+    with refused(InvalidRequestError, field="mask"):
+        policy.get_dist(TensorDict(text=["hello"]), mask="prompt")
+    with refused(InvalidRequestError, field="mask"):
+        policy.get_dist(TensorDict(text=["hello"]), mask=torch.ones(1, 3, dtype=torch.bool))

@@ -17,22 +17,6 @@ from helpers.rendering import TOKENIZER
 from helpers.toy_prompts import QUESTIONS, SAMPLING, chat
 
 
-def test_bare_and_nested_inputs_give_the_same_answers(backend):
-    for mode, bare, inner in (
-        ("text", QUESTIONS[:2], QUESTIONS[:2]),
-        ("history", History.from_chats([chat(q) for q in QUESTIONS[:2]]), None),
-        ("tokens", torch.tensor([[72, 105], [72, 111]]), None),
-    ):
-        policy = LLMPolicy(backend, input_mode=mode, sampling_params=SAMPLING)
-        one = policy(TensorDict({mode: bare}), seed=1)
-        two = policy(
-            TensorDict({mode: TensorDict(prompt=bare if inner is None else inner, batch_size=[2])}, batch_size=[2]),
-            seed=1,
-        )
-        assert tuple(one.batch_size) == tuple(two.batch_size) == (2,)
-        assert one["text"].response == two["text"].response
-
-
 def test_an_attention_mask_removes_the_pads(backend):
     tokens = torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
@@ -143,18 +127,6 @@ def test_the_input_may_have_a_key_of_another_name_and_stays_there(backend):
     read = LLMPolicy(backend, input_key="messages", sampling_params=SAMPLING)
     out = read(TensorDict(messages=chats), seed=1)
     assert isinstance(out["messages"], History) and out["history"].prompt.to_chats() == chats.to_chats()
-
-
-def test_a_batch_of_transformers_is_read_under_its_own_names(backend):
-    td = TensorDict(
-        input_ids=torch.tensor([[256, 256, 72, 105], [72, 101, 108, 256]]),
-        attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]),
-        batch_size=[2],
-    )
-    keys = {"input_key": "input_ids", "attention_mask_key": "attention_mask"}
-    out = LLMPolicy(backend, input_mode="tokens", generate=False, **keys)(td)
-    assert corelm.ragged(out, ("tokens", "full")).tolist() == [[72, 105], [72, 101, 108]]
-    assert "input_ids" in out.keys() and "attention_mask" in out.keys()
 
 
 IDS, ATTENTION = torch.tensor([[256, 72], [72, 105]]), torch.tensor([[0, 1], [1, 1]])

@@ -1,12 +1,16 @@
 """What a policy refuses, naming the field, before anything is sampled; and which bad rows it can skip."""
 
+import re
+
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
+from transformers import GenerationConfig
 
 import corelm
-from corelm import History, LLMPolicy
+from corelm import History, LLMPolicy, PolicyOptions, SamplingParams
 from corelm.errors import InvalidRequestError, MissingKeyError, ResponseParserWarning
+from corelm.policy.options import ONLY, OPTIONS, Keys
 from corelm_testing.toy import ByteTokenizer
 from helpers.each import each
 from helpers.refusals import refused
@@ -170,12 +174,246 @@ def test_a_call_whose_results_have_nowhere_to_go_samples_nothing(backend):
         assert calls == []
 
 
-def test_a_sampling_parameter_is_no_option():
-    with pytest.raises(TypeError, match=r"sampling_params=\{'temperature': 0\.5\}"):
-        corelm.PolicyOptions(temperature=0.5)
-
-
 def test_a_tokenizers_batch_is_told_how_to_become_a_tensordict(backend):
     policy = LLMPolicy(backend, input_mode="tokens")
     with pytest.raises(InvalidRequestError, match=r"TensorDict\(input_ids=batch\['input_ids'\], attention_mask=batch"):
         policy({"input_ids": [[1]], "attention_mask": [[1]]})
+
+
+# What users of other libraries type -----------------------------------------------------------------------------------
+
+
+IDS = torch.tensor([[72, 105]])
+
+
+@each(
+    "given, mode",
+    [
+        *((["Hello"], "text"), ("Hello", "text"), ({"text": ["Hello"]}, "text"), ({"input_ids": IDS}, "text")),
+        *(([{"role": "user", "content": "Hi"}], "history"), (IDS, "tokens")),
+    ],
+)
+def test_an_input_that_is_not_a_tensordict_is_refused_with_the_call_to_make(backend, given, mode):
+    with refused(InvalidRequestError, field="tensordict"):
+        LLMPolicy(backend, input_mode=mode)(given)
+
+
+@each(
+    "name, said",
+    [
+        ("top_logprobs_num", "top_logprobs=k"),
+        ("logprobs", "log_probs_mode"),
+        ("until", "give stop"),
+        ("pad_token_id", "leave it out"),
+        ("eos_token_id", "stop_token_ids"),
+        ("prompt_logprobs", "generate=False"),
+        ("stream", "policy.stream"),
+    ],
+)
+def test_parameters_of_other_libraries_are_refused_everywhere_with_what_to_do(backend, name, said):
+    for sampling in ({name: 1}, {"engine_kwargs": {name: 1}}):
+        with pytest.raises(InvalidRequestError, match=said):
+            LLMPolicy(backend, sampling_params=sampling)
+    with refused(InvalidRequestError, field=name):
+        SamplingParams(**{name: 1})
+    with pytest.raises(TypeError, match=said):
+        LLMPolicy(backend, **{name: 1})
+
+
+def test_options_of_a_policy_are_no_sampling_parameters(backend):
+    for sampling in ({"top_logprobs": 2}, {"engine_kwargs": {"top_logprobs": 2}}):
+        with pytest.raises(InvalidRequestError, match="its option top_logprobs=k"):
+            LLMPolicy(backend, sampling_params=sampling)
+    with pytest.raises(InvalidRequestError, match=r'sampling_params=\{"top_k": 5\}'):
+        LLMPolicy(backend, top_k=5)
+
+
+def test_our_own_parameters_are_refused_in_engine_kwargs(backend):
+    with pytest.raises(InvalidRequestError, match="give num_beams=2 next to it"):
+        LLMPolicy(backend, sampling_params={"engine_kwargs": {"num_beams": 2}})
+    with pytest.raises(InvalidRequestError, match="give max_new_tokens=3 next to it"):
+        SamplingParams(engine_kwargs={"max_tokens": 3})
+
+
+@each(
+    "config, read",
+    [
+        ({"max_new_tokens": 3}, {"max_new_tokens": 3, "temperature": 0}),
+        ({"temperature": 0.7, "top_p": 0.9, "do_sample": False, "num_return_sequences": 1}, {"temperature": 0}),
+        ({"do_sample": True, "temperature": 0.7}, {"temperature": 0.7, "top_k": 50}),
+        ({"do_sample": True, "top_k": 0, "min_p": 0.1, "num_return_sequences": 2}, {"min_p": 0.1, "num_samples": 2}),
+        ({"eos_token_id": [2, 3], "pad_token_id": 0, "stop_strings": "x"}, {"stop": "x", "stop_token_ids": [2, 3]}),
+        ({"max_length": 9, "max_new_tokens": 4, "use_cache": False, "no_repeat_ngram_size": 0}, {"max_new_tokens": 4}),
+        ({"num_beams": 2, "length_penalty": 0.5}, {"num_beams": 2, "length_penalty": 0.5}),
+        ({"length_penalty": 0.5, "typical_p": 1.0}, {}),
+    ],
+)
+def test_a_generation_config_is_read_as_generate_reads_it(backend, config, read):
+    policy = LLMPolicy(backend, sampling_params=GenerationConfig(**config), return_log_probs=False)
+    assert policy.options.sampling == SamplingParams.make({"do_sample": config.get("do_sample", False)} | read)
+
+
+@each(
+    "config, field",
+    [
+        ({"max_length": 9}, "max_length"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        ({"typical_p": 0.5, "do_sample": True}, "typical_p"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams"),
+    ],
+)
+def test_a_field_of_a_generation_config_without_an_equal_is_refused(backend, config, field):
+    with refused(InvalidRequestError, field=field):
+        LLMPolicy(backend, sampling_params=GenerationConfig(**config))
+
+
+@each(
+    "name, said",
+    [
+        ("generate_kwargs", "give the policy sampling_params="),
+        ("history_key", "give keys={'history': …}"),
+        ("tokens_key", "give keys={'tokens': …}"),
+        ("tokenizer", "give it to get_backend"),
+        ("response_format", "extra_body="),
+        ("device_map", "model_kwargs={'device_map': …}"),
+        ("token", "HF_TOKEN"),
+        ("allowed_token_ids", "engine_kwargs': {'allowed_token_ids': …}"),
+        ("num_generations", "give num_samples"),
+        ("tools", "template_kwargs={'tools': […]}"),
+    ],
+)
+def test_a_name_of_another_library_gets_an_exact_answer(backend, name, said):
+    """Some of these names are spelt like one of ours that means something else."""
+    with pytest.raises(TypeError, match=re.escape(said)) as error:
+        LLMPolicy(backend, **{name: 1})
+    assert "did you mean" not in str(error.value)
+    with pytest.raises(InvalidRequestError, match=re.escape(said)):
+        SamplingParams.make({name: 1})
+    if name != "tokenizer":
+        with pytest.raises(InvalidRequestError, match=re.escape(said)):
+            corelm.get_backend("toy", **{name: 1})
+
+
+def test_a_sampling_parameter_given_as_an_option_is_named_with_the_dict_to_pass(backend):
+    with pytest.raises(TypeError, match=r"give sampling_params=\{'max_new_tokens': 4\}"):
+        LLMPolicy(backend, max_new_tokens=4)
+    policy = LLMPolicy(backend, sampling_params={"max_new_tokens": 3})
+    with pytest.raises(TypeError, match=r"give sampling_params=\{'max_new_tokens': 3, 'temperature': 0.5\}"):
+        policy.replace(temperature=0.5)
+    with pytest.raises(TypeError, match="did you mean 'pad_output'"):
+        LLMPolicy(backend, pad_outputs=True)
+    with pytest.raises(TypeError, match="get_backend"):
+        LLMPolicy(backend, tensor_parallel_size=2)
+
+
+def test_a_compiled_policy_is_refused_in_one_sentence(backend):
+    policy, td = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING), TensorDict(text=["Hi"])
+    with refused(InvalidRequestError, field="policy"):
+        torch.compile(policy, backend="eager")(td)
+    # With fullgraph, Dynamo raises our error, or one of its own that repeats it.
+    with refused((InvalidRequestError, RuntimeError), field="policy"):
+        torch.compile(policy, backend="eager", fullgraph=True)(td)
+    with refused(InvalidRequestError, field="policy"):
+        policy.compile()
+
+
+# `PolicyOptions` ------------------------------------------------------------------------------------------------------
+
+
+GREEDY = {"max_new_tokens": 3, "temperature": 0.0}
+
+
+def test_num_samples_has_one_home_wherever_it_was_given():
+    options = PolicyOptions(sampling_params={"n": 4, **GREEDY})
+    assert options.num_samples == 4 and options == PolicyOptions(sampling_params=GREEDY, num_samples=4)
+    assert options.sampling.num_samples == 4 and options.writes_in_place is False
+    assert options.replace(sampling_params=GREEDY).num_samples is None
+    with refused(InvalidRequestError, field="num_samples"):
+        PolicyOptions(sampling_params={"n": 4}, num_samples=2)
+
+
+def test_options_may_be_a_dict_and_sampling_parameters_in_it_are_named(backend):
+    assert LLMPolicy(backend, {"input_mode": "text"}).options == PolicyOptions(input_mode="text")
+    with pytest.raises(TypeError, match=r"give sampling_params=\{'max_new_tokens': 8\}"):
+        LLMPolicy(backend, {"max_new_tokens": 8})
+    with refused(InvalidRequestError, field="options"):
+        LLMPolicy(backend, ["text"])
+
+
+#: A value of each option that is not its default, and which options it needs.
+CHANGED: dict[str, object] = {
+    "input_mode": "text",
+    "generate": False,
+    "sampling_params": GREEDY,
+    "num_samples": 2,
+    "pad_output": True,
+    "return_text": False,
+    "return_tokens": False,
+    "return_masks": False,
+    "return_log_probs": False,
+    "return_history": True,
+    "return_argmax": True,
+    "return_support": True,
+    "top_logprobs": 2,
+    "top_k": 2,
+    "support_key": "sampled",
+    "log_probs_mode": "processed",
+    "prefer_tokens": False,
+    "inplace": False,
+    "overwrite": True,
+    "on_error": "skip",
+    "truncation": "left",
+    "device": "cpu",
+    "keys": Keys(text="words"),
+    "log_probs_key": "ref_log_probs",
+    "input_key": "messages",
+    "attention_mask_key": "mask",
+    "chat_template": "chatml",
+    "template_kwargs": {"thinking": False},
+    "tokenizer_kwargs": {"add_special_tokens": False},
+    "completion_boundary": "separate",
+    "response_parser": str,
+    "continue_final_message": True,
+    "tools_key": None,
+    "adapter": False,
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("generate", [True, False])
+def test_an_option_that_a_policy_would_ignore_is_refused_and_reset_by_replace(generate, name):
+    assert set(CHANGED) == set(OPTIONS)
+    mode = "tokens" if name == "attention_mask_key" else "history"
+    given = {"generate": generate, "input_mode": mode, name: CHANGED[name]}
+    refusing = name in ONLY[not generate] or (name == "return_log_probs" and not generate)
+    if refusing:
+        with refused(InvalidRequestError, field=name):
+            PolicyOptions(**given)
+        with refused(InvalidRequestError, field=name):
+            PolicyOptions(input_mode=mode, generate=not generate).replace(**given)
+        return
+    options = PolicyOptions(**given)
+    if name in ONLY[generate]:
+        other = options.replace(generate=not generate)
+        assert getattr(other, name) == getattr(PolicyOptions(), name)
+
+
+def test_the_end_of_a_with_block_closes_only_what_the_policy_opened(backend):
+    with LLMPolicy("toy", input_mode="text", sampling_params=GREEDY) as own:
+        assert own(TensorDict(text=["Hi"]))["text"].response
+    assert own.backend.closed
+    with LLMPolicy(backend, input_mode="text", sampling_params=GREEDY, batching=True) as shared:
+        assert shared(TensorDict(text=["Hi"]))["text"].response
+        with shared.replace(pad_output=True) as inner:
+            assert inner.backend is shared.backend
+        assert shared.get_batching_state().threads
+    assert not backend.closed and not shared.get_batching_state().threads
+    with pytest.raises(ZeroDivisionError), LLMPolicy(backend, input_mode="text"):
+        raise ZeroDivisionError
+    assert LLMPolicy(backend, input_mode="text", sampling_params=GREEDY)(TensorDict(text=["Hi"]))["text"].response
+
+
+def test_what_a_policy_prints_makes_an_equal_one(backend):
+    policy = LLMPolicy(backend, input_mode="tokens", generate=False, log_probs_mode="processed", top_k=3)
+    shown = repr(policy).replace(repr(backend), "backend")
+    assert eval(shown, {"LLMPolicy": LLMPolicy, "backend": backend}).options == policy.options

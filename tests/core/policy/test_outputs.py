@@ -1,7 +1,5 @@
 """What a policy writes and where, what its options change, and how it composes with other modules."""
 
-import asyncio
-
 import torch
 from tensordict import TensorDict
 
@@ -41,16 +39,6 @@ def test_keys_say_where_containers_are_read_and_written(backend):
     assert policy.in_keys == [("agent", "text", "prompt")]
     out = policy(td)
     assert len(out["agent", "text"].response) == 2 and out["ref_log_probs"].scored_mask is not None
-
-
-def test_aforward_gives_the_same_answers_as_forward(backend):
-    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
-
-    async def both():
-        return await asyncio.gather(*(policy.aforward(TensorDict(text=[q]), seed=2) for q in QUESTIONS[:2]))
-
-    for question, out in zip(QUESTIONS, asyncio.run(both()), strict=False):
-        assert out["text"].response == policy(TensorDict(text=[question]), seed=2)["text"].response
 
 
 def test_truncation_left_cuts_a_prompt_that_is_too_long(backend):

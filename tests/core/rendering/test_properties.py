@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from corelm.errors import InvalidRequestError, TemplateError
 from helpers import chat_templates as ct
 from helpers.each import examples
-from helpers.rendering import EOS_IDS, TOKENIZER, VOCABULARY, own, rendered
+from helpers.rendering import ANSWER, EOS_IDS, QUESTION, TOKENIZER, VOCABULARY, own, rendered
 
 dashes = st.sampled_from(["", "-"])
 literals = st.sampled_from(["", " ", "\n", "\n\n", "  \n", ": ", "###", "[/INST]", "<|end|>", "é"])
@@ -61,8 +61,11 @@ def said(answer: Sequence[int]) -> dict[str, Any]:
     return {"role": "assistant", "content": TOKENIZER.decode(answer), "token_ids": list(answer)}
 
 
-@given(templates(), st.lists(plain, min_size=1, max_size=4), st.booleans())
-@settings(max_examples=examples(25), deadline=None)
+named = st.sampled_from([*ct.MARKED.values(), *ct.UNMARKED.values()])
+
+
+@given(named | templates(), st.lists(plain, min_size=1, max_size=4), st.booleans())
+@settings(max_examples=examples(60), deadline=None)
 def test_a_conversation_without_sampled_turns_is_rendered_as_the_tokenizer_does(
     template: str, contents: list[str], prompt: bool
 ) -> None:
@@ -72,23 +75,28 @@ def test_a_conversation_without_sampled_turns_is_rendered_as_the_tokenizer_does(
     ours = rendered([chat], template, prompt, want_assistant=marked)
     assert ours.ids.tolist() == [oracle["input_ids"]]
     # transformers leaves out all but the first token of a block's last character, so compare where each is one byte.
-    if marked and all(map(str.isascii, [template, *contents])):
+    if marked and (template in ct.MARKED.values() or all(map(str.isascii, [template, *contents]))):
         assert ours.assistant.tolist() == [list(map(bool, oracle["assistant_masks"]))]
 
 
-@given(templates(), st.lists(st.tuples(anything, answers), min_size=1, max_size=3), anything)
-@settings(max_examples=examples(30), deadline=None)
+exchanges = st.lists(st.tuples(st.sampled_from(["user", "tool"]), anything, answers), min_size=1, max_size=3)
+
+
+@given(named | templates(), st.booleans(), exchanges, anything)
+@settings(max_examples=examples(60), deadline=None)
 def test_sampled_ids_survive_every_turn_and_the_mask_covers_them(
-    template: str, exchanges: list[tuple[str, list[int]]], last: str
+    template: str, with_history: bool, exchanges: list[tuple[str, str, list[int]]], last: str
 ) -> None:
-    chat: list[dict[str, Any]] = []
+    with_history &= template in (*ct.MARKED.values(), *ct.UNMARKED.values())
+    chat: list[dict[str, Any]] = [QUESTION, ANSWER] if with_history else []
     known: list[int] = []
     mask: list[bool] = []
-    for question, answer in [*exchanges, (last, [])]:
-        chat.append({"role": "user", "content": question})
+    for role, question, answer in [*exchanges, ("user", last, [])]:
+        chat.append({"role": role, "content": question})
         prompt = rendered([chat], template, True)
         found, covered = prompt.ids.tolist()[0], prompt.assistant.tolist()[0]
-        assert found[: len(known)] == known and covered == mask + [False] * (len(found) - len(known))
+        assert found[: len(known)] == known
+        assert (with_history and not known) or covered == mask + [False] * (len(found) - len(known))
         chat.append(said(answer))
         whole = rendered([chat], template)
         known, mask = found + answer, covered + [True] * len(answer)
@@ -118,7 +126,7 @@ wild_messages = st.fixed_dictionaries(
 
 
 @given(
-    st.sampled_from([*ct.MARKED.values(), *ct.UNMARKED.values()]),
+    named,
     st.lists(st.lists(wild_messages, max_size=3), min_size=1, max_size=3),
     st.booleans(),
 )

@@ -12,11 +12,9 @@ from helpers import chat_templates as ct
 from helpers.each import each, examples
 from helpers.rendering import (
     ANSWER,
-    EOS_IDS,
     MORE,
     QUESTION,
     TOKENIZER,
-    VOCABULARY,
     ids_of,
     own,
     rendered,
@@ -34,18 +32,6 @@ def plain_chats(draw: st.DrawFn) -> list[dict[str, str]]:
     for _ in range(draw(st.integers(1, 3))):
         chat += [{"role": "user", "content": draw(contents)}, {"role": "assistant", "content": draw(contents)}]
     return chat[:-1] if draw(st.booleans()) else chat
-
-
-@pytest.mark.parametrize("name", [*ct.MARKED])
-@given(chat=plain_chats(), prompt=st.booleans())
-@settings(max_examples=examples(12), deadline=None)
-def test_ids_and_mask_equal_the_tokenizers(name: str, chat: list[dict[str, str]], prompt: bool) -> None:
-    template = ct.MARKED[name]
-    oracle = own(chat, template, prompt, return_assistant_tokens_mask=True)
-    ours = rendered([chat], template, prompt)
-    assert ours.ids.tolist() == [oracle["input_ids"]]
-    assert ours.assistant.tolist() == [[bool(m) for m in oracle["assistant_masks"]]]
-    assert ours.texts == (TOKENIZER.decode(oracle["input_ids"]),)
 
 
 @pytest.mark.parametrize("name", [*ct.UNMARKED])
@@ -122,39 +108,6 @@ def test_rows_are_independent_and_texts_are_tokenized_in_one_call() -> None:
     assert together.ids.tolist() == [one.ids.tolist()[0] for one in alone]
     assert together.assistant.tolist() == [one.assistant.tolist()[0] for one in alone]
     assert together.texts == tuple(one.texts[0] for one in alone)
-
-
-@st.composite
-def answers(draw: st.DrawFn) -> list[int]:
-    """Any ids, special ones included. Most end with an EOS, some were cut off, some are only an EOS."""
-    ids = draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=6))
-    return [*ids, draw(st.sampled_from(sorted(EOS_IDS)))] if draw(st.integers(0, 3)) else ids
-
-
-turns = st.tuples(answers(), st.sampled_from(["user", "tool"]), contents)
-
-
-@pytest.mark.parametrize("template", [*ct.MARKED.values(), *ct.UNMARKED.values()], ids=[*ct.MARKED, *ct.UNMARKED])
-@given(opening=contents, with_history=st.booleans(), later=st.lists(turns, min_size=1, max_size=3))
-@settings(max_examples=examples(10), deadline=None)
-def test_no_id_changes_from_turn_to_turn(template: str, opening: str, with_history: bool, later: list[Any]) -> None:
-    chat: list[dict[str, Any]] = [{"role": "user", "content": opening}]
-    if with_history:
-        chat = [QUESTION, ANSWER, *chat]
-    prompt = own(chat, template, True)["input_ids"]
-    known = rendered([chat], template, True).assistant.tolist()[0]
-    for answer, role, content in later:
-        assert ids_of(chat, template, True) == prompt
-        chat.append({"role": "assistant", "content": TOKENIZER.decode(answer), "token_ids": answer})
-        scored = rendered([chat], template)
-        assert scored.ids.tolist() == [prompt + answer]
-        assert scored.assistant.tolist() == [known + [True] * len(answer)]
-        chat.append({"role": role, "content": content})
-        following = rendered([chat], template, True)
-        longer, mask = following.ids.tolist()[0], following.assistant.tolist()[0]
-        assert longer[: len(prompt) + len(answer)] == prompt + answer
-        assert mask == known + [True] * len(answer) + [False] * (len(longer) - len(prompt) - len(answer))
-        prompt, known = longer, mask
 
 
 @each(

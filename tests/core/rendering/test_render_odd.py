@@ -68,17 +68,6 @@ def test_a_special_token_in_an_argument_of_a_tool_call_is_read_as_text() -> None
     assert ids.count(ID["<|im_end|>"]) == own(chat("Italy"), template)["input_ids"].count(ID["<|im_end|>"])
 
 
-def test_texts_that_look_like_placeholders_are_kept() -> None:
-    odd = {
-        "role": "user",
-        "content": "".join(map(chr, range(0xE000, 0xE008))) + "\ue000Turn1\ue000 \\ue008 \ue000Text0",
-    }
-    assert ids_of([odd, ANSWER], ct.CHATML_MARKED) == own([odd, ANSWER], ct.CHATML_MARKED)["input_ids"]
-    turn = sampled("Paris.<|im_end|>")
-    expected = own([odd], ct.CHATML, True)["input_ids"] + turn["token_ids"]
-    assert ids_of([odd, turn], ct.CHATML) == expected
-
-
 def test_the_ids_of_a_sampled_turn_replace_what_the_template_makes_of_its_text() -> None:
     template, turn = ct.SHOUTING, sampled("Paris.<|im_end|>")
     prompt = own([QUESTION], template, True)["input_ids"] + turn["token_ids"]

@@ -1,11 +1,10 @@
 """Stacks whose rows are made when somebody asks for one: when that is, and that nobody sees a difference."""
 
 import threading
-import weakref
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorStack
+from tensordict import LazyStackedTensorDict
 from torch.utils import _pytree as pytree
 
 from corelm.containers import Tokens, ragged
@@ -14,7 +13,7 @@ from corelm.containers.history import History
 from corelm.spec.message import Message
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import ContainerRequest, Parts
-from corelm.tensors.lazy_rows import FlatObjects, FlatRows, lazy_rows
+from corelm.tensors.lazy_rows import lazy_rows
 from corelm.tensors.ragged import Ragged
 from helpers.each import each
 
@@ -102,20 +101,3 @@ def test_threads_that_ask_at_once_get_the_same_rows() -> None:
         for thread in threads:
             thread.join()
         assert len({tuple(map(id, rows)) for rows in found}) == 1
-
-
-class Plain:
-    pass
-
-
-def test_tensordict_has_what_lazy_rows_need() -> None:
-    rows = FlatRows({"full": Ragged.from_list(ROWS), "name": tuple("abcd")}, (2, 2)).make()
-    objects = FlatObjects(tuple("abcd"), (2, 2)).make()
-    for made, kind in ((rows, LazyStackedTensorDict), (objects, NonTensorStack)):
-        assert type(made) is kind and kind.__basicsize__ == Plain.__basicsize__  # all state is in the __dict__,
-        assert weakref.getweakrefcount(made) == 0  # which may move to another object,
-        made.__class__ = type("Lazy", (kind,), {})  # whose class may change,
-        made.__class__ = kind
-        assert made.batch_size == made.shape == (2, 2) and made._has_names() is False
-    assert set(rows.keys()) == {"full", "name"} and objects.tolist() == [["a", "b"], ["c", "d"]]
-    assert pytree.SUPPORTED_NODES[LazyStackedTensorDict].flatten_fn(rows)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import tempfile
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from corelm.errors import InvalidRequestError
-from corelm.spec import WeightUpdate
+from corelm.spec import WeightUpdate, saved_shapes
 from corelm_engine_kit import buckets, local_checkpoint, tensor_shapes, weights_folder
+from helpers.tiny_models import tiny_model
 
 CHECKPOINT = {"embed": torch.zeros(4, 2), "norm": torch.zeros(2)}
 SHAPES = {"embed": (4, 2), "norm": (2,)}
@@ -228,3 +230,19 @@ def test_buckets_hold_all_tensors_in_order() -> None:
     assert [[name for name, _ in bucket] for bucket in buckets(tensors, 1)] == [["a"], ["b"], ["c"]]
     assert [[name for name, _ in bucket] for bucket in buckets(tensors, 25)] == [["a", "b"], ["c"]]
     assert not list(buckets([], 1))
+
+
+# The names and shapes of a checkpoint, known without any weights ------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "mixtral", "qwen3-moe"])
+def test_a_model_on_the_meta_device_has_the_names_and_shapes_of_its_checkpoint(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty = type(model)(copy.deepcopy(model.config))
+    assert saved_shapes(empty) == tensor_shapes(tmp_path)
+
+
+def test_another_module_has_its_own_names() -> None:
+    assert saved_shapes(nn.Linear(2, 3)) == {"weight": (3, 2), "bias": (3,)}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import threading
-from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 
+from corelm.waiting import done_within, next_item
 from corelm_engine_kit.event_loop import EventLoopThread
+from helpers.processes import PATIENCE
 
 
 @pytest.fixture
@@ -133,3 +137,23 @@ def test_a_caller_during_stop_is_refused_or_cancelled_and_never_waits_forever() 
             start.wait(30)
             loop.stop()
             assert all(future.result(30) for future in asked)
+
+
+# Waits for another thread end with Ctrl-C -----------------------------------------------------------------------------
+
+
+WAITS: list[Callable[[EventLoopThread], object]] = [
+    lambda loop: next_item(SimpleQueue(), PATIENCE),
+    lambda loop: done_within(Future(), PATIENCE),
+    lambda loop: loop.run(asyncio.sleep(PATIENCE)),
+]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_an_interrupt_that_ends_no_wait_is_noticed(wait: Callable[[EventLoopThread], object]) -> None:
+    """`interrupt_main` sets Python's flag only, as a signal does that arrives before the wait begins."""
+    loop = EventLoopThread("waiting")
+    threading.Timer(0.1, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        wait(loop)
+    loop.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import subprocess
 import sys
 import textwrap
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from corelm.errors import BackendClosedError, CoreLMError, EngineError, InvalidRequestError
-from corelm_engine_kit.http import ABORTED, HttpClient, PartialReply
+from corelm_engine_kit.http import ABORTED, ConnectionSlots, HttpClient, PartialReply
 from helpers.http_clients import KEY, Connect, Waits, echo, is_echo
 from helpers.http_server import Reply, Request, hang, held, json_reply, raw, reset
 
@@ -52,11 +54,6 @@ def test_answers_are_in_the_order_of_their_payloads(connect: Connect, serve: Any
             server.wait_for(lambda: server.in_flight >= 1)
             gate.set()
         assert future.result() == [{"you said": number} for number in range(5)]
-
-
-def test_without_payloads_nothing_is_sent(connect: Connect, serve: Any) -> None:
-    server = serve()
-    assert connect(server).post_each("/x", [], names=[], is_reply_to=is_echo, timeout=1) == [] and server.requests == []
 
 
 def test_all_threads_share_one_limit_of_requests_in_flight(connect: Connect, serve: Any) -> None:
@@ -305,3 +302,57 @@ def test_an_unusable_argument_is_refused_by_name() -> None:
         with pytest.raises(InvalidRequestError) as caught:
             HttpClient(given.pop("base_url"), **given)
         assert caught.value.field == field and "b-secret" not in str(caught.value), (field, value)
+
+
+# How many requests a client sends at a time ---------------------------------------------------------------------------
+
+
+#: Holds every slot there is, and then waits for one more.
+CROWD = """
+    import asyncio, resource
+    from corelm_engine_kit.http import ConnectionSlots, most_slots
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    slots = ConnectionSlots(None, "http://there")
+
+    async def crowd():
+        for _ in range(slots.limit):
+            await slots.__aenter__()
+        waits = [asyncio.create_task(slots.__aenter__()) for _ in range(2)]
+        await asyncio.wait(waits, timeout=0)
+        [wait.cancel() for wait in waits]
+
+    print(most_slots())
+    asyncio.run(crowd())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("files", "slots"), [(64, 32)])
+def test_a_process_with_few_files_sends_fewer_requests_and_warns_once(files: int, slots: int) -> None:
+    code = textwrap.dedent(CROWD.format(files=files))
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(ended.stdout) == slots
+    assert ended.stderr.count("requests wait in this process") == 1
+    assert f"http://there: requests wait in this process while {slots} are" in ended.stderr
+    assert "ulimit -n" in ended.stderr
+
+
+def test_requests_that_wait_for_a_given_limit_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="corelm_engine_kit")
+    entered = []
+
+    async def one(slots: ConnectionSlots, number: int) -> None:
+        async with slots:
+            entered.append(number)
+            await asyncio.sleep(0)
+
+    async def crowd() -> None:
+        roomy, tight = ConnectionSlots(3, "http://roomy"), ConnectionSlots(1, "http://tight")
+        await asyncio.gather(*(one(slots, number) for slots in (roomy, tight) for number in range(3)))
+
+    asyncio.run(crowd())
+    assert sorted(entered) == [0, 0, 1, 1, 2, 2]
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO and "max_in_flight=" in record.getMessage()
+    assert record.getMessage().startswith("http://tight: requests wait in this process while 1 are")

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from corelm.errors import BackendTimeoutError, CoreLMError, EngineError, InvalidRequestError
-from corelm_engine_kit import AccessError
+from corelm_engine_kit import AccessError, Secrets
 from corelm_engine_kit.http_exchange import is_this_machine
 from helpers.http_clients import KEY, Connect, Waits, echo, is_echo
 from helpers.http_server import PATIENCE, Reply, Request, drip, json_reply, raw
@@ -294,3 +294,56 @@ def test_which_hosts_are_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "This-Machine")
     own = ("127.0.0.1", "127.8.8.8", "::1", "0.0.0.0", "::", "localhost", "A.localhost", "this-machine")
     assert [host for host in (*own, "10.0.0.1", "example.com") if is_this_machine(host)] == list(own)
+
+
+# Secrets are masked wherever they are in a message --------------------------------------------------------------------
+
+
+SK = "sk-0123456789"
+
+
+@pytest.mark.parametrize("text", [SK, f"x{SK}y", f"Bearer {SK}", f"b'{SK}\\r\\n'", f'{{"k": "{SK}"}}'])
+def test_a_key_is_masked_wherever_it_is(text: str) -> None:
+    for secrets in (
+        Secrets([SK]),
+        Secrets(headers={"X-Key": SK}),
+        Secrets(headers={"Authorization": f"Bearer {SK}"}),
+    ):
+        masked = secrets.masked(text)
+        assert SK not in masked and "***" in masked
+
+
+def test_the_scheme_of_a_header_is_not_a_secret() -> None:
+    assert Secrets(headers={"Authorization": f"Bearer {SK}"}).masked("expected: Bearer SK") == "expected: Bearer SK"
+
+
+def test_a_short_key_is_masked_only_as_a_whole_word() -> None:
+    secrets = Secrets(["token"])
+    assert secrets.masked("bad key token!") == "bad key ***!" and secrets.masked("token_id:7") == "token_id:7"
+
+
+def test_the_longest_secret_is_masked_first() -> None:
+    assert Secrets([SK, SK + "-more"]).masked(SK + "-more") == "***"
+
+
+def test_errors_of_a_block_are_masked_and_so_are_their_causes() -> None:
+    secrets = Secrets([SK])
+    with pytest.raises(EngineError) as caught, secrets.masking_errors():
+        try:
+            int(SK)
+        except ValueError as cause:
+            raise EngineError(f"no {SK}", usable=True) from cause
+    assert str(caught.value) == "no ***" and caught.value.usable
+    assert SK not in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(EngineError) as caught, secrets.masking_errors():
+        raise EngineError("a") from KeyError("b")
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_without_secrets_nothing_changes() -> None:
+    assert Secrets().masked("a b c") == "a b c" and Secrets([None, "", "abc"], {}).longest == 0
+    assert str(Secrets([SK]).masked_error(EngineError(f"no {SK}", usable=True))) == "no ***"
+
+
+def test_the_words_of_a_key_are_not_secret() -> None:
+    assert Secrets(["the key of a server"]).masked("the server refuses the key of a server") == "the server refuses ***"

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-import torch  # noqa: F401  # so that the inner runs, which forget their imports, do not import it again
+import torch  # so that the inner runs, which forget their imports, do not import it again
 
 import corelm
 import corelm_testing
-from corelm import SamplingParams
+from corelm import Provenance, Ragged, SamplingParams
+from corelm.spec import GenerateResult, ScoreResult
 from corelm.spec.sampling import FIELDS
 from corelm_testing import BackendConformance, ConformanceBase, usage
 from corelm_testing.plugin import META_TEST, standard_tests
@@ -281,3 +282,35 @@ def test_the_kit_by_name_refuses_a_misspelt_part_of_its_subject(tmp_path: pathli
     with pytest.raises(TypeError, match="recompute_in_flight"):
         by_name.run(tmp_path / "report", subject=by_name.Subject(**given, recompute_in_flight=True))
     assert not hasattr(by_name.Kit, "recompute_in_flight")
+
+
+# What the kit compares with an oracle ---------------------------------------------------------------------------------
+
+
+def test_a_wrong_log_prob_is_found_wherever_it_is() -> None:
+    class Case(ConformanceBase):
+        def oracle(self, ids: list[int], temperature: float) -> torch.Tensor:
+            return torch.arange(float(len(ids))).neg()
+
+    case, rows, prompts = Case(), [[5, 6, 7, 8], [9, 8]], [[5], [9]]
+    lengths, right = torch.tensor([4, 2]), torch.tensor([0.0, -1.0, -2.0, -3.0, 0.0, -1.0])
+    scored = right != 0
+
+    label = Provenance.label_of_scores(1.0)
+
+    def look_at_scores(values: torch.Tensor) -> None:
+        batch = ScoreResult(logprobs=Ragged(values, lengths), scored=Ragged(scored, lengths), **label)
+        case.assert_true_scores(rows, batch)
+
+    def look_at_answers(values: torch.Tensor) -> None:
+        ids, logprobs = (Ragged(part[scored], lengths - 1) for part in (torch.arange(6), values))
+        batch = GenerateResult(ids=ids, logprobs=logprobs, finish_reasons=("length",) * 2, **label)
+        case.assert_true_answers(prompts, batch)
+
+    for look in (look_at_scores, look_at_answers):
+        look(right)
+        for place in scored.nonzero().flatten().tolist():
+            wrong = right.clone()
+            wrong[place] -= 2 * case.tolerance
+            with pytest.raises(AssertionError, match="off by"):
+                look(wrong)
