@@ -72,6 +72,8 @@ def test_the_tokenizer_is_that_of_an_engine() -> None:
         assert toys.backend.tokenizer.decode([72, 105]) == "Hi" and len(toys.backend.tokenizer) == 260
         toys.backend.tokenizer.chat_template = "x"
         assert all(engine.tokenizer.chat_template == "x" for engine in toys.made)
+    # Answers can be read after the fleet was closed.
+    assert toys.backend.tokenizer.decode([72, 105]) == "Hi"
 
 
 def test_a_tokenizer_that_is_lost_with_its_engine_is_replaced() -> None:

@@ -76,9 +76,9 @@ class ReplicaRuns:
             InvalidRequestError: two of them would not answer alike.
         """
         first = next(iter(self.members))
-        for name, (found, _) in self._facts.items():
-            require_alike(first, self._facts[first][0], name, found)
-        self._common = capabilities_of_all([can for _, can in self._facts.values()])
+        for name in self.members:
+            require_alike(first, self._facts[first][0], name, self._facts[name][0])
+        self._common = capabilities_of_all([self._facts[name][1] for name in self.members])
         return self._common
 
     def each_running(self) -> Iterator[OpenReplica]:
@@ -110,7 +110,6 @@ class ReplicaRuns:
         """Take an engine out of service. Its next run does not start before `stop` has ended this one."""
         replica = self.running.pop(run, None)
         if replica is not None:
-            self._last_tokenizer = replica.tokenizer
             self._stopping[run.replica] = threading.Event()
         return replica
 
@@ -202,12 +201,13 @@ class ReplicaRuns:
         found = facts(replica.backend)
         if self._common is None:
             self._facts[name] = found, replica.capabilities
-            return
-        first = next(iter(self.members))
-        require_alike(f"the fleet, as {first} did,", self._facts[first][0], name, found)
-        if capabilities_of_all([self._common, replica.capabilities]) != self._common:
-            raise invalid("replicas", f"{name} can do less than when the fleet was opened")
+        else:
+            first = next(iter(self.members))
+            require_alike(f"the fleet, as {first} did,", self._facts[first][0], name, found)
+            if capabilities_of_all([self._common, replica.capabilities]) != self._common:
+                raise invalid("replicas", f"{name} can do less than when the fleet was opened")
         self.tokenizer.adopt(replica.tokenizer)
+        self._last_tokenizer = replica.tokenizer
 
     def _tokenizers(self) -> list[Any]:
         return [replica.tokenizer for replica in list(self.running.values())]
@@ -215,8 +215,7 @@ class ReplicaRuns:
     def _each_tokenizer(self) -> Iterator[Any]:
         """Yield tokenizers, that of an engine that was lost among them: it may live in this process."""
         yield from self._tokenizers()
-        if self._last_tokenizer is not None:
-            yield self._last_tokenizer
+        yield self._last_tokenizer
         for replica in self.each_running():
             yield replica.tokenizer
 
