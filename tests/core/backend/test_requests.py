@@ -15,6 +15,15 @@ from helpers.fakes import CONTEXT, EOS, SHORT, VOCAB, Fake, fake, sent
 from helpers.refusals import refused
 
 
+def test_core_expands_samples():
+    backend = fake()
+    out = backend.generate([[1], [3]], {"num_samples": 2, "seed": 5, **SHORT})
+    assert out.ids.tolist() == [[1, 1], [1, 1], [3, 3], [3, 3]]
+    request = sent(backend)[-1]
+    assert len(request.prompts) == 4 and request.sampling.num_samples is None
+    assert len(set(request.seeds.tolist())) == 4
+
+
 @each(
     "prompts, rows, says",
     [
