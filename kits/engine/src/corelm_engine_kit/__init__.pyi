@@ -14,6 +14,7 @@ from .checkpoints import tensor_shapes as tensor_shapes
 from .checkpoints import weights_folder as weights_folder
 from .checkpoints import without_tied_copies as without_tied_copies
 from .devices import VISIBLE_DEVICES as VISIBLE_DEVICES
+from .devices import cpu_vendor as cpu_vendor
 from .devices import device_numbers as device_numbers
 from .devices import visible_devices as visible_devices
 from .ending import answer_limits as answer_limits

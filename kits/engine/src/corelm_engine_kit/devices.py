@@ -1,9 +1,12 @@
-"""`device_numbers` and `visible_devices`: which GPUs the processes of an engine may use."""
+"""Which GPUs the processes of an engine may use, and whose CPU it is."""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from corelm.validate import invalid, is_bool, shown
@@ -52,3 +55,13 @@ def visible_devices(given: Any, environment: Mapping[str, str] = os.environ) -> 
     if max(numbers) >= len(names):
         raise invalid("devices", f"this process sees {len(names)} GPUs, {VISIBLE_DEVICES}={seen!r}; got {shown(given)}")
     return ",".join(names[number] for number in numbers)
+
+
+def cpu_vendor() -> str:
+    """Return the maker of the CPU as it names itself, such as ``GenuineIntel``; "" if the system does not tell."""
+    try:
+        found = re.search(r"^vendor_id\s*: (\S+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return found[1] if found else ""
+    except OSError:
+        # Windows says "Intel64 Family 6 Model 142 Stepping 10, GenuineIntel".
+        return platform.processor().rpartition(", ")[2]

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from corelm.spec import Ragged
+from corelm_engine_kit import cpu_vendor
 from transformers_backend.engine import CausalLM
 from transformers_backend.model_state import fingerprint
 
@@ -105,7 +106,8 @@ def file_of(engine: CausalLM, rows: Ragged, *, fast: bool) -> Path | None:
     patched = any(everywhere) or any(name != "is_causal" for _, name, _ in special)
     if patched or not _is_library_code(base, kinds, attention):
         return None
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    cpu = f"{cpu_vendor()} {torch.backends.cpu.get_cpu_capability()}"
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     weights = chain(base.named_parameters(), base.named_buffers())
     libraries = (sys.modules.get(name) for name in ("torch", "transformers", "peft"))
     key = (

@@ -1,34 +1,30 @@
 """Matrix products in float32 by oneDNN. PyTorch uses MKL for them on a CPU.
 
-Which of them is quicker depends on the CPU, so both are timed once in a process. MKL takes twice as long on an AMD CPU
-with AVX-512, for example, and with AVX2 up to 2.3 times as long for the few rows of a decoding step, which reads each
-matrix once. oneDNN takes longer to begin each product, which small ones do not make up for.
+MKL's code for AVX-512 is for Intel's CPUs. On one of AMD it takes twice as long as oneDNN for 16 rows and more, and 1.5
+times for one. With AVX2, it takes up to 2.3 times as long for the few rows of a decoding step, which reads each matrix
+once, and a tenth longer for a thousand rows. oneDNN takes longer to begin each product.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from corelm_engine_kit import cpu_vendor
+
 _log = logging.getLogger(__name__)
 
 #: Where oneDNN is quicker, it is for one row of so many weights. Smaller layers than `_SMALL` are not looked at.
 _LARGE, _SMALL = 2**19, 2**16
-#: What both libraries are timed with: so many matrices, larger than most caches together, of so many rows and columns;
-#: the rows that each is multiplied with; and from how many products of a weight and a row on oneDNN is quicker if it is
-#: with these.
-_TIMED = ((32, 512, 16, 2**22), (8, 1024, 1, 2**25))
-#: Two libraries that take about as long must not be told apart in one process and not in the next.
-_CLEARLY = 0.9
+#: From how many products of a weight and a row on oneDNN is quicker, by what the CPU has.
+_MANY = {"AVX2": 2**25, "AVX512": 2**22}
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,7 +51,7 @@ def is_quicker(weight: Tensor) -> bool:
 def quick_products(model: nn.Module) -> Iterator[None]:
     """Compute the linear layers of `model` by oneDNN inside, where that may pay and no gradients are wanted."""
     replaced = []
-    on_cpu = next(model.parameters()).device.type == "cpu"
+    on_cpu = any(weight.device.type == "cpu" for weight in model.parameters())
     if on_cpu and not (torch.is_autocast_enabled("cpu") or torch.is_grad_enabled()) and _pays_from() < math.inf:
         for part in model.modules():
             # Quantized layers, adapters and offloaded weights are something else.
@@ -120,20 +116,11 @@ def _is_there() -> bool:
 
 @cache
 def _pays_from() -> float:
-    """Return from how many products of a weight and a row on oneDNN is quicker here; infinity if it is not."""
-    if not _is_there():
+    """Return from how many products of a weight and a row on oneDNN is quicker on this CPU; infinity if it is not.
+
+    Neither is timed: the processes of one machine are to compute the same numbers.
+    """
+    kind = torch.backends.cpu.get_cpu_capability()
+    if kind not in _MANY or (kind == "AVX512" and cpu_vendor() == "GenuineIntel") or not _is_there():
         return math.inf
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return next((least for *timed, least in _TIMED if _is_clearly_quicker(*timed)), math.inf)
-
-
-def _is_clearly_quicker(count: int, size: int, n: int) -> bool:
-    weights, rows = torch.ones(count, size, size, device="cpu"), torch.ones(n, size, device="cpu")
-    mkl, onednn = list[float](), list[float]()
-    for _ in range(4):
-        for multiply, taken in ((linear, mkl), (product, onednn)):
-            for weight in weights:
-                start = time.perf_counter()
-                multiply(rows, weight)
-                taken.append(time.perf_counter() - start)
-    return median(onednn) < _CLEARLY * median(mkl)
+    return _MANY[kind]
