@@ -280,7 +280,7 @@ class PolicyOptions:
         object.__setattr__(self, name, value)
 
     def replace(self, **changes: Any) -> PolicyOptions:
-        """Return these options with changes.
+        """Return these options with changes. `num_samples` stays unless new `sampling_params` bring their own.
 
         Raises:
             TypeError: a policy has no option of that name.
@@ -296,8 +296,7 @@ class PolicyOptions:
             # These keys hold the input of one mode, a prompt or a whole sequence.
             reset |= {"input_key", "attention_mask_key"}
             reset |= ONLY[not generate].keys() | {name for name, (only, _) in ONLY_IN.items() if only != mode}
-        if "sampling_params" in changes:
-            # New sampling parameters bring their own number of samples.
+        if "sampling_params" in changes and SamplingParams.make(changes["sampling_params"]).num_samples is not None:
             reset.add("num_samples")
         return dataclasses.replace(self, **{name: _DEFAULTS[name] for name in reset} | changes)
 

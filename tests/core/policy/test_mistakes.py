@@ -327,7 +327,8 @@ def test_num_samples_has_one_home_wherever_it_was_given():
     options = PolicyOptions(sampling_params={"n": 4, **GREEDY})
     assert options.num_samples == 4 and options == PolicyOptions(sampling_params=GREEDY, num_samples=4)
     assert options.sampling.num_samples == 4 and options.writes_in_place is False
-    assert options.replace(sampling_params=GREEDY).num_samples is None
+    assert options.replace(sampling_params=GREEDY).num_samples == 4
+    assert options.replace(sampling_params={"n": 2, **GREEDY}).num_samples == 2
     with refused(InvalidRequestError, field="num_samples"):
         PolicyOptions(sampling_params={"n": 4}, num_samples=2)
 
