@@ -223,6 +223,9 @@ for cell in ("policy(TensorDict(text=['Who?', 'Hi']))", "TensorDict(a=torch.zero
     shell.run_cell("value = " + cell)
     shown, _ = shell.display_formatter.format(shell.user_ns["value"])
     print(sorted(shown), shown.get("text/html", "")[:18])
+shell.run_cell("corelm_interop.show_results(policy.backend.tokenizer)")
+shell.run_cell("value = policy(TensorDict(text=['Who?']))")
+print(shell.display_formatter.format(shell.user_ns["value"])[0]["text/html"].count(">W</span>"))
 shell.run_cell("policy.close()")
 """
 
@@ -234,6 +237,7 @@ def test_ipython_shows_a_result_and_leaves_other_tensordicts_alone(tmp_path: Pat
     ran = subprocess.run([sys.executable, "-c", NOTEBOOK], capture_output=True, text=True, env=environment)
     other = "['text/html', 'text/plain'] <div style=" if hasattr(TensorDict, "_repr_html_") else "['text/plain']"
     assert f"['text/html', 'text/plain'] <div><b>2 rows</b>\n{other}" in ran.stdout, ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1] == "1", ran.stdout + ran.stderr
 
 
 @each("padded", [False, True])

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from html import escape
 from itertools import islice, product
 from typing import Any
@@ -130,22 +131,27 @@ def container_html(container: Any) -> str:
     return f"<div><b>{type(container).__name__}</b> {escape(_row_count(container))}{body}</div>"
 
 
-def show_results() -> None:
-    """Let a running IPython show containers, and a TensorDict with some, as HTML, unless it has a way."""
+def show_results(tokenizer: Any = None) -> None:
+    """Let a running IPython show containers, and a TensorDict with some, as HTML, unless it has a way.
+
+    Args:
+        tokenizer: as for `summary`. Call again with another one.
+    """
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None:
         return
     formatter = shell.display_formatter.formatters["text/html"]
-    for kind, show in ((TensorDictBase, result_or_none), *((each, container_html) for each in CONTAINERS)):
-        if kind not in formatter.type_printers:
+    result = partial(result_or_none, tokenizer=tokenizer)
+    for kind, show in ((TensorDictBase, result), *((each, container_html) for each in CONTAINERS)):
+        if kind not in formatter.type_printers or (show is result and tokenizer is not None):
             formatter.for_type(kind, show)
 
 
-def result_or_none(td: TensorDictBase) -> str | None:
+def result_or_none(td: TensorDictBase, tokenizer: Any = None) -> str | None:
     """Return the HTML of a TensorDict with containers; of another what tensordict returns, if it does."""
     with suppress(Exception):  # IPython would print the traceback above the result
         if any(isinstance(value, CONTAINERS) for _, value in entries(_head(td, 1))):
-            return Summary(td)._repr_html_()
+            return Summary(td, tokenizer)._repr_html_()
         of_tensordict: Callable[[], str | None] = getattr(td, "_repr_html_", lambda: None)
         return of_tensordict()
     return None
