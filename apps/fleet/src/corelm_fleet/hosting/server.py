@@ -19,8 +19,8 @@ from corelm_fleet.hosting.tokenizer import TokenizerServer
 
 #: Threads for calls that an engine computes in. Each is started when it is needed.
 _MOST_CALLS = 4096
-#: Threads for calls that are answered at any time, and as many for those of the tokenizer. Neither wait here for calls
-#: that an engine computes in, nor need room for another thread once they have one.
+#: Threads for calls that are answered at any time, and as many for those of the tokenizer. Neither wait for a thread
+#: that an engine computes in; where the system has no room for more, those that are idle are used again.
 _MOST_QUICK_CALLS = 16
 
 
