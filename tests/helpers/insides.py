@@ -33,7 +33,12 @@ def pids(backend: Backend) -> list[int]:
 def holds_rows(backend: Backend) -> bool:
     """Return whether a fleet keeps anything of a call. ``status()`` counts only rows that are in an engine."""
     runner = _runner(backend)
-    return bool(runner._calls or runner.state.rows.all)
+    return bool(runner._calls or runner._named or runner.state.rows.all)
+
+
+def rows_wait(backend: Backend) -> bool:
+    """Return whether rows of a fleet wait for an engine. ``status()`` counts only rows that are in an engine."""
+    return bool(_runner(backend).state.rows.fresh)
 
 
 def choose_onednn_operator_again() -> None:

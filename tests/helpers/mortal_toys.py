@@ -25,6 +25,7 @@ from corelm.spec.records import SleepRequest, WakeRequest
 from corelm_fleet.fleet import FleetEngine
 from corelm_fleet.records import FleetLimits
 from corelm_fleet.replica import Member
+from corelm_fleet.routing import Policy
 from corelm_testing.toy import Bigram, ToyBackend
 from helpers.capable_plugins import Sleeper
 from helpers.insides import look_around
@@ -132,6 +133,7 @@ class Toys:
         before: called before every hook of every engine, with the engine, the name of the hook and the request.
         tables: the weights of members that are not started with `TABLE`.
         limits: how patient the fleet is.
+        policy: chooses the engine for a prompt.
         can: capabilities of all engines.
 
     Attributes:
@@ -146,12 +148,13 @@ class Toys:
         before: Callable[[MortalToy, str, Any], object] = lambda engine, hook, request: None,
         tables: dict[str, torch.Tensor] | None = None,
         limits: FleetLimits = LIMITS,
+        policy: Policy | None = None,
         **can: Any,
     ) -> None:
         self.made: list[MortalToy] = []
         self.before = before
         self._tables, self._can = tables or {}, can
-        self.fleet = FleetEngine([self.member(name) for name in names], limits=limits)
+        self.fleet = FleetEngine([self.member(name) for name in names], limits=limits, policy=policy)
         self.backend = Backend.from_plugin(self.fleet, "toys")
 
     def member(self, name: str) -> Member:

@@ -21,9 +21,11 @@ from corelm.spec import BackendSpec
 from corelm_fleet.agreement import capabilities_of_all
 from corelm_fleet.fleet import FleetEngine
 from corelm_fleet.records import FleetLimits
+from corelm_fleet.routing import Group, Loads
 from corelm_fleet.tokenizer import FleetTokenizer
+from helpers.insides import rows_wait
 from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, user_rows
-from helpers.processes import PATIENCE
+from helpers.processes import PATIENCE, wait_until
 
 # The same answers -----------------------------------------------------------------------------------------------------
 
@@ -71,7 +73,9 @@ def test_the_tokenizer_is_that_of_an_engine() -> None:
         assert toys.backend.tokenize(["Hi"]).ids.tolist() == ONE.tokenize(["Hi"]).ids.tolist()
         assert toys.backend.tokenizer.decode([72, 105]) == "Hi" and len(toys.backend.tokenizer) == 260
         toys.backend.tokenizer.chat_template = "x"
-        assert all(engine.tokenizer.chat_template == "x" for engine in toys.made)
+        toys.fleet.join(toys.member("c"))
+        toys.settle()
+        assert [engine.tokenizer.chat_template for engine in toys.made] == ["x"] * 3
     # Answers can be read after the fleet was closed.
     assert toys.backend.tokenizer.decode([72, 105]) == "Hi"
 
@@ -227,6 +231,40 @@ def test_a_refusal_is_the_callers_and_names_his_rows() -> None:
         assert lack.value.capability == "prompts"
         assert len(toys.made) == 2 and set(toys.states().values()) == {"healthy"}
         assert_same(toys.backend.generate(PROMPTS[:11], SAMPLING), ONE.generate(PROMPTS[:11], SAMPLING))
+
+
+class Stubborn:
+    """A policy of a user that sends short prompts to one engine, whether it takes rows or not."""
+
+    def choose(self, group: Group, loads: Loads) -> str | None:
+        assert loads.takers == {*loads} and loads["another"] == 0.0
+        return "third" if group.prompt == 1 else loads.least()
+
+
+def test_a_policy_that_chooses_an_engine_that_takes_no_rows_fails_the_call_that_it_was_asked_for() -> None:
+    go_on, inside = threading.Event(), threading.Event()
+
+    def before(engine: MortalToy, hook: str, request: Any) -> None:
+        if hook == "generate" and user_rows(request):
+            inside.set()
+            assert go_on.wait(PATIENCE)
+
+    why = r"policy: it chose 'third', which takes no rows now; .*a.* do"
+    with Toys("a", before=before, policy=Stubborn(), concurrent_calls=False) as toys:
+        first = toys.backend.submit_generate(PROMPTS, SAMPLING)
+        assert inside.wait(PATIENCE)
+        second = toys.backend.submit_generate([[72]], SAMPLING)
+        assert wait_until(lambda: rows_wait(toys.backend))
+        go_on.set()
+        assert_same(first.result(20))
+        with pytest.raises(InvalidRequestError, match=why):
+            second.result(20)
+        toys.fleet.join(toys.member("third"))
+        toys.settle()
+        assert len(toys.backend.generate([[72]], SAMPLING).ids) == 1
+        toys.fleet.drain("third")
+        with pytest.raises(InvalidRequestError, match=why):
+            toys.backend.generate([[72]], SAMPLING)
 
 
 # What is carried ------------------------------------------------------------------------------------------------------

@@ -7,15 +7,22 @@ import gc
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
 from apps.fleet.conftest import PROMPTS, SAMPLING, assert_same
+from corelm import hookimpl
 from corelm.errors import BackendClosedError, BackendTimeoutError, EngineError
-from corelm.spec import CloseRequest
-from helpers.mortal_toys import OTHER, MortalToy, Toys, user_rows
+from corelm.spec import AbortRequest, CloseRequest
+from corelm_fleet.fleet import FleetEngine
+from corelm_fleet.replica import Member
+from helpers.insides import holds_rows, look_around, rows_wait
+from helpers.mortal_toys import OTHER, TABLE, MortalToy, Toys, user_rows
 from helpers.processes import wait_until
+from helpers.requests import generation
 
 
 def hang(engine: MortalToy, hook: str, request: Any) -> None:
@@ -77,6 +84,35 @@ def test_rows_that_wait_are_aborted_at_once() -> None:
         assert len(first.result(5).ids) == 1
 
 
+class Names(tuple[str, ...]):
+    """Names of requests that count how often one of them is read."""
+
+    read = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        Names.read += 1
+        return tuple.__getitem__(self, at)
+
+
+def test_an_abort_reads_no_names_of_other_rows() -> None:
+    """It holds the lock of the fleet, which may have very many rows."""
+    with Toys("a", before=hang, concurrent_calls=False) as toys, ThreadPoolExecutor() as pool:
+        first = toys.backend.submit_generate(PROMPTS[:1], SAMPLING, request_ids=["first"])
+        assert wait_until(lambda: all_asked(toys))
+        names = Names(["x", "y"])
+        request = generation(PROMPTS[1:3], "none", max_new_tokens=1, seeds=(0, 1), request_ids=names)
+        second = pool.submit(toys.fleet.generate, request)
+        assert wait_until(lambda: rows_wait(toys.backend))
+        read = Names.read
+        toys.fleet.abort(AbortRequest(request_ids=("another",)))
+        assert Names.read == read
+        toys.fleet.abort(AbortRequest(request_ids=("x", "y", "x")))
+        assert second.result(5).finish_reasons == ("abort", "abort")
+        toys.fleet.abort(AbortRequest(request_ids=("x", "first")))
+        first.result(5)
+        assert not holds_rows(toys.backend)
+
+
 def test_closing_ends_calls_and_threads() -> None:
     before = set(threading.enumerate())
     toys = Toys("a", "b", before=hang)
@@ -130,6 +166,58 @@ def test_a_fleet_is_closed_without_room_for_threads(no_room: list[str], drained:
     assert [engine.closed for engine in toys.made] == [1, 1]
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_delayed_start_does_not_begin_when_nobody_wants_it_any_more(no_room: list[str], closed: bool) -> None:
+    with Toys("a") as toys:
+        no_room.append("corelm-fleet-start")
+        toys.fleet.join(toys.member("b"))
+        if closed:
+            toys.backend.close()
+        else:
+            toys.fleet.drain("b")
+        no_room.clear()
+        look_around(toys.backend)
+        for thread in threading.enumerate():
+            if thread.name == "corelm-fleet-start":
+                thread.join()
+        assert [engine.name for engine in toys.made] == ["a"]
+
+
+def test_engines_that_can_have_a_thread_are_closed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is closed without a thread may take long, and may fail."""
+
+    class Failing(MortalToy):
+        @hookimpl
+        def close(self, request: CloseRequest) -> bool:
+            raise EngineError("it does not close")
+
+    closing, other_ended, waited = list[threading.Thread](), threading.Event(), list[bool]()
+
+    def end(engine: MortalToy) -> None:
+        if len(closing) > 1 and threading.get_ident() == closing[1].ident:
+            other_ended.set()
+            return
+        waited.append(other_ended.wait(5))
+        raise OSError("it cannot be ended")
+
+    def open_it(name: str) -> MortalToy:
+        return Failing.make(name, TABLE, lambda *given: None)
+
+    fleet = FleetEngine([Member(name, partial(open_it, name), end) for name in ("a", "b")])
+    start = threading.Thread.start
+
+    def start_the_second(thread: threading.Thread) -> None:
+        if thread.name == "corelm-fleet-close":
+            closing.append(thread)
+        if thread.name.startswith("corelm-") and closing[1:] != [thread]:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_the_second)
+    fleet.close(CloseRequest())
+    assert waited == [True]
+
+
 def test_calls_fail_without_room_for_threads(no_room: list[str]) -> None:
     with Toys("a", "b") as toys:
         no_room.append("corelm-fleet-call")
@@ -171,6 +259,30 @@ def test_an_interrupt_ends_the_wait_and_the_calls(interruptible: None) -> None:
         assert all(engine.aborted.wait(5) for engine in toys.made)
         toys.before = lambda *given: None
         assert_same(toys.backend.generate(PROMPTS, SAMPLING))
+
+
+def test_an_interrupt_while_engines_begin_to_open_closes_those_that_have_begun() -> None:
+    made = list[MortalToy]()
+
+    def open_it() -> MortalToy:
+        made.append(MortalToy.make("a", TABLE, lambda *given: None))
+        return made[-1]
+
+    class Interrupted(list[Member]):
+        read = 0
+
+        def __iter__(self) -> Iterator[Member]:
+            self.read += 1
+            for member in list.__iter__(self):
+                if self.read > 1 and member.name == "b":
+                    assert wait_until(lambda: bool(made))
+                    raise KeyboardInterrupt
+                yield member
+
+    with pytest.raises(KeyboardInterrupt):
+        FleetEngine(Interrupted([Member("a", open_it), Member("b", open_it)]))
+    assert wait_until(lambda: made[0].closed == 1)
+    assert len(made) == 1
 
 
 def test_an_interrupt_ends_the_wait_for_new_weights(interruptible: None) -> None:

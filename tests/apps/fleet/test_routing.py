@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from corelm.errors import InvalidRequestError
 from corelm_fleet.routing import PROMPT_TOKEN, Group, LeastWork, Loads, assign, split
 
 ROOT = Path(__file__).parents[3]
@@ -82,6 +85,19 @@ def test_a_session_leaves_a_replica_that_takes_no_rows():
     assert policy.choose(group(key="s"), table) == "b"
     assert policy.choose(group(key="s"), Loads()) is None
     assert assign([group()], Loads(), policy) == []
+
+
+@pytest.mark.parametrize("chosen", ["a", "z"])
+def test_a_policy_that_chooses_a_replica_that_takes_no_rows_is_refused(chosen):
+    class Wrong(LeastWork):
+        def choose(self, group, loads):
+            return chosen
+
+    table = Loads(a=0, b=0, c=0)
+    del table["a"]
+    assert table["a"] == table["z"] == 0.0 and table.takers == {"b", "c"}
+    with pytest.raises(InvalidRequestError, match=f"policy: it chose '{chosen}', which takes no rows now; b, c do"):
+        assign([group()], table, Wrong())
 
 
 def test_a_key_that_many_rows_share_spreads():

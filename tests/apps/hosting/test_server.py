@@ -93,6 +93,77 @@ def test_a_call_is_aborted_until_it_ends() -> None:
     answers.get(timeout=10)
 
 
+class Unsteady(Stuck):
+    """An engine that cannot be told to abort a request at first."""
+
+    failed = False
+
+    @hookimpl
+    def abort(self, request: AbortRequest) -> bool:
+        if not self.failed:
+            self.failed = True
+            raise ConnectionError("no answer from the server")
+        return bool(Stuck.abort(self, request))
+
+
+def test_an_abort_that_fails_is_repeated() -> None:
+    engine = Unsteady()
+    server = EngineServer(engine, "stuck")
+    answers = start(server, 1, rows_of("a"))
+    server.forget(1)
+    assert wait_until(lambda: "a" in engine.aborted)
+    engine.go_on.set()
+    answers.get(timeout=10)
+
+
+@pytest.fixture
+def quick() -> list[Call]:
+    """Return calls that do not wait for those that an engine computes in."""
+    return [
+        Call("hook", "health", (HealthRequest(),)),
+        Call("hook", "abort", (AbortRequest(request_ids=("x",)),)),
+        Call("tokenizer", "decode_rows", ([[72]], {})),
+    ]
+
+
+def test_computing_calls_hold_up_no_quick_ones(monkeypatch: pytest.MonkeyPatch, quick: list[Call]) -> None:
+    monkeypatch.setattr("corelm_fleet.hosting.server._MOST_CALLS", 2)
+    engine = Stuck()
+    server = EngineServer(engine, "stuck")
+    answers = [start(server, number, rows_of(str(number))) for number in range(3)]
+    for number, call in enumerate(quick, 10):
+        assert start(server, number, call).get(timeout=5)
+    engine.go_on.set()
+    for each in answers:
+        each.get(timeout=10)
+
+
+def test_quick_calls_need_no_room_for_another_thread(monkeypatch: pytest.MonkeyPatch, quick: list[Call]) -> None:
+    engine = Stuck()
+    server = EngineServer(engine, "stuck")
+    for number, call in enumerate(quick, 10):
+        assert start(server, number, call).get(timeout=5)
+    # More than the threads that those calls have left.
+    answers = [start(server, number, rows_of(str(number))) for number in range(4)]
+
+    def no_room(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_room)
+
+    def answered(call: Call) -> bool:
+        try:
+            return bool(start(server, 20, call).get(timeout=5))
+        except RuntimeError:
+            # The thread of the call before has sent its answer, and ends it.
+            return False
+
+    assert all(wait_until(lambda call=call: answered(call), 10) for call in quick)
+    engine.go_on.set()
+    for each in answers:
+        each.get(timeout=10)
+
+
 def test_a_slow_chat_template_holds_up_no_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, go_on = Stuck(), threading.Event()
     server = EngineServer(engine, "stuck")

@@ -85,6 +85,10 @@ class FleetEngine:
     Raises:
         InvalidRequestError: there are no members, two have one name, or two engines would not answer alike.
         CoreLMError: an engine did not open; the message names it.
+        CapabilityError, InvalidRequestError: from `sleep`, an engine refused, and all are awake. One that had dropped
+            its weights is started again.
+        StaleWeightsError: from `wake`, no engine woke with the weights that it had.
+        EngineError: from `sleep` and `wake`, no engine is left.
     """
 
     def __init__(
@@ -102,8 +106,10 @@ class FleetEngine:
         if limits is not None and not isinstance(limits, FleetLimits):
             raise invalid("fleet_limits", f"expected corelm_fleet.FleetLimits(…), got {shown(limits)}")
         self.name = name
-        self._runner = FleetRunner(members, limits or FleetLimits(), canary or Canary(), policy or LeastWork())
+        self._runner = FleetRunner(limits or FleetLimits(), canary or Canary(), policy or LeastWork())
         try:
+            for member in members:
+                uninterrupted(partial(self._runner.join, member))
             self.capabilities: Capabilities = self._opened()
             self._await_canaries()
         except BaseException:

@@ -121,6 +121,9 @@ class ReplicaRuns:
         try:
             if (stopping := self._stopping.get(name)) is not None:
                 stopping.wait()
+            # Its thread may have begun late: see `FleetRunner.delayed`.
+            if not self._is_wanted(run):
+                return
             replica = open_replica(self.members[name], self._canary)
             try:
                 self._require_same(name, replica)
@@ -133,8 +136,7 @@ class ReplicaRuns:
             self._report(self._state.died, run, why=f"it did not start: {message(error)}")
             return
         with self._lock:
-            known = self._state.replicas[name]
-            wanted = known.run == run and known.state in STARTING and not self.ended
+            wanted = self._is_wanted(run)
             if wanted:
                 self.running[run] = replica
         if wanted:
@@ -195,6 +197,12 @@ class ReplicaRuns:
             self._report(self._state.canary, run, epoch, True)
 
     # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _is_wanted(self, run: ReplicaRun) -> bool:
+        """Return whether an engine that is being started is still to be opened."""
+        with self._lock:
+            known = self._state.replicas[run.replica]
+            return known.run == run and known.state in STARTING and not self.ended
 
     def _require_same(self, name: str, replica: OpenReplica) -> None:
         """Refuse an engine that, started after the fleet was opened, is not like those that it was opened with."""

@@ -16,6 +16,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from corelm.validate import invalid, shown
+
 #: The work of a prompt token, in sampled tokens.
 PROMPT_TOKEN = 0.05
 #: A group is not split into pieces of fewer rows.
@@ -48,7 +50,15 @@ class Group:
 
 
 class Loads(dict[str, float]):
-    """The outstanding work of each replica that takes rows, by name."""
+    """The outstanding work of each replica that takes rows, by name; 0.0 for any other."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.0
+
+    @property
+    def takers(self) -> frozenset[str]:
+        """The replicas that take rows."""
+        return frozenset(self)
 
     @property
     def mean(self) -> float:
@@ -109,6 +119,9 @@ def assign(groups: Iterable[Group], loads: Loads, policy: Policy) -> list[tuple[
 
     A group that is more than the share of one replica is split. Without a replica that takes rows, nothing is assigned.
 
+    Raises:
+        InvalidRequestError: the policy chose a replica that takes no rows.
+
     >>> loads = Loads(a=0.0, b=0.0)
     >>> for name, group in assign([Group(rows=tuple(range(16)), prompt=9, new=5)], loads, LeastWork()):
     ...     print(name, group.rows)
@@ -121,9 +134,12 @@ def assign(groups: Iterable[Group], loads: Loads, policy: Policy) -> list[tuple[
     assigned = []
     for piece in sorted(pieces, key=lambda each: each.work, reverse=True):
         name = policy.choose(piece, loads)
-        if name is not None:
-            loads[name] += piece.work
-            assigned.append((name, piece))
+        if name is None:
+            continue
+        if name not in loads:
+            raise invalid("policy", f"it chose {shown(name)}, which takes no rows now; {', '.join(loads) or 'none'} do")
+        loads[name] += piece.work
+        assigned.append((name, piece))
     return assigned
 
 

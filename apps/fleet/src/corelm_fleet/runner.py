@@ -101,7 +101,7 @@ class FleetRunner:
         closed: whether the fleet was closed.
     """
 
-    def __init__(self, members: Sequence[Member], limits: FleetLimits, canary: Canary, policy: Policy) -> None:
+    def __init__(self, limits: FleetLimits, canary: Canary, policy: Policy) -> None:
         self._lock = threading.RLock()
         self.state = FleetState(limits)
         self.closed = False
@@ -109,6 +109,8 @@ class FleetRunner:
         self._numbers = 0
         # The calls by the numbers of their rows, and by the numbers of their dispatches while an engine has them.
         self._calls: dict[int, PendingCall] = {}
+        # The numbers of the rows in `_calls`, by their names for `abort`.
+        self._named: dict[str, set[int]] = {}
         self._sent: dict[int, SentCall] = {}
         self._speeds: dict[str, Throughput] = {}
         self.delayed: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -120,8 +122,6 @@ class FleetRunner:
         # When a health check that has no answer yet began.
         self._checks: dict[ReplicaRun, float] = {}
         self._updates: SimpleQueue[Updated | UpdateFailed | Exception] | None = None
-        for member in members:
-            self.join(member)
 
     # For the hooks ----------------------------------------------------------------------------------------------------
 
@@ -183,12 +183,16 @@ class FleetRunner:
             jobs = [partial(replica.close, replica in hung) for replica in self.runs.running.values()]
             jobs += [partial(job, *args) for job, args in self.delayed if job == self.runs.stop]
             self.runs.running.clear()
-        closing = []
+        closing, without_thread = [], []
         for job in jobs:
             thread = threading.Thread(target=job, name="corelm-fleet-close", daemon=True)
             if _has_started(thread):
                 closing.append(thread)
             else:
+                without_thread.append(job)
+        # An engine that fails to close, or takes long, holds up none that has a thread.
+        for job in without_thread:
+            with suppress(Exception):
                 job()
         return closing
 
@@ -245,13 +249,15 @@ class FleetRunner:
         """Check the health of every engine and run the work that is due. A thread calls this every second."""
         now = time.monotonic()
         with self._lock:
+            if self.closed:
+                return
             delayed, self.delayed = self.delayed, []
             for job, args in delayed:
                 self._begin_job(job, *args)
         for run, replica in list(self.runs.running.items()):
             since = self._checks.setdefault(run, now)
             if since == now and not self._spawn(self._check, run, replica):
-                del self._checks[run]
+                self._checks.pop(run, None)
             elif now - since > _HEALTH:
                 self.do(self.state.missed, run, why=f"it did not reply to a health check within {_HEALTH:g} s")
         self.do(self.state.tick)
@@ -353,7 +359,9 @@ class FleetRunner:
                 return
             call.first = self._numbers
             self._numbers += call.rows
-            self._calls.update(dict.fromkeys(call.numbers, call))
+            for row, name in zip(call.numbers, call.request.request_ids, strict=True):
+                self._calls[row] = call
+                self._named.setdefault(name, set()).add(row)
             self.do(self.state.add, call.numbers)
 
     def leave(self, call: PendingCall) -> None:
@@ -366,15 +374,12 @@ class FleetRunner:
 
     def abort(self, names: Iterable[str]) -> None:
         """End rows by their names: those in flight on their replicas, and those that wait at once."""
-        wanted = set(names)
         with self._lock:
             if self.closed:
                 return
             in_engines: dict[int, list[int]] = {}
-            for row, call in list(self._calls.items()):
-                if call.request.request_ids[row - call.first] not in wanted:
-                    continue
-                dispatch = self.state.rows.all[row].dispatch
+            for row in [row for name in {*names} for row in self._named.get(name, ())]:
+                call, dispatch = self._calls[row], self.state.rows.all[row].dispatch
                 call.aborted.add(row - call.first)
                 if dispatch is None:
                     self._leave_out(call, [row])
@@ -395,13 +400,13 @@ class FleetRunner:
         index = {number: at for at, number in enumerate(sent.names)}
         call.take(outcome, [index[row] for row in rows], [row - call.first for row in rows])
         for row in rows:
-            del self._calls[row]
+            self._forget(row)
 
     def _fail(self, row: int, error: EngineError) -> None:
-        call = self._calls.pop(row, None)
-        if call is None:
+        if row not in self._calls:
             # Another row has failed the whole call.
             return
+        call = self._forget(row)
         local, why = row - call.first, error.problems[row]
         if error.usable:
             _log.warning("a row fails alone: %s", brief(why))
@@ -416,8 +421,17 @@ class FleetRunner:
 
     def _cancel(self, rows: Collection[int]) -> None:
         for row in rows:
-            del self._calls[row]
+            self._forget(row)
         self._obey(self.state.cancel(rows, time.monotonic()))
+
+    def _forget(self, row: int) -> PendingCall:
+        """Forget a row that is settled, and return its call."""
+        call = self._calls.pop(row)
+        name = call.request.request_ids[row - call.first]
+        self._named[name].remove(row)
+        if not self._named[name]:
+            del self._named[name]
+        return call
 
     # Sending ----------------------------------------------------------------------------------------------------------
 
@@ -445,7 +459,14 @@ class FleetRunner:
                 return
             works: dict[str, dict[int, float]] = {}
             groups = call.groups([row - call.first for row in rows if row not in left_out])
-            for name, group in assign(groups, Loads(takers), self._policy):
+            try:
+                assigned = assign(groups, Loads(takers), self._policy)
+            except Exception as error:
+                # A policy of the user has failed. The event may be that of another call, which goes on.
+                call.fail_all(error)
+                self._drop(call)
+                continue
+            for name, group in assigned:
                 works.setdefault(name, {}).update(dict.fromkeys(group.rows, group.work_of_a_row))
             for name, of_rows in works.items():
                 self._send(name, call, dict(sorted(of_rows.items())))

@@ -472,8 +472,10 @@ class FleetState:
         """
         replica = self.replicas[name]
         isolated = len(rows) == 1 and rows.keys() <= self.rows.accused.keys()
-        assert self._open(replica) and replica.may_isolate if isolated else rows and name in self.takers
-        assert isolated or self.rows.fresh.keys() >= rows.keys()
+        if isolated:
+            assert self._open(replica) and replica.may_isolate
+        else:
+            assert name in self.takers and rows and self.rows.fresh.keys() >= rows.keys()
         dispatch = self.rows.depart(replica, rows, now, isolated)
         self._reserve()
         return dispatch

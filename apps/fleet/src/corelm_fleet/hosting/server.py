@@ -17,8 +17,11 @@ from corelm_fleet.hosting.channel import Call, Frame, Kind, Sender
 from corelm_fleet.hosting.packing import Failure, pack
 from corelm_fleet.hosting.tokenizer import TokenizerServer
 
-#: Threads for calls. Each is started when it is needed, so that no call waits for another one here.
+#: Threads for calls that an engine computes in. Each is started when it is needed.
 _MOST_CALLS = 4096
+#: Threads for calls that are answered at any time, and as many for those of the tokenizer. Neither wait for a thread
+#: that an engine computes in; where the system has no room for more, those that are idle are used again.
+_MOST_QUICK_CALLS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +86,13 @@ class EngineServer:
             "set": encoding,
         }
         self._calls = ThreadPoolExecutor(_MOST_CALLS, "corelm-host-call")
+        self._quick_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-quick-call")
+        self._tokenizer_calls = ThreadPoolExecutor(_MOST_QUICK_CALLS, "corelm-host-tokenizer-call")
         #: The names of the requests of each call that has not ended.
         self._under_way: dict[Hashable, Sequence[str]] = {}
         self._forgotten: set[Hashable] = set()
         self._closed = False
-        self._aborts = Aborts(lambda names: self._hooks["abort"](AbortRequest(request_ids=names)), name)
+        self._aborts = Aborts(self._abort, name)
 
     def opened(self) -> Opened:
         """Return what a `HostedEngine` has to know of the engine."""
@@ -108,8 +113,10 @@ class EngineServer:
         """
         request = call.args[0] if call.args else None
         self._under_way[number] = getattr(request, "request_ids", ()) if call.name not in OUT_OF_TURN else ()
+        quick = self._quick_calls if call.name in OUT_OF_TURN else self._calls
+        pool = self._tokenizer_calls if call.part == "tokenizer" else quick
         try:
-            self._calls.submit(self._serve, number, call, answer, tell)
+            pool.submit(self._serve, number, call, answer, tell)
         except BaseException:
             self._under_way.pop(number, None)
             raise
@@ -130,6 +137,11 @@ class EngineServer:
         if "close" in self._hooks and not self._closed:
             with self._turn, suppress(Exception):
                 self._hooks["close"](CloseRequest())
+
+    def _abort(self, names: tuple[str, ...]) -> None:
+        # An abort that has failed is repeated, too, until the call has ended.
+        with suppress(Exception):
+            self._hooks["abort"](AbortRequest(request_ids=names))
 
     def _serve(self, number: Hashable, call: Call, answer: Answer, tell: Tell) -> None:
         try:
