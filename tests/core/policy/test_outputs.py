@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDict
 
 import corelm
-from corelm import History, LLMPolicy, Text
+from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError
 from corelm.policy.options import Keys
 from corelm_testing.toy import Bigram
@@ -37,10 +37,10 @@ def test_outputs_leave_the_other_keys_of_the_input_unchanged(backend):
 @each("shape", [(), (2,), (2, 1), (0,), (2, 0), (0, 3), (2, 1, 3)])
 @each("pad", [False, True])
 def test_every_mode_fills_a_batch_of_any_shape(backend, mode, shape, pad):
-    if mode == "text" and len(shape) > 1 and 0 in shape:  # a TensorDict takes no bare lists of this shape
-        td, ids = TensorDict(text=Text(prompt=nested([], shape), batch_size=shape), batch_size=shape), []
-    else:
-        td, ids = prompts(mode, shape)
+    td, ids = prompts("history" if mode == "text" else mode, shape)
+    if mode == "text":  # a TensorDict takes bare lists of some of the shapes only
+        td = LLMPolicy(backend, sampling_params=SAMPLING)(td).select("text")
+        ids = [[TOKENIZER.bos_token_id, *row] for row in ids]
     policy = LLMPolicy(backend, input_mode=mode, sampling_params=SAMPLING, pad_output=pad)
     out = policy(td, seed=5)
     assert out is td and out.batch_size == shape
