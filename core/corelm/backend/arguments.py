@@ -161,7 +161,7 @@ def prepare_generation(
         hook="generate",
         request=request,
         finish=finish,
-        caller_rows=answers if samples == 1 else answers // samples,
+        caller_rows=answers // samples,
         rows=total,
         tokens=max(given, most),
         deliveries=() if delivery is None else (delivery,),

@@ -126,7 +126,7 @@ def _rows(
     if like is not None and not torch.equal(rows.lengths, like.lengths):
         raise WrongResult(f"{name} and the ids differ in length")
     if (finite or vocab_size is not None) and values.shape[0]:
-        values = values.detach()
+        values = rows.values.detach()
         low, high = torch.stack(values.aminmax()).tolist()
         if vocab_size is not None and not 0 <= low <= high < vocab_size:
             raise WrongResult(f"returned an id outside the vocabulary of {vocab_size}")
@@ -349,14 +349,15 @@ def _top(
     best, values, rest = ids.values.cpu(), logprobs.values.detach().cpu(), tail.values.detach().cpu()
     blank = ((best == -1) & (values == 0.0)).all(-1) & (rest == 0.0)
     _refuse(~counted & ~blank, tokens, "nothing was scored here, so top_ids must be -1 and the log-probs 0.0")
-    if named is None:
-        _check_vocabulary("one of the most probable ids", best[best != -1], vocab_size)
-    elif not torch.equal(best[counted], named.values.cpu()[counted]):
-        raise WrongResult("returned other top_ids than the request names")
     # Keep the `not (…)` and the `~(…)`: NaN fails every comparison and must be refused.
     if not (value_range(values)[1] <= ABOVE_ZERO and value_range(rest)[1] <= ABOVE_ZERO):
         wrong = ~(values <= ABOVE_ZERO).all(-1) | ~(rest <= ABOVE_ZERO)
         _refuse(wrong, tokens, "a log-prob of the top ids or of the tail is nan or above 0")
+    if named is None:
+        _check_vocabulary("one of the most probable ids", best[best != -1], vocab_size)
+    else:
+        wrong = counted & (best != named.values.cpu()).any(-1)
+        _refuse(wrong, tokens, "returned other top_ids than the request names")
     return {"top_ids": ids, "top_logprobs": logprobs, "tail_log_mass": tail}
 
 

@@ -306,14 +306,19 @@ def of_one_width(row_values: Sequence[Tensor], key: NestedKey) -> list[Tensor]:
     return [values if len(values) else values.new_empty((0, *shape)) for values in row_values]
 
 
-def must_have_lengths(found: Tensor, wanted: Tensor, name: str, of: str = "tokens") -> None:
-    """Refuse rows of a field that do not have the lengths of the tokens, or of what `of` names. int64[rows] each."""
+def must_have_lengths(found: Tensor, wanted: Tensor, name: str, of: str = "tokens", has: str = "has") -> None:
+    """Refuse rows of a field that do not have the lengths of the tokens, or of what `of` names. int64[rows] each.
+
+    Args:
+        has: how the message begins, where something else than the field `name` is at fault.
+    """
     if torch.equal(found, wanted):
         return
     if len(found) != len(wanted):
-        raise invalid(name, f"has {len(found)} rows, but the tokens have {len(wanted)}")
+        what = f"{has} {len(found)} rows, but the tokens have {len(wanted)}"
+        raise InvalidRequestError(f"{name}: {what}", field=name, problems={min(len(found), len(wanted)): what})
     differ = (found != wanted).nonzero().flatten().tolist()
-    refuse({row: f"{int(found[row])} values for {int(wanted[row])} {of}" for row in differ}, name)
+    refuse({row: f"{has} {int(found[row])} values for {int(wanted[row])} {of}" for row in differ}, name)
 
 
 def _without_rows(td: TensorDictBase, batch_size: torch.Size) -> TensorDict:

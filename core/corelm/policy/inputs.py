@@ -78,8 +78,10 @@ def find_value(td: TensorDictBase, key: NestedKey) -> Any:
         value = td.get(key, None)
     except RuntimeError:
         return td.get(key, as_list=True) if key in td.keys(include_nested=True) else None
-    except ValueError:  # the first part of the key is that of a tensor
-        return None
+    except ValueError:
+        if key in td.keys(include_nested=True):
+            raise
+        return None  # the first part of the key is that of a tensor
     return td[key] if is_non_tensor(value) else value
 
 
@@ -736,7 +738,7 @@ def read_ids(
         if container is not None and part == "prompt" and len(mask) == len(ids):
             # The mask may be that of prompt and response.
             mask = mask.slice(stop=ids.lengths)
-        must_have_lengths(mask.lengths, ids.lengths, at_fault)
+        must_have_lengths(mask.lengths, ids.lengths, at_fault, has="the mask has")
     width, lengths, prompt_width = cells.width, None, None
     if container is not None and part == "full" and "prompt" in container.keys():
         if cells.in_rows:
@@ -753,7 +755,7 @@ def read_ids(
         columns = Columns(marks.reshape(-1 if width else len(ids), width), prompt_width)
     if said is not None and not torch.equal(said.lengths, ids.lengths):
         if container is not None:
-            must_have_lengths(said.lengths, ids.lengths, "masks.all_assistant_mask")
+            must_have_lengths(said.lengths, ids.lengths, "masks.all_assistant_mask", has="the mask has")
         said = None
     return InputRows(
         batch_size=cells.shape,

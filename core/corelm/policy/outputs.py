@@ -585,9 +585,8 @@ def deliver(
     device = options.device or td.device
     if device is not None:
         made = made.to(device)
-    if where is False and keys == _DEFAULT:
-        out, made = made, made.empty()
-    elif where is False:
+    if where is False:
+        # Not what the hook returned: a wrapper may keep it, or have given it another batch size.
         out = TensorDict({}, batch_size=request.batch_size, device=device)
     else:
         out = td if where is True else td.empty()

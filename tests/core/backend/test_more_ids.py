@@ -237,6 +237,15 @@ def test_a_wrong_result_of_scoring_is_refused(bend, says):
     assert says in str(error.value)
 
 
+def test_scores_of_other_ids_than_the_named_ones_are_refused_by_row():
+    named = torch.tensor([[[-1], [4], [4]], [[-1], [4], [4]]])
+    bend = lambda b: replace(b, top_ids=other(b.top_ids, 4, 5))  # noqa: E731
+    worse = lambda b: replace(bend(b), top_logprobs=other(b.top_logprobs, 5, math.nan))  # noqa: E731
+    for change, says in ((bend, "row 1, position 1: returned other top_ids"), (worse, "row 1, position 2: .* is nan")):
+        with get_backend("toy", wrappers=[ResultChanger(change)]) as bent, pytest.raises(EngineError, match=says):
+            bent.score_logprobs([[1, 2, 3], [1, 2, 3]], top_ids=named)
+
+
 def test_what_was_not_asked_for_is_refused():
     more = {"top_ids": Ragged(torch.zeros(6, 1, dtype=torch.int64), torch.tensor([3, 3]))}
     with (

@@ -203,6 +203,21 @@ def test_an_engine_may_reuse_its_buffers_for_the_next_call():
     assert scores.logprobs.tolist() == [[0.0, -1.0]] and scores.scored.tolist() == [[False, True]]
 
 
+def test_what_is_checked_is_the_copy_that_is_kept(monkeypatch):
+    """An engine that writes to its buffer meanwhile changes neither."""
+    buffer, clone = torch.tensor([1, 1, 3, VOCAB]), torch.Tensor.clone
+
+    def then_written(tensor, **options):
+        made = clone(tensor, **options)
+        if tensor is buffer:
+            buffer.fill_(3)
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "clone", then_written)
+    with pytest.raises(EngineError, match="outside the vocabulary"):
+        fake(lambda b: replace(b, ids=hand_made(buffer, b.ids.lengths))).generate([[1], [3]], SHORT)
+
+
 def test_a_log_prob_may_exceed_zero_only_by_rounding():
     def answering(value):
         return fake(lambda b: replace(b, logprobs=floats([value, -1.0], [-1.0, -1.0])))

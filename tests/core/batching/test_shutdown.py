@@ -12,6 +12,7 @@ import pytest
 
 from corelm import Backend
 from corelm.batching import DynamicBatcher, Limits
+from corelm.batching.batcher import stop_together
 from corelm.errors import BackendClosedError
 from helpers.batching_fakes import (
     LONG,
@@ -118,6 +119,29 @@ def test_an_unreferenced_batcher_is_collected_and_its_threads_end():
     del batcher
     assert ids(future)
     gc.collect()
+    join_threads(threads)
+
+
+def test_batchers_in_front_of_hung_engines_stop_together_at_one_deadline(monkeypatch):
+    engines = [GatedEngine(permits=0) for _ in range(3)]
+    batchers = [DynamicBatcher(Backend.from_plugin(engine, "gated")) for engine in engines]
+    running = [hold_one(engine, batcher) for engine, batcher in zip(engines, batchers, strict=True)]
+    threads = [thread for batcher in batchers for thread in batcher.dispatcher.threads()]
+    graces = []
+    stop = type(batchers[0].dispatcher).stop
+
+    def noted(dispatcher, **options):
+        # All are told to stop before one is waited for, and what is waited for one is not there for the next.
+        assert all(batcher.closed for batcher in batchers)
+        graces.append(options["grace"])
+        return stop(dispatcher, **options)
+
+    monkeypatch.setattr(type(batchers[0].dispatcher), "stop", noted)
+    stop_together([batcher.dispatcher for batcher in batchers], time.monotonic() + 0.5)
+    assert graces == [0.0] * 3
+    assert all(isinstance(future.exception(0), BackendClosedError) for future in running)
+    for engine in engines:
+        engine.free()
     join_threads(threads)
 
 

@@ -78,6 +78,18 @@ def test_each_row_has_its_own_provenance(pad_output: bool) -> None:
     assert tuple(td[row]["log_probs"].provenance for row in range(3)) == given
 
 
+def test_columns_are_kept() -> None:
+    """A scored batch comes back in the columns of its input, including pads on both sides."""
+    o, x = False, True
+    mask = torch.tensor([[o, x, x, x, x, o, o, o], [o, o, x, x, x, x, x, o], [o, o, o, x, o, o, o, o]])
+    td = assemble(request("tokens", "masks", "log_probs", columns=Columns(mask, 4), pad_output=True))
+    assert td["tokens"].full.tolist() == [[0, 1, 2, 3, 6, 0, 0, 0], [0, 0, 0, 4, 7, 0, 8, 0], [0, 0, 0, 5, 0, 0, 0, 0]]
+    assert td["tokens"].prompt.tolist() == [[0, 1, 2, 3], [0, 0, 0, 4], [0, 0, 0, 5]]
+    assert td["log_probs"].full.tolist()[1] == [0.0, 0.0, 0.0, 0.0, -1.0, -1.5, -2.0, 0.0]
+    assert td["masks"].all_attention_mask.tolist() == mask.tolist()
+    assert td["masks"].all_response_mask.sum(-1).tolist() == [1, 3, 0]
+
+
 # Batch shapes --------------------------------------------------------------------------------------------------------
 
 

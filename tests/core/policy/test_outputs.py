@@ -8,9 +8,10 @@ from corelm import History, LLMPolicy
 from corelm.errors import InvalidRequestError
 from corelm.policy.options import Keys
 from corelm_testing.toy import Bigram
+from helpers.each import each
 from helpers.refusals import refused
 from helpers.sentencepiece import WHOLE, one_after_another, words_of_sentencepiece
-from helpers.toy_prompts import QUESTIONS, SAMPLING, TOKENIZER, chat
+from helpers.toy_prompts import QUESTIONS, SAMPLING, TOKENIZER, chat, nested, prompts
 
 
 def test_outputs_leave_the_other_keys_of_the_input_unchanged(backend):
@@ -30,6 +31,52 @@ def test_outputs_leave_the_other_keys_of_the_input_unchanged(backend):
     assert "reward" not in fresh.keys()
     empty = LLMPolicy(backend, sampling_params=SAMPLING, inplace="empty")(td.select("history", "reward"))
     assert "reward" not in empty.keys() and empty.batch_size == td.batch_size
+
+
+@each("mode", ["history", "text", "tokens"])
+@each("shape", [(), (2,), (2, 1), (0,), (2, 0), (0, 3), (2, 1, 3)])
+@each("pad", [False, True])
+def test_every_mode_fills_a_batch_of_any_shape(backend, mode, shape, pad):
+    td, ids = prompts("history" if mode == "text" else mode, shape)
+    if mode == "text":  # a TensorDict takes bare lists of some of the shapes only
+        td = LLMPolicy(backend, sampling_params=SAMPLING)(td).select("text")
+        ids = [[TOKENIZER.bos_token_id, *row] for row in ids]
+    policy = LLMPolicy(backend, input_mode=mode, sampling_params=SAMPLING, pad_output=pad)
+    out = policy(td, seed=5)
+    assert out is td and out.batch_size == shape
+    assert all(key in out.keys(include_nested=True) for key in policy.out_keys)
+    answers = corelm.ragged(out, ("tokens", "response")).tolist()
+    full = [asked + answer for asked, answer in zip(ids, answers, strict=True)]
+    assert corelm.ragged(out, ("tokens", "full")).tolist() == full
+    assert corelm.ragged(out, ("masks", "all_attention_mask")).tolist() == [[True] * len(row) for row in full]
+    said = [TOKENIZER.decode(answer, skip_special_tokens=True) for answer in answers]
+    assert out["text"].response == nested(said, shape)
+    ends = ["stop" if answer[-1] == TOKENIZER.eos_token_id else "length" for answer in answers]
+    assert out["finish_reason"] == (nested(ends, shape) if ids else [])
+    assert out["errors"] == (nested([""] * len(ids), shape) if ids else [])
+    if mode == "history":
+        assert [turns[-1].content for turns in out["history"].full.chats] == said
+
+
+@each(
+    "change", [lambda made: made, lambda made: made.lock_(), lambda made: TensorDict(dict(made.items()), batch_size=[])]
+)
+def test_a_new_result_is_the_callers_own_whatever_a_wrapper_keeps_or_returns(change):
+    kept = []
+
+    class Keeping:
+        @corelm.hookimpl(wrapper=True)
+        def to_containers(self, request):
+            kept.append(change((yield)))
+            return kept[0]
+
+    with corelm.get_backend("toy", wrappers=[Keeping()]) as backend:
+        policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING, inplace=False)
+        first, second = (policy(TensorDict(text=QUESTIONS[:2], batch_size=[2])) for _ in range(2))
+    first["reward"] = torch.ones(2)
+    for made in (second, kept[0]):
+        assert set(made.keys()) == {"text", "tokens", "masks", "log_probs", "finish_reason", "errors"}
+    assert first.batch_size == second.batch_size == (2,) and first["text"].prompt == QUESTIONS[:2]
 
 
 def test_keys_say_where_containers_are_read_and_written(backend):

@@ -109,6 +109,24 @@ def test_dense_ids_with_pads_and_no_mask_are_refused_by_row_in_every_form(backen
         assert "attention_mask_key" in str(error.value) and "Tokens.from_rows" in str(error.value)
 
 
+@each(
+    "shape, says, rows",
+    [
+        ((2, 3), "row 0: the mask has 3 values for 2 tokens; row 1: ", (0, 1)),
+        ((4, 2), "the mask has 4 rows, but the tokens have 2", (2,)),
+    ],
+)
+def test_a_mask_of_another_shape_is_named_as_what_is_wrong(backend, shape, says, rows):
+    td = TensorDict(tokens=torch.tensor([[65, 66], [67, 68]]), mask=torch.ones(shape))
+    with refused(InvalidRequestError, field="tokens.prompt", rows=rows) as error:
+        tokens_policy(backend, True, attention_mask_key="mask")(td)
+    assert says in str(error.value)
+    with refused(InvalidRequestError, field="masks.all_assistant_mask", rows=rows) as error:
+        masks = TensorDict(all_assistant_mask=torch.ones(shape))
+        tokens_policy(backend, False)(TensorDict(tokens=Tokens(full=td["tokens"], batch_size=[2]), masks=masks))
+    assert says in str(error.value)
+
+
 @each("generate", [True, False])
 def test_ids_without_pads_need_no_mask_in_any_form(backend, generate):
     ids, part = torch.tensor([[72, 105], [72, PAD], [72, 111]])[::2], "prompt" if generate else "full"

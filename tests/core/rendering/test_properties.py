@@ -73,7 +73,7 @@ def test_a_conversation_without_sampled_turns_is_rendered_as_the_tokenizer_does(
     marked = "generation %}" in template or "generation -%}" in template
     oracle = own(chat, template, prompt, return_assistant_tokens_mask=marked)
     ours = rendered([chat], template, prompt, want_assistant=marked)
-    assert ours.ids.tolist() == [oracle["input_ids"]]
+    assert ours.ids.tolist() == [oracle["input_ids"]] and ours.texts == (TOKENIZER.decode(oracle["input_ids"]),)
     # transformers leaves out all but the first token of a block's last character, so compare where each is one byte.
     if marked and (template in ct.MARKED.values() or all(map(str.isascii, [template, *contents]))):
         assert ours.assistant.tolist() == [list(map(bool, oracle["assistant_masks"]))]
