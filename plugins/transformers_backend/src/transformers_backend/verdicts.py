@@ -161,7 +161,9 @@ def _folders() -> tuple[str, ...]:
     """Return the folders of packages whose code is the same wherever they have the same versions."""
     import transformers
 
-    return tuple(os.path.join(path, "") for path in (*torch.__path__, *transformers.__path__, Path(__file__).parent))
+    return tuple(
+        os.path.join(path, "") for path in (*torch.__path__, *transformers.__path__, os.path.dirname(__file__))
+    )
 
 
 def _values(part: Any) -> dict[str, Any]:

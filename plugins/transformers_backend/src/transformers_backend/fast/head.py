@@ -415,13 +415,12 @@ def _alike(found: TokenScores, logits: Tensor, query: TokenQuery, dtype: torch.d
         assert own is not None
         pairs += [(found.top.logprobs, each.logprobs) for each in (wanted.top, own)] + [(found.top.tail, own.tail)]
 
-    def equal(rows: slice) -> bool:
-        # What is rounded are the logits, so their size says by how much.
-        largest = logits[rows][logits[rows].isfinite()].abs().max()[None] / query.temperature
-        return all(
-            _equal_but_for_rounding(*(torch.cat([each[rows].flatten(), largest]) for each in pair), dtype)
-            for pair in pairs
-        )
-
-    # The states with large logits, and those with small ones.
-    return equal(slice(0, None, 2)) and equal(slice(1, None, 2))
+    # The states with large logits, and those with small ones: what is rounded are the logits, so their size says by how
+    # much.
+    for rows in (slice(0, None, 2), slice(1, None, 2)):
+        finite = logits[rows][logits[rows].isfinite()] / query.temperature
+        for one, other in pairs:
+            made, expected = (torch.cat([each[rows].flatten(), finite.abs().max()[None]]) for each in (one, other))
+            if not _equal_but_for_rounding(made, expected, dtype):
+                return False
+    return True
