@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from corelm import Ragged
 from helpers import oracle
 from helpers.plain_forward import Open, cache_in
 from helpers.tiny_models import DEVICE, random_rows, tiny_model
+from transformers_backend.buffers import Buffers
+from transformers_backend.continuation import CachedRows
+from transformers_backend.engine import CausalLM
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", pytest.param("bloom", marks=pytest.mark.nightly)])
@@ -98,3 +102,27 @@ def test_a_model_that_reads_no_buffers_of_fixed_shapes_gets_a_cache_that_grows(
     torch.testing.assert_close(out.logprobs.values, expected, rtol=1e-6, atol=1e-5)
     assert backend.engine.plugin.decoder.info == "cached" and "get other numbers" not in caplog.text
     assert [step["keys 0"][1][2] for step in inputs.steps[-4:]] == [20, 21, 22, 23]
+
+
+def test_a_step_that_fails_counts_no_column() -> None:
+    model = tiny_model()
+    engine = CausalLM(model, model)
+    with engine.evaluating():
+        rows = CachedRows(engine, Ragged.from_list(random_rows(5, 5)))
+        rows.append(torch.tensor([3, 4]))
+
+        def broken(*args: Any) -> None:
+            raise ValueError("not today")
+
+        with model.model.register_forward_pre_hook(broken), pytest.raises(ValueError, match="not today"):
+            rows.append(torch.tensor([3, 4]))
+    assert rows.columns == 6
+
+
+def test_states_are_not_made_narrower_than_the_model_made_them() -> None:
+    """Wider ones are as good: autocast makes values narrower than keys, and a cache holds both in one dtype."""
+    states = {dtype: torch.ones(1, 1, 1, 2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+    wide, narrow = (Buffers(each, each, 4, torch.tensor(1)) for each in states.values())
+    assert wide.update(*[states[torch.bfloat16]] * 2)[0].dtype == torch.float32
+    with pytest.raises(AssertionError):
+        narrow.update(*[states[torch.float32]] * 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -112,23 +113,29 @@ def test_nothing_is_kept_of_a_model_with_other_code(folder: Path, open_model: Op
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("where", ["class", "module"])
+def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self.replaced(*args, **kwargs)
+
+
+@pytest.mark.parametrize("where", ["class", "module", "class, under the module's name", "class, under another's name"])
 def test_code_that_is_replaced_for_a_whole_class_is_tried(
-    folder: Path, open_model: Open, monkeypatch: pytest.MonkeyPatch, where: str
+    folder: Path, forwards: Callable[..., int], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """The fault is that of a mask which is not applied: rows read their padding."""
-    check(open_model(tiny_model("llama")), tiny_model("llama"))
-    if where == "class":
-        plain = modeling_llama.LlamaAttention.forward
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return plain(self, *args, **kwargs | {"attention_mask": None})
-
-        monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    first, attention, mask = (
+        forwards(tiny_model("llama")),
+        modeling_llama.LlamaAttention,
+        modeling_llama.create_causal_mask,
+    )
+    monkeypatch.setattr(attention, "replaced", attention.forward, raising=False)
+    names = vars(modeling_llama) if where == "class, under the module's name" else {"__name__": "statistics"}
+    if where == "module":
+        monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: mask(**given))
+    elif where == "class":
+        monkeypatch.setattr(attention, "forward", replacement)
     else:
-        monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: None)
-    model = tiny_model("llama")
-    check(open_model(model), model)
+        exec("from __future__ import annotations\n" + inspect.getsource(replacement), names)
+        monkeypatch.setattr(attention, "forward", names.pop("replacement"))
+    assert forwards(tiny_model("llama")) == first
     assert len([*folder.iterdir()]) == 1
 
 

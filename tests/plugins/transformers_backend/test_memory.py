@@ -15,7 +15,7 @@ from corelm import SamplingParams
 from corelm.errors import EngineError
 from corelm.spec import Ragged
 from helpers import oracle
-from helpers.plain_forward import Open
+from helpers.plain_forward import Open, cache_in
 from helpers.tiny_models import CONTEXT, VOCAB, tiny_model, tiny_tokenizer
 from transformers_backend.continuation import CachedRows
 from transformers_backend.engine import CausalLM
@@ -55,6 +55,20 @@ def test_no_row_takes_more_than_was_measured() -> None:
     assert _measured(tiny_model("qwen2"))[1] == CacheBytes(row=0, token=2 * 2 * 2 * 16 * 4)
     # A recurrent state counts for the row and not for its tokens.
     assert _measured(tiny_model("mamba"))[1].token == 0
+
+
+def test_states_that_a_layer_keeps_in_a_list_count() -> None:
+    model = tiny_model("qwen2")
+    engine, plain = CausalLM(model, model), model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        cache_in(kwargs).layers[0].states = [torch.zeros(25), torch.zeros(25)]
+        return out
+
+    model.model.forward = forward
+    with engine.evaluating():
+        assert measured_cache(engine) == CacheBytes(row=200, token=512)
 
 
 def test_more_free_memory_decodes_more_tokens_and_little_memory_one() -> None:

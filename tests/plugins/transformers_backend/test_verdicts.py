@@ -176,9 +176,28 @@ def test_a_model_whose_numbers_depend_on_the_length_of_the_row_is_refused(open_m
         return out
 
     model.model.forward = forward
-    for rows in (random_rows(30, 7, 19, 2), random_rows(19)):
-        with pytest.raises(CapabilityError, match="not causal"):
-            open_model(model).score_logprobs(rows)
+    for fast in (True, False):
+        for rows in (random_rows(30, 7, 19, 2), random_rows(19)):
+            with pytest.raises(CapabilityError, match="not causal"):
+                open_model(model, fast=fast).score_logprobs(rows)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_row_by_itself_says_nothing_of_rows_that_are_read_together(open_model: Open, together: bool) -> None:
+    """The model is wrong for several rows of more than 24 tokens."""
+    model = tiny_model("llama")
+    plain = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        if len(out.last_hidden_state) > 1 and out.last_hidden_state.shape[1] > 24:
+            out.last_hidden_state = -out.last_hidden_state
+        return out
+
+    model.model.forward = forward
+    backend = open_model(model, fast=False, max_batch_tokens=100)
+    for rows in [random_rows(100, 40, 40)] if together else [random_rows(100), random_rows(40, 40)]:
+        assert_scores(backend, model, rows)
 
 
 def test_a_forward_that_fails_is_refused_with_its_own_words(open_model: Open) -> None:

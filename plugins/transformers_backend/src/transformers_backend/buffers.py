@@ -12,7 +12,9 @@ from transformers.cache_utils import StaticLayer
 class Buffers(StaticLayer):
     """The `keys` and `values` of a layer, ``[rows, heads, room, size]``.
 
-    `StaticLayer` has a column of its own in each layer, which costs three small operations a layer and step.
+    `StaticLayer` has a column of its own in each layer, which costs three small operations a layer and step. These
+    share one, so `get_seq_length` says what it said before the step until the step ends. A model to which that matters
+    fails the trial.
 
     Args:
         keys, values: those so far.
@@ -30,7 +32,8 @@ class Buffers(StaticLayer):
         """Write the states of one new token a row, and return the whole buffers."""
         assert self.keys is not None and self.values is not None
         column = self.cumulative_length.to(self.device)
-        # In autocast, the keys and values that a model has joined may have another dtype than those of a step.
-        self.keys.index_copy_(2, column, key_states.to(self.keys.dtype))
-        self.values.index_copy_(2, column, value_states.to(self.values.dtype))
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            # In autocast, a cache holds values in the dtype of the keys, which may be wider than those of a step.
+            assert torch.promote_types(states.dtype, buffer.dtype) == buffer.dtype, (states.dtype, buffer.dtype)
+            buffer.index_copy_(2, column, states.to(buffer.dtype))
         return self.keys, self.values

@@ -152,10 +152,10 @@ class CachedRows(GrowingRows):
             self._mask[:, self.columns] = 1
         self._ids.copy_(tokens[:, None])
         self._position += 1
-        self.columns += 1
         self.logits = self._engine.next_logits(
             self.cache, input_ids=self._ids, attention_mask=self._mask, position_ids=self._position
         )
+        self.columns += 1
         if self._room:
             self._column += 1
 

@@ -155,9 +155,10 @@ def _reading_bytes(engine: CausalLM, columns: int) -> int:
 
 
 def _bytes_of(cache: Any) -> int:
-    """Return what the layers of a cache hold; recurrent states are in dictionaries."""
+    """Return what the layers of a cache hold; recurrent states are in dictionaries or lists."""
     held = [value for layer in cache.layers for value in vars(layer).values()]
     held += [state for value in held if isinstance(value, dict) for state in value.values()]
+    held += [state for value in held if isinstance(value, (list, tuple)) for state in value]
     return sum(value.nbytes for value in held if isinstance(value, Tensor))
 
 

@@ -163,12 +163,14 @@ class Scorer:
 
         @cache
         def parts(layout: RowLayout) -> list[ReadBatch]:
-            # The widest first: it is compared with the plain forward before anything is handed over.
-            return sorted(self._read_batches(batch.inputs, layout, head), key=lambda part: -part.columns)
+            # The widest first: it is compared with the plain forward before anything is handed over. One that is the
+            # plain forward itself shows nothing of the others.
+            found = self._read_batches(batch.inputs, layout, head)
+            return sorted(found, key=lambda part: (_is_plain(part, head), -part.columns))
 
         layouts = self._layouts(head)
         if head == "whole" and len(batch.rows) == 1:
-            # To pad one row is to read it alone, in which any model would agree with itself.
+            # Trial rows are padded to one length, which hides a model whose numbers depend on it.
             layouts = [layout for layout in layouts if layout != "padded"]
         layout = self._choose(layouts, head, lambda layout: parts(layout)[0].columns)
         if layout == "alone" and head != "whole":
@@ -242,7 +244,7 @@ class Scorer:
             grad: whether they carry gradients, so that the model was read in its own train/eval mode.
         """
         way = _name(layout, head)
-        if way == "alone" or self._self_test.is_confirmed(way, part.columns):
+        if way == "alone" or _is_plain(part, head) or self._self_test.is_confirmed(way, part.columns):
             return True
         if grad and any(module.training for module in self._engine.module.modules()):
             # Dropout may be on: other numbers would be right.
@@ -273,6 +275,11 @@ class Scorer:
             # The layers of a model may be on several devices, and its head on another than its last states.
             parts.append(scores_of_logits(logits, asked.to(logits.device)))
         return TokenScores.cat(parts)
+
+
+def _is_plain(part: ReadBatch, head: HeadPath) -> bool:
+    """Return whether `part` is one row in the plain forward, with which any model agrees."""
+    return head == "whole" and len(part.rows) == 1
 
 
 def _name(layout: RowLayout, head: HeadPath) -> str:

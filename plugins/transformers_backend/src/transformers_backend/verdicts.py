@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import sys
+import sysconfig
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection
@@ -31,8 +32,8 @@ from transformers_backend.engine import CausalLM
 from transformers_backend.model_state import fingerprint
 
 VARIABLE = "CORELM_CACHE"
-#: Packages whose code is the same wherever they have the same versions.
-_LIBRARIES = {"torch", "transformers", "transformers_backend", *sys.stdlib_module_names}
+#: The folder of the standard library. Installed packages may be inside.
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
 @dataclass
@@ -148,11 +149,23 @@ def _is_of_a_library(value: Any) -> bool:
     if isinstance(value, (MethodType, classmethod, staticmethod)):
         value = value.__func__
     while isinstance(value, FunctionType):
-        # `functools.wraps` makes the name of a module that of another one, but not the module.
-        if str(value.__globals__.get("__name__")).partition(".")[0] not in _LIBRARIES:
+        # Not the name of the module, which any code may run under.
+        file = value.__code__.co_filename
+        standard = file.startswith(_PYTHON) and "-packages" not in file[len(_PYTHON) :]
+        if not (standard or file.startswith(_folders())):
             return False
         value = getattr(value, "__wrapped__", None)
     return True
+
+
+@cache
+def _folders() -> tuple[str, ...]:
+    """Return the folders of packages whose code is the same wherever they have the same versions."""
+    import transformers
+
+    return tuple(
+        os.path.join(path, "") for path in (*torch.__path__, *transformers.__path__, os.path.dirname(__file__))
+    )
 
 
 def _values(part: Any) -> dict[str, Any]:

@@ -275,10 +275,44 @@ class WrongSets(TiledHead):
         return super().logprobs_in_sets(hidden, tokens, sets, 1.0)
 
 
+class SetsWithoutBias(TiledHead):
+    def logprobs_in_sets(self, *args: Any, **kwargs: Any) -> Tensor:
+        return TiledHead(self.weight, None, self.scale, self.cap, self.dtype).logprobs_in_sets(*args, **kwargs)
+
+
+class SetsOfOneId(TiledHead):
+    def logprobs_in_sets(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros_like(super().logprobs_in_sets(*args, **kwargs))
+
+
+class WrongPlain(TiledHead):
+    """Wrong for the commonest of requests only."""
+
+    def logprobs_and_top(self, *args: Any, argmax: bool = False, **kwargs: Any) -> Any:
+        log_probs, top, best = super().logprobs_and_top(*args, argmax=argmax, **kwargs)
+        return log_probs + 0.5 * (top.ids.shape[1] == 0 and not argmax), top, best
+
+
+class FailingPlain(TiledHead):
+    def logprobs_and_top(self, *args: Any, argmax: bool = False, **kwargs: Any) -> Any:
+        made = super().logprobs_and_top(*args, argmax=argmax, **kwargs)
+        if made[1].ids.shape[1] == 0 and not argmax:
+            raise RuntimeError("this device has no such kernel")
+        return made
+
+
+class WrongGiven(TiledHead):
+    def logprobs_and_top(self, hidden: Tensor, tokens: Tensor, wanted: Tensor | int, *args: Any, **kwargs: Any) -> Any:
+        log_probs, top, best = super().logprobs_and_top(hidden, tokens, wanted, *args, **kwargs)
+        return log_probs, type(top)(top.ids, top.logprobs + 0.5 * torch.is_tensor(wanted), top.tail), best
+
+
 class WrongTail(TiledHead):
     def logprobs_and_top(self, *args: Any, **kwargs: Any) -> Any:
         log_probs, top, argmax = super().logprobs_and_top(*args, **kwargs)
-        return log_probs, type(top)(top.ids, top.logprobs, top.tail + 0.01), argmax
+        # A short float rounds a logit by about 0.01.
+        wrong = 0.01 if args[0].dtype == torch.float32 else 0.1
+        return log_probs, type(top)(top.ids, top.logprobs, top.tail + wrong), argmax
 
 
 class WrongOrder(TiledHead):
@@ -292,12 +326,16 @@ class Failing(TiledHead):
         raise RuntimeError("this device has no such kernel")
 
 
-@pytest.mark.parametrize("wrong", [WrongSets, WrongTail, WrongOrder, Failing])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [WrongSets, SetsWithoutBias, SetsOfOneId, WrongPlain, FailingPlain, WrongGiven, WrongTail, WrongOrder, Failing],
+)
 def test_tiles_that_answer_otherwise_are_not_used(
-    open_model: Open, wrong: type[TiledHead], monkeypatch: pytest.MonkeyPatch
+    open_model: Open, wrong: type[TiledHead], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device on which a kernel is wrong cannot be provoked, so the head in tiles is one that is wrong."""
-    model, rows = tiny_model(), random_rows(30, 40)
+    model, rows = tiny_model("phi-biased").to(dtype), random_rows(30, 40)
     backend = open_model(model)
     expected = backend.score_logprobs(rows, top_k=4)
     assert scoring_path(backend).head == "tiled"
@@ -306,7 +344,8 @@ def test_tiles_that_answer_otherwise_are_not_used(
     found = other.score_logprobs(rows, top_k=4)
     assert scoring_path(other).head == "sliced"
     assert found.tail_log_mass is not None and expected.tail_log_mass is not None
-    torch.testing.assert_close(found.tail_log_mass.values, expected.tail_log_mass.values, rtol=0, atol=1e-5)
+    atol = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(found.tail_log_mass.values, expected.tail_log_mass.values, rtol=0, atol=atol)
 
 
 def test_tiles_that_are_others_than_the_models_logits_are_not_used(

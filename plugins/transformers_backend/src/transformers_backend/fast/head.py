@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from corelm.spec import Ragged
-from corelm_engine_kit.token_scores import TokenQuery, scores_of_logits
+from corelm_engine_kit.token_scores import TokenQuery, TokenScores, scores_of_logits
 from transformers_backend.engine import CausalLM, is_device_failure
 from transformers_backend.fast.tiles import TiledHead
 from transformers_backend.scoring import HeadPath
@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 _LARGE, _FEW = 2**21, 64
 #: Largest logits of the hidden states with which a head is tried. A cap bends the last ones; a scale shows in all.
 _MAGNITUDES = (1.0, 30.0, 1000.0)
+#: The witness of a formula has large logits; a state with small ones is tried as well.
+_SMALL = 1 / 30
 #: Number of ids in a set that is tried, and of most probable ones, and the temperature.
 _SOME, _TEMPERATURE = 8, 0.7
 #: Number of positions tried at each magnitude.
@@ -365,29 +367,60 @@ def _equal_but_for_rounding(found: Tensor, wanted: Tensor, dtype: torch.dtype) -
 
 
 def _answers_alike(formula: HeadFormula, module: nn.Linear, split: SplitForward) -> bool:
-    """Return whether tiles answer for a set and for several ids as the model's own logits do."""
+    """Return whether tiles answer all that may be asked of a position as the model's own logits do."""
     assert formula.witness is not None
-    logits, numbers = split.logits(formula.witness).float(), list[list[Tensor]]()
-    best, spread = logits.argmax(-1), torch.arange(0, logits.shape[1], logits.shape[1] // _SOME + 1)
-    sets = Ragged.from_list([torch.cat([spread, best.cpu()]).unique()]).to(logits.device)
-    plain = TokenQuery(best, _TEMPERATURE)
-    queries = replace(plain, sets=sets), replace(plain, top_k=len(spread), argmax=True)
+    head, states = formula.head(module), torch.cat([formula.witness, formula.witness * _SMALL] * 3)
+    logits = split.logits(states).float()
     try:
-        for answer in (formula.head(module).scores, lambda _, query: scores_of_logits(logits, query)):
-            over, several = (answer(formula.witness, query) for query in queries)
-            assert several.top is not None and several.argmax is not None
-            ids = torch.cat([several.top.ids[0], several.argmax])
-            numbers.append([over.logprobs, several.logprobs, several.top.logprobs[0], several.top.tail, logits[0, ids]])
+        alike = all(_alike(head.scores(states, query), logits, query, formula.dtype) for query in _queries(logits))
     except Exception as error:
         if is_device_failure(error):
             raise
         # A kernel may fail in any way on a device on which it was not tried.
         _log.warning("the head is not used in tiles: %s: %s", type(error).__name__, error)
         return False
-    # What is rounded are the logits, so their size says by how much.
-    largest = logits[logits.isfinite()].abs().max()[None] / _TEMPERATURE
-    found, wanted = (torch.cat([*each, largest]) for each in numbers)
-    if alike := _equal_but_for_rounding(found, wanted, formula.dtype):
-        return alike
-    _log.warning("the head is not used in tiles: its numbers differ from the model's own")
-    return False
+    if not alike:
+        _log.warning("the head is not used in tiles: its numbers differ from the model's own")
+    return alike
+
+
+def _queries(logits: Tensor) -> Iterator[TokenQuery]:
+    """Yield what is tried on two states, three times each: their most and least probable ids, and the ends."""
+    vocab_size, two = logits.shape[1], logits[:2]
+    ends = torch.tensor([0, vocab_size - 1], device=logits.device)
+    spread = torch.arange(0, vocab_size, vocab_size // _SOME + 1)
+    plain = TokenQuery(torch.cat([two.argmax(-1), two.argmin(-1), ends]), _TEMPERATURE)
+    # An empty set stands for the whole vocabulary; the others have the ids that matter.
+    some = torch.cat([spread, plain.targets.cpu()]).unique()
+    sets = Ragged.from_list([some, some[1:], some, some[:0], some[:-1], some])
+    ids = some.repeat(len(logits), 1)
+    ids[1, 0] = -1
+    # Most requests ask for no argmax, which has kernels of its own.
+    yield plain
+    marked = replace(plain, argmax=True)
+    yield replace(marked, sets=sets.to(logits.device))
+    yield replace(marked, top_k=len(spread))
+    yield replace(marked, top_ids=ids.to(logits.device))
+
+
+def _alike(found: TokenScores, logits: Tensor, query: TokenQuery, dtype: torch.dtype) -> bool:
+    wanted = scores_of_logits(logits, query)
+    pairs = [(found.logprobs, wanted.logprobs)]
+    if found.argmax is not None:
+        # Rounding may swap ids that are nearly as probable.
+        pairs.append((logits.gather(1, found.argmax[:, None]), logits.amax(1)))
+    if found.top is not None and wanted.top is not None:
+        # So what is said of the ids that were found has to be right.
+        own = scores_of_logits(logits, replace(query, top_k=0, top_ids=found.top.ids)).top
+        assert own is not None
+        pairs += [(found.top.logprobs, each.logprobs) for each in (wanted.top, own)] + [(found.top.tail, own.tail)]
+
+    # The states with large logits, and those with small ones: what is rounded are the logits, so their size says by how
+    # much.
+    for rows in (slice(0, None, 2), slice(1, None, 2)):
+        finite = logits[rows][logits[rows].isfinite()] / query.temperature
+        for one, other in pairs:
+            made, expected = (torch.cat([each[rows].flatten(), finite.abs().max()[None]]) for each in (one, other))
+            if not _equal_but_for_rounding(made, expected, dtype):
+                return False
+    return True
