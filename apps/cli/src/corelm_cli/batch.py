@@ -56,7 +56,8 @@ class Worker(ABC, Generic[L]):
         """
         self.attempted = lines
         try:
-            outcome = self.ask(lines)
+            rows, errors = self.ask(lines)
+            outcome = rows, sorted(errors, key=lambda error: error.line)
         except Exception as error:
             self._check_engine(lines, error)
             if len(lines) > 1:
