@@ -56,8 +56,7 @@ class Worker(ABC, Generic[L]):
         """
         self.attempted = lines
         try:
-            rows, errors = self.ask(lines)
-            outcome = rows, sorted(errors, key=lambda error: error.line)
+            outcome = self.ask(lines)
         except Exception as error:
             self._check_engine(lines, error)
             if len(lines) > 1:
