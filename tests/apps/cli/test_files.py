@@ -185,6 +185,14 @@ def test_a_name_that_promises_another_format_is_refused(files, name):
     assert not target.exists()
 
 
+def test_bytes_in_a_name_say_nothing_of_another_format(tmp_path):
+    files = write_prompts(tmp_path)
+    source, target = (
+        file.rename(tmp_path / f"{file.stem}.bin") if file.exists() else file.with_suffix(".bin") for file in files
+    )
+    assert generate((source, target)).exit_code == 0 and rows(target)
+
+
 SOMETHING_ELSE = {
     "prompts": b'{"id": "a", "prompt": "b"}\n{"id": "c", "pro',
     "a text": b"line\nlast, no newline",

@@ -13,7 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import corelm
+from corelm_cli.lines import read_to_score
+from corelm_cli.scoring import Scorer
 from corelm_testing.tiny import DIALOGUES
+from corelm_testing.toy import ByteTokenizer
 from helpers.command_line import corelm_command
 
 WINDOW, STRIDE = 48, 20
@@ -139,12 +143,13 @@ def test_flags_that_are_wrong_are_refused(text, flags, said):
     [
         ("missing.txt", None, "there is no file"),
         ("empty.txt", b"", "is empty; give a file with a text"),
-        ("empty.jsonl", b"\n", "is empty; give a file with a text, or with lines of JSON"),
         ("binary.txt", b"\x7fELF\xd0\xff", "is not UTF-8 text"),
         ("binary", b"\x7fELF\xd0\xff", "is no JSON Lines"),
         ("wiki.test.raw", b" = Robert Boulter = \n", "a file whose name ends in .txt is read as one text"),
         ("tokenizer.json", b'{\n  "version": "1.0"\n}', "is no JSON Lines"),
+        ("wiki.txt.old", b'one\n\n[two]\n"three"\nfour\nfive\n{}\n', "is no JSON Lines"),
         ("model.safetensors", b"\0", "give the folder that holds it with --model"),
+        ("pytorch_model.bin", b"{}\n", "give the folder that holds it with --model"),
     ],
 )
 def test_a_file_that_holds_no_text_is_refused(tmp_path, name, content, said):
@@ -153,6 +158,22 @@ def test_a_file_that_holds_no_text_is_refused(tmp_path, name, content, said):
         path.write_bytes(content)
     result = corelm_command("score", "--backend", "toy", "--window", 32, path)
     assert result.exit_code == 2 and said in result.stderr.splitlines()[-1] and not result.stdout
+
+
+@pytest.mark.parametrize("first", ['{"text": "a"', "{'text': 'a'}", "text", '["a"]'])
+def test_a_first_line_that_is_wrong_fails_alone(tmp_path, first):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(f'{first}\n{{"text": "Hello"}}\n')
+    result = corelm_command("score", "--backend", "toy", path)
+    assert result.exit_code == 1 and json.loads(result.stdout)["line"] == 2 and "line 1: " in result.stderr
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_lines_has_no_answers(tmp_path, content):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(content)
+    result = corelm_command("score", "--backend", "toy", path)
+    assert result.exit_code == 0 and not result.stdout
 
 
 def test_a_model_that_is_a_file_is_refused(text, tiny_model):
@@ -167,3 +188,18 @@ def test_a_line_without_text_fails_with_a_window(tmp_path):
     result = corelm_command("score", "--backend", "toy", "--window", 32, path)
     assert result.exit_code == 1 and json.loads(result.stdout)["line"] == 2
     assert "line 1: --window: it splits a `text`, and this line has none" in result.stderr
+
+
+def test_a_line_without_text_is_not_encoded_with_a_window():
+    rendered = []
+
+    class Rendering(ByteTokenizer):
+        def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+            rendered.append(args)
+            return super().apply_chat_template(*args, **kwargs)
+
+    chat = read_to_score(1, "a", {"messages": [{"role": "assistant", "content": "Hello"}]})
+    with corelm.get_backend("toy", tokenizer=Rendering()) as engine:
+        answered, failed = Scorer(engine=engine, window=32).ask([chat, read_to_score(2, "b", {"text": "Hello"})])
+    assert not rendered
+    assert [row["id"] for row in answered] == ["b"] and failed[0].error.startswith("--window: it splits a `text`")

@@ -210,6 +210,12 @@ def test_a_completion_that_is_too_long_fails_its_line(files):
     assert [row["line"] for row in rows(files[1])] == [2]
 
 
+def test_lines_that_fail_for_different_reasons_are_reported_in_order(files):
+    write_rows(files[0], [{"text": "c" * 99}, {"text": ""}, {"text": "cat"}, {"text": "c" * 99}])
+    assert score(files, "--option", "max_context=50").exit_code == 1
+    assert [row["line"] for row in rows(files[1].with_name("scores.errors.jsonl"))] == [1, 2, 4]
+
+
 def test_a_line_that_makes_every_call_fail_fails_alone(files, fabricate):
     choosy = """
 import corelm

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 
 import httpx2
+import pytest
+import uvicorn
 from starlette.testclient import TestClient
 
 import corelm
 from corelm import Backend, hookimpl
+from corelm.errors import EngineError
 from corelm.spec import HealthRequest
 from corelm_serve import ServerOptions, ServingApp
+from corelm_serve.server import listening, run_server
 from helpers.serving import TIMEOUT
 
 
@@ -23,6 +28,34 @@ def test_no_thread_is_left_when_the_server_ends_and_the_backend_stays_open(toy: 
     left = [each for each in set(threading.enumerate()) - before if each.is_alive()]
     assert not left, left
     assert toy.health()
+
+
+def test_no_thread_is_left_if_the_requests_cannot_be_ended(toy: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails() -> None:
+        raise RuntimeError("cannot end")
+
+    before = set(threading.enumerate())
+    app = ServingApp(toy, ServerOptions(api_key="k"))
+    monkeypatch.setattr(app.service, "end", fails)
+    with (
+        pytest.raises(RuntimeError, match="cannot end"),
+        TestClient(app, headers={"authorization": "Bearer k"}) as client,
+    ):
+        assert client.post("/v1/completions", json={"prompt": [65], "max_tokens": 2}).status_code == 200
+        assert set(threading.enumerate()) - before
+    left = [each for each in set(threading.enumerate()) - before if each.is_alive()]
+    assert not left, left
+
+
+def test_an_application_that_does_not_start_is_not_announced(toy: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def returns(self: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+        self.should_exit = True  # as uvicorn 0.34 does, while newer ones exit
+
+    monkeypatch.setattr(uvicorn.Server, "startup", returns)
+    announced: list[bool] = []
+    with pytest.raises(EngineError, match="the application did not start"):
+        run_server(ServingApp(toy, ServerOptions()), listening("127.0.0.1", 0), lambda: announced.append(True))
+    assert not announced
 
 
 def test_a_hanging_engine_that_many_ask_for_its_health_answers_requests_meanwhile() -> None:

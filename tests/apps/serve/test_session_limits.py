@@ -1,5 +1,6 @@
 """Sessions within the limits of a store: which are dropped, which are in use, and what is read while they go on."""
 
+import gc
 import random
 
 import pytest
@@ -31,6 +32,28 @@ def test_the_sessions_used_longest_ago_are_dropped_but_none_in_use():
     # What was dropped is no longer found, and its name is free.
     session, messages = told(store, [HI, PIP, NEXT], PIP, session="b")
     assert messages[1].token_ids is None and len(store.get(session).nodes) == 4
+
+
+def test_a_turn_that_its_owner_lost_does_not_keep_a_session():
+    store = SessionStore(limit_sessions=1)
+    turn = store.begin([HI], session="a")
+    del turn
+    gc.collect()
+    told(store, [HI], PIP, session="b")
+    assert store.ids() == ("b",) and store.dropped == 1
+
+
+def test_a_session_is_kept_for_the_turns_that_are_left():
+    store = SessionStore(limit_sessions=1)
+    kept, lost, closed = (store.begin([HI], session="a") for _ in range(3))
+    closed.close()
+    del lost, closed
+    gc.collect()
+    told(store, [HI], PIP, session="b")
+    assert store.ids() == ("a",)
+    kept.close()
+    told(store, [HI], PIP, session="c")
+    assert store.ids() == ("c",)
 
 
 def test_what_is_dropped_is_what_a_list_in_order_of_use_says():

@@ -14,6 +14,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -130,11 +131,10 @@ def one_model(path: str | None, model: str | None) -> str | None:
     return model or path
 
 
-_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 #: Endings of files that commands for JSON Lines neither read nor write.
 OTHER_FORMATS = frozenset(
     (
-        *(".arrow", ".csv", ".db", ".feather", ".html", ".json", ".npz", ".parquet", ".sqlite", *_WEIGHTS),
+        *(".arrow", ".csv", ".db", ".feather", ".html", ".json", ".npz", ".parquet", ".pt", ".safetensors", ".sqlite"),
         *(".tsv", ".xlsx", ".xml", ".yaml", ".yml", ".bz2", ".gz", ".xz", ".zip", ".zst"),
     )
 )
@@ -152,8 +152,6 @@ def to_read(path: Path | None) -> Path | None:
         except OSError:
             # The command says what else is wrong when it opens the file.
             pass
-        if path.suffix.lower() in _WEIGHTS:
-            raise typer.BadParameter(f"{path} is a file of a model; give the folder that holds it with --model")
         # Many files of JSON Lines end in .json.
         if path.suffix.lower() in OTHER_FORMATS - {".json"}:
             raise typer.BadParameter(
@@ -163,20 +161,29 @@ def to_read(path: Path | None) -> Path | None:
     return path
 
 
+#: Endings of files with the weights of a model.
+_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
+
+
 def to_score(path: Path | None) -> Path | None:
     """Refuse a FILE that is neither a text nor JSON Lines, and would fail line by line once the model is open."""
-    to_read(path)
     if path is None or not path.is_file():
+        return to_read(path)
+    if path.suffix.lower() in _WEIGHTS:
+        raise typer.BadParameter(f"{path} is a file of a model; give the folder that holds it with --model")
+    to_read(path)
+    if is_text(path):
+        if not path.stat().st_size:
+            raise typer.BadParameter(f"{path} is empty; give a file with a text, or with lines of JSON")
         return path
     with suppress(OSError), path.open("rb") as file:
         # Not lines: those of a binary file may be long.
         lines = iter(lambda: file.readline(2**16), b"")
-        first = next((line.removeprefix(BOM_UTF8) for line in lines if line.strip()), None)
-        if first is None and not (is_text(path) and path.stat().st_size):
-            raise typer.BadParameter(f"{path} is empty; give a file with a text, or with lines of JSON")
-        if first is not None and not is_text(path) and not re.match(rb'\s*\{\s*["}]', first):
+        first = list(islice((line.removeprefix(BOM_UTF8) for line in lines if line.strip()), 5))
+        # One that is wrong among others is the error of its line.
+        if first and not any(re.match(rb"\s*\{\s*\S", line) for line in first):
             raise typer.BadParameter(
-                f"{path} is no JSON Lines: its first line holds no object; a file whose name ends in .txt is read as "
+                f"{path} is no JSON Lines: its first lines hold no objects; a file whose name ends in .txt is read as "
                 "one text"
             )
     return path

@@ -13,7 +13,8 @@ from corelm_cli.batch import Outcome, Worker, id_fields, provenance_of_row, rend
 from corelm_cli.lines import LineError, Prompt
 
 #: Prompts that every working engine can answer.
-HARMLESS_TEXT, HARMLESS_CHAT = Prompt(text="Hello"), Prompt(chat=(Message("user", "Hello"),))
+HARMLESS_TEXT = Prompt(line=0, id=0, digest="", text="Hello")
+HARMLESS_CHAT = Prompt(line=0, id=0, digest="", chat=(Message("user", "Hello"),))
 
 _ENDED = (
     "messages: the conversation ends with an assistant turn; give --continue-final-message to continue that turn, or "

@@ -36,9 +36,9 @@ class Line:
         metadata: the user's value, copied to the output.
     """
 
-    line: int = 0
-    id: Id = 0
-    digest: str = ""
+    line: int
+    id: Id
+    digest: str
     asked: dict[str, Any] = field(default_factory=dict)
     sample: int | None = None
     metadata: Any = None
@@ -199,7 +199,7 @@ class Compared(Line):
         completion: a text or ids; None if the line has none.
     """
 
-    prompt: Any = ""
+    prompt: Any
     completion: str | tuple[int, ...] | None = None
 
 

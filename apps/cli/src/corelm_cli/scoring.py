@@ -16,8 +16,8 @@ from corelm_cli.batch import Outcome, Worker, id_fields, provenance_of_row, rend
 from corelm_cli.lines import ToScore
 
 #: Lines that every working engine can score.
-HARMLESS_TEXT = ToScore(text="Hello, hello")
-HARMLESS_CHAT = ToScore(chat=(Message("user", "Hello"), Message("assistant", "Hello")))
+HARMLESS_TEXT = ToScore(line=0, id=0, digest="", text="Hello, hello")
+HARMLESS_CHAT = ToScore(line=0, id=0, digest="", chat=(Message("user", "Hello"), Message("assistant", "Hello")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +140,18 @@ class Scorer(Worker[ToScore]):
     # Lines to ids -----------------------------------------------------------------------------------------------------
 
     def _encode(self, lines: list[ToScore]) -> list[Encoded]:
+        asked = dict(enumerate(lines))
         found: dict[int, Encoded] = {}
+        if self.window is not None:
+            found = {at: _NO_TEXT for at, line in asked.items() if line.text is None}
+            asked = {at: line for at, line in asked.items() if line.text is not None}
         how = self.options.tokenizer_kwargs
-        texts = {at: line.text for at, line in enumerate(lines) if line.text is not None}
+        texts = {at: line.text for at, line in asked.items() if line.text is not None}
         for at, ids in zip(texts, self.engine.tokenize(list(texts.values()), **how).ids.tolist(), strict=True):
             if self.window is not None and self.stride is None and ids[:1] != [first := self._prefix()]:
                 ids = [first, *ids]
             found[at] = windows(ids, self.window or len(ids), self.stride) if len(ids) > 1 else _TOO_SHORT
-        continued = {at: line.prompt for at, line in enumerate(lines) if line.prompt is not None}
+        continued = {at: line.prompt for at, line in asked.items() if line.prompt is not None}
         pairs = [(prompt, each) for at, prompt in continued.items() for each in lines[at].completions]
         encoded = encode_completions(
             self.engine.tokenize,
@@ -160,9 +164,7 @@ class Scorer(Worker[ToScore]):
         made = iter([encoded.problems.get(row) or _after(*whole) for row, whole in enumerate(wholes)])
         for at in continued:
             found[at] = _all(next(made) for _ in lines[at].completions)
-        found |= self._encode_chats({at: line for at, line in enumerate(lines) if line.chat is not None})
-        if self.window is not None:
-            found |= {at: _NO_TEXT for at in found if lines[at].text is None}
+        found |= self._encode_chats({at: line for at, line in asked.items() if line.chat is not None})
         return [found[at] for at in range(len(lines))]
 
     def _prefix(self) -> int:

@@ -64,10 +64,12 @@ class ServingApp:
         try:
             yield
         finally:
-            await self.service.end()
-            if self._batches:
-                # The owner of the backend does not know of these threads, and its `close` does not end them.
-                await asyncio.to_thread(self.service.backend.cleanup, flush=False)
+            try:
+                await self.service.end()
+            finally:
+                if self._batches:
+                    # The owner of the backend does not know of these threads, and its `close` does not end them.
+                    await asyncio.to_thread(self.service.backend.cleanup, flush=False)
 
 
 class _Guard:

@@ -95,6 +95,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections, and say so."""
         await super().startup(sockets)
+        if not self.started:
+            raise EngineError("the application did not start; its log says why")
         self._ready()
 
     async def main_loop(self) -> None:

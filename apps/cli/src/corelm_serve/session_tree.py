@@ -287,9 +287,17 @@ class SessionTree:
 
 def common_length(one: Ids, other: Ids) -> int:
     """Return how many first ids are equal."""
-    both = min(len(one), len(other))
-    # Mostly one is the beginning of the other, and arrays compare fast.
-    return both if one[:both] == other[:both] else next(n for n in range(both) if one[n] != other[n])
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    # The first `low` are equal, the first `high` are not.
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def digests_of_beginnings(ids: Ids, lengths: Sequence[int]) -> list[tuple[int, bytes]]:

@@ -33,8 +33,9 @@ import re
 import secrets
 import threading
 import time
+import weakref
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -76,6 +77,8 @@ class SessionStore:
         self._sessions: OrderedDict[str, SessionTree] = OrderedDict()
         #: Those without an open turn, so that dropping one does not take a look at all that are in use.
         self._idle: OrderedDict[SessionTree, None] = OrderedDict()
+        #: Sessions of turns that were collected without being closed. The collector must not wait for the lock.
+        self._lost: deque[SessionTree] = deque()
         self._uses = 0
         self._dropped = 0
 
@@ -223,15 +226,23 @@ class SessionStore:
     def _opened(self, tree: SessionTree, node: Node, now: float, messages: Chat) -> Turn:
         node.asked += 1
         tree.open += 1
+        turn = Turn(self, tree, node, messages, now)
+        turn.lost = weakref.finalize(turn, self._lost.append, tree)
+        turn.lost.atexit = False
         self._idle.pop(tree, None)
         self._touch(tree, now)
-        return Turn(self, tree, node, messages, now)
+        return turn
 
     def _touch(self, tree: SessionTree, now: float) -> None:
         """Note that a session was used, and drop others while there are too many."""
         self._uses += 1
         tree.used, tree.updated = self._uses, now
         self._sessions.move_to_end(tree.id)
+        while self._lost:
+            one = self._lost.popleft()
+            one.open -= 1
+            if not one.open:
+                self._idle[one] = None
         while self._idle and (len(self._sessions) > self.limit_sessions or self._index.tokens > self.limit_tokens):
             self._dropped += 1
             self._remove(next(iter(self._idle)))
@@ -283,6 +294,7 @@ class SessionStore:
             if turn.closed:
                 return
             turn.closed = True
+            turn.lost.detach()
             tree = turn.tree
             tree.open -= 1
             if not turn.answered:
@@ -297,7 +309,7 @@ class SessionStore:
 
 
 class Turn:
-    """A request in progress. Its session is kept until the turn is closed; ``with`` closes it.
+    """A request in progress. Its session is kept until the turn is closed or lost; ``with`` closes it.
 
     Attributes:
         messages: the messages to render. Answers of the store that the client sent back carry the ids that were
@@ -307,7 +319,10 @@ class Turn:
         began: when the request arrived, in seconds since 1970.
         answered: whether an answer was recorded.
         closed: whether the turn was closed.
+        lost: what releases the session if the owner of the turn loses it.
     """
+
+    lost: weakref.finalize[..., Turn]
 
     def __init__(self, store: SessionStore, tree: SessionTree, node: Node, messages: Chat, began: float) -> None:
         self.store, self.tree, self.node = store, tree, node

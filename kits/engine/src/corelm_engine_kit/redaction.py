@@ -17,14 +17,12 @@ MASK = "***"
 _SHORTEST = 4
 #: A text this long is masked wherever it occurs. A shorter one is masked only as a whole word: a key may be "token".
 _ANYWHERE = 8
-#: An option is a secret if its name ends like this.
-_SECRET_ENDINGS = ("key", "token")
-#: Texts are secrets after these endings too, but numbers are not: max_num_batched_tokens.
-_SECRET_TEXT_ENDINGS = ("keys", "tokens")
-#: An option is a secret if its name contains one of these.
-_SECRET_PARTS = ("secret", "passw", "passphrase", "pwd", "auth", "credential", "cookie", "bearer")
-#: These name tokens of the tokenizer, which change answers: `bos_token`, `add_eos_token`.
-_TOKENIZER_TOKEN = re.compile(r"(.*_)?(bos|eos|pad|unk|sep|cls|mask)_token")
+#: An option is a secret if its name ends like this, or contains one of these.
+_SECRET = re.compile("(key|token)$|secret|passw|passphrase|pwd|auth|credential|cookie|bearer")
+#: Texts are secrets under these names too, but numbers are not: max_num_batched_tokens, num_key_value_heads.
+_SECRET_TEXT = re.compile("(keys|tokens)$|(^|[_-])(key|token)s?([_-]|$)|keyfile|header")
+#: These name tokens of the tokenizer, which change answers: `bos_token`, `add_eos_token`, `additional_special_tokens`.
+_TOKENIZER_TOKEN = re.compile(r"(.*_)?((bos|eos|pad|unk|sep|cls|mask)_token|special_tokens)")
 #: Words of a header's value that are not secret.
 _SCHEMES = frozenset({"basic", "bearer", "digest"})
 
@@ -91,5 +89,6 @@ def is_secret(name: str, value: Any) -> bool:
     name = name.lower()
     if isinstance(value, bool) or _TOKENIZER_TOKEN.fullmatch(name):
         return False
-    endings = _SECRET_ENDINGS + (_SECRET_TEXT_ENDINGS if isinstance(value, str) else ())
-    return name.endswith(endings) or any(part in name for part in _SECRET_PARTS)
+    texts = value if isinstance(value, (list, tuple)) and value else [value]
+    is_text = all(isinstance(text, str) for text in texts)
+    return bool(_SECRET.search(name) or (is_text and _SECRET_TEXT.search(name)))
