@@ -237,7 +237,7 @@ def test_advice_in_messages_can_be_typed():
 
 #: What stands for something of the reader's, and what a test gives.
 FILLED_IN = {**dict.fromkeys(["PATH", "PATH_OF_A_MODEL"], "tiny-model"), "vllm": "transformers", "NAME": "transformers"}
-FILLED_IN |= {"/envs/vllm": sys.executable}
+FILLED_IN |= {"/envs/vllm": sys.executable, **dict.fromkeys(["runs/step-10", "runs/step-20"], "tiny-model")}
 #: In blocks, and what makes a new backend. Left out is what needs a server, or another engine or its flags.
 RUN = [
     line

@@ -58,7 +58,7 @@ def test_a_mistyped_command_is_refused_before_torch_is_imported(tmp_path):
     asks.touch()
     engine = ["--backend", "toy", "--input", str(asks)]
     for typed, said in (
-        (["generate", *engine, "--output", "x.csv"], "only JSON Lines are written"),
+        (["generate", *engine, "--output", "x.csv"], "pandas converts it: read_json(PATH, lines=True)"),
         (["score", *engine, "--output", "x.Parquet"], "only JSON Lines are written"),
         (["generate", *engine, "--output", "-", "--top-p", "3"], "top_p"),
         (["chat", "--backend", "toy", "--temperature", "-1"], "temperature"),

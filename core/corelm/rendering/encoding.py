@@ -119,6 +119,8 @@ def encode_completions(
     for row, (start, length) in enumerate(zip(first.lengths.tolist(), ids.lengths.tolist(), strict=True)):
         if start == 0:
             problems[row] = NO_PROMPT
+        elif start >= length and not completions[row]:
+            problems[row] = "the completion is empty, so there is nothing to score"
         elif start >= length:
             problems[row] = f"prompt and completion together have {length} tokens, and the prompt alone has {start}"
             if completions[row].strip():

@@ -118,6 +118,12 @@ def test_what_cannot_be_compared_is_refused_with_the_flag():
     for flags, said in (
         ((), "Invalid value for --backend: give it for each engine, at least two; got 0"),
         (("--backend", "toy"), "Invalid value for --backend: give it for each engine, at least two; got 1"),
+        (("--backend", "toyy", "--quick"), "no installed backend is named 'toyy'; did you mean 'toy'?"),
+        (("--backend", "nonesuch"), "no installed backend is named 'nonesuch'; installed: "),
+        (
+            (*TWO, "--dtype", "float32"),
+            "No such option: --dtype; an option of the engine is typed --option dtype=float32",
+        ),
         ((*TWO, "--name", "third"), "Invalid value for --name: side 2 (toy) has it more than once"),
         (("--name", "x", *TWO), "Invalid value for --name: give it after the --backend that it names"),
         (("--model", "a", "--model", "b", *TWO), "the beginning, for all sides, has it more than once"),
@@ -132,7 +138,7 @@ def test_what_cannot_be_compared_is_refused_with_the_flag():
         ((*TWO, "--tolerance", "-1"), "error: --tolerance: expected a finite number above 0"),
         ((*TWO, "--oracle", "/nowhere/model"), "/nowhere/model"),
         ((*TWO, "--report", "/nowhere/report.html"), "error: --report: /nowhere/report.html is in a folder"),
-        ((*TWO, "--num-samples", "2"), "--num-samples"),
+        ((*TWO, "--num-samples", "2"), "No such option: --num-samples (Possible options: "),
     ):
         result = corelm_command("compare", *flags)
         assert result.exit_code == 2 and said in result.stderr and result.stdout == "", (flags, result.stderr)

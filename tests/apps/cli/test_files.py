@@ -85,6 +85,7 @@ BAD = {
     b"[" * 200_000: "nested more than 100 levels deep",
     b'{"prompt": "a", "metadata": ' + b"[" * 450 + b"]" * 450 + b"}": "nested more than 100 levels deep",
     b'{"messages": [{"role": "assistant", "content": "a", "token_ids": [99999999999]}]}': "larger than any vocabulary",
+    b'{"promt": "a"}': "a line may have id, prompt, messages, tools, metadata; did you mean 'prompt'?",
     b'{"prompt": "a", "max_tokens": 3, "model": "b"}': "unknown keys: max_tokens, model; a line may have id, prompt",
     b'{"prompt": "a", "metadata": {"x": [NaN]}}': "not valid JSON: JSON has no number for NaN",
     b'{"prompt": "a", "metadata": -Infinity}': "not valid JSON: JSON has no number for -Infinity",

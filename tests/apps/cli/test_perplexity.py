@@ -124,8 +124,8 @@ def test_a_text_that_fits_is_scored_as_without_windows(text, tiny_model, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--stride", "4"], "give a --window that is larger"),
-        (["--window", "4", "--stride", "4"], "give a --window that is larger"),
+        (["--stride", "4"], "--stride: give --window as well"),
+        (["--window", "4", "--stride", "4"], "for windows that do not overlap, leave --stride out"),
         (["--input", "-"], "give one of FILE and --input"),
         (["--windw", "4"], "--window"),
         (["--window", "1"], "greater than or equal to 2"),

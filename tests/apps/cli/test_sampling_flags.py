@@ -128,7 +128,10 @@ def test_a_wrong_value_is_refused_before_anything_is_opened(files):
         (["--max-new-tokens", "many"], "expected an integer or none, got 'many'"),
         (["--top-k", "many"], "--top-k"),
         (["--top-p", "1.5"], "top_p: expected a number above 0 and up to 1"),
-        (["--max-lenght", "5"], "No such option"),
+        (["--max-lenght", "5"], "No such option: --max-lenght"),
+        (["--max-model-len=64"], "an option of the engine is typed --option max_model_len=64"),
+        (["--hf-overrides", '{"a": 1}'], """typed --option 'hf_overrides={"a": 1}'"""),
+        (["--enforce-eager", "--seed", "1"], "typed --option enforce_eager=true"),
         (["--engine-kwargs", "novalue"], "expected KEY=VALUE"),
     ):
         result = corelm_command("generate", "--backend", "toy", "--input", files[0], "--output", files[1], *words)

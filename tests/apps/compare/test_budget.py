@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
+from dataclasses import replace
 
 import pytest
+from transformers import AutoTokenizer
 
 from corelm import Backend
-from corelm_compare import compare
+from corelm_compare import SideSpec, compare
+from corelm_compare.findings import Clock
 from corelm_testing.toy import ByteTokenizer, ToyBackend
-from helpers.planted_defects import DEFECTS, PROMPTS, sound
+from helpers.planted_defects import DEFECTS, PROMPTS, loaded, opened, sound
+from transformers_backend import TransformersBackend
 
 TEXTS = ["Hello", "What is your name?", "The cat", "Where?", "Why?", "And then?"]
 
@@ -38,6 +43,40 @@ def test_a_cause_that_was_not_looked_for_is_not_agreement(folder_of):
         found = compare([right, wrong], PROMPTS, oracle=folder, budget=1e-6)
     assert (found.verdict, found.causes, found.exit_code) == ("unexplained", (), 1)
     assert "shift" in found.not_tried and "shift" not in found.ruled_out
+    untried = rf"differ, and the budget of 1e-06 s was spent with {len(found.not_tried)} causes untried; give a larger"
+    assert re.search(untried, found.headline) and not any("none of the causes" in note for note in found.notes)
+
+
+def test_a_cause_that_was_tried_in_part_is_not_ruled_out(folder_of, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(Clock, "spent", property(lambda clock: "trying quantized weights" in told))
+    folder = folder_of("qwen2", 3)
+    others = opened(TransformersBackend, loaded(folder_of("qwen2", 4)), AutoTokenizer.from_pretrained(folder))
+    with sound(folder) as one, others as other:
+        found = compare(
+            [one, other], PROMPTS, oracle=folder, budget=60, on_progress=lambda doing, left: told.append(doing)
+        )
+    assert "quantized" in {each.id for each in found.experiments} and "quantized" in found.not_tried
+    assert "shift" in found.ruled_out and not {*found.ruled_out} & {*found.not_tried}
+
+
+def test_sides_that_were_opened_with_different_models_are_told_so_before_anything_is_guessed(folder_of):
+    folders = [folder_of("qwen2", 3), folder_of("qwen2", 4)]
+    sides = [
+        SideSpec(backend="transformers", model=folder, options={"dtype": "float32"}, name=name)
+        for folder, name in zip(folders, ("base", "later"), strict=True)
+    ]
+    told: list[str] = []
+    found = compare(sides, PROMPTS, quick=True, budget=1e6, on_progress=lambda doing, left: told.append(doing))
+    (cause,) = found.causes
+    assert (cause.id, cause.side, cause.confidence) == ("other-weights", "later", "certain")
+    assert "opened with different models" in cause.evidence and str(folders[1]) in cause.evidence
+    assert [doing for doing in told if doing.startswith("explaining")] == ["explaining later: other-weights"]
+    # The same weights in another folder are no other model.
+    copy = folders[1].with_name("copy")
+    shutil.copytree(folders[0], copy, dirs_exist_ok=True)
+    found = compare([sides[0], replace(sides[1], model=copy)], PROMPTS, quick=True, budget=1e6)
+    assert (found.verdict, found.causes) == ("agree", ())
 
 
 def test_a_quick_comparison_takes_the_first_prompts():

@@ -19,6 +19,8 @@ def test_the_verdict_comes_first_then_cause_and_advice_then_distances_then_the_r
     ]
     assert positions == sorted(positions) and positions[1] < 600
     assert "transformers, each row alone" in text and "plain forward → vllm" in text
+    assert "\nplain forward: transformers in float32, of /models/tiny\n" in text
+    assert "plain forward:" not in as_text(replace(comparison(), oracle=None))
 
 
 def test_a_word_says_what_the_exit_code_is():

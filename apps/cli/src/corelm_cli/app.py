@@ -264,8 +264,13 @@ def score(
     """
     if (file is None) == (input is None):
         raise typer.BadParameter("give one of FILE and --input", param_hint="FILE")
-    if stride is not None and (window is None or stride >= window):
-        raise typer.BadParameter("give a --window that is larger", param_hint="--stride")
+    if stride is not None and window is None:
+        raise typer.BadParameter("give --window as well, a larger number", param_hint="--stride")
+    if stride is not None and window is not None and stride >= window:
+        raise typer.BadParameter(
+            f"give fewer tokens than --window {window}; for windows that do not overlap, leave --stride out",
+            param_hint="--stride",
+        )
     if not 0 < temperature < math.inf:
         raise typer.BadParameter(f"expected a number above 0, got {temperature:g}", param_hint="--temperature")
     engine = EngineChoice.from_flags(backend, model, base_url, option, retry=retry, timeout=timeout, adapter=adapter)

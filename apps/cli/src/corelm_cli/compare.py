@@ -264,6 +264,10 @@ def sides_of_flags(ctx: typer.Context, given: dict[str, Sequence[str] | None]) -
                 raise typer.BadParameter(f"{which} has it more than once", param_hint=as_flag(name))
     shared, *sides = groups
     if len(sides) < 2:
+        for name in (each["backend"][0] for each in sides):
+            if name not in (installed := flags.installed_backends()):
+                meant = validate.did_you_mean(name, installed) or f"; installed: {', '.join(installed) or 'none'}"
+                raise typer.BadParameter(f"no installed backend is named {name!r}{meant}", param_hint="--backend")
         raise typer.BadParameter(f"give it for each engine, at least two; got {len(sides)}", param_hint="--backend")
     if "name" in shared:
         raise typer.BadParameter("give it after the --backend that it names", param_hint="--name")

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import re
+import shlex
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -52,11 +53,44 @@ _FIRST = frozenset(
 )
 
 
+#: What errors of the command line have in common.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+def _as_option(flag: str, given: list[str], own: list[str]) -> str | None:
+    """Return ``--option dtype=float32`` for ``--dtype float32`` among `given`.
+
+    None if the flag is a misspelt one of the command's `own`, or a sampling parameter that the command does not take.
+    """
+    name = flag.removeprefix("--").replace("-", "_")
+    sampled = {*SamplingParams.__dataclass_fields__, *ALIASES}
+    if not flag.startswith("--") or not name.isidentifier() or name in sampled or nearest(flag, own):
+        return None
+    at = next(n for n, each in enumerate(given) if each.partition("=")[0] == flag)
+    has_value = not any(each.startswith("-") for each in given[at + 1 : at + 2])
+    (pair,) = engine_flags(given[at : at + 1 + has_value], ())
+    return f"--option {shlex.quote(pair)}"
+
+
 class GroupedCommand(TyperCommand):
     """A command whose help groups options under headings: the most used first, then each `rich_help_panel`.
 
-    Help and errors are plain text, which a log or a pipe can hold.
+    Help and errors are plain text, which a log or a pipe can hold. For a flag that it does not have, a command with
+    ``--option`` says how an option of the engine is typed.
     """
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        given = list(args)
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except _UsageError as error:
+            # Only the error of a flag that does not exist has both; its class is click's, or typer's copy of it.
+            if hasattr(error, "option_name") and hasattr(error, "possibilities"):
+                own = [flag for parameter in self.params for flag in parameter.opts]
+                if "--option" in own and (meant := _as_option(error.option_name, given, own)):
+                    error.message += f"; an option of the engine is typed {meant}"
+                    error.possibilities = None
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Used most": []}
@@ -203,7 +237,7 @@ def _of_json_lines(path: Path) -> Path:
     if path.suffix.lower() in OTHER_FORMATS:
         raise typer.BadParameter(
             f"{path}: only JSON Lines are written; give a name that ends in .jsonl or .ndjson, or - for the standard "
-            "output"
+            "output; pandas converts it: read_json(PATH, lines=True), and then .to_csv or .to_parquet"
         )
     return path
 

@@ -16,7 +16,7 @@ from typing import IO, Any, TypeVar
 
 from corelm.errors import InvalidRequestError
 from corelm.spec import Chat, Message
-from corelm.validate import DEEPEST, invalid, nested_texts, token_ids
+from corelm.validate import DEEPEST, did_you_mean, invalid, nested_texts, token_ids
 from corelm_cli import strict_json
 from corelm_cli.streams import opened_input, without_bom
 
@@ -251,7 +251,8 @@ def _always(
     """Return the fields that every line has. Refuse a row with other keys than those asked for and those ignored."""
     keys = ("id", *asked, "metadata")
     if unknown := [key for key in row if key not in (*keys, *ignored)]:
-        raise InvalidRequestError(f"unknown keys: {', '.join(unknown)}; a line may have {', '.join(keys)}")
+        meant = next(filter(None, (did_you_mean(key, keys) for key in unknown)), "")
+        raise InvalidRequestError(f"unknown keys: {', '.join(unknown)}; a line may have {', '.join(keys)}{meant}")
     sample = row.get("sample")
     if sample is not None and (isinstance(sample, bool) or not isinstance(sample, int)):
         raise InvalidRequestError(f"sample: expected an integer, got {sample!r}")

@@ -163,7 +163,10 @@ class Scorer(Worker[ToScore]):
         wholes = zip(encoded.ids.tolist(), encoded.starts.tolist(), strict=True)
         made = iter([encoded.problems.get(row) or _after(*whole) for row, whole in enumerate(wholes)])
         for at in continued:
-            found[at] = _all(next(made) for _ in lines[at].completions)
+            each = [next(made) for _ in lines[at].completions]
+            if not lines[at].single:
+                each = [f"completions[{n}]: {one}" if isinstance(one, str) else one for n, one in enumerate(each)]
+            found[at] = _all(each)
         found |= self._encode_chats({at: line for at, line in asked.items() if line.chat is not None})
         return [found[at] for at in range(len(lines))]
 

@@ -125,7 +125,7 @@ def compare(
         samplers = [side for side in opened if side.samples]
         if len(samplers) > 1:
             compare_ends(found, samplers, asked_ids, plain, seed)
-        if found.unexplained and any(gap.mean_abs > 0 for gap in gaps):
+        if found.unexplained and not found.not_tried and any(gap.mean_abs > 0 for gap in gaps):
             found.note("scores differ in a way that none of the causes explains")
         return Comparison(
             sides=tuple(side.record() for side in opened),

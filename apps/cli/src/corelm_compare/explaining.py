@@ -14,7 +14,15 @@ from corelm_compare.oracles import Tables, chosen
 from corelm_compare.precision import HALVES, explain, halves, quantized
 from corelm_compare.predictions import PREDICTORS, predicted
 from corelm_compare.records import Cause, Gap
-from corelm_compare.residuals import Found, adapter, earlier_weights, fresh_prefix, long_rows, other_weights
+from corelm_compare.residuals import (
+    Found,
+    adapter,
+    earlier_weights,
+    fresh_prefix,
+    long_rows,
+    other_model,
+    other_weights,
+)
 from corelm_compare.sides import OpenSide
 
 #: Causes whose side does not say the same twice.
@@ -93,6 +101,8 @@ class Explainer:
         # may look like quantized ones.
         if self._checkpoints and small and self._try("stale-weights", case, earlier):
             return
+        if not small and self._of_other_model(case):
+            return
         untried = bool(self._checkpoints) and found.clock.spent
         if small and not untried and found.take(*explain(case, side.dtype(), made.roundings)):
             return
@@ -111,6 +121,21 @@ class Explainer:
             or self._try("chunked-prefill", case, long_rows)
             or self._try("other-weights", case, partial(other_weights, others_agree=others_agree))
         )
+
+    def _of_other_model(self, case: Case) -> bool:
+        """Try the model that the side was opened with, if it is another one: one pass, and no guess."""
+        folder, oracle = case.side.folder, case.oracle
+        if (
+            folder is None
+            or oracle is None
+            or folder.samefile(oracle.folder)
+            or str(folder) in map(str, self._checkpoints)
+        ):
+            return False
+        # The same weights, saved in a lower precision, are in another folder as well.
+        if explain(case, case.side.dtype(), self._made.roundings)[1] is not None:
+            return False
+        return self._try("other-weights", case, partial(other_model, folder=folder))
 
     def _rounded(self, case: Case) -> Found:
         """Try dtypes and, as rounded weights change the first number too, quantized weights."""

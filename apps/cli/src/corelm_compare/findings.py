@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from corelm_compare.records import Cause, Divergence, Experiment, Gap
+from corelm_compare.records import OUT_OF_TIME, Cause, Divergence, Experiment, Gap
 
 #: Called with the current step and about how many seconds are left, or None while there is no estimate.
 OnProgress = Callable[[str, float | None], object]
@@ -70,7 +70,7 @@ class Findings:
     def may_try(self, name: str, doing: str) -> bool:
         """Report the next experiment and return True. If the budget is spent, note that `name` was not tried."""
         if self.clock.spent:
-            self.not_tried.setdefault(name, f"the budget of {self.clock.budget:g} s was spent")
+            self.not_tried.setdefault(name, f"{OUT_OF_TIME}{self.clock.budget:g} s was spent")
             return False
         self.clock.step(doing)
         return True
@@ -93,8 +93,8 @@ class Findings:
 
     @property
     def ruled_out(self) -> tuple[str, ...]:
-        """Names of causes that were tried and do not explain a difference."""
-        named = {cause.id for cause in self.causes}
+        """Names of causes that were tried to the end and do not explain a difference."""
+        named = {*(cause.id for cause in self.causes), *self.not_tried}
         tried = dict.fromkeys(each.id for each in self.experiments if not each.explains)
         return tuple(name for name in tried if name not in named)
 

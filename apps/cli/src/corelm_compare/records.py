@@ -30,6 +30,8 @@ FORMAT = "corelm_compare/1"
 EXIT_CODES: dict[Verdict, int] = {"agree": 0, "rounding": 0, "differ": 1, "unexplained": 1}
 #: The text of rows that are made of the ids of others; other rows of ids have none.
 MADE_OF_OTHERS = "(made of the other rows)"
+#: How the reason begins for which a cause was not tried in time.
+OUT_OF_TIME = "the budget of "
 #: id → what it means. The ids are stable: programs may test for them.
 CAUSES: dict[str, str] = {
     # Texts and conversations.
@@ -365,8 +367,15 @@ class Comparison(Record):
             "agree": f"{names} agree",
             "rounding": f"{names} differ as their dtypes round, and by no more",
             "differ": f"{names} differ: {found}",
-            "unexplained": f"{names} differ, cause not found",
+            "unexplained": f"{names} differ, {self._why_unexplained}",
         }[self.verdict]
+
+    @property
+    def _why_unexplained(self) -> str:
+        late = [reason for reason in self.not_tried.values() if reason.startswith(OUT_OF_TIME)]
+        if not late:
+            return "cause not found"
+        return f"and {late[0]} with {len(late)} cause{'s' * (len(late) != 1)} untried; give a larger budget"
 
 
 def counted(rows: Sequence[Row]) -> str:

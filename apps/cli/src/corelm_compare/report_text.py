@@ -70,6 +70,8 @@ def _distances(comparison: Comparison, width: int) -> Iterator[str]:
         numbers = "".join(f"  {cell:>{size}}" for cell, size in zip(row[1:], widths, strict=True))
         yield f"{names[0]:<{room}}{numbers}"
         yield from (f"{_INDENT}{name}" for name in names[1:])
+    if comparison.oracle is not None:
+        yield from _wrapped(f"plain forward: transformers in float32, of {comparison.oracle}", width, "", _INDENT)
 
 
 def _cells(gap: Gap) -> Sequence[str]:

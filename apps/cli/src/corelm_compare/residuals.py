@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from os import PathLike
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from corelm.errors import CoreLMError
 from corelm_compare.cases import FLOAT32_NOISE, Case, distance, exact, flat
 from corelm_compare.oracles import Oracle
 from corelm_compare.precision import correlation
@@ -123,6 +125,30 @@ def earlier_weights(case: Case, checkpoints: Sequence[str | PathLike[str]], roun
     figures = {"before": before, "after": after}
     confidence: Confidence = "certain" if exact(before, after) else "likely"
     return experiments, Cause("stale-weights", name, confidence, evidence, advice, figures)
+
+
+def other_model(case: Case, folder: Path) -> Found:
+    """Score with the model that the side was opened with, which is not that of the plain forward."""
+    assert case.oracle is not None
+    try:
+        numbers = Oracle.load(folder).numbers(case.rows)
+    except (CoreLMError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        # Transformers cannot run this model, or its vocabulary lacks ids of the rows: nothing is learned from it.
+        return [], None
+    name, before, (after, tokens) = case.side.name, case.distance, distance(numbers, case.numbers)
+    if after > min(case.noise, before / 2):
+        return [], None
+    experiment = Experiment(
+        "other-weights", name, f"the plain forward of {folder}", before, after, tokens, True, "its own model"
+    )
+    evidence = (
+        f"the sides were opened with different models: {name} is {before:.3g} nats a token from the plain forward of "
+        f"{case.oracle.folder}, and {after:.2g} from that of its own, {folder}"
+    )
+    advice = "if you compare checkpoints, read the distances; to compare engines, give all sides the same model"
+    confidence: Confidence = "certain" if exact(before, after) else "likely"
+    figures = {"before": before, "after": after}
+    return [experiment], Cause("other-weights", name, confidence, evidence, advice, figures)
 
 
 def _part(case: Case, numbers: Sequence[Tensor]) -> tuple[float, float]:

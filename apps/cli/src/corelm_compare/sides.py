@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -96,6 +97,13 @@ class OpenSide:
                 "compare; leave it out",
                 capability="score",
             )
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the model that it was opened with; None if there is no such folder here."""
+        model = self.backend.model_name if self._spec is None or self._spec.model is None else self._spec.model
+        folder = Path(model) if isinstance(model, (str, PathLike)) else None
+        return folder if folder is not None and (folder / "config.json").is_file() else None
 
     @property
     def samples(self) -> bool:
