@@ -106,7 +106,7 @@ class LogitsEngine:
         self.tokenizer = tokenizer
         self.device = torch.device(device)
         self.capabilities = Capabilities(max_context=max_context, **{**sampled_here(size), **capabilities})
-        # Mangled, like all names that are not for the author: a class of his may use any other.
+        # Mangled, like every private name here: the class that an author derives may use any other.
         self.__loop, self.__room = Loop(self.__answer, torch.set_grad_enabled), _Room()
 
     # Written by the author --------------------------------------------------------------------------------------------

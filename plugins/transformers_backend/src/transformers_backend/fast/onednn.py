@@ -44,15 +44,14 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def is_quicker(weight: Tensor) -> bool:
     """Return whether products with this matrix would be made by MKL, and oneDNN is there and makes them sooner."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
-    return plain and _pays_from() < math.inf
+    return plain and _pays_from() < math.inf and _is_there()
 
 
 @contextmanager
 def quick_products(model: nn.Module) -> Iterator[None]:
     """Compute the linear layers of `model` by oneDNN inside, where that may pay and no gradients are wanted."""
     replaced = []
-    on_cpu = any(weight.device.type == "cpu" for weight in model.parameters())
-    if on_cpu and not (torch.is_autocast_enabled("cpu") or torch.is_grad_enabled()) and _pays_from() < math.inf:
+    if _pays_from() < math.inf and not (torch.is_autocast_enabled("cpu") or torch.is_grad_enabled()):
         for part in model.modules():
             # Quantized layers, adapters and offloaded weights are something else.
             if type(part) is not nn.Linear or type(part.weight) is not nn.Parameter or "forward" in vars(part):
@@ -121,6 +120,6 @@ def _pays_from() -> float:
     Neither is timed: the processes of one machine are to compute the same numbers.
     """
     kind = torch.backends.cpu.get_cpu_capability()
-    if kind not in _MANY or (kind == "AVX512" and cpu_vendor() == "GenuineIntel") or not _is_there():
+    if kind == "AVX512" and cpu_vendor() == "GenuineIntel":
         return math.inf
-    return _MANY[kind]
+    return _MANY.get(kind, math.inf)
