@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -137,6 +138,9 @@ class Backend:
         """Make a prepared call and return its result."""
         result: R = self.engine.call(call)
         return result
+
+    #: Entered by a policy while it reads its input, and again while it writes its result; see `DynamicBatcher`.
+    host_turn: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
         """Start a prepared call and return its future at once; see `submit_generate`. This makes it on a new thread.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from threading import RLock
 from typing import Any, TypeVar
 
 from corelm.backend.backend import Backend
@@ -15,7 +17,7 @@ from corelm.backend.futures import join
 from corelm.backend.program_end import at_program_end, program_deadline
 from corelm.batching.dispatcher import Dispatcher, QueuedCall, sharing_key
 from corelm.batching.scheduling import Limits, TicketQueue
-from corelm.errors import EngineError
+from corelm.errors import EngineError, is_main_thread
 from corelm.spec.records import GenerateRequest, When
 from corelm.spec.row_results import RowAnswer, generate_result
 from corelm.tensors.modes import CallerModes, no_inference_mode
@@ -25,6 +27,8 @@ T = TypeVar("T")
 
 #: Requests in an engine with `concurrent_calls`, where `max_batch_size` sets no limit: each takes a thread.
 MOST_THREADS = 4096
+#: Seconds that a policy waits at most until another thread has read its input or written its result.
+_LONGEST_WAIT = 0.25
 #: Seconds that an ending program waits for daemon threads whose calls it has ended.
 _CALLERS_END = 1.0
 
@@ -119,6 +123,7 @@ class DynamicBatcher(Backend):
         concurrent = backend.capabilities.concurrent_calls and not (merge and steps_are_shared)
         workers = (self.limits.max_batch_size or MOST_THREADS) if concurrent else 1
         self.dispatcher = Dispatcher(self.engine, TicketQueue(self.limits, concurrent), workers, clock)
+        self._host = None if concurrent else RLock()
         _DISPATCHERS.add(self.dispatcher)
         weakref.finalize(self, self.dispatcher.abandon).atexit = False
 
@@ -135,6 +140,22 @@ class DynamicBatcher(Backend):
             return self.dispatcher.in_turn(turn, lambda: self.engine.call(call, self.dispatcher.left([turn])))
         answer: R = self.dispatcher.ask(self._ticket(call))
         return answer
+
+    @contextmanager
+    def host_turn(self) -> Iterator[None]:
+        """Let the policies of one thread at a time read and write, if callers are answered together.
+
+        Each operation of torch releases the interpreter's lock. Among many callers who go on at the same time, each
+        release would switch threads, and reading and writing would take three times as long. No thread waits longer
+        than 0.25 s, as one that reads or writes may run code of its caller (a parser of answers) that waits for others.
+        """
+        # An interrupt, which comes to the main thread only, could leave the lock taken.
+        taken = self._host is not None and not is_main_thread() and self._host.acquire(timeout=_LONGEST_WAIT)
+        try:
+            yield
+        finally:
+            if taken and self._host is not None:
+                self._host.release()
 
     def submit(self, call: PreparedCall[R], *, block: bool = False) -> Future[R]:
         """Queue a prepared call and return its future; `block` lets this thread wait for room. See `Backend.submit`."""

@@ -145,8 +145,11 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         if torch.is_inference_mode_enabled():
             with no_inference_mode():
                 return self.forward(tensordict, seed=seed, timeout=timeout)
-        call, finish = self._prepare(tensordict, seed, timeout)
-        return finish(self.backend.run(call))
+        with self.backend.host_turn():
+            call, finish = self._prepare(tensordict, seed, timeout)
+        found = self.backend.run(call)
+        with self.backend.host_turn():
+            return finish(found)
 
     async def aforward(
         self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 import corelm
-from corelm import Backend, LLMPolicy
+from corelm import Backend, History, LLMPolicy
 from corelm.batching import DynamicBatcher, Limits, QueueFullError
 from corelm.errors import BackendClosedError, BackendTimeoutError, InvalidRequestError
 from helpers.batching_fakes import LONG, GatedEngine, all_capabilities, corelm_threads, join_threads, lone_answer
@@ -75,6 +75,34 @@ def test_threads_get_the_same_results_as_without_a_batcher(mode):
                 assert [row.tolist() for row in out["log_probs"].full] == [row.tolist() for row in own]
         assert shared.get_batching_state().batches < 48 + 4
         shared.cleanup_batching()
+
+
+def test_a_parser_may_wait_for_the_answer_of_another_thread():
+    """Callers whose calls are merged read and write one after another, which must not become a deadlock."""
+    parsing, other_is_done = threading.Event(), threading.Event()
+
+    def parser(text):
+        if not parsing.is_set():
+            parsing.set()
+            assert other_is_done.wait(LONG)
+        return {"role": "assistant", "content": text}
+
+    with (
+        corelm.get_backend("toy") as backend,
+        LLMPolicy(backend, batching=True, response_parser=parser, sampling_params=SHORT, inplace=False) as policy,
+        ThreadPoolExecutor(2) as pool,
+    ):
+
+        def ask(question):
+            history = History.from_chats([[{"role": "user", "content": question}]])
+            return policy(TensorDict(history=history, batch_size=[1]))
+
+        first = pool.submit(ask, QUESTIONS[0])
+        assert parsing.wait(LONG)
+        second = pool.submit(ask, QUESTIONS[1])
+        second.add_done_callback(lambda done: other_is_done.set())
+        for done in (second, first):
+            assert done.result(LONG)["tokens"].response[0].tolist()
 
 
 def test_policies_made_by_replace_share_the_batcher():
