@@ -68,8 +68,8 @@ class Limits:
 
     def fits(self, rows: int, tokens: int) -> bool:
         """Return whether so many rows and tokens may be in the engine at once."""
-        given = ((rows, self.max_batch_size), (tokens, self.max_batch_tokens))
-        return all(most is None or number <= most for number, most in given)
+        most_rows, most_tokens = self.max_batch_size, self.max_batch_tokens
+        return (most_rows is None or rows <= most_rows) and (most_tokens is None or tokens <= most_tokens)
 
     def of_engine(self, concurrent_calls: bool) -> Limits:
         """Return these limits for an engine with or without `concurrent_calls`, which is what None depends on."""
@@ -87,6 +87,7 @@ class Ticket:
         barrier: earlier requests are sent before it, and later ones after it.
         arrived: when it was queued; set by the queue.
         number: its position in arrival order; set by the queue.
+        group: equal for tickets that may share a call; set by the queue.
     """
 
     rows: int
@@ -95,6 +96,7 @@ class Ticket:
     barrier: bool = False
     arrived: float = field(default=0.0, init=False)
     number: int = field(default=-1, init=False)
+    group: Hashable = field(default=None, init=False)
 
 
 T = TypeVar("T", bound=Ticket)
@@ -157,10 +159,11 @@ class TicketQueue(Generic[T]):
         full = self.full
         self.arrivals += 1
         ticket.number, ticket.arrived = next(self._numbers), now
-        group = _group(ticket)
+        # A ticket without a key goes alone, so its group is its own number.
+        ticket.group = group = ticket.number if ticket.key is None else (ticket.key,)
         if group == self._awaited and now < self._at_last:
             self._until = min(now + self._gathering, self._at_last)
-        elif self._shares_calls and now >= self._until and not full and group not in map(_group, self):
+        elif self._shares_calls and now >= self._until and not full and all(each.group != group for each in self):
             # The first request of a group that has been absent for longer.
             self._await(group, now)
         self._tickets[ticket.number] = ticket
@@ -199,7 +202,7 @@ class TicketQueue(Generic[T]):
     def came_back(self, batch: Sequence[T], took: float, now: float) -> None:
         """Note that the engine has answered these tickets, in `took` seconds. Their callers do not know yet."""
         if self._shares_calls:
-            group = _group(batch[0])
+            group = batch[0].group
             self._last.append((group, len(self._batch(group, self.inside)[0]) + len(batch)))
             self._took, self._gathering = took, min(GATHERING * took, LONGEST_GATHERING)
             self._await(group, now)
@@ -220,15 +223,15 @@ class TicketQueue(Generic[T]):
         if not (inside := self.inside):
             return
         # The oldest goes most often, without a look at the others.
-        yield self._batch(first := _group(inside[0]), inside)
+        yield self._batch(first := inside[0].group, inside)
         groups: dict[Hashable, list[T]] = {}
         barrier: list[T] = []
         for ticket in inside:
-            groups.setdefault(_group(ticket), []).append(ticket)
+            if ticket.group != first:
+                groups.setdefault(ticket.group, []).append(ticket)
             if ticket.barrier:
                 barrier = [ticket]
                 break
-        del groups[first]
         for group, tickets in groups.items():
             yield self._batch(group, [*tickets, *barrier])
 
@@ -238,15 +241,14 @@ class TicketQueue(Generic[T]):
         for ticket in tickets:
             if batch and ticket.barrier:
                 return batch, True
-            if _group(ticket) != group:
+            if ticket.group != group:
                 continue
+            if batch and not self.limits.fits(rows + ticket.rows, tokens + ticket.tokens):
+                return batch, True
             rows, tokens = rows + ticket.rows, tokens + ticket.tokens
-            if batch and not self.limits.fits(rows, tokens):
-                return batch, True
             batch.append(ticket)
-            if ticket.key is None or not self.limits.fits(rows + 1, tokens + 1):
-                return batch, True
-        return batch, False
+        alone = isinstance(group, int)
+        return batch, alone or not self.limits.fits(rows + 1, tokens + 1)
 
     def _due(self, head: T) -> float:
         return head.arrived + self._timeout
@@ -259,13 +261,8 @@ class TicketQueue(Generic[T]):
     def _expecting(self, group: Sequence[T], now: float) -> bool:
         awaited = self._awaited
         expected = max((count for last, count in self._last if last == awaited), default=0)
-        return now < self._until and _group(group[0]) == awaited and len(group) < expected
+        return now < self._until and group[0].group == awaited and len(group) < expected
 
     def _await(self, group: Hashable, now: float) -> None:
         self._awaited, self._at_last = group, now + self._timeout
         self._until = min(now + self._gathering, self._at_last)
-
-
-def _group(ticket: Ticket) -> Hashable:
-    # A ticket without a key goes alone, so its group is its own number.
-    return ticket.number if ticket.key is None else (ticket.key,)
