@@ -290,17 +290,13 @@ def checks_names(*others: Callable[..., Any]) -> Callable[[F], F]:
         def checked(*args: Any, **given: Any) -> Any:
             for name in given:
                 if name not in known:
-                    raise no_argument(function.__qualname__.removesuffix(".__init__"), name, did_you_mean(name, known))
+                    what = function.__qualname__.removesuffix(".__init__")
+                    raise TypeError(f"{what} has no argument {name!r}{did_you_mean(name, known)}")
             return function(*args, **given)
 
         return cast(F, checked)
 
     return decorate
-
-
-def no_argument(function: str, name: str, instead: str) -> TypeError:
-    """Return the error of a keyword that a function does not have. `instead` is a hint, or ""."""
-    return TypeError(f"{function} has no argument {name!r}{instead}")
 
 
 def _range(low: float, high: float, above: bool) -> str:

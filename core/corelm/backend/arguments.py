@@ -39,19 +39,7 @@ from corelm.spec.sampling import ALIASES, DECLARED, FIELDS, SamplingParams
 from corelm.spec.version_runs import renamed, with_runs
 from corelm.tensors.ragged import Ragged, as_tensor, is_integer, unreadable
 from corelm.tensors.token_sets import TokenSets, ascending
-from corelm.validate import (
-    as_list,
-    count,
-    flag,
-    invalid,
-    is_bool,
-    is_index,
-    no_argument,
-    one_of,
-    read_once,
-    shown,
-    unencodable,
-)
+from corelm.validate import as_list, count, flag, invalid, is_bool, is_index, one_of, read_once, shown, unencodable
 
 P = TypeVar("P", Ragged, TokenSets)
 _NEUTRAL = SamplingParams()
@@ -323,7 +311,7 @@ def _unknown(prepare: Callable[..., Any], function: str, unknown: Mapping[str, A
     name, known = next(iter(unknown)), inspect.signature(prepare).parameters
     sampled = {ALIASES.get(each, each): value for each, value in unknown.items() if ALIASES.get(each, each) in FIELDS}
     instead = f"; give sampling={sampled}" if sampled and "sampling" in known else instead_of(name, known)
-    return no_argument(function, name, instead)
+    return TypeError(f"{function} has no argument {name!r}{instead}")
 
 
 def _adapter(engine: OpenEngine, given: Any) -> Adapter:

@@ -219,13 +219,11 @@ class KLComputation(TensorDictModuleBase):
         return number("coeff", getattr(self.coeff, "value", self.coeff), 0.0)
 
     def refuse_second(self, tensordict: TensorDictBase) -> None:
-        """Refuse a TensorDict whose reward was lowered before: nothing else would tell that it is lowered twice."""
+        """Refuse to lower a reward again."""
         if self.add_to_reward and self.kl_key in next_or_root(tensordict).keys(include_nested=True):
-            raise invalid(
-                str(self.kl_key),
-                f"it is there, so the KL was subtracted from {self.reward_key!r} before. Write the reward again and "
-                f"delete {self.kl_key!r}; or subtract another KL with another kl_key; or pass add_to_reward=False",
-            )
+            done = f"is there, so the KL was subtracted from {self.reward_key!r} before"
+            ways = f"for a new reward, delete {self.kl_key!r}; or pass another kl_key, or add_to_reward=False"
+            raise invalid(str(self.kl_key), f"{done}; {ways}")
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         self.refuse_second(tensordict)
