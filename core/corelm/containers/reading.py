@@ -72,8 +72,10 @@ def list_keys(td: TensorDictBase, missing: NestedKey) -> str:
     ``" (did you mean 'rewards'?)"``, or ``"; it has: log_probs, reward"``.
     """
     wanted, keys = key_parts(missing), sorted(map(key_parts, td.keys(include_nested=True)))
-    if near := nearest(".".join(wanted), [".".join(key) for key in keys if key != wanted]):
-        return f" (did you mean {near!r}?)"
+    others = {".".join(key): key for key in keys if key != wanted}
+    if near := nearest(".".join(wanted), others):
+        key = others[near]
+        return f" (did you mean {key if key[1:] else near!r}?)"
     # Fields of other containers would fill a screen.
     names = [".".join(key) for key in keys if len(key) == 1 or key[0] in (wanted[0], "next")]
     return f"; it has: {', '.join(names) or 'nothing'}"

@@ -358,7 +358,7 @@ class RetrieveLogProb(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         if not isinstance(policy, LLMPolicy):
-            raise InvalidRequestError(f"policy: expected an LLMPolicy, got {type(policy).__name__}", field="policy")
+            raise invalid("policy", f"expected an LLMPolicy, such as LLMPolicy(backend), got {type(policy).__name__}")
         self.tokens_key = policy.options.keys.tokens if tokens_key is None else tokens_key
         self.masks_key = policy.options.keys.masks if masks_key is None else masks_key
         self.log_probs_key = container_of(log_probs_key)

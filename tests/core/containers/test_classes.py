@@ -208,6 +208,8 @@ def test_ragged_reports_missing_fields_and_masks() -> None:
             match=r"is not a field of a Tokens, Masks, LogProbs or PerToken .*(; it has: .*tokens|did you mean)",
         ):
             ragged(td, key)
+    with pytest.raises(InvalidRequestError, match=r"did you mean \('tokens', 'response'\)"):
+        ragged(td, "tokens.response")
     with refused(InvalidRequestError, field="masks"):
         ragged(td.exclude("masks"), ("tokens", "full"))
     td["masks"] = Masks(all_attention_mask=torch.ones(4, 5, dtype=torch.bool), batch_size=[4])
