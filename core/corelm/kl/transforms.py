@@ -74,6 +74,7 @@ class KLController(Protocol):
 class FixedKLController:
     """A coefficient that stays at `coef`."""
 
+    @checks_names()
     def __init__(self, coef: float) -> None:
         self._value = number("coef", coef, 0.0)
 
@@ -112,6 +113,7 @@ class AdaptiveKLController(FixedKLController):
 
     MAX_ERROR = 0.2
 
+    @checks_names()
     def __init__(self, init_coef: float, target: float, horizon: float) -> None:
         super().__init__(positive("init_coef", init_coef))
         self.target = positive("target", target)

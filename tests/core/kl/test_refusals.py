@@ -11,6 +11,7 @@ from corelm import LogProbs, Masks
 from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
 from corelm.kl import (
     DistillationLoss,
+    FixedKLController,
     KLComputation,
     KLRewardTransform,
     PerToken,
@@ -159,6 +160,7 @@ def test_masks_that_do_not_belong_to_dense_log_probs_are_refused(gen, ref):
     "make, said",
     [
         (lambda ref, td: KLComputation(coef=0.1), "KLComputation has no argument 'coef'; did you mean 'coeff'"),
+        (lambda ref, td: FixedKLController(coeff=0.1), "FixedKLController has no .* 'coef'"),
         (lambda ref, td: KLRewardTransform(ref, coef=0.1), "KLRewardTransform has no .* 'coeff'"),
         (lambda ref, td: RetrieveKL(ref, asistant_only=True), "RetrieveKL has no .* 'assistant_only'"),
         (lambda ref, td: RetrieveLogProb(ref, overwrit=True), "RetrieveLogProb has no .* 'overwrite'"),
