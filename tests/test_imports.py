@@ -117,6 +117,12 @@ def test_every_public_name_exists():
     assert not missing and {"get_backend", "list_backends", "LLMPolicy", "History"} <= set(corelm.__all__)
 
 
+def test_the_public_packages_are_attributes_of_the_first():
+    loaded = imported_by("import corelm\nassert issubclass(corelm.errors.InvalidRequestError, ValueError)")
+    assert "torch" not in loaded and "torch" in imported_by("import corelm\ncorelm.kl.k3")
+    assert not {"errors", "kl"} & set(corelm.__all__)
+
+
 def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(corelm, "no_such_name")
 

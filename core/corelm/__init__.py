@@ -10,4 +10,6 @@ from corelm._version import __version__
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
+# The packages are attributes, but `import *` does not bring them.
+__all__ = [name for name in __all__ if name not in ("batching", "containers", "errors", "kl", "spec", "__version__")]
 __all__ += ["__version__"]

@@ -1,3 +1,8 @@
+from . import batching as batching
+from . import containers as containers
+from . import errors as errors
+from . import kl as kl
+from . import spec as spec
 from ._version import __version__ as __version__
 from .backend.backend import Backend as Backend
 from .backend.registry import BackendInfo as BackendInfo

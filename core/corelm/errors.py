@@ -280,9 +280,9 @@ _BETWEEN = ("corelm", "torch", "tensordict", "contextlib")
 
 
 def level_of_caller() -> int:
-    """Return the stack level, as `warnings.warn` counts it, of the code that called `corelm`."""
-    depth = 1
-    while sys._getframe(depth).f_globals.get("__name__", "").startswith(_BETWEEN):
+    """Return the stack level, as `warnings.warn` counts it, of the code that called `corelm` or the warning plugin."""
+    depth, between = 1, (*_BETWEEN, sys._getframe(1).f_globals["__name__"].partition(".")[0])
+    while sys._getframe(depth).f_globals.get("__name__", "").startswith(between):
         depth += 1
     return depth
 

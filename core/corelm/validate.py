@@ -7,17 +7,20 @@ Importing this module does not import torch, so that backends can be listed with
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import operator
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from corelm.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import torch
 
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Token ids are below this: no vocabulary is larger, and engines keep ids in 32 bits.
 ANY_VOCABULARY = 2**31
@@ -270,6 +273,30 @@ def nearest(name: Any, known: Iterable[str]) -> str | None:
     # One letter is a large part of a short name.
     cutoff = 0.8 if len(str(name)) > 4 else 0.65
     return next(iter(difflib.get_close_matches(str(name), list(known), 1, cutoff)), None)
+
+
+def checks_names(*others: Callable[..., Any]) -> Callable[[F], F]:
+    """Decorate a function: a keyword that it does not have raises a `TypeError` that says what was meant.
+
+    Args:
+        others: the functions that its ``**options`` are for.
+    """
+
+    def decorate(function: F) -> F:
+        takers: list[Callable[..., Any]] = [function, *others]
+        known = [name for each in takers for name in inspect.signature(each).parameters]
+
+        @wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            for name in given:
+                if name not in known:
+                    what = function.__qualname__.removesuffix(".__init__")
+                    raise TypeError(f"{what} has no argument {name!r}{did_you_mean(name, known)}")
+            return function(*args, **given)
+
+        return cast(F, checked)
+
+    return decorate
 
 
 def _range(low: float, high: float, above: bool) -> str:

@@ -8,6 +8,7 @@ another thread, or together with other calls (`corelm.batching`). Functions name
 
 from __future__ import annotations
 
+import inspect
 import operator
 import uuid
 from array import array
@@ -31,9 +32,10 @@ from corelm.backend.skipping import OnError, admitted, renumbering, spread
 from corelm.errors import CapabilityError, InvalidRequestError, Problems, described, refuse, spelled_out
 from corelm.spec.answer_text import skipped_texts
 from corelm.spec.capabilities import Capabilities
+from corelm.spec.other_libraries import instead_of
 from corelm.spec.provenance import Adapter, Mode
 from corelm.spec.records import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
-from corelm.spec.sampling import DECLARED, SamplingParams
+from corelm.spec.sampling import ALIASES, DECLARED, FIELDS, SamplingParams
 from corelm.spec.version_runs import renamed, with_runs
 from corelm.tensors.ragged import Ragged, as_tensor, is_integer, unreadable
 from corelm.tensors.token_sets import TokenSets, ascending
@@ -62,6 +64,7 @@ def prepare_generation(
     continue_from: GenerateResult | None = None,
     on_tokens: Listener | None = None,
     new_turn: bool = False,
+    **unknown: Any,
 ) -> PreparedCall[GenerateResult]:
     """Check the arguments of `Backend.generate`, which documents them and the errors.
 
@@ -71,6 +74,8 @@ def prepare_generation(
         on_tokens: takes the tokens of the answers as they come.
         new_turn: whether the streamed text of an answer is a message, and does not continue the text of its prompt.
     """
+    if unknown:
+        raise _unknown(prepare_generation, "generate", unknown)
     engine.require_open()
     capabilities, weights = engine.capabilities, engine.weights
     if not isinstance(sampling, SamplingParams):
@@ -221,12 +226,15 @@ def prepare_scoring(
     support: Any = None,
     top_k: int = 0,
     top_ids: Any = None,
+    **unknown: Any,
 ) -> PreparedCall[ScoreResult]:
     """Check the arguments of `Backend.score_logprobs`, which documents them and the errors.
 
     Args:
         problems, read: as for `prepare_generation`.
     """
+    if unknown:
+        raise _unknown(prepare_scoring, "score_logprobs", unknown)
     engine.require_open()
     capabilities, weights = engine.capabilities, engine.weights
     rows = sequences.clone() if read else rows_of_ids(sequences, "sequences", engine, copy=True)
@@ -296,6 +304,14 @@ def prepare_scoring(
         on_caller_thread=grad or return_logits,
         origins=(Origin(len(names)),) if engine.wrapped else (),
     )
+
+
+def _unknown(prepare: Callable[..., Any], function: str, unknown: Mapping[str, Any]) -> TypeError:
+    """Return the error of keywords that `generate` or `score_logprobs` does not have."""
+    name, known = next(iter(unknown)), inspect.signature(prepare).parameters
+    sampled = {ALIASES.get(each, each): value for each, value in unknown.items() if ALIASES.get(each, each) in FIELDS}
+    instead = f"; give sampling={sampled}" if sampled and "sampling" in known else instead_of(name, known)
+    return TypeError(f"{function} has no argument {name!r}{instead}")
 
 
 def _adapter(engine: OpenEngine, given: Any) -> Adapter:

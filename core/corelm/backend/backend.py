@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from corelm.spec.records import (
 )
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.modes import in_caller_modes
-from corelm.validate import did_you_mean, invalid, is_bool, one_of, shown
+from corelm.validate import checks_names, did_you_mean, invalid, is_bool, one_of, shown
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -209,6 +209,7 @@ class Backend:
         return_support: bool = False,
         top_logprobs: int = 0,
         continue_from: GenerateResult | None = None,
+        **unknown: Never,
     ) -> GenerateResult:
         """Sample ``num_samples`` answers for every prompt. Answers to one prompt are neighbours in the result.
 
@@ -255,6 +256,7 @@ class Backend:
                 return_support=return_support,
                 top_logprobs=top_logprobs,
                 continue_from=continue_from,
+                **unknown,
             )
         )
 
@@ -293,6 +295,7 @@ class Backend:
         support: Any = None,
         top_k: int = 0,
         top_ids: Any = None,
+        **unknown: Never,
     ) -> ScoreResult:
         """Return the log-probability of every token but the first of each sequence.
 
@@ -337,6 +340,7 @@ class Backend:
                 support=support,
                 top_k=top_k,
                 top_ids=top_ids,
+                **unknown,
             )
         )
 
@@ -422,6 +426,7 @@ class Backend:
         """Change what the engine runs. A batcher first waits for the requests before it, if `when` is "drain"."""
         return change()
 
+    @checks_names()
     def update_weights(
         self, weights: NewWeights, version: str | None = None, when: When = "drain", expect: object = None
     ) -> str:
@@ -486,6 +491,7 @@ class Backend:
         """The version of each adapter that `load_adapter` has loaded, by name."""
         return self.engine.weights.adapters
 
+    @checks_names()
     def load_adapter(
         self, name: str, weights: NewAdapter, *, config: Any = None, version: str | None = None, when: When = "drain"
     ) -> str:

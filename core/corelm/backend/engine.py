@@ -497,7 +497,7 @@ class OpenEngine:
                         raise
                     if not turn.entered:
                         raise self.lock.busy() from None
-                    late = f"no answer within {timeout:g} s"
+                    late = "no answer within the timeout"
                     still = "the engine still works on the call, and later calls wait for it"
                     raise BackendTimeoutError(f"backend {self.name!r}, hook {hook}: {late}; {still}") from None
 

@@ -422,7 +422,7 @@ class Weights:
 
     def _pause(self, deadline: Deadline) -> None:
         if deadline.is_over():
-            late = f"an update of the weights was under way when the {deadline.timeout:g} s of the call were over"
+            late = "an update of the weights was under way when the timeout of the call was over"
             raise BackendTimeoutError(f"backend {self._name!r}, hook generate: {late}")
         time.sleep(_PAUSE)
 

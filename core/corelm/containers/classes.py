@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -38,10 +39,10 @@ from torch import Tensor
 
 from corelm.errors import InvalidRequestError, refuse
 from corelm.spec.provenance import Provenance
-from corelm.tensors.lazy_rows import FlatRows, Shape, flat_source, lazy_rows
+from corelm.tensors.lazy_rows import FlatObjects, FlatRows, Shape, flat_source, lazy_rows
 from corelm.tensors.ragged import Ragged, as_tensor, unreadable
 from corelm.tensors.token_sets import TokenSets
-from corelm.validate import as_list, invalid, read_once, shown
+from corelm.validate import as_list, did_you_mean, invalid, read_once, shown
 
 C = TypeVar("C", bound=TensorClass)
 Strings = Any  # str, list[str], list[list[str]] …: nested like the batch
@@ -90,6 +91,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
         by_name = {name: readers.get(name, default) for name in cls.__dataclass_fields__}
         # tensordict writes its own versions into every TensorClass once the class body is done, so these come after.
         make, get_item, set_field, select_fields = cls.__init__, cls.__getitem__, cls.set, cls._select
+        get_other = cls.__getattr__
 
         def __init__(self: Any, *args: Any, **fields: Any) -> None:
             for name, value in fields.items():
@@ -117,6 +119,13 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
             # An empty lazy stack has no keys; a tensor without rows keeps them.
             return cls.from_tensordict(_without_rows(self._tensordict, shape))
 
+        def __getattr__(self: Any, name: str) -> Any:
+            try:
+                return get_other(self, name)
+            except AttributeError:
+                hint = "" if name.startswith("_") else did_you_mean(name, by_name)
+                raise AttributeError(f"{cls.__name__} has no attribute {name!r}{hint}") from None
+
         def set_rows(self: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             if by_name.get(key) is tensors and isinstance(value, (list, tuple, Ragged)):
                 return _set_rows(self, key, value)
@@ -125,7 +134,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
         def select(self: Any, *keys: Any, **options: Any) -> Any:
             return select_fields(self, *keys, *(EXPLAINING & set(self.keys())), **options)
 
-        cls.__init__, cls.__getitem__, cls.set = __init__, __getitem__, set_rows
+        cls.__init__, cls.__getitem__, cls.__getattr__, cls.set = __init__, __getitem__, __getattr__, set_rows
         # A TensorDict that selects ("tokens", "full") calls `_select` of its Tokens.
         cls.select = cls._select = select
         for name, reader in by_name.items():
@@ -136,12 +145,37 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
 
 
 def short(container: Any) -> str:
-    """Return the ``repr`` of a container: its rows and the names of its fields. Makes no rows."""
+    """Return the ``repr`` of a container: its rows, and what its fields hold in the first one. Makes no rows."""
     count = math.prod(container.batch_size)
     rows = f"{count:,} row{'' if count == 1 else 's'}"
     rows += f" as {tuple(container.batch_size)}" if len(container.batch_size) > 1 else ""
+    rows += "; the first" if count > 1 else ""
     names = [name for name in container.keys() if name not in ("padded", "provenance")]
-    return f"{type(container).__name__}({rows}: {', '.join(names)})"
+    held = [f"{name}{_first(container._tensordict, name)}" for name in names]
+    return f"{type(container).__name__}({rows}: {', '.join(held)})"
+
+
+def _first(td: Any, name: str) -> str:
+    """Return what the first row holds: a text, the shape of a tensor, or how many messages and the text of the last."""
+    with suppress(Exception):
+        if isinstance(source := flat_source(td), FlatRows):
+            rows: Any = source.fields[name]
+            value = rows.values[: rows.lengths[0]] if isinstance(rows, Ragged) else rows[0]
+        else:
+            block = _first_block(td)
+            value = block.get(name)
+            if isinstance(value, Tensor):
+                value = value[(0,) * block.batch_dims]
+            elif is_non_tensor(value):
+                source = flat_source(value)
+                value = source.values[0] if isinstance(source, FlatObjects) else _first_block(value).data
+        if isinstance(value, Tensor):
+            return str([*value.shape])
+        if isinstance(value, Mapping):
+            messages = value["messages"]
+            return f"[{len(messages)}] {shown(messages[-1]['content'])}"
+        return f" {shown(value)}" if isinstance(value, str) else _first(value._tensordict, "conversation")
+    return ""
 
 
 # Readers -------------------------------------------------------------------------------------------------------------

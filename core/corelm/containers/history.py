@@ -12,7 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
 from corelm.containers.classes import as_stored, field_readers, objects, unnested
 from corelm.errors import InvalidRequestError, refuse
 from corelm.rendering.template import Template, check_encodable, map_chats, read_chatml
-from corelm.spec.message import Chat, Message
+from corelm.spec.message import FIELDS, Chat, Message, refuse_misspelt
 from corelm.tensors.lazy_rows import FlatObjects, Shape, flat_source, nested, non_tensors
 from corelm.validate import as_list, invalid, read_once
 
@@ -218,7 +218,9 @@ def _read_chats(chats: Iterable[Sequence[Message | Mapping[str, Any]]]) -> list[
         messages: list[Message] = []
         for position, message in enumerate(chat):
             try:
-                messages.append(_copy(message) if isinstance(message, Message) else Message.from_dict(message))
+                made = _copy(message) if isinstance(message, Message) else Message.from_dict(message)
+                refuse_misspelt(made, message if isinstance(message, Mapping) else FIELDS)
+                messages.append(made)
             except InvalidRequestError as error:
                 problems.setdefault(row, f"message {position}: {error}")
         read.append(tuple(messages))

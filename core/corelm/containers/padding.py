@@ -144,7 +144,7 @@ def _named(td: TensorDictBase, path: Path, value: Any, containers: Mapping[Path,
     """Return a tensor that the caller named as a `PerToken`, in the layout of the tokens that it belongs to."""
     name = ".".join(path)
     if not isinstance(value, (Tensor, list)):
-        raise invalid("per_token", f"{name} is not a tensor of this TensorDict, which has: {list_keys(td)}")
+        raise invalid("per_token", f"{name} is not a tensor of this TensorDict{list_keys(td, path)}")
     siblings = [one for parent in (path[:-1], ()) for key, one in containers.items() if key[:-1] == parent]
     if not siblings:
         raise invalid("per_token", f"there are no tokens that {name} could belong to")

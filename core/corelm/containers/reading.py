@@ -42,7 +42,7 @@ from corelm.spec.provenance import Provenance
 from corelm.tensors.lazy_rows import flat_source
 from corelm.tensors.ragged import Ragged, as_mask, is_integer
 from corelm.tensors.token_sets import TokenSets
-from corelm.validate import invalid
+from corelm.validate import invalid, nearest
 
 Path = tuple[str, ...]
 
@@ -58,9 +58,27 @@ def key_parts(key: NestedKey) -> tuple[str, ...]:
     return key if isinstance(key, tuple) else (key,)
 
 
-def list_keys(td: TensorDictBase) -> str:
-    """Return all keys of `td`, sorted, for an error message: ``"log_probs, log_probs.full, reward"``."""
-    return ", ".join(sorted(".".join(key_parts(key)) for key in td.keys(include_nested=True))) or "nothing"
+def container_of(key: NestedKey) -> NestedKey:
+    """Return the key of a container, given that, or the key of its field `full`: ``("log_probs", "full")``."""
+    *path, name = key_parts(key)
+    if not path or name != "full":
+        return key
+    return tuple(path) if path[1:] else path[0]
+
+
+def list_keys(td: TensorDictBase, missing: NestedKey) -> str:
+    """Return what to append to a message about a missing key: the key that is spelt much like it, or all keys.
+
+    ``" (did you mean 'rewards'?)"``, or ``"; it has: log_probs, reward"``.
+    """
+    wanted, keys = key_parts(missing), sorted(map(key_parts, td.keys(include_nested=True)))
+    others = {".".join(key): key for key in keys if key != wanted}
+    if near := nearest(".".join(wanted), others):
+        key = others[near]
+        return f" (did you mean {key if key[1:] else near!r}?)"
+    # Fields of other containers would fill a screen.
+    names = [".".join(key) for key in keys if len(key) == 1 or key[0] in (wanted[0], "next")]
+    return f"; it has: {', '.join(names) or 'nothing'}"
 
 
 def next_or_root(td: TensorDictBase) -> TensorDictBase:
@@ -81,7 +99,7 @@ def find_entry(td: TensorDictBase, key: NestedKey, first: TensorDictBase | None 
         if holder is not None and key in holder.keys(include_nested=True):
             return holder.get(key), holder
     shown = key[0] if isinstance(key, tuple) and len(key) == 1 else key
-    raise MissingKeyError(f"the TensorDict has no {shown!r}; it has: {list_keys(td)}", field=str(shown))
+    raise MissingKeyError(f"the TensorDict has no {shown!r}{list_keys(td, key)}", field=str(shown))
 
 
 # One field -----------------------------------------------------------------------------------------------------------
@@ -105,8 +123,8 @@ def ragged(td: TensorDictBase, key: NestedKey, *, masks: NestedKey = "masks") ->
     container = td.get(tuple(path), None) if path else None
     if not isinstance(container, PER_TOKEN) or name not in container.keys():
         raise InvalidRequestError(
-            f"{key!r} is not a field of a Tokens, Masks, LogProbs or PerToken container in this TensorDict; its keys: "
-            f"{list_keys(td)}",
+            f"{key!r} is not a field of a Tokens, Masks, LogProbs or PerToken container in this TensorDict"
+            f"{list_keys(td, key)}",
             field=str(key),
         )
     try:
@@ -158,11 +176,11 @@ def token_sets(td: TensorDictBase, key: NestedKey = "log_probs", *, masks: Neste
         InvalidRequestError: dense rows have no masks, or the ids of a row are not as many as its counts say;
             `rows` lists these rows.
     """
-    path = key_parts(key)
+    path = key_parts(container_of(key))
     name = ".".join(path)
     held = td.get(path, None)
     if not isinstance(held, LogProbs):
-        raise MissingKeyError(f"{name}: expected a LogProbs; the TensorDict has: {list_keys(td)}", field=name)
+        raise MissingKeyError(f"{name}: the TensorDict has no LogProbs there{list_keys(td, key)}", field=name)
     if not carries_sets(held):
         raise MissingKeyError(
             f"{name}.{SETS}: these log-probs do not say over which ids they were normalised; sample with "

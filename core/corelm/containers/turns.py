@@ -140,7 +140,7 @@ class SampledRows:
         held, scores, here = td.get(tokens, None), td.get(log_probs, None), key_parts(log_probs)
         if not isinstance(held, Tokens) or not {"prompt", "full"} <= set(held.keys()):
             raise MissingKeyError(
-                f"{what}: there are no tokens.prompt and tokens.full; it has: {list_keys(td)}", field=field
+                f"{what}: there are no tokens.prompt and tokens.full{list_keys(td, tokens)}", field=field
             )
         full, prompt = (ragged(td, (*key_parts(tokens), name), masks=masks).to("cpu") for name in ("full", "prompt"))
         scored, values = torch.ones_like(full.values, dtype=torch.bool), dict[str, Any]()

@@ -8,13 +8,14 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from corelm.containers.classes import TOP, must_have_lengths
-from corelm.containers.reading import find_entry, key_parts, next_or_root, provenance_of_rows, ragged
+from corelm.containers.reading import container_of, find_entry, key_parts, next_or_root, provenance_of_rows, ragged
 from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.kl.divergences import Divergence, Terms, TopLogProbs, top_k_divergence
 from corelm.kl.estimators import Reduction, aggregate
 from corelm.kl.pairs import Pair, PairKeys, TokenLayout, read_pair
 from corelm.policy.policy import LLMPolicy
 from corelm.tensors.modes import no_inference_mode
+from corelm.validate import checks_names
 
 
 class DistillationLoss(TensorDictModuleBase):
@@ -49,6 +50,7 @@ class DistillationLoss(TensorDictModuleBase):
         CapabilityError, EngineError, BackendTimeoutError, BackendClosedError: on a call, from the student's engine.
     """
 
+    @checks_names()
     def __init__(
         self,
         student: LLMPolicy | None = None,
@@ -69,10 +71,9 @@ class DistillationLoss(TensorDictModuleBase):
         self.terms = Terms(kind, beta)
         # Not a submodule: the student's parameters are those of its model.
         self._student = (student,)
-        self.teacher_key, self.tokens_key, self.loss_key = teacher_log_probs_key, tokens_key, loss_key
-        self.student_key = student_log_probs_key if student is None else teacher_log_probs_key
-        gen, ref = ((*key_parts(key), "full") for key in (self.student_key, teacher_log_probs_key))
-        self.keys = PairKeys(gen, ref, masks_key, assistant_only, mask_key)
+        self.teacher_key, self.tokens_key, self.loss_key = container_of(teacher_log_probs_key), tokens_key, loss_key
+        self.student_key = container_of(student_log_probs_key) if student is None else self.teacher_key
+        self.keys = PairKeys(self.student_key, self.teacher_key, masks_key, assistant_only, mask_key)
         scorings = dict.fromkeys((self.student_key, self.teacher_key))
         self.in_keys = [(*key_parts(key), name) for key in scorings for name in TOP] + self.keys.selecting
         if student is not None:

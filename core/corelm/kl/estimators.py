@@ -51,6 +51,7 @@ MAX_LOG_RATIO = 20.0
 #: one such token would dominate the mean. The limit lowers the expectation by at most the probability that ref gives to
 #: such tokens.
 MAX_K3 = 1e4
+_ROWS = "; corelm.ragged(td, ('log_probs', 'full')) reads such rows as a Ragged, whose values are one tensor"
 
 
 def k1(gen: Tensor, ref: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -160,8 +161,7 @@ def aggregate(values: Tensor | Ragged, mask: Tensor | Ragged | None = None, how:
     if not isinstance(values, Tensor):
         raise invalid(
             "values",
-            f"expected a tensor or a Ragged, got {type(values).__name__}; corelm.ragged(td, key) reads rows of "
-            "different lengths as a Ragged",
+            f"expected a tensor or a Ragged, got {type(values).__name__}{_ROWS}",
         )
     where, values = counted_positions(mask, values), values.to(wide_dtype(values))
     sums, counts = torch.where(where, values, 0.0).sum(-1), where.to(values.dtype).sum(-1)
@@ -261,7 +261,7 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
 def _check_alike(gen: Any, ref: Any, names: tuple[str, str]) -> None:
     for name, given in zip(names, (gen, ref), strict=True):
         if not isinstance(given, Tensor):
-            raise invalid(name, f"expected a tensor, got {type(given).__name__}")
+            raise invalid(name, f"expected a tensor, got {type(given).__name__}{_ROWS}")
     if gen.shape != ref.shape:
         both = f"{tuple(gen.shape)} and {tuple(ref.shape)}"
         raise invalid(names[1], f"{names[0]} and {names[1]} must have one shape; got {both}")

@@ -26,10 +26,10 @@ from corelm.containers.classes import PerToken
 from corelm.containers.reading import key_parts, next_or_root, provenance_of_rows
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
-from corelm.kl.pairs import Pair, PairKeys, TokenLayout, find_log_probs, read_pair
+from corelm.kl.pairs import Pair, PairKeys, TokenLayout, find_log_probs, full_key, read_pair
 from corelm.spec.version_runs import backward, counts_of, run_problems
 from corelm.tensors.ragged import as_mask
-from corelm.validate import as_list, invalid, number, one_of, shown
+from corelm.validate import as_list, checks_names, invalid, number, one_of, shown
 
 Level = Literal["token", "sequence"]
 Correction = Literal["truncate", "mask"]
@@ -47,13 +47,14 @@ class ImportanceCorrection(TensorDictModuleBase):
         how: `truncate` clamps ratios to the bounds; `mask` gives ratios out of bounds the weight 0.0.
         low: the lower bound, ``0 <= low <= 1``; None means no bound.
         high: the upper bound, ``1 <= high``; None and inf mean no bound.
-        log_probs_key: the sampler's log-probs, the field `full` of a `LogProbs`.
+        log_probs_key: the sampler's log-probs: the key of a `LogProbs`, or of its field `full`.
         train_log_probs_key: the trainer's.
         weights_key: where the weights are written.
 
     The other arguments and the errors are those of `KLComputation`.
     """
 
+    @checks_names()
     def __init__(
         self,
         level: Level = "token",
@@ -146,6 +147,7 @@ class MismatchOptions(TypedDict, total=False):
     masks_key: NestedKey
 
 
+@checks_names(ImportanceCorrection.__init__)
 @torch.no_grad()
 def mismatch_report(td: TensorDictBase, **options: Unpack[MismatchOptions]) -> MismatchReport:
     """Measure how far the sampler's and the trainer's log-probs in `td` differ.
@@ -157,6 +159,7 @@ def mismatch_report(td: TensorDictBase, **options: Unpack[MismatchOptions]) -> M
     return _report(read_pair(td, correction.keys), correction)
 
 
+@checks_names(ImportanceCorrection.__init__)
 @torch.no_grad()
 def mismatch_by_version(td: TensorDictBase, **options: Unpack[MismatchOptions]) -> dict[str, MismatchReport]:
     """Return one `mismatch_report` for each version of the weights, by its label, of the tokens that it has sampled.
@@ -215,6 +218,7 @@ def _ratios(log_ratio: Tensor) -> Tensor:
 # The age of the weights -----------------------------------------------------------------------------------------------
 
 
+@checks_names()
 def staleness(
     td: TensorDictBase,
     version: str,
@@ -236,7 +240,7 @@ def staleness(
         td: what a policy returned.
         version: the label of the weights to compare with, usually those in force.
         versions: all labels, oldest first, for labels that do not count.
-        log_probs_key: the sampler's log-probs, the field `full` of a `LogProbs`.
+        log_probs_key: the sampler's log-probs: the key of a `LogProbs`, or of its field `full`.
         masks_key: the `Masks` that the policy wrote.
 
     Returns:
@@ -247,10 +251,11 @@ def staleness(
         InvalidRequestError: a label does not count and is not among `versions`; weights are newer than `version` or go
             backwards within a row; the provenance of a row is not known. The message names row and position.
     """
-    log_probs, here = find_log_probs(td, log_probs_key)
+    key = full_key(log_probs_key)
+    log_probs, here = find_log_probs(td, key)
     layout = TokenLayout.of(td, here, log_probs, masks_key)
-    layout.read(log_probs, log_probs_key)
-    labels, index = _token_versions(layout, log_probs_key, masks_key)
+    layout.read(log_probs, key)
+    labels, index = _token_versions(layout, key, masks_key)
     order = None if versions is None else _order(versions)
     ages: list[int] = []
     for place, label in enumerate(labels):

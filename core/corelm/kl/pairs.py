@@ -20,6 +20,7 @@ from corelm.containers.assemble import container, dense_columns
 from corelm.containers.classes import COUNTS, WIDE, LogProbs, Masks, PerToken, must_have_lengths
 from corelm.containers.reading import (
     carries_sets,
+    container_of,
     find_entry,
     key_parts,
     provenance_of_rows,
@@ -30,6 +31,7 @@ from corelm.errors import InvalidRequestError, MissingKeyError, Problems, Proven
 from corelm.spec.provenance import Provenance
 from corelm.spec.records import Columns, Parts
 from corelm.tensors.ragged import Ragged, as_mask
+from corelm.validate import invalid
 
 _SUPPORT_ADVICE = (
     'sample with return_support=True and log_probs_mode="processed", and score over the ids of the sampler with '
@@ -55,8 +57,8 @@ class PairKeys:
     allow_mismatch: bool = False
 
     def __post_init__(self) -> None:
-        for key in (self.gen, self.ref):
-            container_key(key)
+        for name in ("gen", "ref"):
+            object.__setattr__(self, name, full_key(getattr(self, name)))
 
     @property
     def selecting(self) -> list[NestedKey]:
@@ -281,17 +283,17 @@ def read_pair(td: TensorDictBase, keys: PairKeys) -> Pair:
     return Pair(torch.where(mask, values, 0.0), torch.where(mask, others, 0.0), mask, layout)
 
 
-def container_key(key: NestedKey) -> tuple[str, ...]:
-    """Return the key of the `LogProbs` whose field `full` has the given key."""
-    *path, name = key_parts(key)
-    if not path or name != "full":
-        raise InvalidRequestError(f"{key!r}: expected a key such as ('log_probs', 'full')", field=str(key))
-    return tuple(path)
+def full_key(key: NestedKey) -> tuple[str, ...]:
+    """Return the key of the field `full` of a `LogProbs`, given that or the key of the `LogProbs`."""
+    path = key_parts(container_of(key))
+    if path[-1] in LogProbs.__dataclass_fields__:
+        raise invalid(str(key), "expected the key of a LogProbs, or of its field full: ('log_probs', 'full')")
+    return (*path, "full")
 
 
 def find_log_probs(td: TensorDictBase, key: NestedKey) -> tuple[LogProbs, TensorDictBase]:
     """Return the `LogProbs` whose field `full` has the given key, and the TensorDict that holds it."""
-    path = container_key(key)
+    path = key_parts(key)[:-1]
     try:
         container, here = find_entry(td, path)
     except MissingKeyError as error:
@@ -320,7 +322,7 @@ def is_dense(container: LogProbs) -> bool:
 
 
 def _sibling(full: NestedKey, name: str) -> NestedKey:
-    return (*container_key(full), name)
+    return (*key_parts(full)[:-1], name)
 
 
 # Distributions --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from corelm.containers.classes import LogProbs, PerToken, Tokens, flat, rows
 from corelm.containers.reading import (
     carries_sets,
+    container_of,
     find_entry,
     key_parts,
     list_keys,
@@ -24,11 +26,11 @@ from corelm.containers.reading import (
 )
 from corelm.errors import InvalidRequestError, MissingKeyError, level_of_caller, refuse, spelled_out
 from corelm.kl.estimators import ESTIMATORS, Estimator, shape_of
-from corelm.kl.pairs import PairKeys, TokenLayout, container_key, read_pair
+from corelm.kl.pairs import PairKeys, TokenLayout, read_pair
 from corelm.policy.options import Keys
 from corelm.policy.policy import LLMPolicy
 from corelm.spec.provenance import Provenance
-from corelm.validate import flag, invalid, number, one_of, positive, shown
+from corelm.validate import checks_names, flag, invalid, number, one_of, positive, shown
 
 Use = Literal["reward", "loss"]
 
@@ -72,8 +74,9 @@ class KLController(Protocol):
 class FixedKLController:
     """A coefficient that stays at `coef`."""
 
+    @checks_names()
     def __init__(self, coef: float) -> None:
-        self._value = number("coef", coef)
+        self._value = number("coef", coef, 0.0)
 
     @property
     def value(self) -> float:
@@ -89,7 +92,7 @@ class FixedKLController:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if not isinstance(state, Mapping) or "value" not in state:
             raise invalid("state", f"expected what state_dict() returns, a mapping with 'value'; got {shown(state)}")
-        self._value = number("value", state["value"])
+        self._value = number("value", state["value"], 0.0)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(value={self._value:g})"
@@ -110,6 +113,7 @@ class AdaptiveKLController(FixedKLController):
 
     MAX_ERROR = 0.2
 
+    @checks_names()
     def __init__(self, init_coef: float, target: float, horizon: float) -> None:
         super().__init__(positive("init_coef", init_coef))
         self.target = positive("target", target)
@@ -155,26 +159,28 @@ class KLComputation(TensorDictModuleBase):
     Args:
         estimator: `k1`, `k2`, `k3`, `abs`, `k1_st`, `k3_st`, or a function ``(gen, ref, mask) -> values`` of flat
             tensors; see `corelm.kl.estimators`. One that is biased in this use causes a `BiasedKLWarning`, once.
-        coeff: a number, or a controller whose `value` is read at every call.
+        coeff: a number of at least 0, or a controller whose `value` is read at every call.
         detach: detach `kl_key` and the reward from the gradient. Pass False for a loss.
         add_to_reward: subtract coeff · KL from the reward. Pass False if there is no reward.
         assistant_only: count the assistant's tokens in the response; if False, every token that both scored.
         mask_key: count the tokens of another mask instead, regardless of `assistant_only`: a field of a `Masks` such as
             ``("masks", "all_response_mask")``, or a dense bool tensor shaped like ``tokens.full``.
         allow_mismatch: compare log-probs even if they are of different distributions.
-        gen_log_probs_key: the field `full` of the policy's `LogProbs`.
-        ref_log_probs_key: the field `full` of the reference's `LogProbs`.
+        gen_log_probs_key: the key of the policy's `LogProbs`, or of its field `full`.
+        ref_log_probs_key: likewise that of the reference's.
         masks_key: the policy's `Masks`.
         kl_key: where the KL is written.
         reward_key: the reward, which is read and written.
 
     Raises:
         InvalidRequestError: an argument is invalid. On a call: the scorings have different layouts, a log-prob or a KL
-            that counts is not finite, or the rewards have another shape (`rows` lists the rows at fault).
+            that counts is not finite, or the rewards have another shape (`rows` lists the rows at fault); or `kl_key`
+            is there and the KL would be subtracted a second time.
         MissingKeyError: on a call, a key is missing.
         ProvenanceMismatchError: on a call, the two scorings are of different distributions.
     """
 
+    @checks_names()
     def __init__(
         self,
         estimator: str | Estimator = "k1",
@@ -212,9 +218,17 @@ class KLComputation(TensorDictModuleBase):
 
     def coefficient(self) -> float:
         """Return the current value of `coeff`."""
-        return number("coeff", getattr(self.coeff, "value", self.coeff))
+        return number("coeff", getattr(self.coeff, "value", self.coeff), 0.0)
+
+    def refuse_second(self, tensordict: TensorDictBase) -> None:
+        """Refuse to lower a reward again."""
+        if self.add_to_reward and self.kl_key in next_or_root(tensordict).keys(include_nested=True):
+            done = f"is there, so the KL was subtracted from {self.reward_key!r} before"
+            ways = f"for a new reward, delete {self.kl_key!r}; or pass another kl_key, or add_to_reward=False"
+            raise invalid(str(self.kl_key), f"{done}; {ways}")
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.refuse_second(tensordict)
         estimate = ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
         gen, ref, mask, layout = read_pair(tensordict, self.keys)
         kl = estimate(gen, ref, mask)
@@ -246,8 +260,8 @@ def _penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, layout: Toke
     """
     if key not in td.keys(include_nested=True):
         raise MissingKeyError(
-            f"the TensorDict has no {key!r} to subtract the penalty from; it has: {list_keys(td)}. Write it, or leave "
-            "rewards unchanged: KLComputation or RetrieveKL with add_to_reward=False",
+            f"the TensorDict has no {key!r} to subtract the penalty from{list_keys(td, key)}. Write it, give another "
+            "reward_key, or leave rewards unchanged: KLComputation or RetrieveKL with add_to_reward=False",
             field=str(key),
         )
     try:
@@ -319,20 +333,21 @@ class RetrieveLogProb(TensorDictModuleBase):
         log_probs_key: where the result is written.
         tokens_key: the `Tokens`; None means the policy's own key.
         masks_key: the `Masks` of dense tokens; None means the policy's own key.
-        overwrite: whether log-probs of sampling may be replaced by those of another provenance. Those under "log_probs"
-            or the policy's own key are taken for such, and others that score responses and no token of a prompt. Other
-            log-probs, such as those retrieved before, are replaced.
+        overwrite: whether log-probs may be replaced by those of another backend, model or adapter, and those of
+            sampling, which cannot be computed again, by any of another provenance: those under "log_probs" or the
+            policy's own key, and others that score responses and no token of a prompt.
         support_key: the `LogProbs` of the sampler. If they are truncated and carry the ids that were left, tokens are
             scored over these. None scores over the whole vocabulary. The `support_key` of the policy goes first.
 
     Raises:
         InvalidRequestError: `policy` is not an `LLMPolicy`, or, on a call, the tokens or masks are of another type or
-            do not fit, or log-probs of another provenance would be replaced.
+            do not fit, or log-probs of another model would be replaced.
         MissingKeyError: on a call, the tokens or the masks are missing.
         ProvenanceMismatchError: on a call, the rows were sampled at different temperatures, or with penalties.
         CapabilityError, EngineError, BackendTimeoutError, BackendClosedError: on a call, from the engine.
     """
 
+    @checks_names()
     def __init__(
         self,
         policy: LLMPolicy,
@@ -345,13 +360,14 @@ class RetrieveLogProb(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         if not isinstance(policy, LLMPolicy):
-            raise InvalidRequestError(f"policy: expected an LLMPolicy, got {type(policy).__name__}", field="policy")
+            raise invalid("policy", f"expected an LLMPolicy, such as LLMPolicy(backend), got {type(policy).__name__}")
         self.tokens_key = policy.options.keys.tokens if tokens_key is None else tokens_key
         self.masks_key = policy.options.keys.masks if masks_key is None else masks_key
-        self.log_probs_key = log_probs_key
+        self.log_probs_key = container_of(log_probs_key)
         self._sampled_keys = {key_parts(key) for key in (Keys().log_probs, policy.options.keys.log_probs)}
         self.overwrite = flag("overwrite", overwrite)
-        self.support_key = policy.options.support_key or support_key
+        support_key = policy.options.support_key or support_key
+        self.support_key = None if support_key is None else container_of(support_key)
         unwanted = dict.fromkeys(("return_text", "return_tokens", "return_masks", "return_history"), False)
         scorer = policy.replace(
             generate=False, input_mode="tokens", inplace=False, return_log_probs=True, support_key=None, **unwanted
@@ -359,7 +375,7 @@ class RetrieveLogProb(TensorDictModuleBase):
         # One scorer per layout, so that the scores come back in the layout of the tokens.
         self._scorers = {padded: scorer.replace(pad_output=padded) for padded in (False, True)}
         self.in_keys = [(*key_parts(self.tokens_key), "full")]
-        self.out_keys = [(*key_parts(log_probs_key), name) for name in ("full", "scored_mask")]
+        self.out_keys = [(*key_parts(self.log_probs_key), name) for name in ("full", "scored_mask")]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         tokens, holder = find_entry(tensordict, self.tokens_key)
@@ -405,21 +421,21 @@ class RetrieveLogProb(TensorDictModuleBase):
         return found, next((one for one in labels if one is not None and one.support == "truncated"), None)
 
     def _refuse_other(self, target: TensorDictBase, new: Sequence[Provenance | None]) -> None:
-        """Refuse to replace log-probs of sampling, which cannot be computed again, by those of another provenance.
+        """Refuse to replace log-probs by those of another model, or, if they are of sampling, another provenance.
 
         Args:
             new: the provenance of the scores, one for each row.
         """
+        of_model = attrgetter("backend", "model", "adapter")
         there = target.get(self.log_probs_key, None)
         if self.overwrite or not isinstance(there, LogProbs):
             return
-        if key_parts(self.log_probs_key) not in self._sampled_keys and not _score_responses_alone(there):
-            return
+        sampled = key_parts(self.log_probs_key) in self._sampled_keys or _score_responses_alone(there)
         olds = provenance_of_rows(there, there.batch_size.numel())
         problems = {
             row: f"the log-probs that are there come from {old or 'an unknown source'}, the new ones from {one}"
             for row, (old, one) in enumerate(zip(olds, new, strict=False))
-            if old != one
+            if old != one and (sampled or (old and one and of_model(old) != of_model(one)))
         }
         if problems:
             field = ".".join(key_parts(self.log_probs_key))
@@ -449,6 +465,7 @@ class RetrieveKL(TensorDictModuleBase):
     errors are those of both.
     """
 
+    @checks_names(KLComputation.__init__)
     def __init__(
         self,
         ref_policy: LLMPolicy,
@@ -473,11 +490,11 @@ class RetrieveKL(TensorDictModuleBase):
             **options,
         )
         scored = [] if gen_policy is None else [(gen_policy, gen_log_probs_key)]
-        sampler = container_key(gen_log_probs_key) if gen_policy is None else Keys().log_probs
+        sampler = gen_log_probs_key if gen_policy is None else Keys().log_probs
         self.scorings = [
             RetrieveLogProb(
                 policy,
-                log_probs_key=container_key(key),
+                log_probs_key=key,
                 tokens_key=tokens_key,
                 masks_key=masks_key,
                 overwrite=overwrite,
@@ -490,6 +507,7 @@ class RetrieveKL(TensorDictModuleBase):
         self.out_keys = [*written, *self.kl.out_keys]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.kl.refuse_second(tensordict)
         for scoring in self.scorings:
             tensordict = scoring(tensordict)
         result: TensorDictBase = self.kl(tensordict)
@@ -502,6 +520,7 @@ class KLRewardTransform(RetrieveKL):
     It works on any TensorDict with a reward, with or without ``next``; no environment is needed. See `RetrieveKL`.
     """
 
+    @checks_names(RetrieveKL.__init__, KLComputation.__init__)
     def __init__(
         self,
         ref_policy: LLMPolicy,

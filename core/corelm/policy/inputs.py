@@ -273,7 +273,7 @@ class InputReader:
         if mask_key is not None and mask_key not in holder.keys(include_nested=True):
             given = ".".join(mask_key)
             raise MissingKeyError(
-                f"the TensorDict has no {given!r}, which attention_mask_key names; it has: {list_keys(holder)}",
+                f"the TensorDict has no {given!r}, which attention_mask_key names{list_keys(holder, mask_key)}",
                 field="attention_mask_key",
             )
         # In the plain TensorDict that holds the ids, or next to it. The name may begin as that of the ids does:
@@ -397,7 +397,7 @@ class InputReader:
             # A whole sequence under the key of its prompt would be scored without its response.
             other_key = " or input_key" if part == "prompt" else ""
             raise MissingKeyError(
-                f"the TensorDict has no {name!r}; it has: {list_keys(td)}. Pass TensorDict({PASSED[mode]}), or give "
+                f"the TensorDict has no {name!r}{list_keys(td, name)}. Pass TensorDict({PASSED[mode]}), or give "
                 f"the policy another input_mode{other_key}",
                 field=name,
             )
@@ -408,8 +408,7 @@ class InputReader:
         found = _field(held, part)
         if found is None:
             raise MissingKeyError(
-                f"{'.'.join(self._top)!r} holds no {part!r}, which this policy reads; the TensorDict has: "
-                f"{list_keys(td)}",
+                f"{'.'.join(self._top)!r} holds no {part!r}, which this policy reads{list_keys(td, name)}",
                 field=name,
             )
         return found

@@ -17,7 +17,7 @@ from corelm.backend.given_weights import checked_adapter
 from corelm.backend.skipping import OnError
 from corelm.batching.scheduling import Limits
 from corelm.containers.classes import KEPT, TOP
-from corelm.containers.reading import key_parts
+from corelm.containers.reading import container_of, key_parts
 from corelm.rendering.encoding import Boundary
 from corelm.rendering.response_parsers import check_name
 from corelm.spec.message import Message
@@ -123,7 +123,7 @@ class PolicyOptions:
         truncation: for generation: what happens to a prompt that does not fit: "error", or "left" to drop its
             first tokens.
         device: where the results go; None for the device of the TensorDict, else the CPU.
-        keys: where the containers are read and written.
+        keys: where the containers are read and written: `Keys`, or a dict of its fields.
         log_probs_key: where the log-probs are written, such as ``"ref_log_probs"``: short for
             ``keys=Keys(log_probs=…)``.
         input_key: where the input is read, if not under the key of its container: a container, or a bare
@@ -195,7 +195,7 @@ class PolicyOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.keys, Keys):
-            raise validate.invalid("keys", f"expected a Keys, got {validate.shown(self.keys)}")
+            self._set("keys", Keys(**validate.subset("keys", self.keys, tuple(Keys.__dataclass_fields__))))
         validate.one_of("input_mode", self.input_mode, ("history", "text", "tokens"))
         validate.one_of("log_probs_mode", self.log_probs_mode, ("raw", "processed"))
         validate.one_of("on_error", self.on_error, ("raise", "skip"))
@@ -225,6 +225,7 @@ class PolicyOptions:
                     raise validate.invalid(name, "it is written into the LogProbs; leave out return_log_probs=False")
         if self.support_key is not None:
             self._must_be_key("support_key", self.support_key)
+            self._set("support_key", container_of(self.support_key))
             if self.top_k:
                 raise validate.invalid(
                     "top_k", "the most probable ids are those of the whole vocabulary; leave out top_k or support_key"
@@ -247,6 +248,7 @@ class PolicyOptions:
         if key is None:
             key = self.keys.log_probs
         self._must_be_key("log_probs_key", key)
+        key = container_of(key)
         if self.keys.log_probs not in (Keys().log_probs, key):
             raise validate.invalid(
                 "log_probs_key",
@@ -340,7 +342,7 @@ def _refuse_unknown(given: Mapping[str, Any], sampling: SamplingParams) -> None:
         meant = kept | {ALIASES.get(each, each): value for each, value in given.items() if each not in OPTIONS}
         instead = f"it is a sampling parameter: give sampling_params={meant}"
     else:
-        instead = instead_of(name, OPTIONS).removeprefix("; ") or (
+        instead = instead_of(name, (*OPTIONS, *FIELDS, "timeout")).removeprefix("; ") or (
             f"options of the engine are given to get_backend; a policy has {', '.join(OPTIONS)}"
         )
     raise TypeError(f"a policy has no option {name!r}; {instead}")

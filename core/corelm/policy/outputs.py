@@ -98,8 +98,10 @@ def must_have_room(td: TensorDictBase, rows: InputRows, options: PolicyOptions) 
                 f"{_dotted(options, name)!r} holds that of an earlier answer, which this call would not replace; leave "
                 f"return_{name}=False out, delete it from the TensorDict, or pass inplace=False",
             )
-    if options.keys.log_probs != _DEFAULT.log_probs:
-        _refuse_outdated(td, options, "a new answer")
+    if options.keys.tokens == _DEFAULT.tokens and isinstance(td, TensorDict):
+        for key, held in td.items():
+            if isinstance(held, LogProbs) and key != options.keys.log_probs and "response" in held.keys():
+                _refuse_outdated(td, options, "a new answer", key)
     return {}
 
 
@@ -149,13 +151,16 @@ def _joined(td: TensorDictBase, rows: InputRows, options: PolicyOptions) -> dict
         if there is None:
             continue
         if name in options.fields and not options.overwrite and not _kept(name, there, rows, read):
-            elsewhere = 'log_probs_key="ref_log_probs"' if name == "log_probs" else f"keys=Keys({name}=…)"
-            leave_out = "" if name == "log_probs" else f" or return_{name}=False"
             kind = "list" if isinstance(there, list) else type(there).__name__
+            instead = f"keys=Keys({name}=…) or return_{name}=False; or inplace=False; or overwrite=True to replace it"
+            if name == "log_probs":
+                instead = 'log_probs_key="ref_log_probs"; or inplace=False; or overwrite=True to replace it'
+                if options.keys.log_probs != _DEFAULT.log_probs:
+                    # Scored before, as when a cell of a notebook is run again.
+                    instead = "overwrite=True to score again; or another log_probs_key; or inplace=False"
             raise InvalidRequestError(
                 f"{_dotted(options, name)}: a {kind} is there, and nothing shows that it says the same. Scoring in "
-                f"place replaces nothing: pass {elsewhere}{leave_out}; or inplace=False; or overwrite=True to replace "
-                "it",
+                f"place replaces nothing: pass {instead}",
                 field=name,
             )
         if name != "log_probs" and (joins or read):

@@ -122,7 +122,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
     # Calling it ------------------------------------------------------------------------------------------------------
 
     def forward(
-        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None, **changes: Any
     ) -> TensorDictBase:
         """Generate or score.
 
@@ -130,6 +130,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             seed: fixes the answers of this call and overrides ``sampling_params.seed``. None draws from
                 torch's generator, or lets the engine choose if its seeds are costly.
             timeout: seconds that the call may take; None for the backend's own timeout.
+            changes: options of this call alone, by name, as `replace` takes them: ``sampling_params={"top_p": 0.9}``.
 
         Raises:
             MissingKeyError: the TensorDict lacks what the policy reads.
@@ -144,15 +145,15 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             _refuse_compiling()
         if torch.is_inference_mode_enabled():
             with no_inference_mode():
-                return self.forward(tensordict, seed=seed, timeout=timeout)
+                return self.forward(tensordict, seed=seed, timeout=timeout, **changes)
         with self.backend.host_turn():
-            call, finish = self._prepare(tensordict, seed, timeout)
+            call, finish = self._prepare(tensordict, seed, timeout, **changes)
         found = self.backend.run(call)
         with self.backend.host_turn():
             return finish(found)
 
     async def aforward(
-        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None, **changes: Any
     ) -> TensorDictBase:
         """Generate or score as `forward` does, without ever blocking the event loop.
 
@@ -164,7 +165,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
                 the call would wait for itself.
         """
         self.backend.require_outside("aforward")
-        call, finish = await asyncio.to_thread(self._prepare, tensordict, seed, timeout)
+        call, finish = await asyncio.to_thread(self._prepare, tensordict, seed, timeout, **changes)
         return await asyncio.to_thread(finish, await asyncio.wrap_future(self.backend.submit(call)))
 
     @no_inference_mode()
@@ -175,6 +176,7 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         *,
         seed: int | None = None,
         timeout: float | None = None,
+        **changes: Any,
     ) -> TensorDictBase:
         """Complete the answers that the policy has returned before, under the weights in force, and return all of it.
 
@@ -190,13 +192,11 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
             MissingKeyError: as for `forward`; or `continue_from` lacks tokens or finish reasons.
             ProvenanceMismatchError: the log-probs of `continue_from` are of another distribution.
         """
-        if not self.options.generate:
-            raise validate.invalid("generate", "only answers can go on, and this policy scores")
-        call, finish = self._prepare(tensordict, seed, timeout, continue_from=continue_from)
+        call, finish = self._prepare(tensordict, seed, timeout, None, continue_from, **changes)
         return finish(self.backend.run(call))
 
     def stream(
-        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None, **changes: Any
     ) -> AnswerStream[TensorDictBase]:
         """Start to generate, and return an iterator over the tokens of the answers, with text and log-probs.
 
@@ -213,24 +213,27 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         Raises:
             CoreLMError: the errors of `forward`. Those of the input are raised here, those of the engine while reading.
         """
-        return AnswerStream(self.backend, partial(self._plan, tensordict, seed, timeout))
+        return AnswerStream(self.backend, partial(self._plan, tensordict, seed, timeout, changes))
 
     def astream(
-        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None
+        self, tensordict: TensorDictBase, *, seed: int | None = None, timeout: float | None = None, **changes: Any
     ) -> AsyncAnswerStream[TensorDictBase]:
         """Return what `stream` does for ``async for``, without ever blocking the event loop.
 
         The request is made, and all errors are raised, while reading. Cancelling the task ends the request.
         """
-        return AsyncAnswerStream(self.backend, partial(self._plan, tensordict, seed, timeout))
+        return AsyncAnswerStream(self.backend, partial(self._plan, tensordict, seed, timeout, changes))
 
     @no_inference_mode()
     def _plan(
-        self, tensordict: TensorDictBase, seed: int | None, timeout: float | None, listener: Listener
+        self,
+        tensordict: TensorDictBase,
+        seed: int | None,
+        timeout: float | None,
+        changes: Mapping[str, Any],
+        listener: Listener,
     ) -> tuple[PreparedCall[GenerateResult], Callable[[GenerateResult], TensorDictBase]]:
-        if not self.options.generate:
-            raise validate.invalid("generate", "only answers can be streamed, and this policy scores; call it instead")
-        call, finish = self._prepare(tensordict, seed, timeout, listener)
+        call, finish = self._prepare(tensordict, seed, timeout, listener, **changes)
         return call, no_inference_mode()(finish)
 
     def _prepare(
@@ -240,9 +243,16 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         timeout: float | None,
         on_tokens: Listener | None = None,
         continue_from: TensorDictBase | None = None,
+        /,
+        **changes: Any,
     ) -> tuple[PreparedCall[Any], Callable[[Any], TensorDictBase]]:
         """Return the call, and what makes its result the policy's. One whose results have nowhere to go is refused."""
+        if changes:
+            changed = type(self)(self.backend, self.options.replace(**changes))
+            return LLMPolicy._prepare(changed, td, seed, timeout, on_tokens, continue_from)
         options, backend, engine = self.options, self.backend, self.backend.engine
+        if not options.generate and (on_tokens or continue_from is not None):
+            raise validate.invalid("generate", "only answers are streamed or go on, and this policy scores; call it")
         # Before anything is read: in a fork, torch's own threads are gone, and an operation may hang.
         engine.require_open()
         if not isinstance(td, TensorDictBase):

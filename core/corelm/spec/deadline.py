@@ -36,7 +36,8 @@ class Deadline:
             return None
         seconds = self._end - self._clock()
         if seconds <= 0:
-            raise TimeoutError(f"not done within {self.timeout:.3g} s; allow more time or ask for less at once")
+            # What is left of a caller's timeout would be a number that the caller does not know.
+            raise TimeoutError("not done within the timeout; allow more time or ask for less at once")
         return seconds
 
     def is_over(self) -> bool:

@@ -6,16 +6,19 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from corelm.errors import InvalidRequestError, described
-from corelm.validate import invalid, nested_texts, shown, token_ids
+from corelm.validate import invalid, nearest, nested_texts, shown, token_ids
 
 #: The keys of a message that are fields of `Message`; every other key goes into `Message.extra`.
 FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "token_ids", "begun")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+#: The keys that are looked for where a message has one that is spelt almost like them.
+_OFTEN = ("content", "tool_calls", "tool_call_id")
 #: The types of the parts of a content that are text.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -146,6 +149,20 @@ class Message:
 
 
 Chat = tuple[Message, ...]
+
+
+def refuse_misspelt(message: Message, keys: Collection[str]) -> None:
+    """Refuse a role, or a key of `extra`, that is spelt almost like a usual one that is not among the given `keys`.
+
+    Templates read other ones too. A role that contains the usual one, such as "user_2", is taken to be meant.
+    """
+    role = message.role
+    near = None if role in _ROLES else nearest(role, _ROLES)
+    if near and near not in role.lower():
+        raise invalid("role", f"{shown(role)} is no usual role; did you mean {near!r}?")
+    for key in message.extra:
+        if near := nearest(key, [each for each in _OFTEN if each not in keys]):
+            raise invalid(key, f"did you mean {near!r}? If the template reads {key!r}, give {near!r}: None as well")
 
 
 def with_object(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -302,5 +302,5 @@ def test_policies_that_do_not_fit_an_environment_are_refused(backend, options, m
 
 def test_prompts_under_another_mode_are_named(backend):
     start = env(input_mode="text").reset(TensorDict(query=QUESTIONS, batch_size=[2]))
-    with pytest.raises(MissingKeyError, match=r"no 'history\.prompt'; it has: .*text\.prompt.*input_mode"):
+    with pytest.raises(MissingKeyError, match=r"no 'history\.prompt'; it has: .*text.*input_mode"):
         EnvPolicy(LLMPolicy(backend))(start)

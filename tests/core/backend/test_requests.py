@@ -269,6 +269,27 @@ def test_an_unknown_option_is_refused_with_the_nearest_known_one():
         assert backend.capabilities.max_context == 64
 
 
+@each(
+    "call, said",
+    [
+        (lambda b: b.generate([[5]], temperature=0.5, max_tokens=3), "'temperature': 0.5, 'max_new_tokens': 3"),
+        (
+            lambda b: b.submit_generate([[5]], top_p=0.5),
+            "generate has no argument 'top_p'; give sampling={'top_p': 0.5}",
+        ),
+        (lambda b: b.stream([[5]], top_p=0.5), "give sampling={'top_p': 0.5}"),
+        (lambda b: b.generate([[5]], on_eror="skip"), "generate has no argument 'on_eror'; did you mean 'on_error'"),
+        (lambda b: b.score_logprobs([[5, 6]], return_argmaks=True), "did you mean 'return_argmax'"),
+        (lambda b: b.submit_score_logprobs([[5, 6]], on_eror="skip"), "score_logprobs has .* did you mean 'on_error'"),
+        (lambda b: b.update_weights({}, verison="1"), "update_weights has .* did you mean 'version'"),
+        (lambda b: b.load_adapter("a", {}, versions="1"), "load_adapter has .* did you mean 'version'"),
+    ],
+)
+def test_an_argument_that_a_call_does_not_have_is_refused_with_what_to_type(call, said):
+    with corelm.get_backend("toy") as backend, pytest.raises(TypeError, match=said):
+        call(backend)
+
+
 # Arguments of a wrong type --------------------------------------------------------------------------------------------
 
 

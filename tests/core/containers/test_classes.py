@@ -204,9 +204,12 @@ def test_ragged_reports_missing_fields_and_masks() -> None:
     td = batch((4,), True)
     for key in ("tokens", ("tokens", "answer"), ("text", "full"), ("nothing", "full"), ("masks", "all_assistant_mask")):
         with pytest.raises(
-            InvalidRequestError, match=r"is not a field of a Tokens, Masks, LogProbs or PerToken .*; its keys: "
+            InvalidRequestError,
+            match=r"is not a field of a Tokens, Masks, LogProbs or PerToken .*(; it has: .*tokens|did you mean)",
         ):
             ragged(td, key)
+    with pytest.raises(InvalidRequestError, match=r"did you mean \('tokens', 'response'\)"):
+        ragged(td, "tokens.response")
     with refused(InvalidRequestError, field="masks"):
         ragged(td.exclude("masks"), ("tokens", "full"))
     td["masks"] = Masks(all_attention_mask=torch.ones(4, 5, dtype=torch.bool), batch_size=[4])
@@ -228,9 +231,25 @@ def test_selecting_a_field_keeps_its_provenance_and_scored_mask() -> None:
 @both_layouts
 def test_every_container_says_what_it_holds(pad_output: bool) -> None:
     td = batch((4,), pad_output)
-    assert repr(td["tokens"]) == "Tokens(4 rows: prompt, response, full)"
-    assert repr(td["text"]) == "Text(4 rows: prompt, response, full)"
-    assert repr(History.from_chats([[[Message("user", "a")]] * 2])) == "History(2 rows as (1, 2): conversation)"
+    assert repr(td["tokens"]).startswith("Tokens(4 rows; the first: ") and repr(td["tokens"][0]).startswith("Tokens(1 ")
+    for name in ("prompt", "response", "full"):
+        assert f"{name}[{td['tokens'][0].get(name).shape[-1]}]" in repr(td["tokens"])
+    td["text"].response = ["\x1bHere is a text that is too long to be shown", "", "", ""]
+    assert "; the first: prompt '" in repr(td["text"]) and r"response '\x1bHere is ...g to be shown'" in repr(
+        td["text"]
+    )
+    chats = History.from_chats([[[Message("user", "a")]] * 2])
+    assert repr(chats) == "History(2 rows as (1, 2); the first: conversation[1] 'a')"
+    assert repr(chats[:, :0]) == "History(0 rows as (1, 0): conversation)"
+    assert repr(ChatHistory(full=chats, batch_size=[1, 2])) == "ChatHistory(2 rows as (1, 2); the first: full[1] 'a')"
+
+
+def test_a_misspelt_field_is_told_the_right_one() -> None:
+    td = batch((4,), False)
+    for container, name, meant in (("tokens", "respons", "response"), ("text", "reponse", "response")):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'; did you mean '{meant}'"):
+            getattr(td[container], name)
+    assert not hasattr(td["tokens"], "__dataframe__") and td["tokens"].batch_dims == 1
 
 
 @both_layouts

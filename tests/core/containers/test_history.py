@@ -100,6 +100,37 @@ def test_uneven_lists_and_other_types_are_refused(chats: Any) -> None:
         History.from_chats(chats)
 
 
+@each(
+    "message, said",
+    [
+        ({"role": "user", "contnet": "a"}, "contnet: did you mean 'content'"),
+        ({"role": "user", "contents": "a"}, "contents: did you mean 'content'.* give 'content': None"),
+        ({"role": "assistant", "content": None, "tool_cals": []}, "tool_cals: did you mean 'tool_calls'"),
+        ({"role": "tool", "content": "a", "tool_cal_id": "b"}, "tool_cal_id: did you mean 'tool_call_id'"),
+        ({"role": "assitant", "content": "a"}, "role: 'assitant' is no usual role; did you mean 'assistant'"),
+        (Message("uesr", "a"), "role: 'uesr' .*'user'"),
+    ],
+)
+def test_a_misspelt_key_or_role_is_refused_with_its_place(message: Any, said: str) -> None:
+    good = {"role": "user", "content": "a"}
+    with pytest.raises(InvalidRequestError, match=rf"row 1: message 1: {said}") as caught:
+        History.from_chats([[good], [good, message]])
+    assert caught.value.rows == (1,)
+    with pytest.raises(InvalidRequestError, match=said):
+        History.from_chats([[good]]).append(message)
+
+
+@each(
+    "role", ["tool", "developer", "function", "ipython", "model", "human", "tools", "user_2", "User", "tool_response"]
+)
+def test_roles_and_keys_of_strangers_templates_are_kept(role: str) -> None:
+    extra = {"reasoning_content": "b", "tool_plan": "c", "documents": [], "thinking": "d", "tool_name": "e"}
+    message = {"role": role, "content": "a", "name": "f", "tool_call_id": "g", **extra}
+    assert History.from_chats([message]).to_chats() == [message]
+    given = {"role": role, "content": None, "contents": ["a"], "context": "b"}
+    assert History.from_chats([given]).to_chats() == [given]
+
+
 def test_every_conversation_at_fault_is_reported() -> None:
     image = [{"type": "image", "url": "x"}]
     chats = [

@@ -166,6 +166,8 @@ def test_shapes_that_do_not_fit_are_refused_and_not_broadcast():
             ESTIMATORS[name](torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))
         with refused(InvalidRequestError, field="mask"):
             ESTIMATORS[name](torch.zeros(2), torch.zeros(2), torch.ones(2))
+        with pytest.raises(InvalidRequestError, match=r"gen: expected a tensor, got list; corelm.ragged\(td, "):
+            ESTIMATORS[name]([torch.zeros(2)], [torch.zeros(2)], None)
     with refused(InvalidRequestError, field="ref_logits"):
         exact(torch.zeros(2, 3), torch.zeros(2, 4))
     with refused(InvalidRequestError, field="k"):

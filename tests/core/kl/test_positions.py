@@ -270,7 +270,7 @@ def test_a_batch_without_rows_is_accepted(gen, ref, shape, pad):
     assert td["reward"].shape == shape and tuple(td["kl_penalty"].shape[: len(shape)]) == shape
     if not pad:
         td["reward"] = td["kl_penalty"].clone()
-        KLComputation()(td)
+        KLComputation(kl_key="second")(td)
         assert isinstance(td["reward"], PerToken) and tuple(td["reward"].batch_size) == shape
 
 

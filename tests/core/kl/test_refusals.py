@@ -1,5 +1,7 @@
 """Errors of the KL modules: inputs that would give wrong numbers are refused, and the rows are named."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -7,7 +9,17 @@ from tensordict import TensorDict, lazy_stack
 import corelm
 from corelm import LogProbs, Masks
 from corelm.errors import CapabilityError, InvalidRequestError, MissingKeyError, ProvenanceMismatchError
-from corelm.kl import KLComputation, RetrieveKL, RetrieveLogProb
+from corelm.kl import (
+    DistillationLoss,
+    FixedKLController,
+    KLComputation,
+    KLRewardTransform,
+    PerToken,
+    RetrieveKL,
+    RetrieveLogProb,
+    mismatch_report,
+    staleness,
+)
 from helpers.each import each
 from helpers.kl_cases import LAYOUTS, gen_policy, ref_policy, rollout
 from helpers.refusals import refused
@@ -108,7 +120,10 @@ def test_a_scored_mask_of_other_rows_is_refused(gen, ref):
 
 @each(
     "options, field",
-    [({"estimator": "k4"}, "estimator"), ({"coeff": float("nan")}, "coeff"), ({"coeff": "much"}, "coeff")],
+    [
+        ({"estimator": "k4"}, "estimator"),
+        *(({"coeff": value}, "coeff") for value in (float("nan"), "much", -0.1)),
+    ],
 )
 def test_invalid_arguments_are_refused_by_the_constructor(options, field):
     with refused(InvalidRequestError, field=field):
@@ -119,8 +134,8 @@ def test_keys_that_do_not_lead_to_log_probs_are_refused(gen, ref):
     td = RetrieveLogProb(ref)(rollout(gen))
     with refused(MissingKeyError, field="('old', 'full')"):
         KLComputation(add_to_reward=False, ref_log_probs_key=("old", "full"))(td)
-    for key in (("ref_log_probs", "response"), "ref_log_probs", "full"):
-        with pytest.raises(InvalidRequestError, match=r"expected a key such as \('log_probs', 'full'\)"):
+    for key in (("ref_log_probs", "response"), "full"):
+        with pytest.raises(InvalidRequestError, match=r"its field full: \('log_probs', 'full'\)"):
             RetrieveKL(ref, ref_log_probs_key=key)
     td["old"] = TensorDict(full=torch.zeros(3, 4), batch_size=3)
     with refused(InvalidRequestError, field="('old', 'full')"):
@@ -139,3 +154,63 @@ def test_masks_that_do_not_belong_to_dense_log_probs_are_refused(gen, ref):
     td["masks"] = TensorDict(all_attention_mask=torch.ones(3, 2, dtype=torch.bool), batch_size=3)
     with refused(InvalidRequestError, field="masks"):
         compute(td)
+
+
+@each(
+    "make, said",
+    [
+        (lambda ref, td: KLComputation(coef=0.1), "KLComputation has no argument 'coef'; did you mean 'coeff'"),
+        (lambda ref, td: FixedKLController(coeff=0.1), "FixedKLController has no .* 'coef'"),
+        (lambda ref, td: KLRewardTransform(ref, coef=0.1), "KLRewardTransform has no .* 'coeff'"),
+        (lambda ref, td: RetrieveKL(ref, asistant_only=True), "RetrieveKL has no .* 'assistant_only'"),
+        (lambda ref, td: RetrieveLogProb(ref, overwrit=True), "RetrieveLogProb has no .* 'overwrite'"),
+        (lambda ref, td: DistillationLoss(ref, kinds="js"), "DistillationLoss has no .* 'kind'"),
+        (
+            lambda ref, td: mismatch_report(td, train_log_prob_key="x"),
+            "mismatch_report has no .* 'train_log_probs_key'",
+        ),
+        (lambda ref, td: staleness(td, "0", log_probs_keys="x"), "staleness has no .* 'log_probs_key'"),
+    ],
+)
+def test_a_misspelt_argument_is_told_the_right_one(gen, ref, make, said):
+    with pytest.raises(TypeError, match=said):
+        make(ref, rollout(gen))
+
+
+def test_a_reward_is_not_lowered_twice(gen, ref):
+    td = rollout(gen)
+    td["next"] = TensorDict(reward=torch.ones(3), batch_size=3)
+    penalise = KLRewardTransform(ref, 0.1)
+    penalise(td)
+    once = td["next", "reward"].clone()
+    for again in (penalise, KLComputation(coeff=0.1)):
+        with pytest.raises(InvalidRequestError, match=r"subtracted from 'reward' before.*delete 'kl_penalty'"):
+            again(td)
+    assert torch.equal(td["next", "reward"], once)
+    KLComputation(add_to_reward=False)(td)
+    td["next", "reward"] = torch.ones(3)
+    del td["next", "kl_penalty"]
+    assert torch.equal(penalise(td)["next", "reward"], once)
+    assert bool((KLRewardTransform(ref, 0.1, kl_key="second")(td)["next", "reward"] != once).any())
+
+
+def test_retrieved_log_probs_of_another_model_are_not_replaced(gen, ref):
+    td = RetrieveLogProb(ref)(rollout(gen))
+    td["ref_log_probs"].set("provenance", replace(td["ref_log_probs"].provenance, model="another"))
+    ref.backend.weights_changed()
+    with refused(InvalidRequestError, field="ref_log_probs", rows=(0, 1, 2)):
+        RetrieveLogProb(ref)(td)
+    assert td["ref_log_probs"].provenance.model == "another"
+    for version in ("1", "2"):
+        RetrieveLogProb(ref, overwrite=version == "1")(td)
+        assert td["ref_log_probs"].provenance.weight_version == version
+        ref.backend.weights_changed()
+
+
+def test_a_container_and_its_field_full_are_the_same_key(gen, ref):
+    td = RetrieveLogProb(ref, log_probs_key=("train_log_probs", "full"))(rollout(gen))
+    assert isinstance(td["train_log_probs"], LogProbs)
+    assert mismatch_report(td, train_log_probs_key="train_log_probs", log_probs_key="log_probs") == mismatch_report(td)
+    gen.replace(generate=False, input_mode="tokens", inplace=True, log_probs_key=("mine", "full"))(td)
+    kl = KLComputation(add_to_reward=False, gen_log_probs_key="mine", ref_log_probs_key=("train_log_probs",))(td)
+    assert isinstance(kl["kl_penalty"], PerToken) and len(staleness(td, "0", log_probs_key="mine").full) == 3

@@ -53,7 +53,7 @@ def test_a_policy_in_any_mode_scores_the_tokens_and_renders_nothing(gen, ref):
     td["text"].full = ["not", "what was", "sampled"]
     for mode in ("history", "text", "tokens"):
         for policy in (ref.replace(input_mode=mode), gen.replace(input_mode=mode)):
-            td = RetrieveLogProb(policy, log_probs_key=("one", mode))(td)
+            td = RetrieveLogProb(policy, log_probs_key=("one", mode), overwrite=True)(td)
         policy = LLMPolicy(ref.backend, input_mode=mode, num_samples=4, on_error="skip")
         found = RetrieveLogProb(policy)(td)["ref_log_probs"].full
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -131,6 +131,9 @@ def test_rewards_of_another_shape_are_refused_and_nothing_is_written(gen, ref, p
     td = RetrieveLogProb(ref)(rollout(gen, (3,), pad))
     with pytest.raises(MissingKeyError, match=r"no 'reward'.*add_to_reward=False"):
         KLComputation()(td)
+    td["rewards"] = torch.zeros(3)
+    with pytest.raises(MissingKeyError, match=r"no 'reward' to subtract .* \(did you mean 'rewards'\?\)"):
+        KLComputation()(td)
     for shape in [(3, 2), (3, 2, 1), (3, 4, 5)]:
         td["reward"] = torch.zeros(shape)
         with refused(InvalidRequestError, field="reward"):

@@ -84,6 +84,8 @@ def test_log_probs_that_are_there_are_refused_before_the_engine_is_asked(backend
         assert error.value.field == "log_probs" and calls == [] and contents(td) == before
         assert reference.replace(log_probs_key="ref_log_probs")(td) is td
         assert contents(td) == before and td["ref_log_probs"].provenance.model == "Bigram"
+        with pytest.raises(InvalidRequestError, match=r"pass overwrite=True to score again; or another log_probs_key"):
+            reference.replace(log_probs_key="ref_log_probs")(td)
         assert td["ref_log_probs"].padded is pad and td["ref_log_probs"].prompt is not None
         reference.replace(overwrite=True)(td)
     assert td["log_probs"].provenance.model == "Bigram" and td["log_probs"].response is not None
@@ -274,8 +276,10 @@ def test_retrieving_protects_sampled_log_probs_under_every_key(backend, other, p
     assert plain(td["gen", "log_probs"].full) == answers
     RetrieveLogProb(LLMPolicy(other), log_probs_key=("gen", "log_probs"), overwrite=True)(td)
     assert td["gen", "log_probs"].provenance.model == "Bigram"
-    # What was retrieved under such a key is not sampled.
-    RetrieveLogProb(LLMPolicy(backend), log_probs_key=("gen", "log_probs"))(td)
+    # What was retrieved under such a key is not sampled, but of another model.
+    with pytest.raises(InvalidRequestError, match=r"^gen.log_probs: row 0.*overwrite=True"):
+        RetrieveLogProb(LLMPolicy(backend), log_probs_key=("gen", "log_probs"))(td)
+    RetrieveLogProb(LLMPolicy(backend), log_probs_key=("gen", "log_probs"), overwrite=True)(td)
     assert td["gen", "log_probs"].provenance.model == ""
 
 
@@ -292,6 +296,18 @@ def test_a_new_answer_replaces_the_containers_of_an_earlier_one_and_leaves_the_r
     names = ("text", "tokens", "masks", "log_probs")
     assert contents(td, {name: FIELDS[name] for name in names}) == contents(again)
     assert td["reward"].tolist() == [1.0, 1.0]
+
+
+def test_a_new_answer_is_not_left_next_to_scores_of_an_earlier_one(backend):
+    policy = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING)
+    td = policy(TensorDict(text=QUESTIONS[:2]), seed=1)
+    policy.replace(generate=False, input_mode="tokens", log_probs_key="ref_log_probs")(td)
+    before = contents(td)
+    with pytest.raises(InvalidRequestError, match=r"^ref_log_probs: .*next to a new answer; delete it"):
+        policy(td, seed=2)
+    assert contents(td) == before
+    del td["ref_log_probs"]
+    assert policy(td, seed=2) is td
 
 
 @each("name", ["text", "tokens", "masks", "log_probs", "history"])

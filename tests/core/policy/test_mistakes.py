@@ -306,6 +306,29 @@ def test_a_sampling_parameter_given_as_an_option_is_named_with_the_dict_to_pass(
         LLMPolicy(backend, tensor_parallel_size=2)
 
 
+def test_a_call_takes_options_and_says_what_to_type_for_others(backend):
+    td = TensorDict(text=["Hi"])
+    policy = LLMPolicy(backend, input_mode="text", sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+    changes = {"num_samples": 2, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+    out, same = policy(td, seed=1, **changes), policy.replace(**changes)(td, seed=1)
+    assert out["text"].response == same["text"].response and len(policy(td.clone())["tokens"].response[0]) == 3
+    stream = policy.stream(td.clone(), pad_output=True)
+    assert list(stream) and stream.result["tokens"].padded
+    for call in (policy, policy.stream):
+        with pytest.raises(TypeError, match=r"give sampling_params=\{'max_new_tokens': 4, 'ignore_eos': True\}"):
+            call(td, max_new_tokens=4)
+        with pytest.raises(TypeError, match="did you mean 'seed'"):
+            call(td, sead=4)
+    with refused(InvalidRequestError, field="generate"):
+        policy.stream(td, generate=False)
+
+
+def test_keys_may_be_a_dict(backend):
+    assert LLMPolicy(backend, keys={"text": "words"}).options.keys == Keys(text="words")
+    with pytest.raises(InvalidRequestError, match="did you mean 'tokens'"):
+        LLMPolicy(backend, keys={"token": "ids"})
+
+
 def test_a_compiled_policy_is_refused_in_one_sentence(backend):
     policy, td = LLMPolicy(backend, input_mode="text", sampling_params=SAMPLING), TensorDict(text=["Hi"])
     with refused(InvalidRequestError, field="policy"):

@@ -86,9 +86,17 @@ def test_with_gradients_the_model_runs_in_its_own_mode(open_model: Open) -> None
     before, backend = modes(model), open_model(model)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        first, second = (backend.score_logprobs(ROWS, grad=True).logprobs.values for _ in range(2))
+        with pytest.warns(UserWarning, match="in train mode and has dropout.* call model.eval") as warned:
+            first, second = (backend.score_logprobs(ROWS, grad=True).logprobs.values for _ in range(2))
+    assert [one.filename for one in warned] == [__file__], "said once, at the call"
     assert first.requires_grad and modes(model) == before
     assert float((first - second).detach().abs().max()) > 0.1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_model_without_dropout_or_in_eval_mode_is_not_warned_about(open_model: Open) -> None:
+    for model in (tiny_model().train(), dropout_model().eval()):
+        assert open_model(model).score_logprobs(ROWS, grad=True).logprobs.values.requires_grad
 
 
 def test_the_model_is_restored_after_a_failure(open_model: Open) -> None:

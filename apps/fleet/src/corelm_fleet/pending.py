@@ -157,11 +157,10 @@ class PendingCall:
         Raises:
             TimeoutError: the timeout of the request passed.
         """
-        timeout = self.request.timeout
         try:
-            next_item(self._done, timeout)
+            next_item(self._done, self.request.timeout)
         except Empty:
-            raise TimeoutError(f"no answer within {timeout:g} s") from None
+            raise TimeoutError("no answer within the timeout") from None
 
     def result(self, label: str) -> Result:
         """Return the result, once every row is settled.

@@ -83,7 +83,7 @@ class EnvPolicy(TensorDictModuleBase):
         prompt = getattr(tensordict.get(mode, None), "prompt", None)
         if prompt is None:
             raise MissingKeyError(
-                f"the TensorDict has no {mode + '.prompt'!r}; it has: {list_keys(tensordict)}. Give ChatEnv "
+                f"the TensorDict has no {mode + '.prompt'!r}{list_keys(tensordict, (mode, 'prompt'))}. Give ChatEnv "
                 "the input_mode of the policy",
                 field=f"{mode}.prompt",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from corelm.errors import InvalidRequestError
+from corelm.errors import InvalidRequestError, level_of_caller
 from corelm.spec import Ragged, ScoreRequest, ScoreResult
 from corelm_engine_kit.loop import Aborted, Call
 from corelm_engine_kit.token_scores import (
@@ -49,6 +50,10 @@ _SLOWER: dict[RowLayout, str] = {
 _CPU_TOKENS = 4096
 #: Number of float32 logits that a softmax sees at a time: 128 MiB.
 _SLICE_ELEMENTS = 2**25
+_DROPOUT = (
+    "the model is in train mode and has dropout, so scores with gradients are those of a model with parts left out at "
+    "random, and differ from those of sampling; call model.eval(), which keeps gradients, or set the dropout to 0"
+)
 #: Rows of fewer tokens show little of how they were read.
 _ENOUGH = 8
 
@@ -114,6 +119,7 @@ class Scorer:
         self._engine = engine
         self._self_test = self_test
         self._max_batch_tokens = max_batch_tokens
+        self._seen_in_training = False
 
     @property
     def info(self) -> str:
@@ -135,6 +141,10 @@ class Scorer:
             TimeoutError: the request's timeout has passed.
         """
         self.path = None
+        if request.grad and self._engine.module.training and not self._seen_in_training:
+            self._seen_in_training = True
+            if any(map(_drops_out, self._engine.module.modules())):
+                warnings.warn(_DROPOUT, stacklevel=level_of_caller())
         scored = scored_positions(request)
         batches = list(scoring_requests(request, scored, self._engine.rope_switch))
         parts: list[ScoredTokens] = []
@@ -301,6 +311,12 @@ def states_at(states: Tensor, slots: Tensor) -> Tensor:
 def tokens_per_pass(engine: CausalLM, max_batch_tokens: int) -> int:
     """Return how many tokens, padding included, share a forward pass that scores."""
     return min(max_batch_tokens, _CPU_TOKENS) if engine.device.type == "cpu" else max_batch_tokens
+
+
+def _drops_out(module: nn.Module) -> bool:
+    """Return whether a module drops something at random: a layer of dropout, or one with a number of such a name."""
+    rates = [value for name, value in vars(module).items() if "drop" in name or "Dropout" in type(module).__name__]
+    return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _why_no_gradient(module: nn.Module) -> str:
