@@ -30,11 +30,12 @@ from .containers.classes import as_provenance as as_provenance
 from .containers.classes import flat as flat
 from .containers.reading import CONTAINERS as CONTAINERS
 from .containers.reading import Path as Path
-from .containers.reading import TokenColumns as TokenColumns
+from .containers.reading import TokenRows as TokenRows
 from .containers.reading import carries_sets as carries_sets
 from .containers.reading import entries as entries
 from .containers.reading import list_keys as list_keys
 from .containers.reading import provenance_of_rows as provenance_of_rows
+from .containers.reading import token_ids as token_ids
 from .containers.turns import SampledPart as SampledPart
 from .containers.turns import disagreement as disagreement
 from .containers.turns import provenance_of_parts as provenance_of_parts

@@ -42,10 +42,7 @@ class Opener(Protocol):
     """
 
     def open(self, open_one: OpenOne, name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any, str]:
-        """Open engines, with `open_one` where they are opened in this process.
-
-        Args:
-            name: the name of the backend. model: the model that was given. options: the other options.
+        """Open engines, with `open_one` where they are opened in this process. `options` are those that are left.
 
         Returns:
             An object with the hooks, and the distributions and versions of plugin and engine.
@@ -141,11 +138,7 @@ def get_backend(
 
 
 def _openers(name: str, options: dict[str, Any]) -> list[Opener]:
-    """Take the options of openers out of `options`, and return these openers.
-
-    Raises:
-        BackendNotInstalledError: nothing that is installed takes such an option.
-    """
+    """Take the options of openers out of `options`, and return these openers. Refuse one whose opener is missing."""
     points = {point.name: point for point in metadata.entry_points(group=OPENERS)}
     found = {option for option in options if option in points or option in _KNOWN}
     for option in [option for option in found if options[option] is None or options[option] is False]:

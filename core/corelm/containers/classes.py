@@ -577,15 +577,9 @@ def container_of_rows(
     given: Mapping[str, Any],
     objects: Mapping[str, Any] | None = None,
 ) -> C:
-    """Return a container that is not padded, from the rows of its fields.
+    """Return a container that is not padded, from the rows that were `given` for its fields; None stands for no rows.
 
-    `full` is the prompt followed by the response, if both are given.
-
-    Args:
-        cls: the class of the container.
-        dtype: of all fields, or of each by name.
-        given: what the caller passed for each field; None for nothing.
-        objects: Python objects that all rows share, by field.
+    `full` is the prompt followed by the response, if both are given. All rows share the `objects`.
     """
     fields: dict[str, Ragged] = {}
     shapes: dict[str, Shape] = {}

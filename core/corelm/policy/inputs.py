@@ -90,9 +90,8 @@ class InputReader:
 
     Attributes:
         keys: by part, the key that is read, for example ``("history", "prompt")``.
-        read: a function of a TensorDict, the part ("prompt" to generate, "full" to score), the backend, and whether
-            the mask of the assistant's tokens is needed. It returns rows of ids on the CPU, and raises the errors of
-            `LLMPolicy.forward`. A row that cannot be read is left empty and added to `problems` if such are skipped.
+        read: returns the rows of a part, with ids on the CPU. A row that cannot be read is left empty and added to
+            `problems` if such are skipped.
     """
 
     def __init__(self, options: PolicyOptions) -> None:
@@ -584,12 +583,7 @@ def _leaves(value: Any) -> tuple[list[Any], tuple[int, ...]]:
 
 
 def _tokenized(backend: Backend, texts: Sequence[str], **options: Any) -> TokenizeResult:
-    """Tokenize texts. One that begins with BOS itself, as rendered prompts and `text.full` do, does not get a second.
-
-    Args:
-        texts: they can be encoded.
-        options: fields of the `TokenizeRequest`.
-    """
+    """Tokenize texts. One that begins with BOS itself, as rendered prompts do, does not get a second."""
     batch: TokenizeResult = backend.engine.convert("tokenize", TokenizeRequest(texts=tuple(texts), **options))
     bos = getattr(backend.engine.tokenizer, "bos_token_id", None)
     if bos is None:

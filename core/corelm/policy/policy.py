@@ -454,11 +454,7 @@ def _refuse_compiling() -> NoReturn:
 
 
 def checked_backend(given: Any) -> Backend:
-    """Return `given` if it is an open backend.
-
-    Raises:
-        InvalidRequestError: it is anything else; the message says how to open one.
-    """
+    """Return `given` if it is an open backend. Refuse anything else, and say how to open one."""
     if isinstance(given, Backend):
         return given
     call = "get_backend('transformers', 'PATH')"

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from corelm.rendering.encoding import Tokenize
 from corelm.rendering.layout import Layout, Span, Writer
 from corelm.rendering.template import (
     Template,
+    any_of,
     check_encodable,
     json_escape,
     map_chats,
@@ -140,7 +140,7 @@ def render(
 
 def _warn_of_spelled(chats: Sequence[Chat], specials: Collection[str], prefer_tokens: bool) -> None:
     """Warn, once per special token, that it is read as characters where an assistant's turn spells it out."""
-    special = re.compile("|".join(map(re.escape, sorted(filter(None, specials), key=len, reverse=True))))
+    special = any_of(specials)
     for number, message in ((at, each) for chat in chats for at, each in enumerate(chat) if each.role == "assistant"):
         if prefer_tokens and message.token_ids is not None:
             continue
@@ -324,11 +324,7 @@ class _Cutter:
         return self._known[key]
 
     def cut(self, row: int) -> list[Segment]:
-        """Return the segments of a conversation.
-
-        Raises:
-            TemplateError: the template fails or does not show where a turn is.
-        """
+        """Return the segments of a conversation."""
         chat, beginning, before, segments = self.chats[row], self._root, "", list[Segment]()
         previous: _Sampled | None = None
         for number, message in enumerate(chat):

@@ -29,6 +29,11 @@ _GENERATION = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<ri
 _TOOLS, _CALLS = re.compile(r"\btools\b"), re.compile(r"\btool_calls\b")
 
 
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern for any of these texts, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))) or "(?!)")
+
+
 def json_escape(text: str) -> str:
     """Return the text as JSON writes it, without the quotes."""
     return json.dumps(text)[1:-1]
@@ -95,11 +100,7 @@ class Template:
         return cls(tokenizer, source, kwargs)
 
     def __call__(self, chat: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tokenize: bool = False) -> Any:
-        """Render one conversation.
-
-        Raises:
-            TemplateError: the template failed (its error is the cause) or wrote too much.
-        """
+        """Render one conversation. A `TemplateError` says that the template failed or wrote too much."""
         try:
             rendered = self._apply(list(chat), add_generation_prompt, tokenize)
         except Exception as error:
@@ -130,11 +131,7 @@ class Template:
         return apply(chat, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **template, **self.kwargs)
 
     def refuse_lost_calls(self, chat: Sequence[dict[str, Any]], kept: Sequence[bool]) -> None:
-        """Refuse a conversation with calls that the template does not write, except in turns whose ids are kept.
-
-        Raises:
-            TemplateError: it has such calls.
-        """
+        """Refuse a conversation with calls that the template does not write, except in turns whose ids are kept."""
         lost = [not own and bool(turn.get("tool_calls")) for turn, own in zip(chat, kept, strict=True)]
         if not any(lost) or (self.source is not None and _CALLS.search(self.source)):
             return
@@ -176,11 +173,7 @@ def _told(error: Exception) -> str:
 
 
 def check_encodable(chats: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Refuse conversations with text that cannot be encoded.
-
-    Raises:
-        InvalidRequestError: `rows` are the conversations at fault; the messages name the field.
-    """
+    """Refuse conversations with text that cannot be encoded, by row and field."""
     problems: dict[int, str] = {}
     for row, chat in enumerate(chats):
         for position, message in enumerate(chat):
@@ -203,11 +196,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def map_chats(function: Callable[[T], R], chats: Iterable[T]) -> list[R]:
-    """Apply `function` to every conversation. If some fail, one error names them all.
-
-    Raises:
-        TemplateError: `rows` are the conversations that failed; the cause is that of the first one.
-    """
+    """Apply `function` to every conversation. If some fail, one `TemplateError` names them all in its `rows`."""
     results: list[R] = []
     failed: dict[int, TemplateError] = {}
     for index, chat in enumerate(chats):
@@ -253,11 +242,7 @@ _TURN = re.compile(r"<\|im_start\|>(?P<role>[^\n]*)\n(?P<content>.*?)(?P<end><\|
 def named_template(given: str, own: Any) -> str:
     """Return the jinja text of a template: `given` itself, or the one in `own` or of core that has this name.
 
-    Args:
-        own: the tokenizer's own templates, if they have names.
-
-    Raises:
-        TemplateError: `given` is neither a name nor jinja text. Rendered, it would stand for every conversation.
+    What is neither a name nor jinja text is refused: rendered, it would stand for every conversation.
     """
     named = {**TEMPLATES, **own} if isinstance(own, Mapping) else TEMPLATES
     if given not in named and "{" not in given:
