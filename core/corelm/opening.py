@@ -164,12 +164,15 @@ def _openers(name: str, options: dict[str, Any]) -> list[Opener]:
 def _not_a_name(given: Any) -> CoreLMError:
     if isinstance(given, Backend):
         return invalid("name", f"expected the name of a backend to open, got {given!r}, which is open already; use it")
-    kind, call = f"a {type(given).__name__}", "get_backend('transformers', model, tokenizer=tokenizer)"
-    if isinstance(given, os.PathLike):
-        call = f"get_backend('transformers', {os.fspath(given)!r})"
-    elif not isinstance(given, nn.Module):
-        call, kind = "get_backend('transformers', 'PATH')", "None" if given is None else kind
+    kind, call = kind_and_call(given)
     return invalid("name", f"expected the name of a backend, got {kind}; call {call}")
+
+
+def kind_and_call(given: Any) -> tuple[str, str]:
+    """Return what was given instead of a backend or its name, and the call that opens one, for a message."""
+    path = repr(os.fspath(given)) if isinstance(given, os.PathLike) else "'PATH'"
+    model = "model, tokenizer=tokenizer" if isinstance(given, nn.Module) else path
+    return "None" if given is None else f"a {type(given).__name__}", f"get_backend('transformers', {model})"
 
 
 def _model_name(model: Any, options: Mapping[str, Any]) -> str:

@@ -126,9 +126,7 @@ def allow_list() -> frozenset[str] | None:
 
 
 def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
-    """Import the plugin class with that name and check that it fits this hook specification.
-
-    The plugin's engine is not imported.
+    """Import the plugin class with that name, and not its engine, and check that it fits this hook specification.
 
     Raises:
         BackendNotFoundError: no installed and allowed backend has the name.

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -61,22 +62,6 @@ KEPT, TOP = (SETS, COUNTS, "kept_log_mass"), ("top_ids", "top_log_probs", "tail_
 NO_ID = dict.fromkeys((SETS, "top_ids"), -1)
 #: Fields that say how to read the others. Selecting any field of a container keeps them.
 EXPLAINING = frozenset({"padded", "scored_mask", "provenance", SETS, COUNTS})
-
-
-class _Field:
-    """A field of a container, read with a function. tensordict handles the setting of fields.
-
-    A descriptor and not a case of `__getattr__`, because tensordict 0.15 gives every field a descriptor of
-    its own, and Python asks those first.
-    """
-
-    def __init__(self, name: str, reader: Reader) -> None:
-        self._name, self._reader = name, reader
-
-    def __get__(self, container: Any, owner: type | None = None) -> Any:
-        if container is None:
-            raise AttributeError(f"{self._name!r} is a field of instances of {owner}, not of the class")
-        return self._reader(container, self._name)
 
 
 def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
@@ -129,7 +114,8 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
         # A TensorDict that selects ("tokens", "full") calls `_select` of its Tokens.
         cls.select = cls._select = select
         for name, reader in by_name.items():
-            setattr(cls, name, _Field(name, reader))
+            # tensordict handles the setting of fields. It gives each a descriptor of its own, which this replaces.
+            setattr(cls, name, property(partial(reader, name=name)))
         return cls
 
     return decorate

@@ -404,11 +404,7 @@ class TokenRows:
         return None if path is None else ragged(self.td, (*path, name), masks=self.masks)
 
     def read(self, key: NestedKey) -> Ragged:
-        """Return a field of a container as rows as long as the tokens; a response has zeros in front.
-
-        Raises:
-            InvalidRequestError: the field is in another layout, or its rows have other lengths.
-        """
+        """Return a field of a container as rows as long as the tokens; a response has zeros in front."""
         *path, name = key_parts(key)
         if self.mask is not None and name not in ("prompt", "response"):
             return self.ragged(self.flat(getattr(self.td.get(tuple(path)), name), key))

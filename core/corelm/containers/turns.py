@@ -14,7 +14,7 @@ from torch import Tensor
 from corelm.containers.assemble import ABOUT_IDS, assemble
 from corelm.containers.classes import SETS, LogProbs, Tokens
 from corelm.containers.reading import about_ids, key_parts, list_keys, provenance_of_rows, ragged, token_ids
-from corelm.errors import InvalidRequestError, MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
+from corelm.errors import MissingKeyError, Problems, ProvenanceMismatchError, refuse, spelled_out
 from corelm.spec.provenance import Provenance, VersionRuns
 from corelm.spec.records import ContainerRequest, Parts
 from corelm.tensors.lazy_rows import non_tensors
@@ -158,11 +158,8 @@ def _common_fields(turns: Sequence[Mapping[str, Any]]) -> list[str]:
         widths = {turn[name].values.shape[1:] for turn in turns if name != SETS}
         if len(widths) > 1:
             found = ", ".join(str(shape[-1]) for shape in sorted(widths))
-            raise InvalidRequestError(
-                f"{what}: the turns have different numbers of ids a token ({found}); sample every turn with "
-                "the same top_logprobs",
-                field=what,
-            )
+            told = f"the turns have different numbers of ids a token ({found})"
+            raise invalid(what, f"{told}; sample every turn with the same top_logprobs")
     return names
 
 

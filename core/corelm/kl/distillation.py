@@ -9,12 +9,13 @@ from torch import Tensor
 
 from corelm.containers.classes import TOP, must_have_lengths
 from corelm.containers.reading import TokenRows, find_entry, key_parts, next_or_root, provenance_of_rows, ragged
-from corelm.errors import InvalidRequestError, MissingKeyError, ProvenanceMismatchError, refuse
+from corelm.errors import MissingKeyError, ProvenanceMismatchError, refuse
 from corelm.kl.divergences import Divergence, Terms, TopLogProbs, top_k_divergence
 from corelm.kl.estimators import Reduction, aggregate
 from corelm.kl.pairs import Pair, PairKeys, read_pair
 from corelm.policy.policy import LLMPolicy
 from corelm.tensors.modes import no_inference_mode
+from corelm.validate import invalid
 
 
 class DistillationLoss(TensorDictModuleBase):
@@ -65,7 +66,7 @@ class DistillationLoss(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         if student is not None and not isinstance(student, LLMPolicy):
-            raise InvalidRequestError(f"student: expected an LLMPolicy, got {type(student).__name__}", field="student")
+            raise invalid("student", f"expected an LLMPolicy, got {type(student).__name__}")
         self.terms = Terms(kind, beta)
         # Not a submodule: the student's parameters are those of its model.
         self._student = (student,)

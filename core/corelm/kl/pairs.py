@@ -85,14 +85,7 @@ class Pair(NamedTuple):
 
 
 def read_pair(td: TensorDictBase, keys: PairKeys) -> Pair:
-    """Read two scorings and the positions that count.
-
-    Raises:
-        MissingKeyError: a scoring or the mask is missing.
-        InvalidRequestError: the scorings have different layouts, or a log-prob that counts is not finite; `rows` lists
-            the rows at fault.
-        ProvenanceMismatchError: the scorings are of different distributions and `allow_mismatch` is False.
-    """
+    """Read two scorings and the positions that count. Errors are those of `KLComputation`."""
     gen, here = find_log_probs(td, keys.gen)
     ref, _ = find_log_probs(td, keys.ref)
     kinds = [f"batch {tuple(one.batch_size)}, {'dense' if is_dense(one) else 'one row a sample'}" for one in (gen, ref)]
@@ -241,10 +234,7 @@ def _keeps_all(rows: TokenRows, full: NestedKey, row: int) -> bool:
 
 
 def _check_sets(rows: TokenRows, keys: PairKeys, mask: Tensor) -> None:
-    """Raise if two truncated scorings were normalised over different ids where the mask is True.
-
-    Their labels do not say over which ids.
-    """
+    """Raise if two truncated scorings were normalised over different ids, which their labels do not tell."""
     cut = [all(one is not None and one.support == "truncated" for one in pair) for pair in _labels(rows, keys)]
     where = rows.ragged(mask.cpu())
     counts = where.values & torch.tensor(cut, dtype=torch.bool)[where.row_index]

@@ -499,7 +499,7 @@ def render_chats(
         begun: for each conversation the turn that the answer continues, as `final_turns` returned it, or None.
         prompt: whether the assistant's next turn, or the rest of its last one, is to be sampled.
         problems: conversations that are left empty. Those that cannot be rendered are added; None refuses them.
-        options: the other arguments of `render`.
+        options: the other arguments of `render` and `segments_of`.
 
     Raises:
         InvalidRequestError, TemplateError: those of `render`; rows are numbered as in `chats`.

@@ -22,7 +22,7 @@ from corelm.backend.streams import AnswerStream, AsyncAnswerStream
 from corelm.batching import BatchingState, DynamicBatcher, Limits
 from corelm.containers.assemble import dense_columns
 from corelm.errors import CapabilityError, printable
-from corelm.opening import get_backend
+from corelm.opening import get_backend, kind_and_call
 from corelm.policy.inputs import PASSED, InputReader
 from corelm.policy.options import PolicyOptions, out_keys
 from corelm.policy.outputs import AnswerReader, deliver, must_have_room, partial_answers, scored
@@ -457,10 +457,7 @@ def checked_backend(given: Any) -> Backend:
     """Return `given` if it is an open backend. Refuse anything else, and say how to open one."""
     if isinstance(given, Backend):
         return given
-    call = "get_backend('transformers', 'PATH')"
-    if isinstance(given, torch.nn.Module):
-        call = "get_backend('transformers', model, tokenizer=tokenizer)"
-    kind = "None" if given is None else f"a {type(given).__name__}"
+    kind, call = kind_and_call(given)
     raise validate.invalid("backend", f"expected an open backend or the name of one, got {kind}; pass {call}")
 
 

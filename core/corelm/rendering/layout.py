@@ -32,7 +32,6 @@ class WrittenText(NamedTuple):
     """What a template wrote, without marks.
 
     Attributes:
-        text: the text.
         literals: ``[start, stop)`` of the texts of special tokens that users typed, ascending.
         spans: ``[start, stop)`` of what is in the template's ``{% generation %}`` blocks, ascending.
         edges: where marks stood.
