@@ -72,7 +72,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
     """
 
     def decorate(cls: Any) -> Any:
-        by_name = {name: readers.get(name, default) for name in cls.__dataclass_fields__}
+        by_name: dict[str, Any] = {name: readers.get(name, default) for name in cls.__dataclass_fields__}
         # tensordict writes its own versions into every TensorClass once the class body is done, so these come after.
         make, get_item, set_field, select_fields = cls.__init__, cls.__getitem__, cls.set, cls._select
 

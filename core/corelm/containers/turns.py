@@ -133,9 +133,7 @@ def sampled_tokens(
     return ids, prompt_lengths
 
 
-def sampled_log_probs(
-    td: TensorDictBase, key: NestedKey = "log_probs", masks: NestedKey = "masks"
-) -> dict[str, Ragged | TokenSets]:
+def sampled_log_probs(td: TensorDictBase, key: NestedKey = "log_probs", masks: NestedKey = "masks") -> dict[str, Any]:
     """Return the fields of a `LogProbs` that are as long as the tokens, by name and on the CPU. None without one."""
     path = key_parts(key)
     if not isinstance(td.get(path, None), LogProbs):
