@@ -35,7 +35,6 @@ from .containers.reading import carries_sets as carries_sets
 from .containers.reading import entries as entries
 from .containers.reading import list_keys as list_keys
 from .containers.reading import provenance_of_rows as provenance_of_rows
-from .containers.reading import token_ids as token_ids
 from .containers.turns import SampledPart as SampledPart
 from .containers.turns import disagreement as disagreement
 from .containers.turns import provenance_of_parts as provenance_of_parts

@@ -358,7 +358,7 @@ class TokenRows:
         """int64[rows], on the CPU: the number of tokens in each row."""
         if self.mask is not None:
             return self.mask.sum(-1).cpu()
-        for whole in (("full",), ("all_attention_mask",), ("prompt", "response")):
+        for whole in (("full",), ("all_attention_mask",), ("scored_mask",), ("prompt", "response")):
             if parts := [part.lengths for name in whole if (part := self._field(name)) is not None]:
                 return torch.stack(parts).sum(0)
         raise invalid(".".join(self.paths[0]), "it has no field that says how long its rows are")
@@ -403,6 +403,12 @@ class TokenRows:
         path = next((path for path in self.paths if name in self.td.get(path).keys()), None)
         return None if path is None else ragged(self.td, (*path, name), masks=self.masks)
 
+    def ids(self) -> tuple[Ragged, Tensor | None]:
+        """Return the ids of the `Tokens`, the first container, on the CPU, and `prompt_lengths` if these are split."""
+        ids, start = token_ids(self.td, self.paths[0], self.masks)
+        must_have_lengths(ids.lengths, self.lengths, ".".join(self.paths[0]))
+        return ids, start
+
     def read(self, key: NestedKey) -> Ragged:
         """Return a field of a container as rows as long as the tokens; a response has zeros in front."""
         *path, name = key_parts(key)
@@ -429,12 +435,12 @@ class TokenRows:
     def log_probs(self, path: Path) -> tuple[Ragged, Ragged]:
         """Return the values of a `LogProbs`, and which of them mean something: without a `scored_mask`, all of them."""
         names = self.td.get(path).keys()
-        values = self.read((*path, "full" if "full" in names else "response"))
+        alone = "full" not in names and "response" in names
+        values = self.read((*path, "response" if alone else "full"))
         if "scored_mask" in names:
             key = (*path, "scored_mask")
             return values, self.ragged(as_mask(self.read(key).values, str(key)))
-        part = "full" not in names and self.prompt_lengths is not None
-        return values, self.ragged(self.in_response) if part else self.everywhere
+        return values, self.ragged(self.in_response) if alone else self.everywhere
 
     def assistant(self) -> Ragged | None:
         """Return which tokens are the assistant's; None if that is not known."""

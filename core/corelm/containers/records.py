@@ -256,7 +256,7 @@ def _token_records(td: TensorDictBase, tokenizer: Any) -> list[dict[str, Any]]:
     found = TokenRows.of(td)
     if found is None:
         raise MissingKeyError('to_records(by="token") needs tokens, and this TensorDict has none', field="tokens")
-    ids, start = token_ids(found.td, found.paths[0], found.masks)
+    ids, start = found.ids()
     columns: Columns = {name: [values[row] for row in ids.row_index.tolist()] for name, values in _index(td).items()}
     columns["position"] = ids.positions.tolist()
     if start is not None:

@@ -27,7 +27,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from torch import Tensor
 
 from corelm import to_records
-from corelm.application import CONTAINERS, Path, TokenRows, entries, non_tensors, token_ids
+from corelm.application import CONTAINERS, Path, TokenRows, entries, non_tensors
 from corelm.containers import LogProbs, Masks, PerToken, Tokens
 from corelm.errors import printable
 from corelm.spec import Provenance
@@ -345,7 +345,7 @@ def _token_cells(td: TensorDictBase, tokenizer: Any) -> list[str]:
     """Return the tokens of each row: the end of a long prompt and the beginning of a long response."""
     if (found := TokenRows.of(td)) is None:
         return []
-    tokens, split = token_ids(found.td, found.paths[0], found.masks)
+    tokens, split = found.ids()
     lengths = tokens.lengths
     start = torch.zeros_like(lengths)
     if split is not None:
