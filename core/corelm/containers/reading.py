@@ -485,7 +485,7 @@ class TokenRows:
 
 def token_ids(td: TensorDictBase, path: Path, masks: NestedKey) -> tuple[Ragged, Tensor | None]:
     """Return the ids of the `Tokens` at `path`, on the CPU, and the lengths of the prompts if the rows are split."""
-    names = {"prompt", "response", "full"} & {*td.get(path).keys()}
+    names = [name for name in ("prompt", "response", "full") if name in td.get(path).keys()]
     parts = {name: ragged(td, (*path, name), masks=masks).to("cpu") for name in names}
     prompt, response, full = (parts.get(name) for name in ("prompt", "response", "full"))
     if len(parts) == 1:

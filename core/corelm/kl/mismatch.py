@@ -26,7 +26,7 @@ from corelm.containers.classes import PerToken
 from corelm.containers.reading import TokenRows, key_parts, next_or_root, provenance_of_rows
 from corelm.errors import InvalidRequestError, Problems, refuse
 from corelm.kl.estimators import MAX_LOG_RATIO, k1
-from corelm.kl.pairs import Pair, PairKeys, container_key, find_log_probs, read_pair, rows_of, scores
+from corelm.kl.pairs import Pair, PairKeys, container_key, read_pair, rows_of, scores
 from corelm.spec.version_runs import backward, counts_of, run_problems
 from corelm.tensors.ragged import as_mask
 from corelm.validate import as_list, invalid, number, one_of, shown
@@ -246,8 +246,7 @@ def staleness(
         InvalidRequestError: a label does not count and is not among `versions`; weights are newer than `version` or go
             backwards within a row; the provenance of a row is not known. The message names row and position.
     """
-    log_probs, here = find_log_probs(td, log_probs_key)
-    rows = rows_of(td, here, log_probs_key, log_probs, masks_key)
+    rows, _ = rows_of(td, log_probs_key, masks_key)
     labels, index = _token_versions(rows, log_probs_key)
     order = None if versions is None else _order(versions)
     ages: list[int] = []

@@ -86,8 +86,8 @@ class Pair(NamedTuple):
 
 def read_pair(td: TensorDictBase, keys: PairKeys) -> Pair:
     """Read two scorings and the positions that count. Errors are those of `KLComputation`."""
-    gen, here = find_log_probs(td, keys.gen)
-    ref, _ = find_log_probs(td, keys.ref)
+    rows, here = rows_of(td, keys.gen, keys.masks)
+    gen, (ref, _) = rows.td.get(container_key(keys.gen)), find_log_probs(td, keys.ref)
     kinds = [f"batch {tuple(one.batch_size)}, {'dense' if is_dense(one) else 'one row a sample'}" for one in (gen, ref)]
     if kinds[0] != kinds[1]:
         raise InvalidRequestError(
@@ -95,7 +95,6 @@ def read_pair(td: TensorDictBase, keys: PairKeys) -> Pair:
             "batch and pad_output",
             field=str(keys.ref),
         )
-    rows = rows_of(td, here, keys.gen, gen, keys.masks)
     rows.td.set(container_key(keys.ref), ref)
     if not keys.allow_mismatch:
         _check_labels(rows, keys)
@@ -120,11 +119,9 @@ def read_pair(td: TensorDictBase, keys: PairKeys) -> Pair:
     return Pair(torch.where(mask, values, 0.0), torch.where(mask, others, 0.0), mask, rows)
 
 
-def rows_of(
-    td: TensorDictBase, here: TensorDictBase, key: NestedKey, log_probs: LogProbs, masks_key: NestedKey
-) -> TokenRows:
-    """Return the tokens of the `log_probs` at `key`, which `here` holds, with the masks that belong to them."""
-    path = container_key(key)
+def rows_of(td: TensorDictBase, key: NestedKey, masks_key: NestedKey) -> tuple[TokenRows, TensorDictBase]:
+    """Return the tokens of the scoring at `key`, with the masks that belong to it, and the TensorDict that holds it."""
+    path, (log_probs, here) = container_key(key), find_log_probs(td, key)
     view = TensorDict({path: log_probs}, batch_size=())
     try:
         masks, _ = find_entry(td, masks_key, first=here)
@@ -138,7 +135,7 @@ def rows_of(
             # The caller built the log-probs; without masks they have no pads.
             everything = torch.ones_like(log_probs.full, dtype=torch.bool)
             view.set(masks_key, Masks(all_attention_mask=everything, batch_size=log_probs.batch_size))
-    return TokenRows(view, [path], masks_key)
+    return TokenRows(view, [path], masks_key), here
 
 
 def scores(rows: TokenRows, full: NestedKey) -> tuple[Tensor, Tensor]:
