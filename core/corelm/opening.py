@@ -83,7 +83,7 @@ def get_backend(
         BackendImportError: the plugin's module failed to import.
         BackendConflictError: several distributions claim the name.
         BackendIncompatibleError: the plugin does not fit this hook specification.
-        InvalidRequestError: the plugin does not know an option, or options contradict one another.
+        InvalidRequestError: the plugin does not know an option (`field` names it), or options contradict one another.
         EngineError: the engine did not open; its own error is the cause.
         CoreLMError: what an opener raises.
     """

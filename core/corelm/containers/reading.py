@@ -77,9 +77,6 @@ def find_entry(td: TensorDictBase, key: NestedKey, first: TensorDictBase | None 
 
     `first` is searched first, if given, then ``next``, then the root: a policy writes its log-probs before
     the step, an environment writes its rewards after it.
-
-    Raises:
-        MissingKeyError: none of them has the key.
     """
     for holder in (first, next_or_root(td), td):
         if holder is not None and key in holder.keys(include_nested=True):

@@ -24,11 +24,12 @@ from corelm.containers.reading import (
     provenance_of_rows,
 )
 from corelm.errors import InvalidRequestError, MissingKeyError, level_of_caller, refuse, spelled_out
-from corelm.kl.estimators import ESTIMATORS, Estimator, shape_of
+from corelm.kl.estimators import ESTIMATORS, Estimator
 from corelm.kl.pairs import PairKeys, container_key, read_pair
 from corelm.policy.options import Keys
 from corelm.policy.policy import LLMPolicy
 from corelm.spec.provenance import Provenance
+from corelm.tensors.ragged import shape_of
 from corelm.validate import flag, invalid, number, one_of, positive, shown
 
 Use = Literal["reward", "loss"]

@@ -499,10 +499,7 @@ def render_chats(
         begun: for each conversation the turn that the answer continues, as `final_turns` returned it, or None.
         prompt: whether the assistant's next turn, or the rest of its last one, is to be sampled.
         problems: conversations that are left empty. Those that cannot be rendered are added; None refuses them.
-        options: the other arguments of `render` and `segments_of`.
-
-    Raises:
-        InvalidRequestError, TemplateError: those of `render`; rows are numbered as in `chats`.
+        options: the other arguments of `render` and `segments_of`. So are the errors, with rows as in `chats`.
     """
     engine = backend.engine
     options |= {"tokenizer": engine.tokenizer, "tokenize": backend.tokenize, "eos_ids": engine.eos_token_ids}
@@ -694,7 +691,7 @@ def read_ids(
     """Return ids without their pads. Sequences keep their split and, if dense, their columns.
 
     Args:
-        part: what the ids are; "full" reads the mask of the assistant's tokens as well.
+        part: "full" reads the mask of the assistant's tokens as well.
         masks: what is under the key of the masks: `Masks` or a plain TensorDict, or nothing that is read.
         attention: an attention mask that is read instead of theirs; None reads theirs.
         backend: refuses dense ids without a mask that begin or end with its pad id; None looks for no pads.

@@ -32,7 +32,7 @@ from corelm.spec.records import GenerateResult, ScoreResult
 from corelm.spec.sampling import SamplingParams
 from corelm.tensors.categorical import MaskedCategorical
 from corelm.tensors.modes import no_inference_mode
-from corelm.tensors.ragged import Ragged
+from corelm.tensors.ragged import Ragged, counted_positions
 
 Positions = Literal["attention", "assistant", "response"]
 
@@ -353,13 +353,10 @@ class LLMPolicy(_NotMoved, TensorDictModuleBase):
         logits = kept.scatter(columns.mask, 0.0)
         if batch.temperature != 1.0:
             logits = logits / batch.temperature
-        counts = batch.scored.scatter(columns.mask, False)
+        counts = batch.scored.scatter(columns.mask, False).reshape(shape)
         if not isinstance(mask, Tensor):
             mask = self._positions(rows, batch, mask).scatter(columns.mask, False).reshape(shape)
-        if mask.shape != shape or mask.dtype.is_floating_point:
-            raise validate.invalid("mask", f"expected bool{list(shape)}, got {mask.dtype}{list(mask.shape)}")
-        counts = counts.reshape(shape) & mask.to(counts.device, torch.bool)
-        return MaskedCategorical(logits.reshape(*shape, logits.shape[-1]), counts)
+        return MaskedCategorical(logits.reshape(*shape, logits.shape[-1]), counts & counted_positions(mask, counts))
 
     @no_inference_mode()
     def log_prob(self, tensordict: TensorDictBase) -> Any:

@@ -55,16 +55,9 @@ class Template:
 
     @classmethod
     def find(cls, tokenizer: Any, chat_template: str | None, kwargs: Mapping[str, Any]) -> Template:
-        """Return the given template, else the tokenizer's own.
+        """Return the given template, else the tokenizer's own. Refuse one that does not read the tools that are given.
 
-        Args:
-            chat_template: jinja text, the name of one of the tokenizer's templates, or "chatml".
-
-        Raises:
-            TemplateError: no template was given, and the tokenizer has none; no template has the given name; or there
-                are tools, which the template does not read.
-            InvalidRequestError: the template is not a str; or it or one of its variables holds text that cannot be
-                encoded, or variables that are nested too deep or hold themselves.
+        `chat_template` is jinja text, the name of one of the tokenizer's templates, or "chatml".
         """
         if chat_template is not None and not isinstance(chat_template, str):
             raise invalid("chat_template", f"expected a str or None, got {shown(chat_template)}")
