@@ -107,14 +107,8 @@ def get_backend(
     names |= getattr(opened, "answers_as", {})
     backend = None
     try:
-        backend = Backend.from_plugin(
-            opened,
-            **names,
-            wrappers=wrappers,
-            retry=retry,
-            timeout=timeout,
-            model=model if isinstance(model, nn.Module) else None,
-        )
+        given = model if isinstance(model, nn.Module) else None
+        backend = Backend.from_plugin(opened, **names, wrappers=wrappers, retry=retry, timeout=timeout, model=given)
         for opener in openers:
             opener.opened(backend)
     except BaseException:
@@ -125,15 +119,8 @@ def get_backend(
             else:
                 backend.close()
         raise
-    _log.info(
-        "%s: opened %s in %.3g s with %s, core %s: %s",
-        name,
-        place(backend.model_name) or "an engine",
-        time.monotonic() - started,
-        label,
-        __version__,
-        abilities(backend.capabilities),
-    )
+    told = (name, place(backend.model_name) or "an engine", time.monotonic() - started, label, __version__)
+    _log.info("%s: opened %s in %.3g s with %s, core %s: %s", *told, abilities(backend.capabilities))
     return backend
 
 

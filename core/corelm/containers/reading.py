@@ -212,7 +212,7 @@ def entries(td: TensorDictBase, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     Tensors of different shapes, which only a lazy stack of rows can hold, are yielded as one list in C order.
     """
     for name in td.keys():
-        value = _entry(td, name)
+        value = entry(td, name)
         if isinstance(value, CONTAINERS) or is_non_tensor(value):
             yield (*path, name), value
         elif isinstance(value, TensorDictBase) or is_tensorclass(value):
@@ -277,7 +277,7 @@ def is_dense(container: Any) -> bool:
     return False
 
 
-def _entry(td: TensorDictBase, name: str) -> Any:
+def entry(td: TensorDictBase, name: NestedKey) -> Any:
     """Return one entry; rows whose tensors do not form one tensor as a list, in C order."""
     try:
         return td.get(name)
@@ -299,7 +299,7 @@ def masks_of(td: TensorDictBase, path: Path) -> Path:
     """Return the path of the `Masks` that belong to the container at `path`: next to it, else at the root."""
     for parent in dict.fromkeys((path[:-1], ())):
         holder = td.get(parent, None) if parent else td
-        found = [] if holder is None else [name for name in holder.keys() if isinstance(_entry(holder, name), Masks)]
+        found = [] if holder is None else [name for name in holder.keys() if isinstance(entry(holder, name), Masks)]
         if found:
             return (*parent, "masks" if "masks" in found else found[0])
     return (*path[:-1], "masks")

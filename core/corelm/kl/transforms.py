@@ -17,6 +17,7 @@ from corelm.containers.classes import LogProbs, PerToken, Tokens, flat, rows
 from corelm.containers.reading import (
     TokenRows,
     carries_sets,
+    entry,
     find_entry,
     key_parts,
     list_keys,
@@ -252,11 +253,7 @@ def _penalised(td: TensorDictBase, key: NestedKey, penalty: Tensor, tokens: Toke
             "rewards unchanged: KLComputation or RetrieveKL with add_to_reward=False",
             field=str(key),
         )
-    try:
-        reward = td.get(key)
-    except RuntimeError:
-        # Bare rows of different lengths, which only a lazy stack can hold.
-        return _less([row.get(key) for row in rows(td)], key, penalty, tokens)
+    reward = entry(td, key)
     if not isinstance(reward, PerToken):
         return _less(reward, key, penalty, tokens)
     given, reduced = reward.full, reward.clone(False)
