@@ -42,7 +42,7 @@ class Opener(Protocol):
     """
 
     def open(self, open_one: OpenOne, name: str, model: Any, options: Mapping[str, Any]) -> tuple[Any, str]:
-        """Open engines, with `open_one` where they are opened in this process. `options` are those that are left.
+        """Open engines, with `open_one` where they are opened in this process. `options` are the others.
 
         Returns:
             An object with the hooks, and the distributions and versions of plugin and engine.
@@ -83,7 +83,7 @@ def get_backend(
         BackendImportError: the plugin's module failed to import.
         BackendConflictError: several distributions claim the name.
         BackendIncompatibleError: the plugin does not fit this hook specification.
-        InvalidRequestError: the plugin does not know an option (`field` names it), or options contradict one another.
+        InvalidRequestError: the plugin does not know an option, or options contradict one another.
         EngineError: the engine did not open; its own error is the cause.
         CoreLMError: what an opener raises.
     """
@@ -125,7 +125,7 @@ def get_backend(
 
 
 def _openers(name: str, options: dict[str, Any]) -> list[Opener]:
-    """Take the options of openers out of `options`, and return these openers. Refuse one whose opener is missing."""
+    """Take the options of openers out of `options`, and return these openers. Refuse a missing one."""
     points = {point.name: point for point in metadata.entry_points(group=OPENERS)}
     found = {option for option in options if option in points or option in _KNOWN}
     for option in [option for option in found if options[option] is None or options[option] is False]:

@@ -612,8 +612,8 @@ def generation_mode(
 ) -> Literal["none", "raw", "processed"]:
     """Return the mode to request from the engine: `wanted`, or the other one if both give the same numbers.
 
-    `with_support` says that the ids that truncation had left are returned as well, so that one kind of log-prob can be
-    computed from the other.
+    With `with_support`, the ids that truncation had left are returned as well, so that one kind of log-prob can
+    be computed from the other.
     """
     if not isinstance(wanted, str) or wanted not in ("none", "raw", "processed"):
         one_of("logprobs", wanted, ("none", "raw", "processed"))

@@ -710,7 +710,7 @@ _open: weakref.WeakSet[OpenEngine] = weakref.WeakSet()
 
 
 def end_calls(engines: Iterable[OpenEngine], end: float) -> bool:
-    """Refuse later calls to these engines, and abort those in them until `end`. Return whether all have ended."""
+    """Refuse later calls to these engines, and abort those in them until `end`. Return whether all ended."""
     # All are told to end before one is waited for.
     while engines := [engine for engine in engines if not engine.end_calls()]:
         if time.monotonic() >= end:

@@ -211,7 +211,7 @@ class Delivery:
     def compare(self, batch: GenerateResult, fail: Callable[[str], EngineError]) -> None:
         """Fail if a chunk was wrong, or those of a row, joined, are not that row of the result, or its beginning.
 
-        A row that failed has no answer to compare its chunks with. A listener that has failed is its caller's error.
+        A row that failed has no answer to compare with. A listener that has failed is its caller's error.
         """
         self._require_listener()
         if self._fault:

@@ -126,7 +126,7 @@ def allow_list() -> frozenset[str] | None:
 
 
 def load_backend(name: str) -> tuple[type[Any], BackendInfo]:
-    """Import the plugin class with that name, and not its engine, and check that it fits this hook specification.
+    """Import the plugin class with that name, not its engine, and check that it fits the hook specification.
 
     Errors are those of `get_backend`.
     """

@@ -104,8 +104,8 @@ def renumbered(error: CoreLMError, rows: Tensor) -> CoreLMError:
 def spread(batch: B, served: Tensor, lengths: Tensor, problems: Mapping[int, str], version: str) -> B:
     """Put the `served` rows of a result back among those that were skipped, which get a message in `errors`.
 
-    A skipped answer is empty and has the finish reason `error`. Nothing of a skipped sequence is scored. `lengths`,
-    int64[rows], are those of all rows, and `version` is the label of the weights in force.
+    A skipped answer is empty and has the finish reason `error`. Nothing of a skipped sequence is scored.
+    `lengths`, int64[rows], are those of all rows, and `version` is the label of the weights in force.
     """
     fillers = {"finish_reasons": "error", "texts": "", "weight_versions": version, "version_runs": ((version, 0),)}
     total, rows = int(lengths.sum()), ServedRows(served, len(lengths))

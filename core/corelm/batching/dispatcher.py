@@ -218,9 +218,9 @@ class Dispatcher:
     def stop(self, *, flush: bool, final: bool, grace: float = GRACE_PERIOD) -> bool:
         """Answer or refuse the waiting requests and end the threads. Return whether all have ended. A fork ends none.
 
-        See `DynamicBatcher.close` for `flush`. With `final`, later requests are refused. Without, they get new threads,
-        and no thread ends while there are such requests. Calls that no caller waits for get `grace` seconds in all,
-        and their threads then end with them.
+        See `DynamicBatcher.close` for `flush`. With `final`, later requests are refused. Without, they get new
+        threads, and none ends while there are such requests. Calls that no caller waits for get `grace` seconds
+        in all, and their threads then end with them.
         """
         stopped = self.begin_stop(flush=flush, final=final)
         if self.engine.elsewhere or self.mine:

@@ -114,7 +114,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
         # A TensorDict that selects ("tokens", "full") calls `_select` of its Tokens.
         cls.select = cls._select = select
         for name, reader in by_name.items():
-            # tensordict handles the setting of fields. It gives each a descriptor of its own, which this replaces.
+            # tensordict handles the setting of fields. It gives each a descriptor, which this replaces.
             setattr(cls, name, property(partial(reader, name=name)))
         return cls
 
@@ -563,7 +563,7 @@ def container_of_rows(
     given: Mapping[str, Any],
     objects: Mapping[str, Any] | None = None,
 ) -> C:
-    """Return a container that is not padded, from the rows that were `given` for its fields; None stands for no rows.
+    """Return a container that is not padded, from the rows `given` for its fields; None stands for no rows.
 
     `full` is the prompt followed by the response, if both are given. All rows share the `objects`.
     """

@@ -310,7 +310,7 @@ def masks_of(td: TensorDictBase, path: Path) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """The tokens that containers have values of: how long their rows are, and where they are in dense tensors.
+    """The tokens that containers have values of: how long rows are, and where they are in dense tensors.
 
     Values are read as flat rows without pads, in C order, and stored like the tokens.
 
@@ -344,7 +344,7 @@ class TokenRows:
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """bool[rows, width]: where the tokens are in dense tensors. None for rows, and for those of several widths."""
+        """bool[rows, width]: where tokens are in dense tensors. None for rows, and for several widths."""
         mask = dense_mask(self.td.get(self.masks, None)) if is_dense(self.td.get(self.paths[0])) else None
         if mask is None or tuple(mask.shape[:-1]) != self.shape:
             return None
@@ -385,9 +385,8 @@ class TokenRows:
     def narrowest(self) -> Columns:
         """Where ``pad_output=True`` puts the tokens."""
         full, start = self.everywhere, self.prompt_lengths
-        return dense_columns(
-            Parts(None, None, full) if start is None else Parts(full.slice(stop=start), full.slice(start), full)
-        )
+        prompt, response = (None, None) if start is None else (full.slice(stop=start), full.slice(start))
+        return dense_columns(Parts(prompt, response, full))
 
     @property
     def columns(self) -> Columns:
@@ -401,7 +400,7 @@ class TokenRows:
         return None if path is None else ragged(self.td, (*path, name), masks=self.masks)
 
     def ids(self) -> tuple[Ragged, Tensor | None]:
-        """Return the ids of the `Tokens`, the first container, on the CPU, and `prompt_lengths` if these are split."""
+        """Return the ids of the `Tokens`, which come first, on the CPU, and `prompt_lengths` if they are split."""
         ids, start = token_ids(self.td, self.paths[0], self.masks)
         must_have_lengths(ids.lengths, self.lengths, ".".join(self.paths[0]))
         return ids, start
@@ -430,7 +429,7 @@ class TokenRows:
         return dense.reshape(*mask.shape, *shape[len(wanted) :])[mask.to(dense.device)]
 
     def log_probs(self, path: Path) -> tuple[Ragged, Ragged]:
-        """Return the values of a `LogProbs`, and which of them mean something: without a `scored_mask`, all of them."""
+        """Return the values of a `LogProbs`, and which mean something: all without a `scored_mask`."""
         names = self.td.get(path).keys()
         alone = "full" not in names and "response" in names
         values = self.read((*path, "response" if alone else "full"))
@@ -455,7 +454,7 @@ class TokenRows:
         return values.new_zeros(len(self.lengths)).index_add(0, index, values).reshape(self.shape)
 
     def first(self, mask: Tensor) -> Tensor:
-        """Return int64[rows]: where `mask`, bool[total], is True first in each row; the row's length if nowhere."""
+        """Return int64[rows]: where `mask`, bool[total], is first True; the length of a row if nowhere."""
         at, rows = mask.cpu(), self.everywhere
         return self.lengths.scatter_reduce(0, rows.row_index[at], rows.positions[at], "amin")
 
@@ -474,7 +473,7 @@ class TokenRows:
         return self.ragged(values).scatter(mask, 0).reshape(*self.shape, mask.shape[-1])
 
     def stored(self, values: Tensor) -> Tensor | PerToken:
-        """Return flat values in the layout of the tokens: a dense tensor, or a `PerToken` of rows. See `container`."""
+        """Return flat values in the layout of the tokens: a dense tensor, or a `PerToken` of rows."""
         dense = self.mask is not None
         made = container(PerToken, {"full": self.ragged(values)}, self.shape, columns=self.columns if dense else None)
         return made.full if dense else made

@@ -134,7 +134,7 @@ def sampled_tokens(
 
 
 def sampled_log_probs(td: TensorDictBase, key: NestedKey = "log_probs", masks: NestedKey = "masks") -> dict[str, Any]:
-    """Return the fields of a `LogProbs` that are as long as the tokens, by name and on the CPU. None without one."""
+    """Return the fields of a `LogProbs` that are as long as the tokens, on the CPU; {} without one."""
     path = key_parts(key)
     if not isinstance(td.get(path, None), LogProbs):
         return {}
@@ -233,7 +233,7 @@ def disagreement(parts: Sequence[SampledPart]) -> str:
 def provenance_of_parts(parts: Sequence[SampledPart]) -> Provenance | None:
     """Return the provenance of a row: that of its last answer, with the versions of all weights that sampled the row.
 
-    The parts are in order, and their distributions agree. None if that of a part is not known, or without parts.
+    The parts are in order, and their distributions agree. None if one is not known, or without parts.
     """
     known = [part.provenance for part in parts if part.provenance is not None]
     if not known or len(known) < len(parts):

@@ -120,7 +120,7 @@ def read_pair(td: TensorDictBase, keys: PairKeys) -> Pair:
 
 
 def rows_of(td: TensorDictBase, key: NestedKey, masks_key: NestedKey) -> tuple[TokenRows, TensorDictBase]:
-    """Return the tokens of the scoring at `key`, with the masks that belong to it, and the TensorDict that holds it."""
+    """Return the tokens of the scoring at `key`, with its masks, and the TensorDict that holds it."""
     path, (log_probs, here) = container_key(key), find_log_probs(td, key)
     view = TensorDict({path: log_probs}, batch_size=())
     try:
@@ -139,7 +139,7 @@ def rows_of(td: TensorDictBase, key: NestedKey, masks_key: NestedKey) -> tuple[T
 
 
 def scores(rows: TokenRows, full: NestedKey) -> tuple[Tensor, Tensor]:
-    """Return the flat log-probs of a scoring whose field `full` has the given key, and which tokens have one."""
+    """Return the log-probs under the key `full`, float[total], and bool[total], which tokens have one."""
     path = container_key(full)
     values, scored = rows.log_probs(path)
     if rows.mask is not None and "scored_mask" in rows.td.get(path).keys():

@@ -404,7 +404,7 @@ class RetrieveLogProb(TensorDictModuleBase):
         return found, next((one for one in labels if one is not None and one.support == "truncated"), None)
 
     def _refuse_other(self, target: TensorDictBase, new: Sequence[Provenance | None]) -> None:
-        """Refuse to replace log-probs of sampling, which cannot be computed again, by those of another provenance."""
+        """Refuse to replace log-probs of sampling, which cannot be made again, by those of another provenance."""
         there = target.get(self.log_probs_key, None)
         if self.overwrite or not isinstance(there, LogProbs):
             return

@@ -90,8 +90,8 @@ class InputReader:
 
     Attributes:
         keys: by part, the key that is read, for example ``("history", "prompt")``.
-        read: returns the rows of a part, with ids on the CPU. A row that cannot be read is left empty and added to
-            `problems` if such are skipped.
+        read: returns the rows of a part, with ids on the CPU. A row that cannot be read is left empty and
+            added to `problems` if such are skipped.
     """
 
     def __init__(self, options: PolicyOptions) -> None:
@@ -499,7 +499,7 @@ def render_chats(
         begun: for each conversation the turn that the answer continues, as `final_turns` returned it, or None.
         prompt: whether the assistant's next turn, or the rest of its last one, is to be sampled.
         problems: conversations that are left empty. Those that cannot be rendered are added; None refuses them.
-        options: the other arguments of `render` and `segments_of`. So are the errors, with rows as in `chats`.
+        options: the others of `render` and `segments_of`. So are the errors, with rows as in `chats`.
     """
     engine = backend.engine
     options |= {"tokenizer": engine.tokenizer, "tokenize": backend.tokenize, "eos_ids": engine.eos_token_ids}

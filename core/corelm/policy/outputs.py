@@ -462,8 +462,8 @@ def whole_texts(
 ) -> tuple[tuple[str, ...], str]:
     """Return the texts of answers for a parser, with the special tokens that are its marks, and a character.
 
-    What looks like a special token and is none has this character in it; it is "" if there is no such text. `prompts`
-    are those of `answer_texts`.
+    What looks like a special token and is none has this character in it; it is "" if there is no such text.
+    `prompts` are those of `answer_texts`.
     """
     batch = without_eos(batch, backend)
     said = list(answer_texts(batch, replace(sampling, skip_special_tokens=False), backend.tokenizer, prompts))

@@ -47,7 +47,7 @@ class Turn(NamedTuple):
     """An assistant's turn in a text.
 
     Attributes:
-        start, end, stop: where the prompt for it ends, where what it says ends, and where its end marker ends.
+        start, end, stop: where the prompt for it, what it says, and its end marker end.
     """
 
     start: int
@@ -92,7 +92,7 @@ class Writer:
         return map_strings(value, lambda text: self.special.sub(slot, text))
 
     def write(self, messages: Messages, prompt: bool) -> WrittenText:
-        """Render messages, with slots for special tokens that users typed. Refuse a template that alters slots."""
+        """Render messages, with slots for special tokens that users typed. A template may not alter slots."""
         raw = self.template(messages, prompt)
         parts: list[str] = []
         literals: list[Span] = []

@@ -82,7 +82,7 @@ def render(
     want_assistant: bool = True,
     **options: Any,
 ) -> RenderedChats:
-    """Render and tokenize conversations; sampled turns keep their ids. `options` are the others of `segments_of`.
+    """Render and tokenize conversations; sampled turns keep their ids. See `segments_of` for `options`.
 
     Raises:
         TemplateError: there is no template, or it fails, or it leaves out what a message says, or does not show where a

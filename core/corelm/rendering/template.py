@@ -55,7 +55,7 @@ class Template:
 
     @classmethod
     def find(cls, tokenizer: Any, chat_template: str | None, kwargs: Mapping[str, Any]) -> Template:
-        """Return the given template, else the tokenizer's own. Refuse one that does not read the tools that are given.
+        """Return the given template, else the tokenizer's own. Refuse one that does not read given tools.
 
         `chat_template` is jinja text, the name of one of the tokenizer's templates, or "chatml".
         """
@@ -124,7 +124,7 @@ class Template:
         return apply(chat, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **template, **self.kwargs)
 
     def refuse_lost_calls(self, chat: Sequence[dict[str, Any]], kept: Sequence[bool]) -> None:
-        """Refuse a conversation with calls that the template does not write, except in turns whose ids are kept."""
+        """Refuse calls that the template does not write, except in turns whose ids are kept."""
         lost = [not own and bool(turn.get("tool_calls")) for turn, own in zip(chat, kept, strict=True)]
         if not any(lost) or (self.source is not None and _CALLS.search(self.source)):
             return
@@ -189,7 +189,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def map_chats(function: Callable[[T], R], chats: Iterable[T]) -> list[R]:
-    """Apply `function` to every conversation. If some fail, one `TemplateError` names them all in its `rows`."""
+    """Apply `function` to every conversation. If some fail, one `TemplateError` has them all as its `rows`."""
     results: list[R] = []
     failed: dict[int, TemplateError] = {}
     for index, chat in enumerate(chats):

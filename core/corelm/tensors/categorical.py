@@ -139,7 +139,7 @@ class MaskedCategorical(Distribution):
 
 
 def _slices(rows: Tensor, index: Tensor, step: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows with the numbers in `index`, `step` at a time, in float32 or more, each with its place in it."""
+    """Yield the rows in `index`, `step` at a time, in float32 or more, each slice with its place in `index`."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     for start in range(0, len(index), step):
         at = slice(start, start + step)

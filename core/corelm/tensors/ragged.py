@@ -369,7 +369,7 @@ _MASK = "expected True and False, or 1 and 0; got a mask"
 
 
 def as_mask(given: Any, field: str) -> Tensor:
-    """Return a mask as bool. It may hold zeros and ones, as transformers writes masks. Anything else is refused.
+    """Return a mask as bool. It may hold zeros and ones, as transformers writes masks, and nothing else.
 
     An additive mask, 0 for tokens and −inf for pads, would mean the opposite as bool, and NaN would be True.
     """
