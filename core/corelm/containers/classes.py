@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +61,11 @@ KEPT, TOP = (SETS, COUNTS, "kept_log_mass"), ("top_ids", "top_log_probs", "tail_
 NO_ID = dict.fromkeys((SETS, "top_ids"), -1)
 #: Fields that say how to read the others. Selecting any field of a container keeps them.
 EXPLAINING = frozenset({"padded", "scored_mask", "provenance", SETS, COUNTS})
+
+
+def _field(reader: Reader, name: str) -> property:
+    # tensordict handles the setting of fields. It gives each a descriptor, which this replaces.
+    return property(lambda container: reader(container, name))
 
 
 def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
@@ -114,8 +118,7 @@ def field_readers(default: Reader, **readers: Reader) -> Callable[[K], K]:
         # A TensorDict that selects ("tokens", "full") calls `_select` of its Tokens.
         cls.select = cls._select = select
         for name, reader in by_name.items():
-            # tensordict handles the setting of fields. It gives each a descriptor, which this replaces.
-            setattr(cls, name, property(partial(reader, name=name)))
+            setattr(cls, name, _field(reader, name))
         return cls
 
     return decorate
